@@ -26,8 +26,8 @@ import harness
 from bench_peers import Worker, parser_for_models
 from kvboost_edge import CPUPagedEngine, GenerationResult
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.engine import sequence as running_state
-from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.schedule import sequence as running_state
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.runners.base import ForwardBatch
 from peers.random_model import kept_gguf

@@ -25,10 +25,10 @@ import numpy as np
 import harness
 from bench_peers import parser_for_models
 from kvboost_edge import CPUPagedEngine, EngineConfig, GenerationResult
-from kvboost_edge.engine import sequence as running_state
 from kvboost_edge.engine.build import build_from_path
-from kvboost_edge.engine.grammars import read_grammar
-from kvboost_edge.engine.structure import Structure
+from kvboost_edge.engine.grammar.constraint import Structure
+from kvboost_edge.engine.grammar.definition import read_grammar
+from kvboost_edge.engine.schedule import sequence as running_state
 from large_vocabulary import made_tokenizer, made_words
 from peers.random_model import kept_gguf
 from peers.shapes import SHAPES

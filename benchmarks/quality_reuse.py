@@ -31,7 +31,7 @@ import reuse_prompts
 from harness import parser, report
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.repair import Repair

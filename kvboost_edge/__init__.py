@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kvboost_edge.config import ChunkStrategy, EngineConfig, GenerationMode, RecomputeStrategy
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.handle import RequestHandle, TokenEvent
-    from kvboost_edge.engine.request import SamplingParams
-    from kvboost_edge.engine.results import (
+    from kvboost_edge.engine.request.request import SamplingParams
+    from kvboost_edge.engine.request.results import (
         CorrectnessReport,
         GenerationResult,
         PromptCheck,
@@ -68,11 +68,11 @@ _EXPORTS = {
     "ChunkStrategy": "kvboost_edge.config",
     "CompatibilityReport": "kvboost_edge.models.config.architectures",
     "ConfigError": "kvboost_edge.errors",
-    "CorrectnessReport": "kvboost_edge.engine.results",
+    "CorrectnessReport": "kvboost_edge.engine.request.results",
     "EngineConfig": "kvboost_edge.config",
     "GenerationMode": "kvboost_edge.config",
     "RecomputeStrategy": "kvboost_edge.config",
-    "GenerationResult": "kvboost_edge.engine.results",
+    "GenerationResult": "kvboost_edge.engine.request.results",
     "InferenceEngine": "kvboost_edge.engine.engine:CPUPagedEngine",
     "KVBoost": "kvboost_edge.engine.engine:CPUPagedEngine",
     "KVBoostError": "kvboost_edge.errors",
@@ -82,14 +82,14 @@ _EXPORTS = {
     "LMCacheEngineConfig": "kvboost_edge.compat.lmcache.config",
     "LMCacheEngineMetadata": "kvboost_edge.compat.lmcache.config",
     "ModelFormatError": "kvboost_edge.errors",
-    "PromptCheck": "kvboost_edge.engine.results",
+    "PromptCheck": "kvboost_edge.engine.request.results",
     "RequestError": "kvboost_edge.errors",
     "RequestHandle": "kvboost_edge.engine.handle",
     "SUPPORTED_ARCHITECTURES": "kvboost_edge.models.config.architectures",
-    "SamplingParams": "kvboost_edge.engine.request",
+    "SamplingParams": "kvboost_edge.engine.request.request",
     "TokenEvent": "kvboost_edge.engine.handle",
-    "TokenLogprobs": "kvboost_edge.engine.results",
-    "WarmResult": "kvboost_edge.engine.results",
+    "TokenLogprobs": "kvboost_edge.engine.request.results",
+    "WarmResult": "kvboost_edge.engine.request.results",
     "batched_decode": "kvboost_edge.compat.hf_batches",
     "broadcast_kv": "kvboost_edge.compat.hf_batches",
     "check_model_compatibility": "kvboost_edge.models.config.architectures",

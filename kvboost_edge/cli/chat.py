@@ -19,7 +19,7 @@ from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
-from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import RequestError
 
 if TYPE_CHECKING:

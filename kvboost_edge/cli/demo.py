@@ -21,7 +21,7 @@ from kvboost_edge.models.locate.stores import real_model
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.engine.request.results import GenerationResult
 
 __all__ = ["command_name", "run_demo"]
 

@@ -17,9 +17,9 @@ from kvboost_edge.cli.inspect import installed_route, report_table
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.fit import Fit, format_bytes, packed_place, plan_fit
-from kvboost_edge.engine.selection import available_on, select_path
-from kvboost_edge.engine.state_budget import asks_for_drafts
+from kvboost_edge.engine.memory.check import Fit, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.memory.selection import available_on, select_path
+from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
 from kvboost_edge.host.cgroup import memory_limit

@@ -13,7 +13,7 @@ from rich.table import Table
 from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.selection import planned_kv_spec, select_path, usable_context
+from kvboost_edge.engine.memory.selection import planned_kv_spec, select_path, usable_context
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import (

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvboost_edge.cli.console import text_column
-from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.request.progress import Progress
 
 __all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words", "tokens_words"]
 

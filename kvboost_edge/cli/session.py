@@ -17,7 +17,7 @@ from kvboost_edge.models.locate import locate_model
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.engine.request.results import GenerationResult
 
 __all__ = ["answer", "found_model", "loaded_engine", "timing_line"]
 
@@ -44,7 +44,7 @@ def loaded_engine(
     before the model is fetched, or packed.
     """
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.precheck import check_limit, check_request
+    from kvboost_edge.engine.request.precheck import check_limit, check_request
 
     started = time.perf_counter()
     config = EngineConfig.from_options(**options)
@@ -53,7 +53,7 @@ def loaded_engine(
         check_limit(path, config, (settings or {}).get("max_new_tokens"))
     with _loading_bar(notes, model) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
-        from kvboost_edge.engine.tiering import tier_places
+        from kvboost_edge.engine.offload.tiering import tier_places
         from kvboost_edge.kernels.jit import on_first_compilation
 
         engine = CPUPagedEngine.from_pretrained(str(path), progress=progress, **options)

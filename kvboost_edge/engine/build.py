@@ -14,11 +14,11 @@ from typing import Any
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.fit import plan_fit
-from kvboost_edge.engine.ledger import MemoryLedger, num_open_blocks, plan_num_blocks
-from kvboost_edge.engine.selection import Selection, available_on, select_path
-from kvboost_edge.engine.state_budget import check_options, drafts_shortage, plan_states
-from kvboost_edge.engine.tiering import check_tiers, open_tiers
+from kvboost_edge.engine.memory.check import plan_fit
+from kvboost_edge.engine.memory.report import MemoryLedger, num_open_blocks, plan_num_blocks
+from kvboost_edge.engine.memory.selection import Selection, available_on, select_path
+from kvboost_edge.engine.memory.state_budget import check_options, drafts_shortage, plan_states
+from kvboost_edge.engine.offload.tiering import check_tiers, open_tiers
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE

@@ -21,27 +21,27 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvboost_edge.backends.base import Backend
-from kvboost_edge.engine.accepted import AcceptedDrafts
-from kvboost_edge.engine.answers import AnswerStore
-from kvboost_edge.engine.batch import build_batch, split_rows
 from kvboost_edge.engine.debug import BlockWatch, Unwatched
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.pace import Pace
-from kvboost_edge.engine.request import Request
-from kvboost_edge.engine.retention import Retention, pin_prompt
-from kvboost_edge.engine.scheduler import Scheduler, StepPlan
-from kvboost_edge.engine.sequence import Floats, Sequence, SequenceStatus
-from kvboost_edge.engine.sequences import Sequences
-from kvboost_edge.engine.spans import Prober
-from kvboost_edge.engine.tiering import Untiered
-from kvboost_edge.engine.work import ScheduledTokens
+from kvboost_edge.engine.offload.tiering import Untiered
+from kvboost_edge.engine.request.answer_ids import AnswerStore
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.batch import build_batch, split_rows
+from kvboost_edge.engine.schedule.progress_estimate import Pace
+from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
+from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
+from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
+from kvboost_edge.engine.schedule.sequence_factory import Sequences
+from kvboost_edge.engine.schedule.spans import Prober
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
 from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.sequence import Sequence
+    from kvboost_edge.engine.schedule.sequence import Sequence
     from kvboost_edge.tiers.mover import Piece
 
 __all__ = [

@@ -17,24 +17,24 @@ import numpy.typing as npt
 from kvboost_edge.compat.hf_batches import group_by_prefix
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
-from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
-from kvboost_edge.engine.calls import Calls
 from kvboost_edge.engine.core import EngineCore
-from kvboost_edge.engine.documents import Documents
-from kvboost_edge.engine.embedding import Embedding, Embeds
-from kvboost_edge.engine.gate import Gate
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.intake import Intake, Terms
-from kvboost_edge.engine.prompts import Document, Prompt
-from kvboost_edge.engine.request import Entry, Request, SamplingParams, as_int
-from kvboost_edge.engine.results import CorrectnessReport, GenerationResult, WarmResult
-from kvboost_edge.engine.scheduler import Scheduler
-from kvboost_edge.engine.sequences import Sequences
-from kvboost_edge.engine.state_budget import states_refusal
+from kvboost_edge.engine.memory.state_budget import states_refusal
+from kvboost_edge.engine.offload.tiering import make_tiering
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.prompts import Document, Prompt
+from kvboost_edge.engine.request.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
+from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.schedule.scheduler import Scheduler
+from kvboost_edge.engine.schedule.sequence_factory import Sequences
 from kvboost_edge.engine.stats import BlockDetail
-from kvboost_edge.engine.tiering import make_tiering
-from kvboost_edge.engine.verify import verify
+from kvboost_edge.engine.tasks.calls import Calls
+from kvboost_edge.engine.tasks.documents import Documents
+from kvboost_edge.engine.tasks.embedding import Embedding, Embeds
+from kvboost_edge.engine.tasks.quality_gate import Gate
+from kvboost_edge.engine.tasks.verify import verify
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.reuse.gate import Verdict

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 
 __all__ = ["Handles", "RequestHandle", "TokenEvent", "wait_for_all"]
 

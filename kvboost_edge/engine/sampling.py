@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import TokenLogprobs
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import TokenLogprobs
 
 __all__ = ["Sampler", "make_sampler", "sampling_distribution", "token_logprobs", "uniform"]
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvboost_edge.engine.state_budget import most_draft_tokens
+from kvboost_edge.engine.memory.state_budget import most_draft_tokens
 from kvboost_edge.host.cpu import default_num_threads, describe_cpu
 from kvboost_edge.kvcache.manager import BLOCK_CACHED
 from kvboost_edge.tiers.base import TierStats
@@ -16,8 +16,8 @@ from kvboost_edge.tiers.base import TierStats
 if TYPE_CHECKING:
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.build import EngineParts
-    from kvboost_edge.engine.scheduler import Scheduler
-    from kvboost_edge.engine.tiering import Untiered
+    from kvboost_edge.engine.offload.tiering import Untiered
+    from kvboost_edge.engine.schedule.scheduler import Scheduler
     from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.chain import PromptChain

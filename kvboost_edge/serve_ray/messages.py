@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from kvboost_edge import errors
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.intake import Terms
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.records import EventBatch, ReplicaReport

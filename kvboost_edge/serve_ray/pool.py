@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.config import EngineConfig, GenerationMode
-from kvboost_edge.engine.answers import AnswerStore, KeptAnswers
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.intake import Terms
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
-from kvboost_edge.engine.request import Entry, SamplingParams, resolve_sampling
-from kvboost_edge.engine.results import WarmResult
+from kvboost_edge.engine.request.answer_ids import AnswerStore, KeptAnswers
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
+from kvboost_edge.engine.request.request import Entry, SamplingParams, resolve_sampling
+from kvboost_edge.engine.request.results import WarmResult
+from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import Handles, RequestHandle
-from kvboost_edge.engine.request import Entry
-from kvboost_edge.engine.results import GenerationResult, WarmResult
+from kvboost_edge.engine.request.request import Entry
+from kvboost_edge.engine.request.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
 from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens

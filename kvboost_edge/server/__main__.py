@@ -25,7 +25,7 @@ from kvboost_edge.server.work.prepare import prepare
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.engine.fit import PlannedMemory
+    from kvboost_edge.engine.memory.check import PlannedMemory
 
 __all__ = ["main", "serve"]
 
@@ -138,14 +138,14 @@ def _budget(options: ServeOptions) -> int | None:
     """
     if options.settings.max_model_bytes is not None or not options.others:
         return options.settings.max_model_bytes
-    from kvboost_edge.engine.selection import available_on
+    from kvboost_edge.engine.memory.selection import available_on
 
     return available_on(_planned(options.model, options).device)
 
 
 def _planned(model: str, options: ServeOptions) -> PlannedMemory:
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.fit import planned_memory
+    from kvboost_edge.engine.memory.check import planned_memory
 
     return planned_memory(model, EngineConfig.from_options(**_engine_options(model, options)))
 
@@ -155,7 +155,7 @@ def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
     refuses.
     """
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.fit import planned_memory
+    from kvboost_edge.engine.memory.check import planned_memory
 
     if not options.others or options.engine.get("max_state_bytes") is None:
         return options.engine
@@ -172,7 +172,7 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     is set.
     """
     from kvboost_edge.engine.engine import CPUPagedEngine
-    from kvboost_edge.engine.tiering import tier_places
+    from kvboost_edge.engine.offload.tiering import tier_places
 
     started = time.perf_counter()
     log_facts(logging.INFO, "loading", model=model)

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.answers import KeptAnswers
     from kvboost_edge.engine.handle import RequestHandle
-    from kvboost_edge.engine.prompts import Document, Prompt
-    from kvboost_edge.engine.request import Entry, SamplingParams
-    from kvboost_edge.engine.results import WarmResult
+    from kvboost_edge.engine.request.answer_ids import KeptAnswers
+    from kvboost_edge.engine.request.prompts import Document, Prompt
+    from kvboost_edge.engine.request.request import Entry, SamplingParams
+    from kvboost_edge.engine.request.results import WarmResult
     from kvboost_edge.engine.stats import BlockDetail
     from kvboost_edge.runners.base import RunnerInfo
     from kvboost_edge.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.engine.request.results import GenerationResult
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.work.admission import Admission
 

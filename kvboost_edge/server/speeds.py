@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.engine.request.results import GenerationResult
 
 __all__ = ["Speeds"]
 

@@ -276,7 +276,7 @@ def test_doctor_says_where_the_packed_weights_are(
     assert packed_file() == f"{file}: there already"
     assert packed_file("-o", "pack_cache=false").startswith("none (pack_cache=False)")
     file.unlink()
-    monkeypatch.setattr("kvboost_edge.engine.fit.free_bytes", lambda directory: 1000)
+    monkeypatch.setattr("kvboost_edge.engine.memory.check.free_bytes", lambda directory: 1000)
     assert "no room: " in packed_file()
     assert (
         "packed into memory at every start. Make room, or point KVBOOST_EDGE_CACHE" in packed_file()

@@ -2,8 +2,8 @@
 
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.fit import plan_fit
-from kvboost_edge.engine.selection import select_path
+from kvboost_edge.engine.memory.check import plan_fit
+from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.models.checkpoint import Checkpoint
 
 

@@ -15,7 +15,7 @@ from kvboost_edge.cli.chat import _remote
 from kvboost_edge.cli.render import PromptBar, progress_words
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat
 from kvboost_edge.cli.session import answer
-from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.request.progress import Progress
 
 HALF = Progress(4210, 1024, 2560, 3.1, 4.2)
 TOLD = {"total": 4210, "cache": 1024, "processed": 2560, "time_ms": 3100, "estimated_ms": 4200}

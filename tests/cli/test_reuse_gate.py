@@ -3,7 +3,7 @@
 import pytest
 
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.gate import Gate
+from kvboost_edge.engine.tasks.quality_gate import Gate
 
 
 def test_warmup_tests_the_model_so_that_no_request_waits_for_it(tmp_path, monkeypatch, printed):

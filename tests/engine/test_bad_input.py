@@ -8,14 +8,14 @@ from helpers.raising import assert_raises
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.ledger import (
+from kvboost_edge.engine.memory.report import (
     check_weights_fit,
     most_sequences,
     num_open_blocks,
     plan_num_blocks,
     planned_pool_bytes,
 )
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
 

@@ -25,7 +25,7 @@ from helpers.engine.native_bench import BLOCK, Cold, NativeBench, assert_begins
 from helpers.engine.native_kinds import FORMATS, KINDS, STATES, machine_of, needs_torch
 from helpers.runners.paged_driver import PagedDriver
 from helpers.runners.recurrent_driver import StateDriver
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 
 TABLE = Path(__file__).with_name("invariance_pairs.csv")
 TEXT, ONE, OTHER, SHORT = (

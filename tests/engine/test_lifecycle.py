@@ -20,7 +20,7 @@ from helpers.engine.fake_runner import (
 from helpers.raising import assert_raises
 from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
-from kvboost_edge.engine.sequence import Sequence
+from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
@@ -78,7 +78,7 @@ POINTS = [
     (IncrementalDetokenizer, "flush"),
     (StopChecker, "push"),
     (StopChecker, "flush"),
-    ("kvboost_edge.engine.sequence", "token_logprobs"),
+    ("kvboost_edge.engine.schedule.sequence", "token_logprobs"),
     ("kvboost_edge.engine.sampling", "uniform"),
 ]
 

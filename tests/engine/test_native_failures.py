@@ -7,7 +7,7 @@ from helpers.engine.native_bench import ALL_BITS, ROOT, Cold, Machine, NativeBen
 from helpers.engine.native_kinds import machine_of
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.random_ids import random_ids
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import KVBoostError
 
 BAD = 255  # in no prompt but the one that shall fail

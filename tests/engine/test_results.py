@@ -15,7 +15,7 @@ from helpers.engine.fake_runner import (
     token_logits,
 )
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 
 PROMPT = list(range(60, 100))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge import CPUPagedEngine, GenerationMode
-from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS
 

@@ -15,7 +15,7 @@ from helpers.distance import distance
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.intake import Terms
+from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.reuse.finding import prepare_search
 from kvboost_edge.reuse.probe import NUM_ASKING
 from kvboost_edge.reuse.repair import Repair

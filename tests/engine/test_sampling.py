@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.sampling import (
     make_sampler,
     sampling_distribution,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import fake_engine
-from kvboost_edge.engine.intake import Seeds
+from kvboost_edge.engine.request_builder import Seeds
 
 PROMPT = "Once upon a time"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_ACCEPTED, _STATES, _BATCH = "engine/accepted.py", "runners/native/states.py", "engine/batch.py"
+_ACCEPTED, _STATES, _BATCH = "engine/spec_decode/acceptance.py", "runners/native/states.py", "engine/schedule/batch.py"
 _CONV, _SCAN = "kernels/program/states/conv.py", "kernels/program/states/scan.py"
 _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
-_OF_DRAFTS, _OF_BUDGET = "tests/engine/test_state_drafts.py", "tests/engine/test_state_budget.py"
+_OF_DRAFTS, _OF_BUDGET = "tests/engine/spec_decode/test_acceptance.py", "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
     ("drafts: one row too many is taken in", _STATES, "pool, own.tolist(),",
@@ -31,12 +31,12 @@ FAULTS = faults(
      "publish = True", _OF_DRAFTS),
     ("drafts: all tokens of a pass are certain", _BATCH, "certain=np.array([one.certain_stop - one.start",
      "certain=np.array([one.stop - one.start", _OF_DRAFTS),
-    ("drafts: more than there are rows for", "engine/scheduler.py", "room = min(room, manager.states.num_draft_rows)",
+    ("drafts: more than there are rows for", "engine/schedule/scheduler.py", "room = min(room, manager.states.num_draft_rows)",
      "pass", _OF_DRAFTS),
-    ("drafts: their room does not count", "engine/state_budget.py",
+    ("drafts: their room does not count", "engine/memory/state_budget.py",
      "max(0, config.max_state_bytes - draft_bytes) // size", "config.max_state_bytes // size", _OF_BUDGET),
-    ("drafts: they keep an engine from starting", "engine/state_budget.py", "range(DEFAULT_DRAFT_TOKENS, -1, -1)",
+    ("drafts: they keep an engine from starting", "engine/memory/state_budget.py", "range(DEFAULT_DRAFT_TOKENS, -1, -1)",
      "(DEFAULT_DRAFT_TOKENS,)", _OF_BUDGET),
-    ("drafts: more than there is room for are proposed", "engine/intake.py", "else min(asked, most)", "else asked",
+    ("drafts: more than there is room for are proposed", "engine/request_builder.py", "else min(asked, most)", "else asked",
      _OF_BUDGET),
 )  # fmt: skip

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from faults.fault import fault
 
-_SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/test_schedules.py")
+_SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random_schedules.py")
 
 FAULTS = (
     fault(
         "a second choice counts as a second call",
-        "engine/retention.py",
+        "engine/schedule/retention.py",
         "known.began == began:",
         "False:",
-        "tests/engine/test_retention.py",
+        "tests/engine/schedule/test_retention.py",
     ),
     fault(
         "rope positions off by one after a cut",
-        "engine/batch.py",
+        "engine/schedule/batch.py",
         "positions += range(one.start, one.stop)",
         "positions += range(one.start + (one.start > 0), one.stop + (one.start > 0))",
         "tests/engine/test_end_to_end.py",
@@ -30,7 +30,7 @@ FAULTS = (
     ),
     fault(
         "in a batch the first request's sampling counts for all",
-        "engine/intake.py",
+        "engine/request_builder.py",
         "[resolve_sampling(item, options) for item in sampling]",
         "[resolve_sampling(sampling[0], options) for item in sampling]",
         "tests/engine/test_per_request.py",
@@ -58,10 +58,10 @@ FAULTS = (
     ),
     fault(
         "equal prefixes in flight are computed twice",
-        "engine/scheduler.py",
+        "engine/schedule/scheduler.py",
         "sequence.awaited_hash = awaited",
         "sequence.awaited_hash = None",
-        "tests/engine/test_schedules.py",
+        "tests/engine/schedule/test_random_schedules.py",
     ),
     fault(
         "NaN in the logits goes unseen",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from faults.fault import faults
 
 _SLOTS, _TABLES, _LOOKUP = "kvcache/states/slots.py", "kvcache/states/tables.py", "kvcache/lookup.py"
-_BATCH, _BUDGET, _BORDERS = "engine/batch.py", "engine/state_budget.py", "text/borders.py"
+_BATCH, _BUDGET, _BORDERS = "engine/schedule/batch.py", "engine/memory/state_budget.py", "text/borders.py"
 _OF_SLOTS, _OF_TABLES = "tests/kvcache/states/test_slots.py", "tests/kvcache/states"
 _OF_OWNERS = "tests/kvcache/states/test_owners.py"
-_OF_SCHEDULES, _OF_BUDGET = "tests/engine/test_schedules.py", "tests/engine/test_state_budget.py"
-_OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/test_state_tiers.py"
+_OF_SCHEDULES, _OF_BUDGET = "tests/engine/schedule/test_random_schedules.py", "tests/engine/memory/test_state_budget.py"
+_OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/offload/test_state_tiers.py"
 _MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
 _ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
@@ -117,12 +117,12 @@ FAULTS = faults(
     ("state: none but the deepest is tried", _MOVER, "in itertools.chain([deepest], ends) if", "in [deepest] if",
      _OF_TIERS),
     ("state: taken without its blocks", _MOVER, "if 0 < end <= count)", "if 0 < end)", _OF_TIERS),
-    ("state: blocks in the pool are read again", "engine/loads.py", "self._shelf.fetch(ticket, keys[num_there:],",
+    ("state: blocks in the pool are read again", "engine/offload/prefetch.py", "self._shelf.fetch(ticket, keys[num_there:],",
      "self._shelf.fetch(ticket, keys,", _OF_TIERS),
     ("state: behind blocks in the pool it needs others", _MOVER, "else load.num_there\n", "else 0\n", _OF_TIERS),
     ("state: asked for behind a lost block", _MOVER,
      "reach = max(asked) if all(found[: len(heads)]) else load.num_there", "reach = max(asked)", _OF_TIERS),
-    ("state: copied out whatever steps have to spare", "engine/state_saving.py",
+    ("state: copied out whatever steps have to spare", "engine/offload/state_saving.py",
      (
          "        while (\n"
          "            self._unsaved\n"
@@ -131,10 +131,10 @@ FAULTS = faults(
          "            and self._mover.has_state_room\n"
          "        ):\n"
      ),
-     "        while self._unsaved and self._mover.stores and self._mover.has_state_room:\n", "tests/engine/test_state_saving.py"),
+     "        while self._unsaved and self._mover.stores and self._mover.has_state_room:\n", "tests/engine/offload/test_state_saving.py"),
     ("state: a runner that writes into a snapshot is not found out", "engine/debug.py",
      "if self._snapshots.get((block, slot), checksum) != checksum:", "if False:",
-     "tests/engine/test_state_schedules.py"),
+     "tests/engine/schedule/test_state_schedules.py"),
     ("state: put behind another block", _TABLES, "standing_for(table, num_blocks - 1,",
      "standing_for(table, num_blocks,", _OF_TIERS),
     ("twins: an evicted one is not put back", _TWINS, "self._index.restore(table.block_ids[index], entry)", "pass",
@@ -150,17 +150,17 @@ FAULTS = faults(
      "slot = next(iter(self.slots.snapshots().values()))\n                if", _OF_SCHEDULES),
     ("state: a budget one slot too small", _BUDGET, "and num_slots < num_seqs + 1:", "and num_slots < num_seqs:",
      _OF_BUDGET),
-    ("borders: of a chat are not told", "engine/intake.py",
+    ("borders: of a chat are not told", "engine/request_builder.py",
      "terms.snapshot_hints or user_starts(self._parts.tokenizer, ids)", "terms.snapshot_hints",
      "tests/engine/test_hybrid_end_to_end.py::"
      "test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it"),
     ("borders: one token late", _BORDERS, "np.flatnonzero(found).tolist()", "(np.flatnonzero(found) + 1).tolist()",
      _OF_BORDERS),
-    ("state: doctor counts none", "engine/fit.py", "* self.pool + self.states", "* self.pool",
-     "tests/engine/test_fit.py"),
-    ("state: weights are packed before its budget is looked at", "engine/fit.py",
+    ("state: doctor counts none", "engine/memory/check.py", "* self.pool + self.states", "* self.pool",
+     "tests/engine/memory/test_check.py"),
+    ("state: weights are packed before its budget is looked at", "engine/memory/check.py",
      "plan_states(config, info, plan_num_blocks(config, info, beside), beside)",
-     "plan_num_blocks(config, info, beside)", "tests/engine/test_fit.py"),
+     "plan_num_blocks(config, info, beside)", "tests/engine/memory/test_check.py"),
     ("state: a graph without any runs", "runners/onnx/plan.py", "if may_keep_states(model.config, model.onnx_layers)",
      "if False", "tests/runners/test_choice.py"),
     ("convolution: no tail behind a pass", f"{_KERNELS}conv.py",

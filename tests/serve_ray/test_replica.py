@@ -11,9 +11,9 @@ from helpers.models.tiny_models import save_tiny_model
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.intake import Terms
-from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
 from kvboost_edge.serve_ray.messages import Asked, Computed, Sent, Told
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions

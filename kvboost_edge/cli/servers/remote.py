@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from kvboost_edge.cli.render import reuse_words, tokens_words
-from kvboost_edge.engine.progress import Progress
+from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs

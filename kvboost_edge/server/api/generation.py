@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import state_of

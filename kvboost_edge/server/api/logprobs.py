@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvboost_edge.engine.results import TokenLogprobs
+from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.text.codec import StreamKind
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.tokenizer import Tokenizer

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 import kvboost_edge
-from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_mode, check_priority
 from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.schemas.shared import SamplingFields

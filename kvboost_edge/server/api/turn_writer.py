@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.text.turns.parts import Content, Part

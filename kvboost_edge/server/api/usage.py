@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult
 
 __all__ = ["costs", "progress_of", "usage_of"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 
 __all__ = ["EmbeddingAnswer", "RerankAnswer", "embedding_answer", "rerank_answer"]
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvboost_edge.engine.answers import KeptAnswers
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.server.doctor.diagnosis import tool_field
 from kvboost_edge.server.doctor.normalise import Normaliser
 from kvboost_edge.server.doctor.records import Asked, Field

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.records import Diagnosis, Field, Ids, Record
 
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]

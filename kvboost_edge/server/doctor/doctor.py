@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.doctor.diagnosis import diagnose, placed
 from kvboost_edge.server.doctor.records import Asked, Diagnosis, History, Record

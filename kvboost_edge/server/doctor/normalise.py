@@ -13,8 +13,8 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.engine.answers import KeptAnswers
-from kvboost_edge.engine.fair_store import FairStore
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.host.tenant_lru import FairStore
 from kvboost_edge.server.settings import NORMALISERS
 
 __all__ = ["Normaliser", "without_billing"]

@@ -30,7 +30,7 @@ from kvboost_edge.server.work.grouping import PrefixGroups
 from kvboost_edge.server.work.shares import Shares
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.results import GenerationResult
+    from kvboost_edge.engine.request.results import GenerationResult
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.settings import ServerSettings
 

@@ -21,11 +21,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import Handles, RequestHandle, TokenEvent
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.request import Entry, SamplingParams
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.request import Entry, SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.doctor import Watch
 from kvboost_edge.server.doctor.records import NOT_SAID, Asked
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown

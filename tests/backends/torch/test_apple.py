@@ -12,7 +12,7 @@ from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.backends.torch import apple
 from kvboost_edge.backends.torch.batch import TorchBatch
 from kvboost_edge.backends.torch_backend import TorchBackend
-from kvboost_edge.engine.selection import available_on
+from kvboost_edge.engine.memory.selection import available_on
 from kvboost_edge.errors import BackendUnavailable, CapacityError
 
 SPEC = KVSpec((LayerKVSpec(8, 128), LayerKVSpec(2, 64)), 16, "float16")

@@ -32,13 +32,13 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.ledger import MemoryLedger
-from kvboost_edge.engine.loads import Loads, NoShelf
-from kvboost_edge.engine.request import Request, SamplingParams
-from kvboost_edge.engine.results import GenerationResult
-from kvboost_edge.engine.scheduler import Scheduler
-from kvboost_edge.engine.sequences import Sequences
-from kvboost_edge.engine.tiering import MoverShelf, Tiering
+from kvboost_edge.engine.memory.report import MemoryLedger
+from kvboost_edge.engine.offload.prefetch import Loads, NoShelf
+from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
+from kvboost_edge.engine.request.request import Request, SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.schedule.scheduler import Scheduler
+from kvboost_edge.engine.schedule.sequence_factory import Sequences
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import TenantFloors

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
-from kvboost_edge.engine.drafting import Draft, Drafter, Memory
-from kvboost_edge.engine.request import Request
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory
 
 __all__ = ["KINDS", "CutDrafter", "HostileDrafter", "draft_in_turn", "hostile"]
 

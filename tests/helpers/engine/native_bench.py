@@ -15,12 +15,12 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.loads import Loads, NoShelf
-from kvboost_edge.engine.request import Request, SamplingParams
-from kvboost_edge.engine.results import GenerationResult, TokenLogprobs
-from kvboost_edge.engine.scheduler import Scheduler
-from kvboost_edge.engine.sequences import Sequences
-from kvboost_edge.engine.tiering import MoverShelf, Tiering
+from kvboost_edge.engine.offload.prefetch import Loads, NoShelf
+from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
+from kvboost_edge.engine.request.request import Request, SamplingParams
+from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.schedule.scheduler import Scheduler
+from kvboost_edge.engine.schedule.sequence_factory import Sequences
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes

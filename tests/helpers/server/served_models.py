@@ -8,7 +8,7 @@ from typing import Any
 
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.fit import planned_memory
+from kvboost_edge.engine.memory.check import planned_memory
 from kvboost_edge.server.models.served import ModelSource
 
 __all__ = ["ASKED", "OPTIONS", "CountedSource"]

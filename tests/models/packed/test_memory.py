@@ -33,7 +33,7 @@ GPT_OSS = {
 PACK = """
 import sys
 from pathlib import Path
-from kvboost_edge.engine.fit import packed_place
+from kvboost_edge.engine.memory.check import packed_place
 from kvboost_edge.host.memory import process_peak
 from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.models.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
-from kvboost_edge.engine.structure import Structures
+from kvboost_edge.engine.grammar.constraint import Structures
 from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings

@@ -1,7 +1,7 @@
 """Tokens as OpenAI's API shows them, half characters and byte tokens too."""
 
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.results import TokenLogprobs
+from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.server.api.completions import CompletionChoice
 from kvboost_edge.server.api.logprobs import (
     OffsetCounter,

@@ -44,7 +44,7 @@ def server(engine):
 def held(server, monkeypatch):
     """Each step waits until the test lets it go; who asks hears of progress a hundred times a second."""
     monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 0.01)
-    monkeypatch.setattr("kvboost_edge.engine.pace._BOARD_SECONDS", 0.0)
+    monkeypatch.setattr("kvboost_edge.engine.schedule.progress_estimate._BOARD_SECONDS", 0.0)
     server.engine.reset_cache()
     runner = server.engine._core._runner
     before, held = runner.forward, HeldForward(server.engine)

@@ -16,7 +16,7 @@ import pytest
 from helpers.engine.fake_runner import expected_tokens, fake_engine, runner_of
 from helpers.server.live_servers import app_client
 from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.stats import BLOCK_SPAN
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair

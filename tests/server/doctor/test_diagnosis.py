@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.diagnosis import CAUSES, diagnose, placed, tool_field
 from kvboost_edge.server.doctor.records import Asked, Field, Record
 

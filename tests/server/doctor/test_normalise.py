@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvboost_edge.engine.answers import AnswerStore, KeptAnswers
+from kvboost_edge.engine.request.answer_ids import AnswerStore, KeptAnswers
 from kvboost_edge.server.doctor.normalise import Normaliser, without_billing
 
 ME, YOU = (KeptAnswers(AnswerStore(), owner, owner) for owner in (b"me", b"you"))

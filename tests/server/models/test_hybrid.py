@@ -11,7 +11,7 @@ from helpers.models.tiny_models import save_tiny_model
 from helpers.server.cache_miss_cases import app_of, complete
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.ledger import MemoryLedger
+from kvboost_edge.engine.memory.report import MemoryLedger
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.server.__main__ import _load, _planned
 from kvboost_edge.server.flags import parse_flags

@@ -13,10 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.answers import KeptAnswers
 from kvboost_edge.engine.handle import Handles
-from kvboost_edge.engine.request import SamplingParams
-from kvboost_edge.engine.results import WarmResult
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.results import WarmResult
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.answers import (
     ERRORS,

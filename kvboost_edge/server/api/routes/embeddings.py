@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge.engine.handle import Handles
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.api.bodies import JsonRoute

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.answer_format import (
     ResponseFormat,

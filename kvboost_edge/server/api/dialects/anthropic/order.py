@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kvboost_edge.engine.answers import KeptAnswers
-from kvboost_edge.engine.request import SamplingParams
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.server.api.chat import chat_order, encode_asked
 from kvboost_edge.server.api.checks import room_for
 from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest

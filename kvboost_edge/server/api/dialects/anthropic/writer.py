@@ -9,8 +9,8 @@ from typing import Any
 from starlette.types import Send
 
 from kvboost_edge.engine.handle import TokenEvent
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.dialects.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.dialects.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kvboost_edge.engine.answers import KeptAnswers
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.completions import completion_order
 from kvboost_edge.server.api.dialects.llama_cpp.schemas import Infill, LlamaCompletion, Pieces

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.dialects.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, usage_of

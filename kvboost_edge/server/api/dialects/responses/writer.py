@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import Send
 
-from kvboost_edge.engine.progress import Progress
-from kvboost_edge.engine.results import GenerationResult
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.dialects.responses.items import new_id
 from kvboost_edge.server.api.dialects.responses.output import Output
 from kvboost_edge.server.api.dialects.responses.schemas import ResponseRequest

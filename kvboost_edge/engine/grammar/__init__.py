@@ -1,0 +1,1 @@
+"""Structured output: grammars, JSON schemas and choices, and the token masks made of them."""

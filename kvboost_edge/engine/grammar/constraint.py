@@ -1,0 +1,293 @@
+"""Answers that fit: tokens that would leave a JSON schema, a regular expression or a grammar are
+never chosen.
+
+The parser is llguidance (extra [structured]), which says after each token which ones may follow.
+Each sequence has its own, moved on by the tokens it keeps: what is guessed ahead is masked and
+sampled row by row like any other token, so nothing is ever taken back. Where only one text can
+follow, its tokens are proposed as drafts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.engine.grammar.definition import Grammar, MadeGrammar
+from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
+from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
+from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.lark import JSON_OPTIONS
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+__all__ = ["Structure", "Structures", "check_grammar", "prepare_masks"]
+
+Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
+
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 2_000,
+    "initial_lexer_fuel": 1_000_000,  # 20 ms of compiling
+    "step_lexer_fuel": 200_000,  # 14 ms of a step
+    # 50,000, the default, are 3 s of a step where a grammar is ambiguous; these are 10 ms, and 200
+    # optional properties.
+    "step_max_items": 5_000,
+    "max_lexer_states": 20_000,  # 10 to 40 MB a sequence
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,  # they would hold what was generated
+}
+_FUELLED_BYTES = (
+    1 << 17
+)  # of a grammar; one of 512 tools is 700 KB and takes 16 ms in its longest step
+_STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no memory
+_LONG_TEXT = (
+    256  # tokens: one that is forced and written otherwise is not cut into tokens a second time
+)
+_NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
+
+
+@functools.cache
+def prepare_masks() -> None:
+    """Compile what applies a mask in a process beside this one, unless its machine code is on disk.
+    BackendUnavailable with what the compiler said.
+    """
+    compile_ahead([mask_logits_entry], 1)
+
+
+class Structure:
+    """The parser of one sequence."""
+
+    def __init__(self, matcher: LLMatcher, room: Floats) -> None:
+        """room: [vocab_size], where `masked` writes; others of the engine write there too."""
+        self._matcher = matcher
+        self._room = room
+        self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
+        self._forced: list[int] = []
+        self._asks = True
+        self._find()
+
+    def masked(self, logits: Floats) -> Floats:
+        """The logits [vocab_size] with those of tokens that cannot follow at -inf; they stay until
+        the next call.
+        """
+        if not self._is_found:
+            self._find()
+        mask_logits(self._words, logits, self._room)
+        return self._room
+
+    def advance(self, token_id: int) -> bool:
+        """A token was chosen; whether nothing can follow it but the end."""
+        if not self._matcher.consume_token(token_id):
+            self._check()
+        self._is_found = False
+        if self._forced and self._forced[0] != token_id:
+            self._asks = len(self._forced) <= _LONG_TEXT
+            self._forced = []
+        self._forced = self._forced[1:]
+        return self._matcher.is_stopped()
+
+    def forced(self) -> list[int]:
+        """Tokens that follow in any case; none where their text can be cut into tokens in several
+        ways.
+        """
+        if not self._forced and self._asks and not self._matcher.is_stopped():
+            self._forced = list(self._matcher.compute_ff_tokens())
+        return self._forced
+
+    def _find(self) -> None:
+        """Which tokens may follow."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._check()
+        self._is_found = True
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise KVBoostError(
+                "the answer cannot be kept to its grammar: "
+                f"{_first_line(self._matcher.get_error())}"
+            )
+
+
+class Structures:
+    """Makes the parsers of an engine's sequences. Safe to use from any thread.
+
+    The vocabulary is read once, when it is first needed or by `read_ahead`: a second for one of
+    150,000 tokens, in which no other Python code runs; whoever waits for it is the caller, not the
+    engine.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._known: LLTokenizer | None = None
+        self._room: Floats = np.empty(0, np.float32)
+        self._reader: threading.Thread | None = None
+
+    def make(self, grammar: Grammar) -> Structure:
+        """A parser at its beginning, the first mask known. RequestError where the grammar is not
+        sound, uses what is not supported or is too large; BackendUnavailable without the package.
+        """
+        _check_installed(grammar)
+        prepare_masks()
+        tokenizer = self._vocabulary()
+        return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
+
+    def read_ahead(self) -> None:
+        """Begin to read the vocabulary in the background, and what else a first request waits for;
+        nothing where none could use it.
+        """
+        if _is_installed() and self._reader is None:
+            self._reader = threading.Thread(
+                target=self._prepare, name="kvboost-vocabulary", daemon=True
+            )
+            self._reader.start()
+
+    def close(self) -> None:
+        """Wait for what was begun in the background."""
+        if self._reader is not None:
+            self._reader.join()
+
+    def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> Structure:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(
+            tokenizer, _compiler_text(grammar), log_level=0, limits=_limits_of(grammar)
+        )
+        if matcher.is_error():
+            raise RequestError(
+                f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}"
+            )
+        try:
+            return Structure(matcher, self._room)
+        except KVBoostError as error:
+            raise RequestError(f"{grammar.kind} is not supported: {error}") from None
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(
+            RequestError, BackendUnavailable
+        ):  # requests that need it are told
+            prepare_masks()
+            self._vocabulary()
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._known is None:
+                self._known = self._read()
+                self._room = np.empty(self._vocab_size, np.float32)
+            return self._known
+
+    def _read(self) -> LLTokenizer:
+        codec = self._tokenizer.codec
+        if not isinstance(codec, FastCodec):
+            raise RequestError(
+                "answers that fit a grammar need the bytes of all tokens, which this tokenizer "
+                "does not tell; use a model with a tokenizer.json"
+            )
+        known = [token_id for token_id in self._eos if token_id < codec.vocab_size]
+        if not known:
+            raise RequestError(
+                "answers that fit a grammar need an end-of-sequence token, and the model names "
+                "none that its tokenizer has"
+            )
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """What is wrong with it whatever the model: RequestError and BackendUnavailable as
+    `Structures.make`.
+    """
+    _check_installed(grammar)
+    _on_deep_stack(lambda: _check_text(grammar))
+
+
+def _check_text(grammar: Grammar) -> None:
+    from llguidance import LLMatcher
+
+    text = _compiler_text(grammar)
+    if grammar.kind != "grammar":  # which may name tokens of the vocabulary
+        refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
+        if refusal:
+            raise RequestError(f"{grammar.kind} is not supported: {_first_line(refusal)}")
+
+
+def _compiler_text(grammar: Grammar) -> str:
+    """What the compiler reads; RequestError where it is not sound."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if grammar.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
+            )
+        return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
+
+
+def _check_installed(grammar: Grammar) -> None:
+    if not _is_installed():
+        raise BackendUnavailable(f"{grammar.kind}= {_NOT_INSTALLED}")
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """Run in a thread with room for calls that go deep: the compiler follows references and rules
+    by calling itself, and a stack that ends takes the process with it.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="kvboost-grammar", daemon=True)
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return outcome.result()
+
+
+_STACK_SIZE = threading.Lock()  # the size is the process's, for threads that start
+
+
+def _limits_of(grammar: Grammar) -> LLParserLimits:
+    """The compiler's limits; grammars of many tools need more in their first steps."""
+    from llguidance import LLParserLimits
+
+    more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
+    fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
+    return LLParserLimits(**{**_LIMITS, **fuel})
+
+
+def _first_line(text: str) -> str:
+    """What people need of an error's text."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[
+        :500
+    ]

@@ -1,0 +1,155 @@
+"""Which runner, weight format and backend a model gets on this machine, why, and what memory it
+will take: one place for the engine, `inspect`, `doctor` and the server.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec
+from kvboost_edge.backends.select import BackendChoice, choose_backend
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.report import planned_pool_bytes
+from kvboost_edge.host.memory import available_bytes
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
+from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.file import context_length, size_of, stored_dtype, text_config
+from kvboost_edge.models.weights.source import WeightSummary
+from kvboost_edge.runners.base import ModelTraits, RunnerInfo
+from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
+from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.onnx.plan import onnx_kv_spec
+from kvboost_edge.runners.torch.plan import compute_dtype
+
+__all__ = [
+    "Selection",
+    "available_on",
+    "loaded_bytes",
+    "planned_info",
+    "planned_kv_spec",
+    "select_path",
+    "usable_context",
+]
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+
+
+class Selection(NamedTuple):
+    """The path a model takes. `backend.reason` and `runner.reason` are sentences for people."""
+
+    backend: BackendChoice
+    runner: RunnerChoice
+
+
+def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
+    """Decide; nothing is loaded, and torch is asked for its devices only where the torch runner is
+    taken.
+
+    Raises ConfigError, ModelFormatError or BackendUnavailable where what was asked for cannot be
+    had.
+    """
+    model = ModelTraits(
+        checkpoint.config,
+        checkpoint.is_gguf,
+        checkpoint.is_quantized,
+        checkpoint.native_refusal,
+        checkpoint.onnx_refusal,
+        len(checkpoint.past_layout().layers) if checkpoint.onnx_refusal == "" else 0,
+    )
+    runner = choose_runner(config, model)
+    plan = plan_of(runner.name)
+    is_auto = config.backend == "auto"
+    backend = choose_backend(plan.AUTO_BACKEND if is_auto else config.backend, config.device)
+    if is_auto and plan.AUTO_BACKEND_REASON:
+        backend = dataclasses.replace(backend, reason=plan.AUTO_BACKEND_REASON)
+    available = available_bytes()
+
+    def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
+        return planned_pool_bytes(config, kv_spec, max_context, available)
+
+    weights, why = plan.choose_weights(config, model, plan_pool, available)
+    if weights:
+        runner = dataclasses.replace(
+            runner, weights=weights, reason=f"{runner.reason}; weights: {why}"
+        )
+    return Selection(backend, runner)
+
+
+def planned_info(
+    checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary
+) -> RunnerInfo:
+    """What the runner will say of itself, as far as it concerns memory; nothing is loaded."""
+    device = selected.backend.device
+    runner = selected.runner
+    stores_kv = not attends_both_ways(checkpoint.config)
+    spec = KVSpec((), config.block_size, "float32")
+    if stores_kv:
+        spec = planned_kv_spec(checkpoint, config, runner.name, runner.weights, device)
+    return RunnerInfo(
+        name=runner.name,
+        architecture=str(text_config(checkpoint.config).get("model_type")),
+        dtype=runner.weights or config.dtype,
+        vocab_size=size_of(text_config(checkpoint.config), "vocab_size") or 0,
+        max_context=usable_context(checkpoint.config),
+        weight_bytes=loaded_bytes(checkpoint, summary, runner, config.dtype, device),
+        kv_spec=spec,
+        copies_kv=runner.name == "onnx",
+        stores_kv=stores_kv,
+    )
+
+
+def planned_kv_spec(
+    checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str
+) -> KVSpec:
+    """How keys and values would be stored by the runner of that name, beside weights of that
+    format.
+    """
+    fields = checkpoint.config
+    if runner == "onnx":
+        return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
+    if runner == "native":
+        return native_kv_spec(describe_model(fields), weights, config.block_size, config.kv_bits)
+    inner = text_config(fields)
+    layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
+    kv_heads = size_of(inner, "num_key_value_heads") or heads
+    head_dim = size_of(inner, "head_dim") or (hidden // heads if heads else 0)
+    dtype = compute_dtype(config.dtype, stored_dtype(fields) or "float32", device)
+    return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
+
+
+def usable_context(fields: Mapping[str, Any]) -> int:
+    """Longest sequence in tokens that the engine takes."""
+    length = context_length(fields)
+    pinned = pinned_context(fields)
+    return length if pinned is None else min(length, pinned.length)
+
+
+def loaded_bytes(
+    checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
+) -> int:
+    """Bytes the weights will take: packed, or in the dtype of the compute on that device."""
+    if selected.weights:
+        return checkpoint.packed_bytes(selected.weights)
+    if selected.name == "onnx":
+        return summary.nbytes
+    per_param = _DTYPE_BYTES.get(compute_dtype(dtype, stored_dtype(checkpoint.config), device))
+    return summary.nbytes if per_param is None else summary.num_params * per_param
+
+
+def available_on(device: str) -> int:
+    """Memory that can be had now where weights and pool will live; Apple GPUs share the machine's,
+    up to a limit of their own.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    if device.startswith("mps"):
+        from kvboost_edge.backends.torch import apple
+
+        return apple.available_bytes()
+    return available_bytes()

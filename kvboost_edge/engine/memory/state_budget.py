@@ -1,0 +1,239 @@
+"""How many states there is room for, and how many sequences run together because of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from kvboost_edge.backends.base import KVSpec
+from kvboost_edge.config import DEFAULT_DRAFT_TOKENS, EngineConfig
+from kvboost_edge.engine.memory.report import most_sequences, num_open_blocks, planned_blocks
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.kvcache.states.tables import StateSizes, TableStates
+from kvboost_edge.runners.base import RunnerInfo
+
+__all__ = [
+    "asks_for_drafts",
+    "check_options",
+    "drafts_shortage",
+    "most_draft_tokens",
+    "plan_states",
+    "planned_states",
+    "speculation_refusal",
+    "state_bytes",
+    "states_refusal",
+]
+
+_POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
+# and at least so many slots: a running sequence writes one, and may read another
+_SPARE = 4
+_PER_SEQUENCE = 2
+_WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
+_ANY = 1 << 60  # bytes: more than any machine has
+_SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
+
+
+def plan_states(
+    config: EngineConfig, info: RunnerInfo, num_blocks: int, available: int
+) -> tuple[StateSizes | None, int]:
+    """(slots of states beside a pool of `num_blocks` blocks, None where the model keeps none;
+    sequences that run together). `available` is the memory that pool and states share.
+
+    Given by max_state_bytes, in which what drafts bring to states has its room too; else a quarter
+    of the pool's bytes, and 4 + 2 x max_num_seqs slots at least, with that room beside them. Drafts
+    that nobody asked for are as many as there is room for: what fits without any is not refused.
+    Raises ConfigError for max_state_bytes where there are no states, CapacityError where the slots
+    do not suffice for the sequences, or do not fit.
+    """
+    check_options(config, info)
+    if not info.kv_spec.states:
+        return None, most_sequences(config, num_blocks, info.kv_spec.block_size)
+    room = _Room(config, info.kv_spec, num_blocks, available)
+    refusal = ""
+    for num_draft_rows in _draft_rows(config):
+        sizes, num_seqs = room.shared_out(num_draft_rows)
+        refusal = room.refusal(sizes, num_seqs)
+        if not refusal:
+            return sizes, num_seqs
+    raise CapacityError(refusal)
+
+
+def _draft_rows(config: EngineConfig) -> Iterable[int]:
+    """How many rows of drafts to make; the next number is for where that finds no room."""
+    if config.speculation == "off":
+        return (0,)
+    if asks_for_drafts(config):
+        return (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS,)
+    return range(DEFAULT_DRAFT_TOKENS, -1, -1)
+
+
+def asks_for_drafts(config: EngineConfig) -> bool:
+    """Whether there are to be drafts however little room states leave: else they are as many as
+    fit, or none.
+    """
+    return config.speculation == "on" or (
+        config.speculation != "off" and config.max_draft_tokens is not None
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Room:
+    """What a pool of so many blocks and its states may take of `available` bytes."""
+
+    config: EngineConfig
+    spec: KVSpec
+    num_blocks: int
+    available: int
+
+    @property
+    def pool_bytes(self) -> int:
+        num_open = num_open_blocks(self.config, self.num_blocks, self.spec.block_size)
+        return (
+            self.num_blocks * self.spec.bytes_per_block + num_open * self.spec.bytes_per_open_block
+        )
+
+    def shared_out(self, num_draft_rows: int) -> tuple[StateSizes, int]:
+        """Beside so many rows of drafts: slots, and sequences that run together. Nothing is
+        refused.
+        """
+        config = self.config
+        size = self.spec.bytes_per_state
+        draft_bytes = num_draft_rows * self.spec.bytes_per_draft
+        most = most_sequences(config, self.num_blocks, self.spec.block_size)
+        if config.max_state_bytes is not None:
+            num_slots = max(0, config.max_state_bytes - draft_bytes) // size
+            num_seqs = config.max_num_seqs or max(1, min(most, num_slots // _PER_SEQUENCE))
+        else:
+            share = self.pool_bytes // _POOL_SHARE // size
+            fitting = (self.available - self.pool_bytes - draft_bytes) // size
+            wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
+            num_seqs = config.max_num_seqs or max(
+                1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE)
+            )
+            num_slots = max(
+                min(share, self.num_blocks, max(0, fitting)), _SPARE + _PER_SEQUENCE * num_seqs
+            )
+        every_block = size <= _SMALL * self.spec.bytes_per_block
+        return StateSizes(
+            num_slots, every_block=every_block, num_draft_rows=num_draft_rows
+        ), num_seqs
+
+    def refusal(self, sizes: StateSizes, num_seqs: int) -> str:
+        """Why these slots do not suffice or do not fit, with the arithmetic; "" where they do."""
+        given = self.config.max_state_bytes
+        size = self.spec.bytes_per_state
+        num_slots = sizes.num_slots
+        num_draft_rows = sizes.num_draft_rows
+        draft_bytes = num_draft_rows * self.spec.bytes_per_draft
+        fewer = "max_draft_tokens" if num_draft_rows else ""
+        if given is not None and num_slots < num_seqs + 1:
+            drafts = f", and {num_draft_rows} drafts {_mib(draft_bytes)}" if num_draft_rows else ""
+            return (
+                f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}: {num_seqs} "
+                f"sequences need {num_seqs} x {_mib(size)} and one more to begin from{drafts}: "
+                f"{(num_seqs + 1) * size + draft_bytes} bytes; enlarge max_state_bytes or lower "
+                f"max_num_seqs{fewer and f' or {fewer}'}"
+            )
+        if self.pool_bytes + num_slots * size + draft_bytes > self.available:
+            drafts = f", drafts of {_mib(draft_bytes)}" if num_draft_rows else ""
+            return (
+                f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x "
+                f"{_mib(size)}){drafts} and a pool of {_mib(self.pool_bytes)} exceed memory: "
+                f"{_mib(self.available)} are available beside the weights; lower max_num_seqs, "
+                f"max_state_bytes, {fewer and f'{fewer}, '}max_cache_bytes or num_blocks"
+            )
+        return ""
+
+
+def planned_states(config: EngineConfig, info: RunnerInfo, available: int) -> StateSizes | None:
+    """What `plan_states` would make of so much memory. What does not fit is not refused, as others
+    may leave; else it raises as that does.
+    """
+    num_blocks = planned_blocks(config, info.kv_spec, info.max_context, available)
+    try:
+        return plan_states(config, info, num_blocks, available)[0]
+    except CapacityError:
+        return plan_states(config, info, num_blocks, _ANY)[0]
+
+
+def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
+    """Bytes of slots, and of what drafts bring to them."""
+    return (
+        sizes.num_slots * info.kv_spec.bytes_per_state
+        + sizes.num_draft_rows * info.kv_spec.bytes_per_draft
+    )
+
+
+def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | None) -> int:
+    """Most tokens guessed ahead in a step for a request that asks for no number; with states all
+    requests together, and 0 where they leave no room for any.
+    """
+    return (
+        (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS)
+        if states is None
+        else states.num_draft_rows
+    )
+
+
+def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | None) -> str:
+    """What is to be said where states leave room for fewer drafts than there would be; ""
+    elsewhere.
+    """
+    wanted = max(_draft_rows(config))
+    if sizes is None or sizes.num_draft_rows == wanted:
+        return ""
+    return (
+        f"room for {sizes.num_draft_rows} drafts of {_mib(info.kv_spec.bytes_per_draft)} in a step "
+        f"instead of {wanted}: {_more_room(config)}"
+    )
+
+
+def states_refusal(info: RunnerInfo) -> str | None:
+    """Why what a model computed cannot be used at other positions because of its states; None: it
+    keeps none.
+    """
+    if not info.kv_spec.states:
+        return None
+    return (
+        f"the model is recurrent: {len(info.kv_spec.states)} of its layers keep a state, which is "
+        "a function of all tokens before, so nothing that was computed can stand at another "
+        "position; use mode='prefix_cache'"
+    )
+
+
+def _more_room(config: EngineConfig) -> str:
+    lower = "lower max_num_seqs, max_cache_bytes or num_blocks"
+    return (
+        lower
+        if config.max_state_bytes is None
+        else f"enlarge max_state_bytes if memory allows, or {lower}"
+    )
+
+
+def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str | None:
+    """Why nothing can be guessed ahead by a request; None: it can."""
+    if states is None or states.num_draft_rows:
+        return None
+    if config.speculation == "off":
+        why = "the engine was started with speculation='off'"
+        remedy = "start it with 'auto'"
+    else:
+        why = "its states fill the memory for them"
+        remedy = _more_room(config)
+    return (
+        f"the model keeps states, and {why}, so without room for what drafts bring to them; "
+        f"{remedy}"
+    )
+
+
+def check_options(config: EngineConfig, info: RunnerInfo) -> None:
+    """ConfigError for options that are about states where there are none."""
+    if config.max_state_bytes is not None and not info.kv_spec.states:
+        raise ConfigError(
+            f"max_state_bytes={config.max_state_bytes} has no effect: the model has no layer with "
+            "a state beside its keys and values; leave it out"
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,344 @@
+"""Prefixes on their way from a tier into the pool: whose they are, and which tables hold their
+blocks. Integers only.
+
+A load holds an ordinary block table over the tokens that a tier may have, so that its blocks are
+claimed: others who share the prefix wait for it as they wait for a sequence that computes it. It is
+opportunistic: whoever needs its blocks ends it, and what it lacks is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvboost_edge.engine.request.results import Missed
+from kvboost_edge.kvcache.content import ContentKey
+from kvboost_edge.kvcache.hashing import state_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.schedule.sequence import Sequence as Request
+    from kvboost_edge.kvcache.block_table import BlockTable
+
+__all__ = ["PATIENCE", "Load", "Loads", "NoShelf", "Shelf"]
+
+_LOG = logging.getLogger(__name__)
+
+PATIENCE = 30.0
+"""Seconds that a load may be silent: a disk or a network that takes longer for 8 MiB is slower than
+computing them.
+"""
+
+
+class Shelf(Protocol):
+    """Where blocks are kept outside the pool, as the scheduler sees it. No call waits."""
+
+    def may_hold(self, prefix_hash: bytes) -> bool:
+        """Whether the block is there, or might be."""
+        ...
+
+    def holds(self, prefix_hash: bytes) -> bool:
+        """Whether the block is there, as far as is known."""
+        ...
+
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Names of the places that had the block and dropped it."""
+        ...
+
+    def fetch(
+        self,
+        ticket: int,
+        keys: Sequence[ContentKey],
+        states: Mapping[int, ContentKey],
+        num_there: int,
+    ) -> None:
+        """Bring consecutive blocks of a chain. Of a model with states: up to the deepest of these
+        that is there, by the number of blocks each is behind, and that one. `num_there` of those
+        blocks are in the pool, before the ones to bring.
+        """
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for the rest."""
+        ...
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """These blocks of one chain, in order, were used."""
+        ...
+
+
+class NoShelf:
+    """Nothing is kept outside the pool."""
+
+    def may_hold(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def holds(self, prefix_hash: bytes) -> bool:
+        return False
+
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        return []
+
+    def fetch(
+        self,
+        ticket: int,
+        keys: Sequence[ContentKey],
+        states: Mapping[int, ContentKey],
+        num_there: int,
+    ) -> None:
+        raise AssertionError("nothing is there to be fetched")
+
+    def cancel(self, ticket: int) -> None:
+        pass
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        pass
+
+
+class Load:
+    """One sequence's prefix on its way, or a text with a run that it shares elsewhere.
+
+    table       holds the blocks that were in the pool, and those that arrived
+    token_ids   the tokens of all blocks it may come to hold
+    is_prefix   whether they are the sequence's own first ones
+    num_found   blocks that were in the pool when it began
+    num_there   the last ones of them, behind which there was no state: one of them may be where the
+                state belongs
+    arrived     tokens by tier
+    states      hashes of the states of which one may come behind the blocks, where the model keeps
+                states
+    waiting     sequences that wait for one of these too
+    is_done     nothing more comes
+    """
+
+    def __init__(
+        self,
+        ticket: int,
+        sequence: Request,
+        table: BlockTable,
+        token_ids: list[int],
+        *,
+        is_prefix: bool,
+        states: frozenset[bytes],
+        num_there: int,
+    ) -> None:
+        self.ticket = ticket
+        self.sequence = sequence
+        self.table = table
+        self.token_ids = token_ids
+        self.is_prefix = is_prefix
+        self.states = states
+        self.num_found = len(table)
+        self.num_there = num_there
+        self.waiting: set[int] = set()
+        self.arrived: Counter[str] = Counter()
+        self.is_done = False
+        self._began_at = self._news_at = time.perf_counter()
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long nothing was heard of it."""
+        return time.perf_counter() - self._news_at
+
+    def note_news(self) -> None:
+        """Blocks of it arrived."""
+        self._news_at = time.perf_counter()
+
+    def cut(self, num_tokens: int) -> None:
+        """Of the tokens that arrived no more than so many are of use, the first ones."""
+        rest = num_tokens
+        kept = Counter[str]()
+        for tier, count in self.arrived.items():
+            kept[tier] = min(count, rest)
+            rest -= kept[tier]
+        self.arrived = +kept
+
+    def end(self) -> None:
+        """Nothing more comes, or is wanted."""
+        if not self.is_done:
+            self.is_done = True
+            self.sequence.note_loaded(
+                self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at
+            )
+
+
+class Loads:
+    """The loads of all sequences, by ticket."""
+
+    def __init__(self, manager: KVCacheManager, shelf: Shelf) -> None:
+        self._manager = manager
+        self._shelf = shelf
+        self._tickets = itertools.count()
+        self._by_ticket: dict[int, Load] = {}
+        self._by_sequence: dict[int, Load] = {}
+        self._is_stuck = False
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    def __iter__(self) -> Iterator[Load]:
+        return iter(self._by_ticket.values())
+
+    def heard(self, ticket: int) -> Load | None:
+        """The load of which a piece arrived, None where it was ended."""
+        self._is_stuck = False
+        load = self._by_ticket.get(ticket)
+        if load is not None:
+            load.note_news()
+        return load
+
+    def give_up_silent(self) -> None:
+        """End loads of which nothing was heard for long: a device or a network hangs, and what they
+        lack is computed. Nothing more is asked for until something arrives.
+        """
+        for load in list(self._by_ticket.values()):
+            if not load.is_done and load.silent_seconds > PATIENCE:
+                _LOG.warning(
+                    "a tier gave nothing for %.0f s; the prompt is computed", load.silent_seconds
+                )
+                self._is_stuck = True
+                self.finish(load)
+
+    @property
+    def has_shelf(self) -> bool:
+        """Whether anything is kept outside the pool."""
+        return not isinstance(self._shelf, NoShelf)
+
+    def of(self, sequence: Request) -> Load | None:
+        """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
+        return self._by_sequence.get(sequence.index)
+
+    @property
+    def num_arriving(self) -> int:
+        """Loads that more is to come of."""
+        return sum(not load.is_done for load in self._by_ticket.values())
+
+    def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
+        """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None
+        where that is nothing, or where the whole sequence would find no room. Another sequence's
+        load where that brings it.
+        """
+        others = (load for load in self if not load.is_done and sequence.index in load.waiting)
+        if (other := next(others, None)) is not None:
+            return other
+        request = sequence.request
+        known = request.prefix_hashes
+        return self._begin(
+            sequence, sequence.cacheable_ids, request.root, spare_blocks, known, is_prefix=True
+        )
+
+    def begin_run(
+        self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int
+    ) -> Load | None:
+        """The same for a text of the chain of `root` that holds a run of the sequence's tokens,
+        whole blocks.
+        """
+        # One more token, because of a quantized pool the block of the last one is never served.
+        return self._begin(sequence, [*token_ids, 0], root, spare_blocks, b"", is_prefix=False)
+
+    def _begin(
+        self,
+        sequence: Request,
+        ids: Sequence[int],
+        root: bytes,
+        spare_blocks: int,
+        known: bytes,
+        *,
+        is_prefix: bool,
+    ) -> Load | None:
+        if self._is_stuck or not self.has_shelf:
+            return None
+        manager = self._manager
+        size = self._manager.block_size
+        first, num_there, after = manager.content.keys_after(ids, root, known)
+        keys = list(itertools.islice(after, num_there))
+        keys += itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after)
+        states: dict[int, ContentKey] = {}
+        if manager.states is not None:
+            kept = ((number, key.state) for number, key in enumerate(keys, 1))
+            states = {
+                number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)
+            }
+            keys = keys[: max(states, default=0)]  # blocks behind the deepest state are of no use
+        wanted = frozenset(state.prefix_hash for state in states.values())
+        # Blocks are published as they come and nobody waits for them any more; their state is still
+        # on its way.
+        others = (load for load in self if not load.is_done and not load.states.isdisjoint(wanted))
+        if (other := next(others, None)) is not None:
+            other.waiting.add(sequence.index)
+            return other
+        if not keys:
+            return None
+        token_ids = list(ids[: (first + len(keys)) * size])
+        table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
+        behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
+        needed = manager.blocks_needed(table, len(token_ids)) + behind
+        needed += sum(
+            manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:]
+        )  # they were free
+        lacks_slot = manager.states is not None and not manager.states.has_room(table)
+        if lacks_slot or needed > spare_blocks:
+            manager.free(table)
+            return None
+        if (before := self._by_sequence.get(sequence.index)) is not None:
+            self.finish(before)
+        # The deepest one alone comes. Where only the tier knows which that is, it may be any of
+        # them.
+        deepest = frozenset([states[len(keys)].prefix_hash] if states else [])
+        coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
+        ticket = next(self._tickets)
+        num_there = len(table) - first
+        load = Load(
+            ticket,
+            sequence,
+            table,
+            token_ids,
+            is_prefix=is_prefix,
+            states=coming,
+            num_there=num_there,
+        )
+        self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
+        self._shelf.fetch(ticket, keys[num_there:], states, num_there)
+        return load
+
+    def used(self, table: BlockTable) -> None:
+        """A sequence was let in on these blocks: copies of the cached ones count as used too."""
+        if table.num_cached_tokens and self.has_shelf:
+            hashes = self._manager.content.chain(table)
+            self._shelf.touch(
+                hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])]
+            )
+
+    def missed(self, table: BlockTable) -> Missed:
+        """Why the token after what the cache serves a table is not there, and where it once was."""
+        if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
+            return Missed(table.miss_reason)
+        pool = ["pool"] if table.miss_reason == "evicted" else []
+        dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))
+        return Missed("evicted" if dropped else table.miss_reason, dropped)
+
+    def finish(self, load: Load) -> None:
+        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where
+        it is under way; a second call does nothing.
+        """
+        if self._by_ticket.pop(load.ticket, None) is None:
+            return
+        if not load.is_done:
+            if self._manager.states is not None:
+                load.cut(0)  # the state comes last: without it the blocks are of no use
+            load.end()
+            self._shelf.cancel(load.ticket)
+        del self._by_sequence[load.sequence.index]
+        self._manager.free(load.table)
+
+    def make_room(self) -> bool:
+        """End all loads: somebody who comes first needs their blocks. False if there was none."""
+        ended = list(self._by_ticket.values())
+        for load in ended:
+            load.sequence.has_loaded = False  # it may try again
+            self.finish(load)
+        return bool(ended)

@@ -1,0 +1,369 @@
+"""Between the pool and the tiers, on the engine's thread: fills blocks that arrived, copies out
+those worth keeping.
+
+Blocks are copied out of the pool behind the computation, a little at each step, all of them when
+the engine is idle or closes, and at the last moment when they are evicted. Nothing here waits for a
+tier.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from kvboost_edge.backends.base import Backend
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.offload.prefetch import Load, Loads, NoShelf
+from kvboost_edge.engine.offload.state_saving import SavedStates
+from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.content import ContentKey
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
+from kvboost_edge.tiers.holdings import Held
+from kvboost_edge.tiers.mover import Mover, Piece
+
+__all__ = [
+    "MoverShelf",
+    "Tiering",
+    "Untiered",
+    "check_tiers",
+    "make_tiering",
+    "open_tiers",
+    "tier_places",
+]
+
+_LOG = logging.getLogger(__name__)
+# Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each
+# millisecond.
+_BYTES_A_SECOND = 40e6
+_LEAST_BYTES = 256 << 10
+_MOST_BYTES = 16 << 20
+_IDLE_BYTES = (
+    4 << 20
+)  # at a time while nothing runs: a request that comes meanwhile waits for a copy of some 2 ms
+_CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
+
+
+def open_tiers(
+    config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, name: str = ""
+) -> tuple[Tier, ...]:
+    """The tiers that a config asks for, the nearest first. One that cannot be used says so in the
+    log and in its statistics, and the engine does without. Raises ConfigError and
+    BackendUnavailable as `check_tiers`.
+
+    name   of the model, for people; "" where it has none
+    """
+    # One space for all tenants: their chains have roots of their own.
+    space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
+    shared = (
+        () if config.redis_url is None else (_redis_tier(config, space),)
+    )  # first: it may raise
+    if config.disk_cache_dir is None:
+        return shared
+    from kvboost_edge.tiers.disk.tier import DiskTier
+
+    description = {"model": fingerprint[:16], "architecture": architecture, "kv_format": kv_format}
+    description |= {"name": name} if name else {}
+    try:
+        disk: Tier = DiskTier.open(
+            config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description
+        )
+    except ConfigError as error:
+        _LOG.warning("no blocks are kept on disk: %s", error)
+        disk = ClosedTier("disk", str(error))
+    return (disk, *shared)
+
+
+def check_tiers(config: EngineConfig) -> None:
+    """ConfigError for a redis_url that cannot be read or has no secret, BackendUnavailable where
+    the package for it is missing: before a model is loaded. Connects to nothing.
+    """
+    if config.redis_url is not None:
+        _redis_tier(config, bytes(32)).close()
+
+
+def tier_places(config: EngineConfig) -> dict[str, str]:
+    """Where each tier lies, by name, for people: no user, no password."""
+    places = {} if config.disk_cache_dir is None else {"disk": os.fspath(config.disk_cache_dir)}
+    if config.redis_url is not None:
+        from kvboost_edge.tiers.redis.address import parse_url
+        from kvboost_edge.tiers.redis.tier import PASSWORD_VARIABLE
+
+        places["redis"] = parse_url(config.redis_url, os.environ.get(PASSWORD_VARIABLE, "")).place
+    return places
+
+
+def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
+    from kvboost_edge.tiers.redis.tier import RedisTier
+
+    assert config.redis_url is not None
+    return RedisTier(config.redis_url, space, trust=config.redis_trust)
+
+
+class MoverShelf:
+    """The mover as the scheduler sees it: asks it by content, not by address."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self.may_hold = mover.may_hold
+        self.cancel = mover.cancel
+        self.touch = mover.touch
+        self.holds = mover.holds
+        self.dropped_from = mover.dropped_from
+
+    def fetch(
+        self,
+        ticket: int,
+        keys: Sequence[ContentKey],
+        states: Mapping[int, ContentKey],
+        num_there: int,
+    ) -> None:
+        """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
+        addresses = [BlockAddress(*key) for key in keys]
+        self._mover.load(
+            ticket,
+            addresses,
+            {end: BlockAddress(*state) for end, state in states.items()},
+            num_there,
+        )
+
+
+def make_tiering(
+    manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
+) -> tuple[Loads, Untiered]:
+    """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
+    if not tiers:
+        return Loads(manager, NoShelf()), Untiered()
+    mover = Mover(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
+    loads = Loads(manager, MoverShelf(mover))
+    return loads, Tiering(manager, backend, loads, mover)
+
+
+class Untiered:
+    """No tier: nothing is kept outside the pool."""
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        """Begin to move blocks; `deliver` puts what arrives into the engine's inbox."""
+
+    def fill(self, piece: Piece) -> None:
+        """Put blocks that arrived into the pool, and publish them."""
+
+    def save_first(self, block_ids: Sequence[int]) -> None:
+        """These blocks, published ones, are to be copied out before the others that wait."""
+
+    def save_evicted(self) -> None:
+        """Blocks were handed out again: copy what no tier has, before it is overwritten."""
+
+    def save_some(self, seconds: float) -> None:
+        """Copy out some of the blocks no tier has, after a step that took so long."""
+
+    def save_more(self) -> bool:
+        """Copy out as many as are taken at the moment; whether some are left."""
+        return False
+
+    def stats(self) -> Mapping[str, TierStats]:
+        """Of each tier, by name."""
+        return {}
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        """What came to each tier and left it since the last call, by name; from any thread, for one
+        asker.
+        """
+        return {}
+
+    @property
+    def num_lost(self) -> int:
+        """Blocks evicted before a tier could be given them."""
+        return 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of blocks on their way."""
+        return 0
+
+    def close(self, *, save: bool) -> None:
+        """Save what is not saved yet, if that is wanted, and close the tiers."""
+
+
+class Tiering(Untiered):
+    """Over a mover. `loads` are the scheduler's."""
+
+    def __init__(
+        self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover
+    ) -> None:
+        self._manager = manager
+        self._backend = backend
+        self._loads = loads
+        self._mover = mover
+        # Published blocks that were not copied out, the oldest first; before them, and True, those
+        # to be saved first.
+        self._unsaved: OrderedDict[int, bool] = OrderedDict()
+        self._states = SavedStates(manager, backend, mover)
+        manager.content.track()
+
+    def start(self, deliver: Callable[[Piece], None]) -> None:
+        self._mover.start(deliver)
+
+    def fill(self, piece: Piece) -> None:
+        """The load ends where there is no room for what arrived; the rest is computed then."""
+        load = self._loads.heard(piece.ticket)
+        try:
+            if load is not None and not load.is_done:
+                self._take(load, piece)
+        except CacheCorruption:
+            raise
+        except Exception:
+            _LOG.exception(
+                "blocks from tier %s could not be put into the pool; they are computed", piece.tier
+            )
+            if load is not None:
+                self._loads.finish(load)
+        finally:
+            self._mover.release(piece)
+
+    def _take(self, load: Load, piece: Piece) -> None:
+        if piece.behind is not None:
+            self._take_state(load, piece.behind, piece)
+            return
+        count = len(piece.data) * self._manager.block_size
+        stop = load.table.num_computed_tokens + count
+        states = self._manager.states
+        lacks_slot = states is not None and not states.has_room(load.table)
+        if (
+            lacks_slot
+            or self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count
+        ):
+            self._loads.finish(load)
+            return
+        if count:
+            self._put(load.table, load.token_ids, stop, piece)
+            load.arrived[piece.tier] += count
+        if piece.is_last:
+            load.end()
+            if stop < len(load.token_ids):
+                self._loads.finish(load)  # nobody has the rest, which others may be waiting for
+
+    def _take_state(self, load: Load, behind: int, piece: Piece) -> None:
+        """The last piece where the model keeps states: the deepest one there is, or none."""
+        assert self._manager.states is not None
+        if not self._manager.states.has_room(load.table):
+            behind = 0  # where only the state was to come no slot was taken for it before
+        num_blocks = load.num_found - load.num_there + behind
+        if behind:
+            self._states.put(load.table, num_blocks, piece.data)
+        load.cut(max(0, behind - load.num_there) * self._manager.block_size)
+        load.end()
+        if num_blocks * self._manager.block_size < len(load.token_ids):
+            self._loads.finish(load)  # nobody has the rest, which others may be waiting for
+
+    def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: Piece) -> None:
+        """What arrived becomes the next blocks of a table."""
+        first = len(table)
+        copies = self._manager.extend(table, stop)
+        assert not copies  # a load ends at a block's border and so begins with new blocks
+        new = table.block_ids[first:]
+        self._manager.mark_filled(new)
+        self.save_evicted()
+        if self._backend.spec.is_quantized:
+            self._backend.release_blocks(
+                new
+            )  # one of them may have been given back open, a moment ago
+        self._backend.write_blocks(new, piece.data)
+        self._manager.commit(table, token_ids, stop)
+
+    def save_first(self, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            self._note_published()
+        for block_id in reversed(block_ids):
+            if block_id in self._unsaved:
+                self._unsaved[block_id] = True
+                self._unsaved.move_to_end(block_id, last=False)
+
+    def save_evicted(self) -> None:
+        self._note_published()
+        evicted = self._manager.content.drain_evicted()
+        if not evicted:
+            return
+        wanted = sorted(
+            evicted.keys() & self._unsaved.keys(), key=self._unsaved.__getitem__, reverse=True
+        )
+        unsaved = {block_id: evicted[block_id] for block_id in wanted}
+        for block_id in unsaved:
+            del self._unsaved[block_id]
+        dying = self._lacking(unsaved)
+        room = self._mover.room
+        self._mover.note_lost(max(0, len(dying) - room))
+        self._save(dict(itertools.islice(dying.items(), room)))
+
+    def save_some(self, seconds: float) -> None:
+        allowed = min(max(_LEAST_BYTES, int(seconds * _BYTES_A_SECOND)), _MOST_BYTES)
+        self._save_next(allowed)
+        self._states.save_next(allowed)
+
+    def save_more(self) -> bool:
+        self._save_next(_IDLE_BYTES)
+        are_left = self._states.save_next(None)
+        return (bool(self._unsaved) or are_left) and self._mover.stores
+
+    def _save_next(self, most_bytes: int) -> None:
+        """Copy out the oldest ones, at least one of them where there is room. While no tier stores
+        they wait in the pool: a full disk may have room again.
+        """
+        self._note_published()
+        if not self._unsaved or not self._mover.stores:
+            return
+        most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
+        oldest = list(itertools.islice(self._unsaved, most))
+        keys = {block_id: self._manager.content.key(block_id) for block_id in oldest}
+        for block_id in oldest:
+            del self._unsaved[block_id]
+        self._save(
+            self._lacking({block_id: key for block_id, key in keys.items() if key is not None})
+        )
+
+    def _lacking(self, blocks: Mapping[int, ContentKey]) -> dict[int, ContentKey]:
+        """Those that a tier has not got."""
+        lacking = self._mover.lacking([key.prefix_hash for key in blocks.values()])
+        return dict(itertools.compress(blocks.items(), lacking))
+
+    def _note_published(self) -> None:
+        self._unsaved.update(dict.fromkeys(self._manager.content.drain_published(), False))
+
+    def _save(self, blocks: Mapping[int, ContentKey]) -> None:
+        if not blocks:
+            return
+        try:
+            data = self._backend.read_blocks(list(blocks))
+        except MemoryError:
+            _LOG.warning(
+                "no memory to copy %d blocks for the tiers; they are not kept", len(blocks)
+            )
+            self._mover.note_lost(len(blocks))
+            return
+        self._mover.store([BlockAddress(*key) for key in blocks.values()], data)
+
+    def stats(self) -> Mapping[str, TierStats]:
+        return self._mover.stats()
+
+    def take_held(self, whole: bool = False) -> Mapping[str, Held]:
+        return self._mover.take_held(whole)
+
+    @property
+    def num_lost(self) -> int:
+        return self._mover.num_lost
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._mover.staging_bytes
+
+    def close(self, *, save: bool) -> None:
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while save and self.save_more() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._mover.close(max(0.0, deadline - time.monotonic()))

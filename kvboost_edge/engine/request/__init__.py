@@ -1,0 +1,1 @@
+"""Requests: prompts, terms, checks before anything is loaded, progress and results."""

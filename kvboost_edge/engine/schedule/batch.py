@@ -1,0 +1,109 @@
+"""A step's work as the flat batch that a runner takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from kvboost_edge.backends.base import BatchLayout, PassStates
+from kvboost_edge.engine.schedule.sequence import Floats, Sequence
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.kernels.attention.parts import Part, Parts
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import ForwardBatch
+
+__all__ = ["build_batch", "split_rows"]
+
+
+def build_batch(
+    work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager, hidden_size: int = 0
+) -> ForwardBatch:
+    """The tokens of `work`, at least one, one sequence after another; every sequence has its
+    blocks. Stretches of one sequence are rows of their own: what one of them stores the later ones
+    attend to in the same pass. hidden_size: of the states that some of them want.
+    """
+    tables = [one.sequence.blocks for one in work]
+    block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
+    # Lists until all is in them: of a step's few tokens an array for each piece would take longer.
+    starts = [0]
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    state_rows: list[int] = []
+    for i, (one, table) in enumerate(zip(work, tables, strict=True)):
+        block_tables[i, : len(table)] = table.block_ids
+        tokens += one.token_ids
+        positions += range(one.start, one.stop)
+        slots += manager.slots(table, one.start, one.stop)
+        end = len(tokens)
+        rows = state_rows if one.sequence.request.wants_states else logit_rows
+        rows += range(end - one.num_rows, end)
+        starts.append(end)
+    layout = BatchLayout(
+        cu_seqlens_q=np.array(starts, np.int32),
+        seq_lens=np.array([one.stop for one in work], np.int32),
+        block_tables=block_tables,
+        slot_mapping=np.array(slots, np.int64),
+        parts=_parts_of(work, tables),
+        states=_states_of(work, tables, manager),
+    )
+    return ForwardBatch(
+        token_ids=np.array(tokens, np.int64),
+        positions=np.array(positions, np.int64),
+        layout=layout,
+        logit_rows=np.array(logit_rows, np.int64),
+        state_rows=np.array(state_rows, np.int64),
+        states=np.empty((len(state_rows), hidden_size), np.float32),
+    )
+
+
+def split_rows(
+    work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats
+) -> list[Floats]:
+    """What a pass of the batch of `work` found, for each in turn: logits [num_rows, vocab_size] or
+    states [num_rows, hidden_size].
+    """
+    found: list[Floats] = []
+    ends: dict[bool, int] = {False: 0, True: 0}
+    for one in work:
+        wants_states = one.sequence.request.wants_states
+        first = ends[wants_states]
+        ends[wants_states] = first + one.num_rows
+        found.append((states if wants_states else logits)[first : ends[wants_states]])
+    return found
+
+
+def _states_of(
+    work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable], manager: KVCacheManager
+) -> PassStates | None:
+    """The slots of the tables' states; None where the model keeps none."""
+    if manager.states is None:
+        return None
+    plans = [
+        manager.states.plan(table, one.start, one.certain_stop)
+        for one, table in zip(work, tables, strict=True)
+    ]
+    saves = [(i, rows, slot) for i, plan in enumerate(plans) for rows, slot in plan.saves]
+    return PassStates(
+        state_in=np.array([plan.read for plan in plans], np.int32),
+        state_out=np.array([plan.write for plan in plans], np.int32),
+        saves=np.array(saves, np.int32).reshape(-1, 3),
+        certain=np.array([one.certain_stop - one.start for one in work], np.int32),
+    )
+
+
+def _parts_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Parts:
+    """The parts of all tables up to the one that the row's tokens are in; None where all are
+    plain.
+    """
+    if all(len(table.parts) == 1 for table in tables):
+        return None
+    rows: list[Part] = []
+    for i, (one, table) in enumerate(zip(work, tables, strict=True)):
+        own = table.part_of(one.start)
+        seen = [part for part in table.parts if part.first_index <= own.first_index]
+        rows += [Part(sequence=i, **part._asdict()) for part in seen]
+    return np.array(rows, np.int32)

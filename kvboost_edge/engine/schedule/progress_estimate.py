@@ -1,0 +1,222 @@
+"""How far prompts are computed, and about how long they will take: from the time steps took lately,
+at each depth.
+
+The engine's thread tells of each step; who asks reads what there is and waits for nothing. What
+attention costs grows with the tokens before, so seconds per token are kept by depth.
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
+from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
+
+__all__ = ["Pace"]
+
+_FIRST_DEPTH = 1024  # tokens; up to here it is one depth, then up to twice as many, and so on
+_KEPT = 9  # steps of each depth; their median counts, so that one that compiled a kernel does not
+_MIN_TOKENS = 32  # of a prompt in a step: with fewer most of its time goes elsewhere
+_BOARD_SECONDS = 0.5
+_LATEST = 0.1  # part of the latest step, or output, in their means
+
+
+class _Board(NamedTuple):
+    """All requests at one moment, in seconds of computing.
+
+    ranks, ahead   of those that wait, in their order: rank, and what is before the first, the
+                   second, ..., and in all
+    prompts        of those that run and have prompt left: (index, tenant, seconds)
+    ends           in how many seconds those that run are done, the first one first
+    """
+
+    made_at: float
+    ranks: list[tuple[int, int]]
+    ahead: list[float]
+    prompts: list[tuple[int, bytes, float]]
+    ends: list[float]
+
+
+class Pace:
+    """`observe` and `ended` are the engine's thread's, `progress` is anybody's. live: requests from
+    submit to the end, by index.
+    """
+
+    def __init__(self, live: Mapping[int, Sequence], scheduler: Scheduler) -> None:
+        self._live = live
+        self._most_running = scheduler.max_num_seqs
+        self._min_tokens = min(_MIN_TOKENS, scheduler.max_batch_tokens)
+        self._recent: dict[
+            int, deque[tuple[float, float]]
+        ] = {}  # by depth, of its last steps: as in `_known`
+        self._known: list[
+            tuple[float, float]
+        ] = []  # (position, seconds per token there), by position
+        self._step_seconds = self._mean_outputs = 0.0
+        self._board = _Board(-1.0, [], [0.0], [], [])
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
+        self._step_seconds = _mean(self._step_seconds, seconds)
+        prompts = [
+            one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens
+        ]
+        if plan.probed or not prompts:
+            return
+        rows = sum(len(one.token_ids) for one in plan.work)
+        for one in prompts:
+            middle = (one.start + one.stop) / 2
+            self._recent.setdefault(_depth(int(middle)), deque(maxlen=_KEPT)).append(
+                (middle, seconds / rows)
+            )
+        self._known = [
+            (
+                statistics.fmean(middle for middle, _ in kept),
+                statistics.median(per_token for _, per_token in kept),
+            )
+            for _, kept in sorted(self._recent.items())
+        ]
+
+    def ended(self, sequence: Sequence) -> None:
+        """A request is done."""
+        if (outputs := sequence.num_tokens - sequence.request.num_prompt_tokens) > 0:
+            self._mean_outputs = _mean(self._mean_outputs, outputs)
+
+    def progress(self, index: int) -> Progress | None:
+        """How far a request is, as of now; None once it has ended."""
+        sequence = self._live.get(index)
+        if sequence is None:
+            return None
+        total = sequence.request.num_prompt_tokens
+        began = sequence.admitted_at
+        computed = min(sequence.num_computed_tokens, total)
+        elapsed = 0.0 if began is None else time.perf_counter() - began
+        return Progress(
+            total, sequence.num_cached_tokens, computed, elapsed, self._seconds_left(sequence)
+        )
+
+    def seconds(self, start: int, stop: int) -> float | None:
+        """Seconds to compute the tokens of one prompt at these positions; None while no step was
+        measured.
+        """
+        if not self._known:
+            return None
+        found = 0.0
+        while start < stop:
+            end = min(stop, _FIRST_DEPTH << _depth(start))
+            found += (end - start) * self._per_token((start + end) / 2)
+            start = end
+        return found
+
+    def _per_token(self, depth: float) -> float:
+        """Seconds: between depths that were measured, and behind the last one, on straight
+        lines.
+        """
+        known = self._known
+        at = bisect.bisect(known, (depth, 0.0))
+        if len(known) < 2 or at == 0:
+            return known[0][1]
+        (low, first), (high, second) = (
+            (known[at - 1], known[at]) if at < len(known) else (known[0], known[-1])
+        )
+        slope = (second - first) / (high - low)
+        return second + (max(0.0, slope) if depth > high else slope) * (depth - high)
+
+    def _prompt_seconds(self, sequence: Sequence) -> float:
+        """Of what is pending of a prompt; 0 for a sequence that has only its next token to
+        compute.
+        """
+        pending = sequence.num_pending
+        start = sequence.num_computed_tokens
+        stop = sequence.num_tokens
+        if pending < 2 or start >= stop:
+            return 0.0
+        return (self.seconds(start, stop) or 0.0) * min(1.0, pending / (stop - start))
+
+    def _seconds_left(self, sequence: Sequence) -> float | None:
+        """Until the first token; what may come in later does not count. Of one that waits the whole
+        prompt counts: what the cache has of it is looked up when it is let in.
+        """
+        if not self._known:
+            return None
+        own = max(self._prompt_seconds(sequence), self._per_token(sequence.num_tokens))
+        board = self._now()
+        if sequence.status is SequenceStatus.RUNNING:
+            return own + sum(self._share(sequence, own, other) for other in board.prompts)
+        at = bisect.bisect_left(board.ranks, sequence.rank)
+        lacking = len(board.ends) + at + 1 - self._most_running
+        if sequence.blocked_at is not None:
+            lacking = max(lacking, 1)
+        return max(board.ahead[at], self._until_ended(board, lacking)) + own
+
+    def _share(self, sequence: Sequence, own: float, other: tuple[int, bytes, float]) -> float:
+        """Seconds that another prompt takes from this one: of two of one tenant the shorter one
+        goes first, but for the part of the first come; tenants share alike.
+        """
+        index, tenant, seconds = other
+        if index == sequence.index:
+            return 0.0
+        if tenant != sequence.tenant:
+            return min(seconds, own)
+        if seconds <= own:
+            return seconds
+        return min(seconds, own / 3) if index < sequence.index else 0.0
+
+    def _until_ended(self, board: _Board, count: int) -> float:
+        """Seconds until so many of those that run are done, and of those that take their places."""
+        if count < 1 or not board.ends:
+            return 0.0
+        rounds, at = divmod(count - 1, len(board.ends))
+        return board.ends[at] + rounds * self._mean_outputs * self._step_seconds
+
+    def _now(self) -> _Board:
+        """The board, made anew when it is old: many may ask at once."""
+        now = time.monotonic()
+        if now - self._board.made_at < _BOARD_SECONDS:
+            return self._board
+        live = list(self._live.values())
+        running = [one for one in live if one.status is SequenceStatus.RUNNING]
+        waiting = sorted((one.rank, one) for one in live if one.status is SequenceStatus.WAITING)
+        left = [(one, self._prompt_seconds(one)) for one in running]
+        ends = [
+            seconds + _steps_left(one, self._mean_outputs) * self._step_seconds
+            for one, seconds in left
+        ]
+        first = sum(seconds for _, seconds in left)
+        self._board = _Board(
+            now,
+            [rank for rank, _ in waiting],
+            list(accumulate((self._prompt_seconds(one) for _, one in waiting), initial=first)),
+            [(one.index, one.tenant, seconds) for one, seconds in left if seconds],
+            sorted(ends),
+        )
+        return self._board
+
+
+def _depth(position: int) -> int:
+    return (position // _FIRST_DEPTH).bit_length()
+
+
+def _mean(mean: float, latest: float) -> float:
+    """With the latest one in it; of the first one it is that."""
+    return mean + _LATEST * (latest - mean) if mean else latest
+
+
+def _steps_left(sequence: Sequence, mean: float) -> float:
+    """Behind its prompt, about: outputs have `mean` tokens, 0 where none is known, the first of
+    which takes none.
+    """
+    request = sequence.request
+    if request.prefill_only or request.logits_start is not None:
+        return 0.0
+    most = request.max_tokens - sequence.num_tokens
+    generated = sequence.num_tokens - request.num_prompt_tokens
+    left = min(most, max(mean - generated, mean / 2)) if mean else most
+    return left if generated else max(0.0, left - 1)

@@ -1,0 +1,426 @@
+"""Who computes what in the next step. Integers only: no tensor, no text, no clock.
+
+There is no prefill and no decode phase: each sequence has one counter that catches up with its
+tokens. A step has a token budget. Sequences that lack one token come first. Of the rest those that
+lack fewest get most, so that short prompts are done one after another and not all at the end; a
+quarter goes to the first come, so that a long one gets on whatever comes. First come, first served
+decides who is let in; the latest arrival loses its blocks when memory runs out. In each of these a
+request with a lower priority number goes before all with a higher one, and among equals the tenants
+share: budget, places and, where those are short, the loss of them; see `Fairness`. The rest above
+then holds in each tenant.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from operator import attrgetter
+
+from kvboost_edge.engine.offload.prefetch import Loads, NoShelf
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.budget import Budget
+from kvboost_edge.engine.schedule.fairness import Fairness
+from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
+from kvboost_edge.engine.schedule.spans import SpanSharing
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.spec_decode.speculation import Speculation
+from kvboost_edge.errors import CacheCorruption, CapacityError
+from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
+from kvboost_edge.kvcache.manager import KVCacheManager
+
+__all__ = ["Scheduler", "StepPlan"]
+
+_BY_RANK = attrgetter("rank")
+_BY_PRIORITY = attrgetter("priority")
+
+
+@dataclasses.dataclass(slots=True)
+class StepPlan:
+    """One step: what to compute, which blocks to copy before, whose blocks those copies made (they
+    depend on the pass even when none of their tokens are in it), whose spans to probe before that,
+    and who failed while it was planned.
+    """
+
+    work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
+    copies: list[CopyOp] = dataclasses.field(default_factory=list)
+    copied_for: list[Sequence] = dataclasses.field(default_factory=list)
+    probed: list[Sequence] = dataclasses.field(default_factory=list)
+    failed: list[tuple[Sequence, Exception]] = dataclasses.field(default_factory=list)
+
+    @property
+    def members(self) -> list[Sequence]:
+        """Every sequence whose KV depends on this pass."""
+        by_index = {s.index: s for s in (*(one.sequence for one in self.work), *self.copied_for)}
+        return [s for s in by_index.values() if s.status is SequenceStatus.RUNNING]
+
+
+class Scheduler:
+    """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread
+    drives it.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        loads: Loads | None = None,
+        min_chunk_tokens: int = 32,
+        closes_blocks: bool = False,
+        whole: bool = False,
+    ) -> None:
+        """whole: a step computes all of a sequence or nothing."""
+        self.manager = manager
+        self.speculation = Speculation(closes_blocks=closes_blocks)
+        self.loads = Loads(manager, NoShelf()) if loads is None else loads
+        self.sharing = SpanSharing(manager, min_chunk_tokens, remembers=self.loads.has_shelf)
+        self.waiting: list[
+            Sequence
+        ] = []  # by rank: priority, then arrival; preempted ones keep their place
+        self.running: list[Sequence] = []  # by rank
+        self.num_preemptions = 0
+        self.num_generated_tokens = 0
+        self.max_num_seqs = max_num_seqs
+        self.max_batch_tokens = max_batch_tokens
+        self._fairness = Fairness()
+        budget = Budget(self._fairness)
+        self._share = budget.share_whole if whole else budget.share
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing can be done until a load brings something."""
+        return not self.running and self.loads.num_arriving > 0
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse a request that could not run even alone, or whose prompt cannot be pinned
+        (CapacityError with the arithmetic).
+        """
+        manager = self.manager
+        usable = self.manager.usable_block_count
+        if request.pin:
+            manager.pins.check_size(request.num_prompt_tokens, request.pin_share)
+        needed = manager.blocks_for(request.max_slots)
+        if needed <= usable:
+            return
+        # Pinned blocks serve the prompts that begin with them; one more, as the last of them may
+        # have to be copied.
+        shared = (
+            manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
+        )
+        if not shared or needed - shared + 1 > usable:
+            raise self._too_large(request)
+
+    def _too_large(self, request: Request) -> CapacityError:
+        block_size = self.manager.block_size
+        num_blocks = self.manager.num_blocks
+        needed = self.manager.blocks_for(request.max_slots)
+        held = num_blocks - self.manager.usable_block_count
+        room = f"the pool has {num_blocks}"
+        if held and request.pin_share == 1 and self.manager.pins.num_owned(request.tenant) == held:
+            room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
+        elif held and needed <= num_blocks:  # how many others pinned is not this tenant's to know
+            room = "which is more than pinned prompts leave (max_pinned_blocks)"
+        return CapacityError(
+            f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up "
+            f"to {request.max_tokens - request.num_prompt_tokens} new ones, {block_size} to a "
+            f"block), {room}; lower max_new_tokens{', unpin' if held else ''} or enlarge "
+            "max_cache_bytes or num_blocks"
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence by its rank."""
+        bisect.insort(self.waiting, sequence, key=_BY_RANK)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, in whatever state it is, and give its blocks back."""
+        self._end_load(sequence)
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._release(sequence)
+        self.speculation.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when
+        it returns.
+        """
+        plan = StepPlan()
+        self._fairness.update(itertools.chain(self.waiting, self.running))
+        if self.waiting:
+            self._admit(plan)
+        wanted = self._share(self.running, self.max_batch_tokens)
+        self._reserve(wanted, plan)
+        self._draft(wanted, plan)
+        plan.probed = [sequence for sequence in self.running if sequence.probe is not None]
+        for sequence in self.running:
+            count = wanted.get(sequence.index, 0)
+            if count:
+                for one in sequence.next_work(count):
+                    plan.work.append(one)
+                    self._fairness.charge(one)
+        return plan
+
+    # Letting sequences in.
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Let waiting sequences in by turn until one does not fit: nobody who comes later may take
+        its blocks.
+        """
+        manager = self.manager
+        for sequence in self._by_turn():
+            if not self._has_place(sequence):
+                return
+            try:
+                if (self.running or self.loads) and self._awaits(sequence):
+                    # The same prefix is being computed or loaded right now; those behind may go
+                    # ahead.
+                    continue
+                if self._is_loading(sequence):
+                    continue
+                admitted = self._try_admit(sequence, plan)
+                if not admitted and self.loads.make_room():
+                    admitted = self._try_admit(sequence, plan)
+            except CacheCorruption:
+                raise
+            except Exception as error:
+                plan.failed.append((sequence, error))
+                continue
+            if not admitted:
+                sequence.blocked_at = manager.progress
+                return
+
+    def _by_turn(self) -> Iterator[Sequence]:
+        """Those who wait, by priority, the tenants' shares and arrival."""
+        if not self._fairness.is_shared:
+            yield from list(self.waiting)
+            return
+        for _, group in itertools.groupby(list(self.waiting), key=_BY_PRIORITY):
+            yield from self._fairness.in_turn(group, self.running)
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        """Whether it is worth trying to let a sequence in. Where another tenant has more than its
+        share, one of its sequences makes room.
+        """
+        others = len(self.loads) - (
+            self.loads.of(sequence) is not None
+        )  # whose prefixes are coming: they have a place too
+        full = len(self.running) + others >= self.max_num_seqs
+        if not full and not (self.running and sequence.blocked_at == self.manager.progress):
+            return True
+        if not self._fairness.is_shared:
+            return False
+        other = self._fairness.who_yields(sequence, self.running)
+        if other is None:
+            return False
+        freed = sum(self.manager.ref_count(block_id) == 1 for block_id in other.blocks.block_ids)
+        needed = -(-sequence.num_tokens // self.manager.block_size) + 1  # one may have to be copied
+        if needed > self._spare_blocks_of(sequence) + freed:
+            return False
+        self._preempt(other)
+        return True
+
+    def _awaits(self, sequence: Sequence) -> bool:
+        """Whether another sequence is computing blocks that this one can share. Its tokens are
+        looked up again only when what it waited for has come, or will not come any more.
+        """
+        if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
+            request = sequence.request
+            awaited = self.manager.awaited_hash(
+                sequence.cacheable_ids, request.root, request.prefix_hashes
+            )
+            sequence.awaited_hash = awaited
+        return sequence.awaited_hash is not None
+
+    def _is_loading(self, sequence: Sequence) -> bool:
+        """Whether a part of its prefix is on its way from a tier; asked for now if it was not
+        before.
+        """
+        load = self.loads.of(sequence)
+        if load is None and sequence.uses_cache and not sequence.has_loaded:
+            load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
+            sequence.has_loaded = load is not None and load.sequence is sequence
+        if load is None or load.is_done:
+            load = self.sharing.bring(sequence, self.loads, self._spare_blocks_of(sequence)) or load
+        return load is not None and not load.is_done
+
+    def _end_load(self, sequence: Sequence) -> None:
+        load = self.loads.of(sequence)
+        if load is not None:
+            self.loads.finish(load)
+
+    def _spare_blocks_of(self, sequence: Sequence) -> int:
+        """Free blocks beyond one for each running sequence, which it takes sooner or later: without
+        that rest, letting a sequence in would soon preempt it again. Nor, unless it is alone, may
+        it flush other tenants' last blocks.
+        """
+        if not self.running:
+            return self.manager.free_block_count
+        kept = self.manager.protected_block_count(sequence.tenant)
+        return self.manager.free_block_count - len(self.running) - kept
+
+    def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Open a table and reserve blocks for all tokens there are; False and no change if they are
+        not free. What was loaded for it is in the cache by now, and nobody comes between.
+        """
+        sequence.look_up()
+        self._end_load(sequence)
+        for use_cache, use_spans in self._ways(sequence):
+            first = (
+                sequence.admitted_at is None
+            )  # its own blocks, found again after preemption, are no hits
+            table = self.manager.open_table(
+                sequence.cacheable_ids,
+                sequence.request.root,
+                use_cache=use_cache,
+                count=first,
+                owner=sequence.tenant,
+                again=sequence.request.expect_reuse,
+                known=sequence.request.prefix_hashes,
+                hints=sequence.request.snapshot_hints,
+            )
+            try:
+                if self._has_room(sequence, table, use_spans=use_spans):
+                    self._extend(sequence, table, sequence.num_tokens, plan)
+                    self.waiting.remove(sequence)
+                    bisect.insort(self.running, sequence, key=_BY_RANK)
+                    sequence.admit(table, self.loads.missed(table))
+                    self.loads.used(table)
+                    return True
+            except BaseException:
+                self.manager.free(table)
+                raise
+            self.manager.free(table)
+            if self.running or self.loads:
+                return False
+            # Alone and still too large: spans begin and end inside blocks, and copying a shared
+            # block takes one more than computing it anew.
+        self.check_fits(sequence.request)
+        if len(self.manager.pins):  # they grew since it was queued
+            raise self._too_large(sequence.request)
+        raise CacheCorruption(
+            f"request {sequence.index} fits the empty pool by its size and yet finds no blocks"
+        )
+
+    def _ways(self, sequence: Sequence) -> Iterator[tuple[bool, bool]]:
+        """How a sequence may use the cache, (prefix, spans), the best way first."""
+        if sequence.uses_cache:
+            if sequence.request.repair is not None:
+                yield True, True
+            yield True, False
+        yield False, False
+
+    def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
+        """Whether blocks for all its tokens are free, and a slot for its state; with spans they are
+        taken then.
+        """
+        if self.manager.states is not None and not self.manager.states.has_room(table):
+            return False
+        spare = self._spare_blocks_of(sequence)
+        if use_spans and (placed := self.sharing.place(sequence, table, spare)) is not None:
+            return placed
+        return self.manager.blocks_needed(table, sequence.num_tokens) <= spare
+
+    # Memory.
+
+    def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
+        """Make slots for everything wanted, first in rank first; the last in rank is preempted when
+        they lack.
+        """
+        for sequence in list(self.running):
+            if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
+                try:
+                    self._reserve_one(sequence, sequence.stop_after(wanted[sequence.index]), plan)
+                except CacheCorruption:
+                    raise
+                except Exception as error:
+                    plan.failed.append((sequence, error))
+                    wanted[sequence.index] = 0
+        for sequence in self.waiting:
+            if sequence.index in wanted:
+                wanted[sequence.index] = 0
+
+    def _reserve_one(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
+        while sequence.status is SequenceStatus.RUNNING:
+            table = sequence.blocks
+            needed = self.manager.blocks_needed(table, num_tokens)
+            alone = len(self.running) == 1
+            kept = 0 if alone or not needed else self.manager.protected_block_count(sequence.tenant)
+            if not needed or needed <= self.manager.free_block_count - kept:
+                self._extend(sequence, table, num_tokens, plan)
+                return
+            if self.loads.make_room():
+                continue
+            shared = self._fairness.is_shared and not alone
+            self._preempt(
+                self._fairness.who_is_preempted(self.running) if shared else self.running[-1]
+            )
+
+    def _draft(self, wanted: dict[int, int], plan: StepPlan) -> None:
+        """Let sequences with one token to compute try what may follow it, as far as budget and free
+        blocks go: nobody is preempted for a guess.
+        """
+        drafting = [
+            s
+            for s in self.running
+            if s.drafter is not None and wanted.get(s.index) == s.num_pending == 1
+        ]
+        if not drafting:
+            return
+        num_rows = sum(wanted.values())
+        manager = self.manager
+        room = self.max_batch_tokens - num_rows
+        if manager.states is not None:
+            room = min(room, manager.states.num_draft_rows)
+        self.speculation.draft(drafting, num_rows, room, manager.block_size)
+        for sequence in drafting:
+            if not sequence.drafted:
+                continue
+            table = sequence.blocks
+            stop = sequence.num_tokens + len(sequence.drafted)
+            if manager.blocks_needed(table, stop) > self._spare_blocks_of(sequence):
+                del sequence.drafted[table.num_slots(manager.block_size) - sequence.num_tokens :]
+            else:
+                self._extend(sequence, table, stop, plan)
+
+    def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
+        """What a sequence's draft came to; blocks that were taken for the rest of it are given
+        back.
+        """
+        sequence = work.sequence
+        self.speculation.settle(sequence, work.num_drafted, num_accepted)
+        if work.num_drafted > num_accepted:
+            self.manager.shrink(sequence.blocks, sequence.num_tokens)
+
+    def _extend(
+        self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan
+    ) -> None:
+        copies = self.manager.extend(table, num_tokens)
+        if copies:
+            plan.copies.extend(copies)
+            plan.copied_for.append(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give the blocks back and queue again; the tokens sampled so far stay and are computed
+        anew.
+        """
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.forget_computed()
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        table = sequence.blocks
+        sequence.table = None
+        self.manager.free(table)

@@ -1,0 +1,1 @@
+"""Speculative decoding: draft tokens by prompt lookup, their verification and cost."""

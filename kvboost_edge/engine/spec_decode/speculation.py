@@ -1,0 +1,102 @@
+"""Tokens guessed ahead and computed with the one that is certain: whoever repeats what was said
+before waits less.
+
+The tokens of a draft are rows of the next pass behind the certain one. Each row samples its own
+token, as it would alone; the drafts are accepted as far as they are those tokens. A row's logits do
+not depend on what else is in the batch, so text, tokens and log probabilities are those without
+drafts, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
+
+__all__ = ["Speculation"]
+
+_FORCED = 0.98  # a grammar leaves one text, and the model may cut it into other tokens
+
+
+class Speculation:
+    """Drafts of all sequences of an engine: who gets how many, and what became of them."""
+
+    def __init__(self, *, closes_blocks: bool) -> None:
+        """closes_blocks: a block is quantized once its last slot is written, which only a certain
+        token may do then.
+        """
+        self.memory = Memory()
+        self.num_drafted = self.num_accepted = 0
+        self._closes_blocks = closes_blocks
+
+    def room(self, sequence: Sequence, block_size: int) -> int:
+        """Most drafts that a sequence with one token to compute may have."""
+        request = sequence.request
+        known = sequence.num_tokens
+        most = min(request.max_draft_tokens, request.max_tokens - known - 1)
+        if not self._closes_blocks:
+            return most
+        # Of a table that shares spans the last part may begin anywhere.
+        offset = (known - sequence.blocks.parts[-1].first_position) % block_size
+        return min(most, block_size - 1 - offset)
+
+    def drafter(self, request: Request) -> Drafter | None:
+        """Who proposes for a request; None where it wants no drafts."""
+        return (
+            Drafter(request.root, self.memory, request.max_tokens)
+            if request.max_draft_tokens
+            else None
+        )
+
+    def draft(
+        self, drafting: Several[Sequence], num_rows: int, budget: int, block_size: int
+    ) -> None:
+        """Give `drafted` to those of the sequences, with a drafter and one token to compute each,
+        that something is proposed for. The step has `num_rows` rows without drafts, and room for
+        `budget` more, of which none gets more than an equal part while others wait.
+        """
+        proposed: list[tuple[Sequence, Draft]] = []
+        for sequence in drafting:
+            most = self.room(sequence, block_size)
+            draft = _propose(sequence, most) if most > 0 else None
+            if draft is not None:
+                proposed.append((sequence, draft))
+        weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
+        level = most_drafted(weighed, num_rows) if weighed else 0
+        for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
+            count = min(
+                len(draft.token_ids) if sequence.request.always_drafts else level,
+                -(-budget // waiting),
+            )
+            sequence.drafted = draft.token_ids[:count]
+            budget -= len(sequence.drafted)
+
+    def remember(self, sequence: Sequence) -> None:
+        """A request is done: what was new in its prompt, and its answer, may come again."""
+        if sequence.drafter is not None and sequence.uses_cache:
+            self.memory.keep(
+                sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]
+            )
+
+    def release(self, sequence: Sequence) -> None:
+        """A request is done, however: what its drafts needed is given back."""
+        if sequence.drafter is not None:
+            sequence.drafter.release()
+
+    def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """What became of a step's draft."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        if sequence.drafter is not None:
+            sequence.drafter.learn(num_drafted, num_accepted)
+
+
+def _propose(sequence: Sequence, most: int) -> Draft | None:
+    """What is sure to follow by the sequence's grammar, else what its drafter proposes."""
+    forced = [] if sequence.structure is None else sequence.structure.forced()[:most]
+    if forced:
+        return Draft(forced, _FORCED)
+    assert sequence.drafter is not None, "others are not asked"
+    return sequence.drafter.propose(sequence.token_ids, most)

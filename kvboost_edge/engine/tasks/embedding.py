@@ -1,0 +1,235 @@
+"""Vectors of texts and scores of documents: prefill-only requests beside all others, whose last
+states are pooled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.request.prompts import Document
+from kvboost_edge.engine.request.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.schedule.sequence import Floats
+from kvboost_edge.engine.tasks.calls import Calls
+from kvboost_edge.errors import RequestError
+from kvboost_edge.models.config.pooling import Pooling
+
+__all__ = ["Embedding", "Embeds"]
+
+_LOG = logging.getLogger(__name__)
+
+# The prompt that Qwen3-Reranker was trained on. What documents share of it is computed once.
+_RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_RERANK_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
+    'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+class Embedding:
+    """Embeds and reranks on one engine. Safe to use from any thread but the engine's."""
+
+    def __init__(self, parts: EngineParts, intake: Intake, calls: Calls) -> None:
+        self.pooling = parts.pooling
+        self.size = len(parts.dense[-1]) if parts.dense else parts.runner.info.hidden_size
+        self._parts = parts
+        self._intake = intake
+        self._calls = calls
+        self._has_warned = False
+        self._window = (
+            2 * parts.max_num_seqs
+        )  # twice what runs at a time: somebody always waits for a free place
+
+    def embed(
+        self, texts: Sequence[Document], dimensions: int | None, options: dict[str, Any]
+    ) -> Floats:
+        """See `Embeds.embed`."""
+        if not self.size:
+            name = self._parts.runner.info.name
+            raise RequestError(
+                f"embeddings are refused: runner {name!r} hands out no hidden states; use 'native'"
+            )
+        width = self.size if dimensions is None else as_int("dimensions", dimensions)
+        if not 1 <= width <= self.size:
+            raise RequestError(
+                f"dimensions={dimensions!r} must be in 1..{self.size}, the numbers of a vector"
+            )
+        normalize = options.pop("normalize", True)
+        if not isinstance(normalize, bool):
+            raise RequestError(f"normalize={normalize!r} must be True or False")
+        handles, terms = _terms_of(options)
+        if not self.pooling.source:
+            self._warn()
+        starts_at_0 = self.pooling.kind == "mean"
+        requests = [
+            self._request(text, f"input {number}", terms, 0 if starts_at_0 else -1)
+            for number, text in enumerate(_as_list("texts", texts))
+        ]
+        found = np.empty((len(requests), width), np.float32)
+        for number, states in enumerate(self._calls.rows(requests, handles, self._window)):
+            found[number] = _pooled(states, self._parts.dense, width, normalize)
+        return found
+
+    def rerank(self, query: str, documents: Sequence[str], options: dict[str, Any]) -> list[float]:
+        """See `Embeds.rerank`."""
+        yes, no = self._answer_ids()
+        instruction = options.pop("instruction", _RERANK_INSTRUCTION)
+        handles, terms = _terms_of(options)
+        for name, text in (("query", query), ("instruction", instruction)):
+            _check_text(name, text)
+        requests = []
+        for number, document in enumerate(_as_list("documents", documents)):
+            _check_text(f"document {number}", document)
+            content = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+            ids = self._parts.tokenizer.encode_framed(_RERANK_BEFORE, content, _RERANK_AFTER)
+            requests.append(self._request(ids, f"document {number}", terms, -1, wants_states=False))
+        rows = self._calls.rows(requests, handles, self._window)
+        return [_share_of_yes(logits[-1, yes], logits[-1, no]) for logits in rows]
+
+    def _answer_ids(self) -> tuple[int, int]:
+        """The tokens "yes" and "no". RequestError for a model that is no reranker for sure."""
+        if self.pooling.source:
+            raise RequestError(
+                f"the model makes embeddings ({self.pooling.source} says so) and judges no "
+                "documents; serve a reranker such as Qwen3-Reranker, or compare embeddings"
+            )
+        tokenizer = self._parts.tokenizer
+        found = {
+            text: tokenizer.encode(text, False)
+            for text in ("yes", "no", "<|im_start|>", "<|im_end|>")
+        }
+        for text, ids in found.items():
+            if len(ids) != 1:
+                raise RequestError(
+                    f"reranking is refused: {text!r} is no single token of this model, which "
+                    "Qwen3-Reranker's prompt needs; other rerankers are not supported"
+                )
+        return found["yes"][0], found["no"][0]
+
+    def _request(
+        self, text: Document, name: str, terms: Terms, start: int, *, wants_states: bool = True
+    ) -> Request:
+        """A request for the rows of the tokens from `start` on, -1: of the last one. Errors begin
+        with the name.
+        """
+        entry = Entry(time.perf_counter(), prompt_text="")
+        try:
+            ids = self._intake.token_ids(text, terms)
+            return self._intake.make(
+                ids,
+                terms,
+                SamplingParams(seed=0),
+                entry=entry,
+                logits_start=start % len(ids),
+                wants_states=wants_states,
+            )
+        except RequestError as error:
+            raise RequestError(f"{name}: {error}") from error
+
+    def _warn(self) -> None:
+        """Once for an engine."""
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "no file of the model says how it pools: embeddings are the state of the last "
+                "token (pooling 'last'), and vectors of a model that was not trained for that are "
+                "poor"
+            )
+
+
+class Embeds:
+    """The part of an engine's face that makes numbers of texts instead of text."""
+
+    _embedding: Embedding
+
+    @property
+    def pooling(self) -> Pooling:
+        """How the model makes vectors; `source` is "" for one that generates text."""
+        return self._embedding.pooling
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of a vector; 0 where the runner hands out no states."""
+        return self._embedding.size
+
+    def embed(
+        self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
+    ) -> Floats:
+        """Unit vectors of texts or lists of token ids, float32 [len(texts), dimensions].
+
+        Of each text the tokenizer's special tokens are part, so an embedding model's end of text;
+        token ids are taken as they are. dimensions: the first so many numbers alone, for models
+        trained so (Matryoshka); None: all, `embedding_size`. Options: normalize=False leaves the
+        vectors as long as they are; `handles`, a list, gets the requests' handles, to cancel them;
+        the fields of `Terms`. RequestError names the input at fault. A model that is none for
+        embeddings gives the state of its last token, with a warning.
+        """
+        return self._embedding.embed(texts, dimensions, options)
+
+    def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
+        """How well each document answers the query, in [0, 1], by Qwen3-Reranker's prompt: the
+        probability of "yes" against "no". Options: `instruction` says what is asked for; `handles`
+        and the fields of `Terms` as above.
+        """
+        return self._embedding.rerank(query, documents, options)
+
+
+def _terms_of(options: dict[str, Any]) -> tuple[list[RequestHandle], Terms]:
+    """What is left of the options once what is special was taken."""
+    handles = options.pop("handles", None)
+    terms = Terms.taken_from(options)
+    for name in sorted(options):
+        raise RequestError(f"option {name!r} is not known here")
+    if terms.mode is GenerationMode.CHUNK_KV_REUSE:
+        raise RequestError(
+            "mode='chunk_kv_reuse' is approximate; embeddings and scores are exact, use "
+            "'prefix_cache'"
+        )
+    return [] if handles is None else handles, terms
+
+
+def _as_list(name: str, items: Any) -> list[Any]:
+    if isinstance(items, (str, bytes)) or not isinstance(items, Sequence):
+        raise RequestError(f"{name} must be a list, not {type(items).__name__}")
+    return list(items)
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{name} must be a string of at least one character")
+
+
+def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool) -> Floats:
+    """The mean of states [num_tokens, hidden_size] (of one row: itself) through the matrices
+    `dense`, cut to `width` numbers, of length 1 if asked. The mean in float64, row after row, so
+    that it is the same however the rows came; each text's vector by itself, because a product of
+    several would depend on their number.
+    """
+    mean = states.mean(axis=0, dtype=np.float64)
+    if dense:
+        mean = functools.reduce(
+            lambda vector, matrix: matrix @ vector, dense, mean.astype(np.float32)
+        )
+    vector: npt.NDArray[np.float64] = np.asarray(mean, np.float64)[:width]
+    if normalize:
+        vector = vector / max(
+            float(np.sqrt(np.square(vector).sum())), float(np.finfo(np.float64).tiny)
+        )
+    return np.asarray(vector, np.float32)
+
+
+def _share_of_yes(yes: np.float32, no: np.float32) -> float:
+    """The softmax over two logits."""
+    return float(0.5 * (1.0 + np.tanh(0.5 * (float(yes) - float(no)))))

@@ -1,0 +1,265 @@
+"""`verify_correctness`: each prompt without and with the cache, compared on tokens, logits and
+distributions; and without and with reuse at other positions, which is approximate and so compared
+with what it may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.request.prompts import Prompt, encode_prompt
+from kvboost_edge.engine.request.request import SamplingParams, check_mode
+from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, PromptCheck
+from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.sampling import sampling_distribution
+from kvboost_edge.engine.tasks.quality_gate import Gate
+from kvboost_edge.errors import RequestError
+from kvboost_edge.reuse.gate import compare
+from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.runners.base import RunnerInfo
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["verify"]
+
+# Relative L2 distance of the logits that rounding alone explains, by compute dtype. The native
+# runner's weight formats are not here: its runs must be equal to the bit.
+_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+_TEXTS = (
+    "A cache keeps what was computed once so that it need not be computed again. ",
+    "The lighthouse keeper wrote the weather into a book every evening, and every morning he "
+    "read it aloud. ",
+)
+_BLOCKS_PER_PROMPT = 3
+
+Floats = npt.NDArray[np.float32]
+
+
+class Checked(Protocol):
+    """What is asked of the engine under test: it is above this module, which cannot name it."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def runner_info(self) -> RunnerInfo: ...
+
+    def generate(
+        self, prompt: Prompt, *, mode: GenerationMode = ..., sampling: SamplingParams | None = ...
+    ) -> GenerationResult: ...
+
+    def warm(self, text: Prompt) -> object: ...
+
+    def _logits(self, token_ids: Prompt, start: int, mode: GenerationMode) -> Floats: ...
+
+
+def verify(
+    engine: Checked,
+    gate: Gate,
+    intake: Intake,
+    mode: GenerationMode | str,
+    prompts: Sequence[Prompt] | None,
+    max_new_tokens: int,
+    options: Mapping[str, Any],
+) -> CorrectnessReport:
+    """By the mode that is compared with a full computation; RequestError for one that is a full
+    computation.
+    """
+    checked = check_mode(mode)
+    if checked is GenerationMode.CHUNK_KV_REUSE:
+        return _verify_reuse(engine, gate, intake.own_repair(options), prompts, max_new_tokens)
+    if checked is not GenerationMode.PREFIX_CACHE:
+        raise RequestError(
+            f"mode={checked.value!r} has nothing to be compared; prefix_cache and chunk_kv_reuse "
+            "have"
+        )
+    return _verify_exact(engine, prompts, max_new_tokens, options)
+
+
+def _verify_exact(
+    engine: Checked,
+    prompts: Sequence[Prompt] | None,
+    max_new_tokens: int,
+    options: Mapping[str, Any],
+) -> CorrectnessReport:
+    """Check every prompt; RequestError for no prompt or a bad one. Greedy unless sampling options
+    are given.
+    """
+    params = SamplingParams.from_options(**options, max_new_tokens=max_new_tokens)
+    chosen = _default_prompts(engine, max_new_tokens) if prompts is None else list(prompts)
+    if not chosen:
+        raise RequestError(
+            "prompts is an empty list; give at least one prompt, or None for the default ones"
+        )
+    tolerance = _TOLERANCES.get(engine.runner_info.dtype, 0.0)
+    return CorrectnessReport(
+        checks=tuple(_check(engine, prompt, params, tolerance) for prompt in chosen),
+        logit_tolerance=tolerance,
+    )
+
+
+def _verify_reuse(
+    engine: Checked,
+    gate: Gate,
+    repair: Repair,
+    prompts: Sequence[Prompt] | None,
+    max_new_tokens: int,
+) -> CorrectnessReport:
+    """Compare greedy answers computed in full with those behind what the engine's cache holds at
+    other positions.
+
+    prompts   of documents that are in the cache, for the tenant and salt of none; None: those of
+              the gate, of documents that are computed now and forgotten
+
+    RequestError for no prompt or a bad one, and where the gate's own test has no room.
+    """
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
+    limit = gate.verdict(repair).bound
+    with gate.privately() as whose:
+        if prompts is None:
+            ids = gate.prepare(repair, whose).prompts()
+            owner = whose.reuse
+        else:
+            info = engine.runner_info
+            ids = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts]
+            owner = Terms()
+        if not ids:
+            raise RequestError(
+                "prompts is an empty list; give at least one prompt, or None for the default ones"
+            )
+        texts = [engine.tokenizer.decode(one, skip_special_tokens=False) for one in ids]
+        colds = gate.generate(ids, whose.full, params)
+        answers = [cold.output_token_ids for cold in colds]
+        full = [
+            gate.logits(one, answer, whose.full)[1]
+            for one, answer in zip(ids, answers, strict=True)
+        ]
+        reused = [
+            gate.logits(one, answer, owner, repair)
+            for one, answer in zip(ids, answers, strict=True)
+        ]
+        warms = gate.generate(ids, owner, params, repair)
+    checks = map(_reuse_check, texts, colds, warms, full, reused)
+    return CorrectnessReport(
+        checks=tuple(checks),
+        logit_tolerance=0.0,
+        mode=GenerationMode.CHUNK_KV_REUSE,
+        kl_limit=limit,
+    )
+
+
+def _reuse_check(
+    text: str,
+    cold: GenerationResult,
+    warm: GenerationResult,
+    cold_logits: Floats,
+    reused: tuple[GenerationResult, Floats],
+) -> PromptCheck:
+    num_reused = reused[0].reused_span_tokens
+    warm_logits = reused[1]
+    similar = compare(cold_logits, warm_logits)
+    each = [
+        compare(one[None], other[None]).kl
+        for one, other in zip(cold_logits, warm_logits, strict=True)
+    ]
+    return PromptCheck(
+        prompt=text,
+        prompt_tokens=cold.prompt_tokens,
+        reused_tokens=num_reused,
+        max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
+        relative_logit_l2=float(
+            np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits)
+        ),
+        kl_divergence=max(each),
+        mean_kl=similar.mean_kl,
+        agreement=similar.agreement,
+        text_equal=cold.output_token_ids == warm.output_token_ids,
+        cold_text=cold.output_text,
+        warm_text=warm.output_text,
+        problem=None if num_reused else "nothing was reused: warm its documents first",
+    )
+
+
+def _check(
+    engine: Checked, prompt: Prompt, params: SamplingParams, tolerance: float
+) -> PromptCheck:
+    info = engine.runner_info
+    cold = engine.generate(prompt, mode=GenerationMode.BASELINE, sampling=params)
+    engine.warm(prompt)
+    # Both runs draw with the same seed; naming it must not turn a greedy run into a sampled one.
+    same_draws = dataclasses.replace(params, seed=cold.seed, do_sample=params.samples)
+    warm = engine.generate(prompt, sampling=same_draws)
+    _, ids = encode_prompt(prompt, engine.tokenizer, info.vocab_size)
+    tokens = [*ids, *cold.output_token_ids[:-1]]
+    cold_logits = engine._logits(tokens, len(ids) - 1, GenerationMode.BASELINE)
+    warm_logits = engine._logits(tokens, len(ids) - 1, GenerationMode.PREFIX_CACHE)
+    relative = float(np.linalg.norm(cold_logits - warm_logits) / np.linalg.norm(cold_logits))
+    kl = _largest_kl(cold_logits, warm_logits, tokens, len(ids), params)
+    text_equal = cold.output_token_ids == warm.output_token_ids
+    problem = None
+    if warm.cached_tokens == 0:
+        problem = (
+            f"nothing was reused: the prompt has {len(ids)} tokens, a block holds "
+            f"{engine.config.block_size}"
+        )
+    elif not (relative <= tolerance if tolerance else np.array_equal(cold_logits, warm_logits)):
+        problem = f"the logits differ by {relative:.3g} relative, more than {tolerance:.3g}"
+    elif params.samples and not kl <= tolerance:
+        problem = f"the distributions differ by KL {kl:.3g}, more than {tolerance:.3g}"
+    elif not text_equal and (tolerance == 0 or not params.samples):
+        problem = "the cached run gave other tokens"
+    similar = compare(cold_logits, warm_logits)
+    return PromptCheck(
+        prompt=cold.prompt,
+        prompt_tokens=len(ids),
+        reused_tokens=warm.cached_tokens,
+        max_logit_difference=float(np.abs(cold_logits - warm_logits).max()),
+        relative_logit_l2=relative,
+        kl_divergence=kl,
+        mean_kl=similar.mean_kl,
+        agreement=similar.agreement,
+        text_equal=text_equal,
+        cold_text=cold.output_text,
+        warm_text=warm.output_text,
+        problem=problem,
+    )
+
+
+def _largest_kl(
+    cold: Floats, warm: Floats, tokens: list[int], num_prompt: int, params: SamplingParams
+) -> float:
+    """Largest KL(cold || warm) in nats over the positions, after penalties and temperature and
+    before truncation, whose sharp edge would make the figure infinite for a rounding error.
+    """
+    smooth = dataclasses.replace(
+        params, top_k=None, top_p=None, min_p=None, do_sample=params.samples
+    )
+    largest = 0.0
+    for row in range(len(cold)):
+        so_far = tokens[: num_prompt + row]
+        p = sampling_distribution(cold[row], so_far, num_prompt, smooth)
+        q = sampling_distribution(warm[row], so_far, num_prompt, smooth)
+        held = p > 1e-12
+        largest = max(
+            largest, float(np.sum(p[held] * np.log(p[held] / np.maximum(q[held], 1e-300))))
+        )
+    return largest
+
+
+def _default_prompts(engine: Checked, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of the built-in texts, repeated to a few blocks and a bit."""
+    length = _BLOCKS_PER_PROMPT * engine.config.block_size + 5
+    length = min(length, engine.runner_info.max_context - max_new_tokens)
+    prompts = []
+    for text in _TEXTS:
+        ids = engine.tokenizer.encode(text)
+        prompts.append((ids * (length // max(len(ids), 1) + 1))[: max(length, 1)])
+    return prompts

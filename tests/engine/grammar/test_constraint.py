@@ -1,0 +1,382 @@
+"""Whatever the logits say, an answer that ends fits what it was asked to fit; guessed ahead or not, alone or among
+others, preempted or not, it is the same."""
+
+import contextlib
+import json
+import re
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema_rs
+import pytest
+
+from helpers.engine.fake_runner import (
+    CONTEXT,
+    EOS_ID,
+    VOCAB_SIZE,
+    Bench,
+    fake_engine,
+    fake_tokenizer,
+    runner_of,
+)
+from helpers.engine.schemas_made import made_schema
+from kvboost_edge.engine.grammar.constraint import Structures
+from kvboost_edge.engine.grammar.definition import Grammar
+from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
+
+COUNT = 320
+MOST = CONTEXT - 20
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with fake_engine(num_blocks=512, debug_checks=False) as engine:
+        yield engine
+
+
+def prompt(number):
+    return [number % 250, 1, 2 + number // 250]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_answers_of_random_logits_fit_their_schemas(engine, part):
+    """The fake runner's logits are noise: every token of an answer is one that the schema allows."""
+    seeds = range(part * COUNT // 4, (part + 1) * COUNT // 4)
+    schemas = {seed: made_schema(seed) for seed in seeds}
+    handles = {
+        seed: engine.submit(
+            prompt(seed), max_new_tokens=MOST, temperature=1.0, seed=seed, json_schema=schema
+        )
+        for seed, schema in schemas.items()
+    }
+    finished = 0
+    for seed, handle in handles.items():
+        result = handle.result(60)
+        if result.finish_reason == "stop":
+            finished += 1
+            value = json.loads(result.output_text)
+            jsonschema_rs.validate(schemas[seed], value)
+        else:
+            assert result.finish_reason == "length"
+    assert finished >= 0.9 * len(schemas), "bounded values end"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[a-z]{3,8}@[a-z]{2,5}\.(com|org)",
+        r"(\+|-)?[0-9]{1,3}(\.[0-9]{1,2})?",
+        r"ä{2}🙂?ß",
+        r"(ab|cd){2,3}",
+    ],
+)
+def test_answers_match_their_regular_expression(engine, pattern):
+    for seed in range(6):
+        result = engine.generate(
+            prompt(seed), max_new_tokens=60, temperature=1.0, seed=seed, regex=pattern
+        )
+        assert result.finish_reason == "stop"
+        assert re.fullmatch(pattern, result.output_text)
+
+
+def test_answers_are_among_the_choices_and_the_likeliest_is_taken(engine):
+    choice = ["yes", "no", "yes, but later", 'a "quoted" one']
+    found = {
+        engine.generate(
+            prompt(s), max_new_tokens=40, temperature=1.0, seed=s, choice=choice
+        ).output_text
+        for s in range(12)
+    }
+    assert found <= set(choice)
+    assert len(found) > 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "form"),
+    [
+        ('start: "(" inner ")"\ninner: /[a-c]{2}/ | start', r"\(+[a-c]{2}\)+"),
+        ('root ::= "x" digits "y"\ndigits ::= [0-9] | [0-9] [0-9]', r"x[0-9]{1,2}y"),
+    ],
+    ids=["lark", "gbnf"],
+)
+def test_answers_fit_their_grammar(engine, grammar, form):
+    result = engine.generate(
+        prompt(1), max_new_tokens=200, temperature=1.0, seed=1, grammar=grammar
+    )
+    if result.finish_reason == "stop":
+        assert re.fullmatch(form, result.output_text)
+    else:
+        assert re.match(form.split("[", maxsplit=1)[0], result.output_text)
+
+
+@pytest.mark.parametrize("way", ["off", "on"])
+def test_guessed_ahead_or_not_the_answer_is_the_same(way):
+    """Tokens that a schema forces are proposed as drafts; others come from what was said before."""
+    with fake_engine(num_blocks=256, speculation=way) as engine:
+        results = [
+            engine.generate(
+                prompt(s),
+                max_new_tokens=MOST,
+                temperature=1.0,
+                seed=s,
+                json_schema=made_schema(s),
+                logprobs=1,
+            )
+            for s in range(24)
+        ]
+    with fake_engine(num_blocks=256) as plain:
+        for number, result in enumerate(results):
+            alone = plain.generate(
+                prompt(number), max_new_tokens=MOST, temperature=1.0, seed=number, json_schema=made_schema(number),
+                logprobs=1,
+            )  # fmt: skip
+            assert result.output_token_ids == alone.output_token_ids
+            assert result.logprobs == alone.logprobs
+    assert (sum(result.drafted_tokens for result in results) > 0) == (way == "on")
+    if way == "on":
+        assert sum(result.accepted_tokens for result in results) > 50
+
+
+def test_preemption_and_company_change_nothing():
+    alone = []
+    for number in range(5):
+        with fake_engine(num_blocks=64) as engine:
+            result = engine.generate(
+                prompt(number), max_new_tokens=100, temperature=1.0, seed=3, regex="[a-z ]{90}"
+            )
+            alone.append(list(result.output_token_ids))
+    bench = Bench(num_blocks=10, max_num_seqs=5)
+    handles = [
+        bench.submit(
+            prompt(number), 100, temperature=1.0, seed=3, stop_ids=frozenset({EOS_ID}),
+            terms={"grammar": Grammar("regex", "[a-z ]{90}")},
+        )
+        for number in range(5)
+    ]  # fmt: skip
+    while not all(handle.done for handle in handles):
+        bench.step()
+    assert bench.scheduler.num_preemptions > 0
+    assert [list(handle.result(0).output_token_ids) for handle in handles] == alone
+
+
+def test_too_few_tokens_end_with_what_there_is(engine):
+    result = engine.generate(
+        prompt(1), max_new_tokens=5, temperature=0, json_schema={"const": "a long text to write"}
+    )
+    assert (result.finish_reason, result.output_text) == ("length", '"a lo')
+
+
+def test_white_space_does_not_go_on_for_ever(engine):
+    """JSON allows any amount of it, and small models like it."""
+    likely = dict.fromkeys(engine.tokenizer.encode(" \n\t"), 100.0)
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    result = engine.generate(
+        prompt(1), max_new_tokens=MOST, temperature=0, json_schema=schema, logit_bias=likely
+    )
+    assert result.finish_reason == "stop"
+    assert json.loads(result.output_text) == [1, 1, 1]
+    assert len(result.output_text) > 20, "it was wanted"
+
+
+def test_a_stop_string_ends_inside_a_grammar(engine):
+    result = engine.generate(
+        prompt(1), max_new_tokens=40, temperature=0, choice=["one, two, three"], stop=", t"
+    )
+    assert (result.finish_reason, result.output_text) == ("stop", "one")
+
+
+def test_log_probabilities_are_the_model_s_own(engine):
+    free = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0)
+    fitted = engine.generate(prompt(1), max_new_tokens=1, temperature=0, logprobs=0, choice=["z"])
+    assert fitted.logprobs[0].logprob < free.logprobs[0].logprob < 0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"json_schema": [1]}, "json_schema must be an object"),
+        ({"json_schema": "{"}, "json_schema is no JSON"),
+        ({"json_schema": {"type": "object", "not": {}}}, "json_schema is not supported: .*not"),
+        ({"json_schema": {"type": "strange"}}, "json_schema is not supported"),
+        ({"json_schema": {"$ref": "https://example.com/a.json"}}, "json_schema is not supported"),
+        (
+            {"json_schema": {"description": "x" * (5 << 20)}},
+            "json_schema has 52[0-9]+ bytes; at most",
+        ),
+        (
+            {"json_schema": {"type": "array", "items": {"enum": [float("nan")]}}},
+            "json_schema is no JSON",
+        ),
+        ({"regex": "(a"}, "regex is not supported"),
+        ({"regex": "a(?=b)"}, "regex is not supported"),
+        ({"regex": ""}, "regex must be a string with at least one character"),
+        ({"regex": 3}, "regex must be a string"),
+        ({"regex": "a" * 70_000}, "regex has 70000 bytes"),
+        ({"regex": "a\ud800"}, r"regex holds half a character, '\\ud800' at position 1"),
+        ({"grammar": 'start: "\udfff"'}, "grammar holds half a character"),
+        ({"json_schema": {"enum": ["\ud800"]}}, "json_schema is not understood: .* hex escape"),
+        ({"grammar": "start: nowhere"}, "grammar is not supported"),
+        ({"choice": []}, "choice has 0 entries"),
+        ({"choice": "yes"}, "choice must be a list"),
+        ({"choice": ["a", ""]}, "choice holds ''"),
+        ({"choice": ["a", 1]}, "choice holds 1"),
+        ({"regex": "a", "choice": ["b"]}, "choice= and regex= are both given"),
+        ({"regex": "a", "max_new_tokens": 0}, "regex is what an answer fits"),
+    ],
+    ids=str,
+)
+def test_what_is_not_sound_is_refused_by_name(engine, options, match):
+    with pytest.raises(RequestError, match=match):
+        engine.generate("x", **options)
+    assert engine.paged_stats()["used_blocks"] == 0
+
+
+def test_a_deep_schema_is_refused_before_it_is_compiled(engine):
+    schema = {"type": "integer"}
+    for _ in range(300):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(RequestError, match="nested more than 120 deep"):
+        engine.generate("x", json_schema=schema)
+    with pytest.raises(RequestError, match=r"nested more than 120 deep|is no JSON"):
+        engine.generate(
+            "x",
+            json_schema=json.dumps({"type": "array"})[:-1]
+            + ', "items": '
+            + "[" * 900
+            + "]" * 900
+            + "}",
+        )
+
+
+def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
+    schema = {
+        "$ref": "#/$defs/n",
+        "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}},
+    }
+    result = engine.generate(prompt(2), max_new_tokens=50, temperature=0, json_schema=schema)
+    assert result.finish_reason == "length"
+    assert set(result.output_text) <= set("[ \n\t\r")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"regex": "(a|aa)*" * 40 + "b"},
+        {"regex": "((a{0,60}){0,60}){0,60}"},
+        {"json_schema": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"}},
+        {
+            "json_schema": {
+                "anyOf": [
+                    {"type": "object", "properties": {f"k{i}": {"const": i}}} for i in range(400)
+                ]
+            }
+        },
+    ],
+    ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
+)
+def test_a_hostile_grammar_cannot_hold_the_engine(engine, options):
+    """It is refused, or its answer comes, or ends with an error of its own; others get on meanwhile."""
+    began = time.monotonic()
+    try:
+        handle = engine.submit(prompt(3), max_new_tokens=30, temperature=1.0, seed=1, **options)
+    except RequestError:
+        pass
+    else:
+        other = engine.submit(prompt(4), max_new_tokens=5, temperature=0)
+        assert other.result(20).generated_tokens == 5
+        with contextlib.suppress(KVBoostError):  # an error of its own
+            handle.result(20)
+    assert time.monotonic() - began < 20
+    assert engine.is_alive()
+
+
+def test_without_the_package_the_request_says_what_to_install(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(
+        BackendUnavailable, match=r"regex= needs the package llguidance.*\[structured\]"
+    ):
+        engine.generate("x", regex="a")
+    assert engine.generate("x", max_new_tokens=1).generated_tokens == 1
+
+
+def test_a_model_without_an_end_token_is_refused():
+    structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset())
+    with pytest.raises(RequestError, match="names none"):
+        structures.make(Grammar("regex", "a"))
+
+
+def test_nan_fails_the_request_alone(engine):
+    runner = runner_of(engine)
+    runner.nan_for = set(engine.tokenizer.encode("b"))
+    try:
+        with pytest.raises(KVBoostError, match="NaN"):
+            engine.generate("b", max_new_tokens=5, temperature=0, regex="a{3}")
+    finally:
+        runner.nan_for = set()
+    assert engine.generate("c", max_new_tokens=5, temperature=0, regex="a{3}").output_text == "aaa"
+
+
+def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
+    began, go, threads = threading.Event(), threading.Event(), list[str]()
+    read = Structures._read
+
+    def slow(self):
+        threads.append(threading.current_thread().name)
+        began.set()
+        assert go.wait(60)
+        return read(self)
+
+    monkeypatch.setattr(Structures, "_read", slow)
+    engine = fake_engine()
+    engine.read_ahead()
+    assert began.wait(60)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(engine.generate, prompt(1), max_new_tokens=9, regex="a{3}")
+        # Who needs it waits where it was called, not the engine.
+        assert engine.generate(prompt(2), max_new_tokens=3, temperature=0).generated_tokens == 3
+        go.set()
+        assert waiting.result(60).output_text == "aaa"
+    engine.close()
+    assert threads == ["kvboost-vocabulary"]
+    assert {"kvboost-vocabulary", "kvboost-grammar"}.isdisjoint(
+        thread.name for thread in threading.enumerate()
+    )
+
+
+def test_closing_while_the_vocabulary_is_read_leaves_no_thread():
+    engine = fake_engine()
+    engine.read_ahead()
+    engine.close()
+    assert "kvboost-vocabulary" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
+    compile_one, threads = Structures._compile, list[str]()
+
+    def noting(self, *given):
+        threads.append(threading.current_thread().name)
+        return compile_one(self, *given)
+
+    monkeypatch.setattr(Structures, "_compile", noting)
+    engine.generate(prompt(1), max_new_tokens=9, regex="a{3}")
+    assert threads == ["kvboost-grammar"]
+
+
+def test_a_forced_text_is_cut_into_tokens_once():
+    """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long as the text."""
+    structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
+    structure = structures.make(Grammar("choice", json.dumps(["x" * 300])))
+    first = structure.forced()
+    assert len(first) >= 290
+    structure.advance(first[0])
+    assert structure.forced() == first[1:]
+    assert structure._matcher.validate_tokens(first[1:10]) == 9
+    short = structures.make(Grammar("regex", "abc(d|e)xyz"))
+    tokens = short.forced()
+    for token in tokens:
+        short.advance(token)
+    assert not short.forced()
+    short.advance(fake_tokenizer().encode("d")[0])
+    assert short.forced()

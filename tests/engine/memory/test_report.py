@@ -1,0 +1,105 @@
+"""Where the memory goes: what is resident is counted, not what is reserved; nothing is kept unless it is wanted."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from helpers.gguf.writer import write_gguf
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.memory import report as ledger
+from kvboost_edge.engine.memory.report import MemoryLedger
+from kvboost_edge.host.memory import Region
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is resident")
+
+
+def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
+    monkeypatch.setattr(ledger, "process_rss", lambda: 1000)
+    regions = [Region(0, 600)]
+    now = [0.0]
+    monkeypatch.setattr(ledger, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def count(found):
+        now[0] += 0.01
+        return sum(region.nbytes for region in found)
+
+    monkeypatch.setattr(ledger, "resident_bytes", count)
+    assert MemoryLedger(600, 300).snapshot()["other_bytes"] == 100
+    counted = MemoryLedger(600, 300, lambda: regions)
+    assert counted.snapshot() | {"process_peak_bytes": 0} == {
+        "weight_bytes": 600, "pool_bytes": 300, "state_bytes": 0, "copied_bytes": 0, "other_bytes": 400,
+        "process_rss_bytes": 1000, "process_peak_bytes": 0,
+    }  # fmt: skip
+    regions.append(Region(0, 350))
+    now[0] += 0.9
+    assert counted.snapshot()["other_bytes"] == 400  # a count stands for a hundred times what it took
+    now[0] += 0.2
+    assert counted.snapshot()["other_bytes"] == 50
+    now[0] += 1.1
+    monkeypatch.setattr(ledger, "resident_bytes", lambda found: None)
+    assert counted.snapshot()["other_bytes"] == 100
+    copying = MemoryLedger(600, 300, lambda: regions, lambda: 30).snapshot()
+    assert (copying["copied_bytes"], copying["other_bytes"]) == (30, 70)
+    regions.append(Region(0, 5000))
+    assert MemoryLedger(6000, 0).snapshot()["other_bytes"] == 0
+
+
+@linux
+@pytest.mark.parametrize("bits", [16, 8])
+def test_an_untouched_pool_is_not_resident(bits):
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", max_cache_bytes=200e6, kv_cache_bits=bits, max_num_seqs=2
+    ) as engine:
+        stats = engine.paged_stats()
+        assert stats["pool_bytes"] > 190e6
+        assert stats["process_rss_bytes"] - stats["other_bytes"] < 20e6 + stats["weight_bytes"]
+
+
+def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(tiny_model_dir, tmp_path, monkeypatch):
+    path = write_gguf(tiny_model_dir, tmp_path / "m.gguf", kind="Q8_0")
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    found = []
+    for pack_cache in (False, True):
+        with CPUPagedEngine.from_pretrained(path, num_blocks=16, pack_cache=pack_cache) as engine:
+            found.append((engine.logits(list(range(3, 20))), engine.tokenizer.encode("Hello")))
+        assert (tmp_path / "cache").exists() == pack_cache
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
+_START = """
+import json, sys, time
+from kvboost_edge import CPUPagedEngine
+with CPUPagedEngine.from_pretrained(sys.argv[1], max_cache_bytes=64e6) as engine:
+    engine.generate("Hello", max_new_tokens=4)
+    end = time.monotonic() + 20
+    while engine.paged_stats()["other_bytes"] > 190e6 and time.monotonic() < end:
+        time.sleep(0.1)  # what is left over is given back once the engine rests
+    stats = engine.paged_stats()
+    weights, name = 0, ""
+    for line in open("/proc/self/smaps"):
+        if "-" in line.split()[0]:
+            name = line
+        elif line.startswith("Rss:") and ".kvpack" in name:
+            weights += 1024 * int(line.split()[1])
+    print(json.dumps([stats["other_bytes"], stats["process_rss_bytes"], weights]))
+"""
+
+
+@linux
+def test_first_and_later_starts_hold_little_beside_weights_and_pool(tmp_path):
+    # Kernels are compiled before: what that leaves behind is another matter.
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64) as engine:
+        engine.generate("Hello", max_new_tokens=4)
+    command = [sys.executable, "-c", _START, "kvboost-edge/demo"]
+    environment = {**os.environ, "KVBOOST_EDGE_CACHE": str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, env=environment)
+        other, rss, weights = json.loads(done.stdout)
+        assert 30e6 < other < 190e6
+        assert rss - weights - 64e6 < other <= rss - weights

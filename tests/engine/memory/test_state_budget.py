@@ -1,0 +1,224 @@
+"""Room for states: how many slots, how many sequences, and what is refused with the arithmetic."""
+
+import contextlib
+import dataclasses
+
+import pytest
+
+from helpers.engine.fake_hybrid import hybrid_parts
+from helpers.engine.fake_runner import fake_parts
+from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.memory.state_budget import (
+    check_options,
+    plan_states,
+    planned_states,
+    state_bytes,
+)
+from kvboost_edge.errors import CapacityError, ConfigError, RequestError
+from kvboost_edge.runners.base import RunnerInfo
+
+MIB = 1 << 20
+# 8 heads of 128: 64 KiB to a block of 16 tokens in float16.
+LAYER = LayerKVSpec(8, 128)
+LARGE, SMALL = LayerStateSpec(3, 8192, 32, 128, 128, 64), LayerStateSpec(2, 2048)  # 2 MiB + 96 KiB; 16 KiB
+DRAFTS = 31 * LARGE.draft_bytes
+
+
+def info_of(states):
+    spec = KVSpec((LAYER,), 16, "float16", states=states)
+    return RunnerInfo("native", "toy", "float32", 100, 4096, 10 * MIB, spec)
+
+
+def test_the_sizes_of_the_models_that_the_defaults_were_made_for():
+    assert 24 * LARGE.nbytes == int(50.25 * MIB)
+    assert 10 * SMALL.nbytes == 160 * 1024
+    assert 24 * LARGE.draft_bytes == 24 * 4 * (8192 + 64)
+    assert 10 * SMALL.draft_bytes == 80 * 1024
+
+
+@pytest.mark.parametrize(
+    ("states", "num_blocks", "max_num_seqs", "expected"),
+    [
+        # A quarter of 256 MiB has room for 30 states of 2.1 MiB.
+        ((LARGE,), 4096, 4, (30, False, 4)),
+        # 13 = (30 - 4) / 2 sequences, where the pool alone would have 64.
+        ((LARGE,), 4096, None, (30, False, 13)),
+        # A quarter of 4 MiB is not one: 4 + 2 x 3 at least.
+        ((LARGE,), 64, 3, (10, False, 3)),
+        # Small states are kept behind every block: no more than there are blocks, a quarter of the bytes at most.
+        ((SMALL,), 256, 4, (256, True, 4)),
+        ((SMALL,) * 8, 256, 4, (32, True, 4)),
+        ((SMALL,) * 9, 256, 4, (28, False, 4)),
+    ],
+)
+def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(states, num_blocks, max_num_seqs, expected):
+    config = EngineConfig(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+    sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
+    assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
+
+
+def test_the_default_takes_no_more_than_there_is():
+    pool = 4096 * 64 * 1024
+    for room, expected in ((100, 30), (20, 20), (12, 12)):
+        config = EngineConfig(num_blocks=4096, max_num_seqs=4)
+        sizes, _ = plan_states(config, info_of((LARGE,)), 4096, pool + room * LARGE.nbytes + DRAFTS)
+        assert sizes.num_slots == expected
+
+
+@pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
+def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available):
+    """Of a model that does not fit beside others it is known what it needs: they may leave."""
+    config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
+    sizes, _ = plan_states(config, info, 4096, 1 << 34)
+    assert planned_states(config, info, available) == sizes
+    assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + DRAFTS
+    assert planned_states(config, info_of(()), available) is None
+    with pytest.raises(CapacityError, match="max_state_bytes"):
+        planned_states(dataclasses.replace(config, max_state_bytes=LARGE.nbytes), info, available)
+
+
+def test_where_memory_is_short_fewer_sequences_run_together():
+    config = EngineConfig(num_blocks=256)
+    pool = 256 * 64 * 1024
+    for room, expected in ((12, 4), (10, 3), (6, 1)):
+        _, num_seqs = plan_states(config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes + DRAFTS)
+        assert num_seqs == expected
+    with pytest.raises(CapacityError, match=r"\(1 sequences need 1 x 2\.09 MiB\) and a pool of"):
+        plan_states(config, info_of((LARGE,)), 256, pool + 6 * LARGE.nbytes - 1)
+    asked = dataclasses.replace(config, speculation="on")
+    with pytest.raises(
+        CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 MiB and a pool"
+    ):
+        plan_states(asked, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
+
+
+def test_a_given_size_holds_what_it_holds():
+    config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4)
+    sizes, num_seqs = plan_states(config, info_of((LARGE,)), 256, 1 << 34)
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (5, 31, 4)
+    free = EngineConfig(num_blocks=256, max_state_bytes=6e6)
+    assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
+    small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4)
+    for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
+        with pytest.raises(
+            CapacityError,
+            match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more to begin from, and 31 "
+            r"drafts 0\.98 MiB: 12001024 bytes; enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens$",
+        ):
+            plan_states(dataclasses.replace(small, **asked), info_of((LARGE,)), 256, 1 << 34)
+    for given, held in ((LARGE.nbytes + DRAFTS, 1), (DRAFTS, 0), (DRAFTS - 1, 0)):
+        with pytest.raises(CapacityError, match=f"holds {held} states"):
+            plan_states(dataclasses.replace(free, max_state_bytes=given), info_of((LARGE,)), 256, 1 << 34)
+
+
+@pytest.mark.parametrize(("lack", "rows"), [(0, 31), (1, 30), (10, 21), (31, 0)])
+@pytest.mark.parametrize("max_num_seqs", [4, None])
+def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack, rows, max_num_seqs):
+    """Whatever starts without drafts starts with the default, given a size or not."""
+    info, needed = info_of((LARGE,)), (5 if max_num_seqs else 2) * LARGE.nbytes
+    room = needed + (31 - lack) * LARGE.draft_bytes
+    given = EngineConfig(num_blocks=256, max_state_bytes=room, max_num_seqs=max_num_seqs)
+    sizes, num_seqs = plan_states(given, info, 256, 1 << 34)
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (needed // LARGE.nbytes, rows, max_num_seqs or 1)
+    pool = 256 * 64 * 1024
+    slots = 4 + 2 * (max_num_seqs or 1)
+    free, available = dataclasses.replace(given, max_state_bytes=None), pool + slots * LARGE.nbytes
+    sizes, num_seqs = plan_states(free, info, 256, available + (31 - lack) * LARGE.draft_bytes)
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (slots, rows, max_num_seqs or 1)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, None])
+def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs):
+    """Every size near the least, and every memory near it."""
+    info, pool = info_of((LARGE,)), 256 * 64 * 1024
+    step, most = LARGE.nbytes // 7, 6 * LARGE.nbytes
+    starts = [0, 0]
+    for given in (None, *range(LARGE.nbytes, most, step)):
+        config = EngineConfig(num_blocks=256, max_state_bytes=given, max_num_seqs=max_num_seqs)
+        for available in range(pool, pool + 2 * most, step):
+            for way, speculation in enumerate(("off", "auto")):
+                with contextlib.suppress(CapacityError):
+                    plan_states(dataclasses.replace(config, speculation=speculation), info, 256, available)
+                    starts[way] += 1
+            assert starts[0] <= starts[1]
+    assert starts[0] > 100
+
+
+@pytest.mark.parametrize(("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)])
+def test_drafts_take_the_room_that_their_number_needs(options, expected):
+    config = EngineConfig(num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options)
+    info = info_of((LARGE,))
+    sizes, _ = plan_states(config, info, 256, 1 << 34)
+    assert sizes.num_draft_rows == expected
+    assert sizes.num_slots == (6 if expected == 0 else 5)
+    assert planned_states(config, info, 1 << 34) == sizes
+    assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + expected * LARGE.draft_bytes
+
+
+def test_a_model_without_states_has_no_room_for_them():
+    assert plan_states(EngineConfig(num_blocks=256), info_of(()), 256, 1 << 34) == (None, 8)
+    with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
+        plan_states(EngineConfig(max_state_bytes=5), info_of(()), 256, 1 << 34)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "5", float("inf")])
+def test_a_size_is_a_number_of_bytes(wrong):
+    with pytest.raises(ConfigError, match="max_state_bytes"):
+        EngineConfig(max_state_bytes=wrong)
+
+
+def test_options_are_for_models_that_they_concern():
+    for states in ((LARGE,), ()):
+        check_options(EngineConfig(speculation="on"), info_of(states))
+    with pytest.raises(ConfigError, match="max_state_bytes=5 has no effect"):
+        check_options(EngineConfig(max_state_bytes=5), info_of(()))
+
+
+def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
+    parts = hybrid_parts(64, 12)
+    with CPUPagedEngine._from_parts(parts, EngineConfig(num_blocks=64, debug_checks=True)) as engine:
+        engine.generate(list(range(40)), max_new_tokens=3)
+        stats = engine.paged_stats()
+        assert (stats["state_slots"], stats["state_slots_used"]) == (12, 1)
+        assert stats["state_snapshots"]["prompt"] == 1
+        assert stats["replayed_tokens"] == 0
+        result = engine.generate([*range(20), 1, 1], max_new_tokens=1)
+        assert (result.miss_reason, result.matched_tokens, result.cached_tokens) == ("state", 16, 0)
+        assert engine.paged_stats()["replayed_tokens"] == 16
+        with pytest.raises(RequestError, match="recurrent: 1 of its layers keep a state"):
+            engine.generate([1, 2, 3], mode="chunk_kv_reuse")
+        assert engine.reuse_refusal is not None
+        with pytest.raises(RequestError, match="snapshot_hints"):
+            engine.generate([1, 2, 3], snapshot_hints=(-1,))
+
+
+def test_an_engine_says_how_many_drafts_its_states_left_room_for():
+    text = [*range(60, 90)] * 3
+    config = EngineConfig(num_blocks=64, speculation="on")
+    with CPUPagedEngine._from_parts(hybrid_parts(64, 12, num_draft_rows=3), config) as engine:
+        assert engine.paged_stats()["max_draft_tokens"] == 3
+        engine.generate(text, max_new_tokens=40)
+        assert engine.generate(text, max_new_tokens=40, max_draft_tokens=31).drafted_tokens > 0
+        request = engine._intake.read(text, {"max_draft_tokens": 31})
+        assert request.max_draft_tokens == 3, "no more is proposed than can be tried"
+        assert engine._intake.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
+    parts, config = hybrid_parts(64, 12, num_draft_rows=0), EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
+    with CPUPagedEngine._from_parts(parts, config) as engine:
+        assert engine.paged_stats()["max_draft_tokens"] == 0
+        assert engine.generate(text, max_new_tokens=3).drafted_tokens == 0
+        assert engine.paged_stats()["draft_bytes"] == 0, "nothing is remembered for drafts that cannot be"
+        with pytest.raises(
+            RequestError, match=r"fill the memory for them, .*; enlarge max_state_bytes if .*, or lower .*, max_cache_b"
+        ):
+            engine.generate(text, speculation="on")
+
+
+def test_an_engine_without_states_says_so():
+    with CPUPagedEngine._from_parts(fake_parts(8), EngineConfig()) as engine:
+        stats = engine.paged_stats()
+        assert [stats[name] for name in ("state_slots", "state_slots_used", "state_snapshots", "state_bytes")] == [
+            0, 0, {}, 0,
+        ]  # fmt: skip
+        assert stats["max_draft_tokens"] == 31

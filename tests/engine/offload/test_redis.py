@@ -1,0 +1,358 @@
+"""Engines that share blocks, and the recurrent states of hybrids, through a real server: what one computed another
+restores, equal to the bit; what the server lost, or has damaged, costs time alone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from helpers.models.tiny_models import save_tiny_model
+from helpers.random_ids import random_ids
+from helpers.server.live_servers import wait_until
+from helpers.tiers.redis_servers import running_redis
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.offload.tiering import tier_places
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
+
+DEMO = "kvboost-edge/demo"
+TOKENS = random_ids(150, 5, 10, 250)  # nine full blocks and six tokens
+HINTS = (70,)  # recurrent states after four blocks and, at the prompt's end, nine
+DAY_S = 86_400
+
+
+class Model(NamedTuple):
+    """A model, and how an engine that keeps nothing anywhere goes on after the prompt: its last logits, an answer."""
+
+    path: str | Path
+    bits: Any
+    states: tuple[int, ...]
+    logits: npt.NDArray[np.float32]
+    answer: tuple[int, ...]
+
+    def engine(self, server, **options):
+        url = None if server is None else server.url
+        options = {"num_blocks": 64, "kv_cache_bits": self.bits, "debug_checks": True, **options}
+        return CPUPagedEngine.from_pretrained(self.path, redis_url=url, **options)
+
+    def fill(self, server):
+        """An engine computes the prompt and goes; keys of its blocks, by number, and below zero of their states."""
+        num_records = 9 + len(self.states)
+        with self.engine(server) as one:
+            one.generate(TOKENS, max_new_tokens=1, snapshot_hints=HINTS)
+            hashes = prefix_hashes(TOKENS, one.cache_root, 16)
+            wait_until(
+                lambda: redis_of(one)["written_blocks"] == num_records,
+                "all of it to be on the server",
+            )
+            assert redis_of(one)["errors"] == redis_of(one)["refused"] == 0
+        names = dict(enumerate(hashes, 1)) | {-n: state_hash(hashes[n - 1]) for n in self.states}
+        with server.client() as client:
+            keys = {key.decode().rpartition(":")[2]: key.decode() for key in client.keys("*")}
+            assert all(0 < client.ttl(key) <= DAY_S for key in keys.values())
+        assert set(keys) == {name.hex() for name in names.values()}
+        return {number: keys[name.hex()] for number, name in names.items()}
+
+    @property
+    def num_read(self):
+        """Blocks, and a state, that the whole prompt takes."""
+        return 9 + bool(self.states)
+
+
+def redis_of(one):
+    return one.paged_stats()["tiers"]["redis"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as running:
+        yield running
+
+
+MODELS = (("demo", 16), ("demo", (8, 4)), ("lfm2", 16), ("qwen3_5_text", 16))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
+def model(request, tmp_path_factory):
+    name, bits = request.param
+    path = DEMO if name == "demo" else save_tiny_model(name, tmp_path_factory.mktemp(name))
+    with CPUPagedEngine.from_pretrained(path, num_blocks=64, kv_cache_bits=bits) as alone:
+        answer = alone.generate(
+            TOKENS, max_new_tokens=12, temperature=0.0, mode="baseline"
+        ).output_token_ids
+        return Model(
+            path,
+            bits,
+            () if name == "demo" else (4, 9),
+            alone.logits(TOKENS, start=144),
+            tuple(answer),
+        )
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch, server):
+    """The server, emptied, by a connection of the test's own."""
+    monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
+    monkeypatch.delenv("KVBOOST_EDGE_REDIS_PASSWORD", raising=False)
+    with server.client() as plain:
+        plain.flushall()
+        yield plain
+
+
+def test_what_one_engine_computed_a_fresh_one_restores(model, server):
+    model.fill(server)
+    with model.engine(server) as two:
+        np.testing.assert_array_equal(two.logits(TOKENS, start=144), model.logits)
+        assert (redis_of(two)["read_blocks"], redis_of(two)["refused"]) == (model.num_read, 0)
+        result = two.generate(TOKENS, max_new_tokens=12, temperature=0.0)
+        assert (result.hit_tokens, tuple(result.output_token_ids)) == ({"pool": 144}, model.answer)
+        # Another tenant's blocks and states have names of their own.
+        assert two.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
+    with model.engine(server) as three:
+        result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
+        assert (result.hit_tokens, tuple(result.output_token_ids)) == (
+            {"pool": 0, "redis": 144},
+            model.answer,
+        )
+        assert result.load_ms > 0
+
+
+def test_a_prompt_that_branches_off_is_restored_up_to_there(model, server):
+    model.fill(server)
+    branch = [*TOKENS[:90], *TOKENS[:50]]
+    with model.engine(None) as alone, model.engine(server) as two:
+        np.testing.assert_array_equal(two.logits(branch, start=80), alone.logits(branch, start=80))
+        assert redis_of(two)["read_blocks"] == 5, "five blocks, or four and the state after them"
+
+
+def test_the_next_turn_goes_on_elsewhere_from_the_end_of_the_answer(model, server):
+    with model.engine(server) as one:
+        first = one.generate(TOKENS, max_new_tokens=45, temperature=0.0, ignore_eos=True)
+    turn = [*TOKENS, *first.output_token_ids, *TOKENS[:9]]
+    with model.engine(None) as alone, model.engine(server) as two:
+        result = two.generate(turn, max_new_tokens=9, temperature=0.0)
+        assert result.hit_tokens == {"pool": 0, "redis": 192}  # 194 tokens were computed
+        assert (
+            result.output_token_ids
+            == alone.generate(turn, max_new_tokens=9, temperature=0.0).output_token_ids
+        )
+
+
+def test_what_is_used_gets_its_time_to_live_again_and_so_does_its_state(model, server, client):
+    keys = model.fill(server)
+    for key in keys.values():
+        client.expire(key, 1000)
+    with model.engine(server) as two:
+        two.generate(TOKENS, max_new_tokens=1)
+    used = {*range(1, 10), *(-number for number in model.states if number == 9)}
+    assert {number for number, key in keys.items() if client.ttl(key) > 1000} == used
+
+
+# Numbers of blocks, below zero of states, and how many tokens are served without them.
+COSTS = {
+    "plain": [
+        ("lost", (7,), 96),
+        ("lost", (1,), 0),
+        ("lost", range(1, 10), 0),
+        ("damaged", (7,), 96),
+        ("damaged", (1,), 0),
+    ],
+    "hybrid": [
+        *[
+            ("lost", (7,), 64),
+            ("lost", (1,), 0),
+            ("lost", range(1, 10), 0),
+            ("damaged", (7,), 64),
+            ("damaged", (1,), 0),
+        ],
+        *[
+            ("lost", (-9,), 64),
+            ("lost", (-9, -4), 0),
+            ("damaged", (-9,), 64),
+            ("damaged", (-9, -4), 0),
+        ],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "numbers", "cached"),
+    [(one, *cost) for one in MODELS for cost in COSTS["plain" if one[0] == "demo" else "hybrid"]],
+    indirect=["model"],
+)
+def test_what_the_server_lost_or_got_wrong_costs_time_alone(
+    model, server, client, what, numbers, cached
+):
+    keys = model.fill(server)
+    for key in map(keys.get, numbers):
+        if what == "lost":
+            assert client.delete(key) == 1
+        else:
+            client.setrange(key, 300, bytes([client.getrange(key, 300, 300)[0] ^ 1]))
+    with model.engine(server) as two:
+        result = two.generate(TOKENS, max_new_tokens=12, temperature=0.0, snapshot_hints=HINTS)
+        assert (result.cached_tokens, tuple(result.output_token_ids)) == (cached, model.answer)
+        assert redis_of(two)["refused"] == (what == "damaged") * len(numbers)
+    with model.engine(server) as three:
+        np.testing.assert_array_equal(three.logits(TOKENS, start=144), model.logits)
+        assert (redis_of(three)["read_blocks"], redis_of(three)["refused"]) == (
+            model.num_read,
+            0,
+        ), "it was kept again"
+
+
+def test_what_is_under_another_secret_is_not_believed(model, server, client, monkeypatch):
+    """Nor are a hybrid's states, where the blocks before them have come to be of this one's."""
+    keys = model.fill(server)
+    if model.states:
+        client.delete(*(key for number, key in keys.items() if number > 0))
+    monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "some other secret of somebody")
+    with model.engine(server) as two:
+        assert two.generate(TOKENS, max_new_tokens=1).cached_tokens == 0
+        assert redis_of(two)["refused"] == (0 if model.states else 1)
+    assert set(client.keys("*")) == {key.encode() for key in keys.values()}
+    if model.states:
+        with model.engine(server) as three:
+            result = three.generate(TOKENS, max_new_tokens=12, temperature=0.0)
+            assert (result.cached_tokens, result.matched_tokens, redis_of(three)["refused"]) == (
+                0,
+                144,
+                2,
+            )
+            assert tuple(result.output_token_ids) == model.answer
+
+
+@pytest.mark.parametrize("when", ["before", "once the blocks are read"])
+def test_a_server_that_dies_costs_no_request(model, when, monkeypatch):
+    """A hybrid's blocks are of no use without the state that was to follow."""
+    with running_redis() as mortal:
+        model.fill(mortal)
+        with model.engine(mortal) as two:
+            if when == "before":
+                mortal.kill()
+            else:
+                tier = next(tier for tier in two._parts.tiers if tier.name == "redis")
+                read = tier.read
+
+                def read_and_kill(blocks, into):
+                    count = read(blocks, into)
+                    mortal.kill()
+                    return count
+
+                monkeypatch.setattr(tier, "read", read_and_kill)
+            result = two.generate(TOKENS, max_new_tokens=12, temperature=0.0)
+            matched = 0 if when == "before" else 144
+            assert (result.matched_tokens, tuple(result.output_token_ids)) == (
+                matched,
+                model.answer,
+            )
+            assert result.cached_tokens == (0 if model.states else matched)
+            np.testing.assert_array_equal(two.logits(TOKENS, start=144), model.logits)
+            two.reset_cache()
+            assert two.generate(TOKENS, max_new_tokens=1).cached_tokens == 0
+            assert "unix://" in redis_of(two)["state"]
+
+
+# ---- the server and other tiers --------------------------------------------------------------------------------------
+
+
+def engine(server, **options):
+    return CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, redis_url=server.url, **options)
+
+
+def test_what_came_from_the_server_is_not_offered_to_it_again(server, client):
+    with engine(server) as one:
+        one.warm(TOKENS)
+    assert client.dbsize() == 9
+    client.config_resetstat()
+    with engine(server) as two:
+        two.warm([*TOKENS[:144], *TOKENS[:16]])  # one block more
+        wait_until(
+            lambda: redis_of(two)["written_blocks"] == 1, "the new block to be on the server"
+        )
+        for _ in range(3):
+            two.reset_cache()
+            two.warm(TOKENS)
+        assert redis_of(two)["read_blocks"] == 4 * 9
+    assert client.dbsize() == 10
+    assert (
+        client.info("commandstats")["cmdstat_strlen"]["calls"] == 1
+    )  # asked before a block is sent
+
+
+def test_a_prefix_comes_from_pool_disk_and_server(server, tmp_path):
+    with engine(server) as one:
+        one.warm(TOKENS)
+    with CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, disk_cache_dir=tmp_path) as two:
+        two.warm(TOKENS[:96])
+    with engine(server, disk_cache_dir=tmp_path) as three:
+        three.warm(TOKENS[:32])
+        result = three.generate(TOKENS, max_new_tokens=1)
+        assert result.hit_tokens == {"pool": 32, "disk": 64, "redis": 48}
+        assert three.cache_stats()["redis_hits"] == 3
+        # What came from the server goes to the disk, too.
+        wait_until(
+            lambda: three.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk"
+        )
+        three.reset_cache()
+        assert three.generate(TOKENS, max_new_tokens=1).hit_tokens == {"pool": 0, "disk": 144}
+
+
+def test_without_a_secret_the_server_has_to_be_trusted(server, client, monkeypatch):
+    monkeypatch.delenv("KVBOOST_EDGE_REDIS_SECRET")
+    with pytest.raises(ConfigError, match="KVBOOST_EDGE_REDIS_SECRET"):
+        engine(server)
+    with engine(server, redis_trust=True) as one:
+        one.warm(TOKENS)
+    assert client.dbsize() == 9
+
+
+def test_a_server_that_is_down_is_a_line_and_the_engine_serves_on(server, caplog):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"redis://user:hidden@127.0.0.1:{free.getsockname()[1]}/3"
+        with (
+            caplog.at_level(logging.WARNING),
+            CPUPagedEngine.from_pretrained(DEMO, num_blocks=64, redis_url=url) as one,
+        ):
+            place = tier_places(one.config)["redis"]
+            wait_until(
+                lambda: one.paged_stats()["tiers"]["redis"]["state"], "the server to be asked"
+            )
+            result = one.generate(TOKENS, max_new_tokens=1)
+            assert (result.cached_tokens, result.generated_tokens) == (0, 1)
+            state = one.paged_stats()["tiers"]["redis"]["state"]
+    assert place == url.replace("user:hidden@", "")
+    assert state.startswith(f"{place}: ")
+    assert state in [record.getMessage() for record in caplog.records]
+    assert not any("hidden" in record.getMessage() for record in caplog.records)
+
+
+def test_a_server_that_dies_meanwhile_costs_no_request(tmp_path):
+    with running_redis() as mortal, engine(mortal, disk_cache_dir=tmp_path) as one:
+        one.warm(TOKENS)
+        wait_until(
+            lambda: one.paged_stats()["tiers"]["disk"]["blocks"] == 9, "the blocks to be on disk"
+        )
+        mortal.kill()
+        one.reset_cache()
+        for number in range(4):
+            assert one.generate([*TOKENS, number], max_new_tokens=1).cached_tokens == 144
+            assert one.generate([number, *TOKENS], max_new_tokens=2).generated_tokens == 2
+        assert one.paged_stats()["tiers"]["redis"]["state"]
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [("http://host", "redis_url must begin"), ("redis://:hidden@", "redis_url cannot be read")],
+)
+def test_a_wrong_url_is_refused_before_anything_is_loaded(url, named):
+    with pytest.raises(ConfigError, match=named) as caught:
+        CPUPagedEngine.from_pretrained("/no/such/model", redis_url=url)
+    assert "hidden" not in str(caught.value)

@@ -1,0 +1,77 @@
+"""States on their way to tiers: each once, none that is to stay inside, and no more bytes than steps have to spare."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from engine.schedule.test_state_schedules import bench_of, computed_by
+
+from helpers.engine.fake_runner import ROOT, Bench
+from helpers.engine.hand_mover import DictTier, HandMover
+from kvboost_edge.engine.offload.state_saving import SavedStates
+
+PROMPT = list(range(100))
+SIZE = 64  # bytes of a state
+
+
+class Saving(NamedTuple):
+    """An engine without tiers of its own, and what saves the states it keeps when it is told to."""
+
+    bench: Bench
+    saved: SavedStates
+    mover: HandMover
+    tier: DictTier
+
+    def save(self, most_bytes):
+        """How many states that wrote."""
+        before = self.tier.num_written
+        self.saved.save_next(most_bytes)
+        self.mover.pump()
+        return self.tier.num_written - before
+
+
+def saving():
+    bench, tier = bench_of(), DictTier()
+    spec = bench.parts.backend.spec
+    assert spec.bytes_per_state == SIZE
+    mover = HandMover([tier], spec.bytes_per_block, spec.bytes_per_state)
+    mover.start(lambda piece: None)
+    return Saving(bench, SavedStates(bench.manager, bench.parts.backend, mover), mover, tier)
+
+
+def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch):
+    one = saving()
+    computed_by(one.bench, PROMPT)
+    assert one.save(None) == 1
+    states = one.bench.manager.states
+    for block_id in states.slots.snapshots():
+        states.slots.drop(block_id)
+    assert computed_by(one.bench, PROMPT)[0] == 100, "its state is kept once more"
+    assert len(states.slots.snapshots()) == 1
+    pool = one.bench.parts.backend.states
+    monkeypatch.setattr(pool, "read_slots", lambda slots: pytest.fail("what is there already was copied"))
+    assert one.save(None) == 0
+
+
+def test_a_state_behind_a_block_that_stays_inside_goes_to_no_tier():
+    one = saving()
+    one.bench.manager.content.keep_inside(ROOT)
+    computed_by(one.bench, PROMPT)
+    assert len(one.bench.manager.states.slots.snapshots()) == 1
+    assert one.save(None) == 0
+
+
+def test_a_state_is_written_once_steps_left_as_many_bytes_over_as_it_has():
+    one = saving()
+    computed_by(one.bench, PROMPT)
+    assert [one.save(20) for _ in range(5)] == [0, 0, 0, 1, 0]
+
+
+def test_steps_without_a_state_to_save_leave_over_what_one_has_and_no_more():
+    one = saving()
+    assert [one.save(40) for _ in range(9)] == [0] * 9
+    for first in (0, 100):
+        computed_by(one.bench, list(range(first, first + 50)))
+    assert [one.save(0), one.save(0)] == [1, 0]
+    assert [one.save(40), one.save(40)] == [0, 1]

@@ -1,0 +1,320 @@
+"""States outside the pool: a prompt is taken up at the deepest state that is there, behind blocks that are there.
+
+A tier that cannot say what it has is asked; what it lost, or has damaged, costs time alone.
+"""
+
+import pytest
+from engine.schedule.test_state_schedules import bench_of, computed_by
+
+from helpers.engine.fake_runner import ROOT
+from helpers.engine.hand_mover import DictTier
+from kvboost_edge.tiers import mover as mover_module
+from kvboost_edge.tiers.disk.sealing import InlineSealer
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+PROMPT = list(range(100))  # six full blocks and four tokens
+HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and behind six, the prompt's end
+
+
+KEYS = list(bench_of().manager.content.keys_after(PROMPT, ROOT).keys)
+
+
+def block(number):
+    """The name of the prompt's n-th block."""
+    return KEYS[number - 1].prefix_hash
+
+
+def state(number):
+    """The name of the state at its end."""
+    return KEYS[number - 1].state.prefix_hash
+
+
+def damage(tier, *names):
+    """Make a tier hold something else by these names."""
+    for name in names:
+        address, data = tier.blocks[name]
+        tier.blocks[name] = (address._replace(tokens=b""), data)
+
+
+def filled(*, knows):
+    """A tier that has the prompt's blocks and the three states."""
+    tier = DictTier(knows=knows)
+    computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
+    assert set(tier.blocks) == {*map(block, range(1, 7)), *map(state, (2, 4, 6))}
+    tier.num_read = tier.num_asked = 0
+    return tier
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize(("length", "blocks"), [(100, 6), (96, 6), (95, 4), (64, 4), (63, 2), (32, 2), (31, 0)])
+def test_blocks_come_up_to_the_deepest_state_and_no_further(knows, length, blocks):
+    tier = filled(knows=knows)
+    prompt = [*PROMPT[:length], 7, 7, 7]
+    computed, result = computed_by(bench_of(tiers=[tier]), prompt)
+    assert result.hit_tokens == ({"pool": 0, "shelf": 16 * blocks} if blocks else {"pool": 0})
+    assert computed == len(prompt) - 16 * blocks
+    assert tier.num_read == (blocks + 1 if blocks else 0), "the blocks and one state"
+    assert tier.num_asked == (not knows), "once, where it cannot say without"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+@pytest.mark.parametrize(
+    ("gone", "cached"),
+    [
+        ([state(6)], 64),
+        ([state(6), state(4)], 32),
+        ([state(2), state(4), state(6)], 0),
+        ([block(6)], 64),
+        ([block(4), state(6)], 32),
+        ([block(3)], 32),
+        ([block(1)], 0),
+    ],
+)
+def test_what_a_tier_lost_or_got_wrong_costs_time_alone(knows, how, gone, cached):
+    tier = filled(knows=knows)
+    if how == "lost":
+        tier.drop(gone)
+    else:
+        damage(tier, *gone)
+    bench = bench_of(tiers=[tier])
+    computed, result = computed_by(bench, PROMPT, terms=HINTS)
+    assert (computed, result.cached_tokens) == (100 - cached, cached)
+    if how == "damaged" and gone[0] == state(6):  # all blocks had come before that was known
+        assert (result.matched_tokens, result.miss_reason) == (96, "state")
+    assert computed_by(bench, PROMPT)[0] == 4
+    computed_by(bench_of(tiers=[tier]), PROMPT)  # finds damage behind what was lost
+    assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 4, "it was kept again"
+
+
+def without_states(tier, *numbers):
+    """A bench whose pool has the prompt's blocks, and of the states behind them only these."""
+    bench = bench_of(tiers=[tier])
+    computed_by(bench, PROMPT, terms=HINTS)
+    states = bench.manager.states
+    kept = {state(number) for number in numbers}
+    for block_id in states.slots.snapshots():
+        key = bench.manager.content.key(block_id)
+        if key.state.prefix_hash not in kept:
+            states.slots.drop(block_id)
+    tier.num_read = tier.num_asked = 0
+    return bench
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("here", [(), (2,), (2, 4)])
+def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_block(knows, here):
+    tier = filled(knows=knows)
+    bench = without_states(tier, *here)
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, result.hit_tokens) == (4, 96, {"pool": 96})
+    assert (tier.num_read, tier.num_asked) == (1, not knows)
+    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_of_blocks_that_are_partly_here_the_others_are_read(knows):
+    tier = filled(knows=knows)
+    bench = without_states(tier, 2)
+    bench.manager.reset([block_id for block_id in range(bench.manager.num_blocks) if is_one_of(bench, block_id, 5, 6)])
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.hit_tokens) == (4, {"pool": 64, "shelf": 32})
+    assert (tier.num_read, tier.num_asked) == (3, not knows)
+
+
+def is_one_of(bench, block_id, *numbers):
+    """Whether a block of the pool is one of these of the prompt."""
+    key = bench.manager.content.key(block_id)
+    return key is not None and key.prefix_hash in map(block, numbers)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize(
+    ("gone", "cached"),
+    [
+        ([*map(block, range(1, 7))], 96),
+        ([*map(block, range(1, 7)), state(6)], 64),
+        ([state(6), state(4)], 32),
+        ([state(2), state(4), state(6)], 0),
+    ],
+)
+def test_a_state_goes_with_blocks_that_are_here_whatever_its_tier_has_of_them(knows, gone, cached):
+    tier = filled(knows=knows)
+    bench = without_states(tier)
+    tier.drop(gone)
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, tier.num_read) == (100 - cached, cached, cached > 0)
+    assert result.matched_tokens == 96
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(knows):
+    tier = filled(knows=knows)
+    bench = without_states(tier)
+    damage(tier, state(6))
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, tier.num_read) == (36, 64, 1)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(knows, monkeypatch):
+    tier = filled(knows=knows)
+    bench = without_states(tier)
+    states = bench.manager.states
+    handle = bench.submit(PROMPT, 1)
+    bench.step()
+    bench.mover.pump()
+    (load,), has_room = bench.scheduler.loads, states.has_room
+    monkeypatch.setattr(states, "has_room", lambda table: table is not load.table and has_room(table))
+    bench.run()
+    assert (bench.answer(handle).cached_tokens, tier.num_read) == (0, 1)
+    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
+
+
+def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read():
+    tier = filled(knows=False)
+    computed, _ = computed_by(bench_of(tiers=[tier]), list(range(200, 250)))
+    assert (computed, tier.num_asked, tier.num_read) == (50, 1, 0)
+
+
+def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is_found(
+    monkeypatch,
+):
+    monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
+    tier = filled(knows=False)
+    prompt = [*PROMPT[:70], *range(100, 250)]  # 13 blocks that could be served: 13 and 12, 11 and 10, ..., 5 and 4
+    computed, _ = computed_by(bench_of(tiers=[tier]), prompt)
+    assert (computed, tier.num_asked) == (220 - 64, 5)
+
+
+@pytest.mark.parametrize("gone", [(), (6,)])
+def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(gone, monkeypatch):
+    monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
+    tier = filled(knows=False)
+    tier.drop([block(1), *map(state, gone)])
+    bench = bench_of(tiers=[tier])
+    monkeypatch.setattr(tier, "read", lambda blocks, into: pytest.fail("a block without those before it was read"))
+    computed, result = computed_by(bench, PROMPT)
+    assert (computed, result.cached_tokens, tier.num_asked) == (100, 0, 1)
+
+
+def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for():
+    near, far = filled(knows=True), filled(knows=False)
+    far.name = "far"
+    _, result = computed_by(bench_of(tiers=[near, far]), PROMPT)
+    assert (result.hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
+
+
+def test_blocks_of_one_tier_and_the_state_of_another_go_together():
+    near, far = filled(knows=True), filled(knows=False)
+    far.name = "far"
+    near.drop(map(state, (2, 4, 6)))
+    far.drop(map(block, range(1, 4)))
+    computed, result = computed_by(bench_of(tiers=[near, far]), PROMPT)
+    assert (computed, result.hit_tokens) == (4, {"pool": 0, "shelf": 96})
+    assert far.num_read == 1
+
+
+def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own():
+    """The first one's prompt goes on to a state that the second one has no use for."""
+    tier = filled(knows=False)
+    bench = bench_of(tiers=[tier])
+    prompts = [PROMPT, [*PROMPT[:40], *range(200, 230)]]
+    handles = [bench.submit(prompt, 1) for prompt in prompts]
+    bench.run()
+    assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(knows, monkeypatch):
+    tier = filled(knows=knows)
+    bench = bench_of(tiers=[tier])
+    handles = [bench.submit(prompt, 1) for prompt in (PROMPT, [*PROMPT[:40], *range(200, 230)], [*PROMPT, 7])]
+    bench.step()
+    pieces = []
+    deliver = bench.mover._deliver
+    monkeypatch.setattr(bench.mover, "_deliver", pieces.append)
+    bench.mover.pump()
+    *blocks, last = pieces
+    for piece in blocks:
+        deliver(piece)
+    bench.step()
+    assert len(bench.scheduler.loads) == 1 + knows, "the third wants what the first one's load brings"
+    monkeypatch.undo()
+    deliver(last)
+    bench.run()
+    assert [bench.answer(handle).cached_tokens for handle in handles] == [96, 32, 96]
+
+
+def test_what_came_behind_the_state_that_is_taken_up_is_no_hit_of_its_tier():
+    tier = filled(knows=False)
+    damage(tier, state(4), state(6))
+    bench = bench_of(tiers=[tier])
+    computed_by(bench, PROMPT[:40])
+    _, result = computed_by(bench, PROMPT)
+    assert (result.cached_tokens, result.hit_tokens) == (32, {"pool": 32})
+
+
+def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkeypatch):
+    bench = bench_of(tiers=[filled(knows=True)])
+    computed_by(bench, PROMPT[:40])
+    handle = bench.submit(PROMPT, 1)
+    bench.step()
+    deliver = bench.mover._deliver
+    monkeypatch.setattr(bench.mover, "_deliver", lambda piece: deliver(piece) if piece.behind is None else None)
+    bench.mover.pump()
+    bench.step()
+    (load,) = bench.scheduler.loads
+    assert load.arrived == {"shelf": 64}
+    monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 0.0)
+    bench.run()
+    result = bench.answer(handle)
+    assert (result.cached_tokens, result.hit_tokens) == (32, {"pool": 32})
+
+
+@pytest.mark.parametrize(("damaged", "cached"), [((4, 6), 48), ((3, 4, 6), 0)])
+def test_of_the_states_of_a_load_three_are_tried(damaged, cached):
+    tier = DictTier(knows=False)
+    computed_by(bench_of(tiers=[tier]), PROMPT, terms={"snapshot_hints": (20, 35, 52, 70)})
+    damage(tier, *map(state, damaged))
+    assert computed_by(bench_of(tiers=[tier]), PROMPT)[0] == 100 - cached
+    assert tier.lost == set(map(state, damaged))
+    assert {state(1), state(2)} < tier.blocks.keys()
+
+
+def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch):
+    tier = filled(knows=False)
+    bench = bench_of(tiers=[tier])
+    refused = []
+    allocated = bench.mover._allocated
+
+    def refuse_states(count, row_bytes):
+        if row_bytes == bench.parts.backend.spec.bytes_per_state and count:
+            refused.append(row_bytes)
+            return allocated(0, row_bytes)
+        return allocated(count, row_bytes)
+
+    monkeypatch.setattr(bench.mover, "_allocated", refuse_states)
+    assert computed_by(bench, PROMPT)[0] == 100
+    assert len(refused) == 1
+
+
+def test_behind_a_damaged_state_on_disk_the_one_before_is_taken(tmp_path):
+    def opened():
+        return DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, sealer=InlineSealer())
+
+    tier = opened()
+    computed_by(bench_of(tiers=[tier]), PROMPT, terms=HINTS)
+    entry = tier._store.index.get(state(6))
+    tier.close()
+    (segment,) = tmp_path.glob("*/*.kvs")
+    data = bytearray(segment.read_bytes())
+    data[entry.offset + entry.header_bytes] ^= 1
+    segment.write_bytes(data)
+    tier = opened()
+    computed, result = computed_by(bench_of(tiers=[tier]), PROMPT)
+    assert result.hit_tokens == {"pool": 0, "disk": 64}
+    assert (computed, tier.stat().refused) == (36, 1)
+    computed, result = computed_by(bench_of(tiers=[tier]), PROMPT)
+    assert (computed, result.hit_tokens) == (4, {"pool": 0, "disk": 96})
+    tier.close()

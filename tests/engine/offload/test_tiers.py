@@ -1,0 +1,374 @@
+"""Blocks outside the pool: what is kept and when, what comes back and who waits for it, and what goes wrong."""
+
+import errno
+
+import numpy as np
+import pytest
+
+from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
+from helpers.engine.hand_mover import DictTier
+from helpers.engine.model_kinds import HYBRID, PLAIN
+from helpers.random_ids import random_ids
+from helpers.tiers.disk_faults import FaultyFiles, fails
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.request.request import Entry
+from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.hashing import prefix_hashes
+from kvboost_edge.tiers.disk.tier import DiskTier
+
+PROMPT = list(range(70))  # four full blocks and six tokens
+
+
+def kept(*prompts, kind=PLAIN, tier=None):
+    """A tier that holds what these prompts left, filled by another engine."""
+    tier = tier or DictTier()
+    bench = kind.bench(tiers=[tier])
+    for prompt in prompts:
+        bench.ask(prompt, 1)
+    tier.num_read = tier.num_asked = 0
+    return tier
+
+
+def num_records(kind):
+    """Of the prompt: its blocks, and the recurrent state at their end."""
+    return 4 + (kind is HYBRID)
+
+
+@pytest.mark.parametrize("num_blocks", [64, 6])
+def test_full_blocks_are_kept_and_come_back(kind, num_blocks):
+    tier = kept(PROMPT, kind=kind)
+    assert len(tier.blocks) == num_records(kind)
+    bench = kind.bench(num_blocks, tiers=[tier])
+    result = bench.ask(PROMPT, 8)
+    assert (result.cached_tokens, result.hit_tokens) == (64, {"pool": 0, "shelf": 64})
+    assert (bench.runner.computed, tier.num_read) == (6 + 7, num_records(kind))
+    assert result.load_ms > 0
+    assert sum(result.phases.values()) == pytest.approx(result.total_ms)
+    assert bench.manager.used_block_count == 0
+    turn = [*PROMPT, *result.output_token_ids, *range(9)]
+    bench.ask(turn, 1)
+    assert kind.bench(tiers=[tier]).ask(turn, 2).hit_tokens == {"pool": 0, "shelf": 80}
+
+
+def test_a_prefix_comes_from_the_pool_and_two_tiers():
+    near, far = DictTier("near"), DictTier("far", knows=False)
+    kept(PROMPT, tier=far)
+    kept(PROMPT[:48], tier=near)
+    bench = Bench(tiers=[near, far])
+    bench.ask([*PROMPT[:16], 99], 1)
+    assert bench.ask(PROMPT, 4).hit_tokens == {"pool": 16, "near": 32, "far": 16}
+    assert len(near.blocks) == 4  # what came from afar is kept near
+
+
+def test_a_miss_names_the_places_that_dropped_its_block():
+    """The pool holds six blocks and the prompt takes five: another one pushes it out."""
+    other = list(range(300, 390))
+
+    def dropped(tier, *before):
+        bench = Bench(6, tiers=[tier])
+        for prompt in before:
+            bench.ask(prompt, 1)
+        tier.drop(list(tier.blocks))
+        result = bench.ask(PROMPT, 2)
+        assert result.cached_tokens == 0
+        return result.miss_reason, result.evicted_from
+
+    full = DictTier()
+    full.writable = False  # it never had the blocks
+    assert dropped(DictTier()) == ("first_seen", ())
+    assert dropped(DictTier(), other) == ("first_seen", ())
+    assert dropped(full, PROMPT, other) == ("evicted", ("pool",))
+    assert dropped(DictTier(), PROMPT, other) == ("evicted", ("pool", "shelf"))
+    assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), "this pool never had it"
+
+
+@pytest.mark.parametrize(("reason", "told"), [("first_seen", ("evicted", ("shelf",))), ("state", ("state", ())),
+                                              ("evicted", ("evicted", ("pool", "shelf")))])  # fmt: skip
+def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(reason, told):
+    tier = DictTier()
+    tier.lost.add(b"hash")
+    bench = Bench(tiers=[tier])
+    table = BlockTable(0, b"root")
+    table.miss_reason, table.missed_hash = reason, b"hash"
+    assert bench.scheduler.loads.missed(table) == told
+
+
+def test_what_was_not_looked_up_was_dropped_from_nowhere():
+    tier = kept(PROMPT)
+    tier.drop(list(tier.blocks))
+    result = Bench(tiers=[tier]).ask(PROMPT, 1, GenerationMode.BASELINE)
+    assert (result.miss_reason, result.evicted_from) == ("bypassed", ())
+
+
+def test_others_run_while_a_prefix_is_on_its_way(kind):
+    bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
+    waiting = bench.submit(PROMPT, 4)
+    bench.step()
+    other = bench.submit([200, 201, 202], 4)
+    for _ in range(10):
+        bench.step()
+    assert other.done
+    assert not waiting.done
+    assert bench.scheduler.only_waits
+    assert not bench.step()
+    bench.run()
+    bench.answer(waiting)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_one_load_serves_all_who_share_the_prefix(kind, knows):
+    tier = kept(PROMPT, kind=kind, tier=DictTier(knows=knows))
+    bench = kind.bench(tiers=[tier])
+    handles = [bench.submit([*PROMPT[:64], 100 + i], 3) for i in range(4)]
+    bench.run()
+    assert tier.num_read == num_records(kind)
+    assert [bench.answer(handle).hit_tokens for handle in handles] == [
+        {"pool": 0, "shelf": 64},
+        *[{"pool": 64}] * 3,
+    ]
+
+
+def test_what_a_tier_lost_is_computed_and_nobody_waits_for_it():
+    tier = DictTier(knows=False)
+    kept(PROMPT, tier=tier)
+    third = next(key for key, (address, _) in tier.blocks.items() if address.tokens[0] == 32)
+    bench = Bench(tiers=[tier])
+    del tier.blocks[third]
+    handles = [bench.submit([*PROMPT, 100 + i], 3) for i in range(2)]
+    bench.run()
+    assert handles[0].result(0).hit_tokens == {"pool": 0, "shelf": 32}
+    assert handles[1].result(0).hit_tokens == {"pool": 64}
+    assert third in tier.blocks  # kept again
+
+
+def test_a_baseline_request_loads_nothing(kind):
+    tier = kept(PROMPT, kind=kind)
+    result = kind.bench(tiers=[tier]).ask(PROMPT, 1, GenerationMode.BASELINE)
+    assert (tier.num_read, result.cached_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
+    tier = kept(PROMPT, kind=kind, tier=DictTier(knows=knows))
+    bench = kind.bench(tiers=[tier])
+    handle = bench.submit(PROMPT, 4)
+    bench.step()
+    if arrived:
+        bench.mover.pump()
+    handle.cancel()
+    bench.run()
+    assert handle.result(0).finish_reason == "cancelled"
+    assert tier.num_read == arrived * num_records(kind)
+    assert (
+        bench.manager.used_block_count
+        == len(bench.scheduler.loads)
+        == bench.mover.staging_bytes
+        == 0
+    )
+
+
+def test_a_deadline_ends_a_request_whose_prefix_does_not_come(kind):
+    bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
+    handle = bench.submit(PROMPT, 4, deadline=0.0)
+    bench.step()
+    bench.step()
+    assert handle.result(0).finish_reason == "timeout"
+    bench.run()
+    assert bench.manager.used_block_count == 0
+
+
+def test_what_is_evicted_before_it_was_copied_is_copied_then():
+    tier = DictTier()
+    bench = Bench(6, tiers=[tier], max_batch_tokens=96)
+    bench.core.tiering.save_some = lambda seconds: None  # nothing is copied behind the steps
+    for first in (0, 100):
+        bench.submit([first + i for i in range(64)], 1)
+        while bench.step():
+            pass
+    bench.mover.pump()
+    chains = {bytes(address.tokens)[:4] for address, _ in tier.blocks.values()}
+    assert {int.from_bytes(tokens, "little") for tokens in chains} >= {32, 48}
+    bench.run()
+    assert bench.ask(list(range(64)), 2).cached_tokens >= 48
+
+
+def test_what_was_computed_while_no_tier_stored_is_kept_once_one_does(kind):
+    tier = DictTier()
+    bench = kind.bench(tiers=[tier])
+    tier.writable = False
+    bench.ask(PROMPT, 1)
+    assert not bench.core.tiering.save_more()  # nothing to wait for
+    assert tier.num_written == 0
+    tier.writable = True
+    bench.ask([1], 1)
+    assert len(tier.blocks) == num_records(kind)
+
+
+def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
+    now = [0.0]
+    files = FaultyFiles()
+    tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, files=files, clock=lambda: now[0])
+    bench = Bench(tiers=[tier])
+    files.at, files.fault, files.lasting = files.calls, fails(errno.ENOSPC), True
+    bench.ask(PROMPT, 1)
+    files.at = -1
+    assert (tier.stat().writable, tier.stat().written_blocks) == (False, 0)
+    assert "No space left" in tier.stat().state
+    now[0] += 60
+    bench.ask([*range(100, 120)], 1)
+    assert (tier.stat().state, tier.stat().written_blocks) == ("", 1)
+    tier.close()
+
+
+def test_a_tier_that_raises_is_not_asked_again(kind, caplog):
+    class Broken(DictTier):
+        def read(self, blocks, into):
+            raise RuntimeError("a fault")
+
+    tier = kept(PROMPT, kind=kind, tier=Broken())
+    kind.bench(tiers=[tier]).ask(PROMPT, 3)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_load_yields_to_who_runs(kind):
+    """A pool of six blocks: a running sequence that grows takes the blocks that a load holds."""
+    bench = kind.bench(6, tiers=[kept(PROMPT, kind=kind)])
+    growing = bench.submit([250, 251], 50)
+    bench.step()
+    waiting = bench.submit(PROMPT[:66], 2)
+    bench.run()
+    for handle in (growing, waiting):
+        bench.answer(handle)
+
+
+def test_a_tier_that_hangs_costs_its_patience_once(kind, monkeypatch, caplog):
+    monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 0.0)
+    bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
+    handles = [bench.submit([*PROMPT, 100 + i], 3) for i in range(2)]
+    for _ in range(20):
+        bench.step()
+    for handle in handles:
+        bench.answer(handle)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    bench.run()  # the piece arrives after all
+    assert bench.mover.staging_bytes == 0
+    bench.manager.reset()
+    monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 30.0)
+    assert bench.ask(PROMPT, 3).hit_tokens == {"pool": 0, "shelf": 64}
+
+
+def test_use_counts_on_the_tier_too(kind):
+    tier = kept(PROMPT, kind=kind)
+    kind.bench(tiers=[tier]).ask(PROMPT, 1)
+    assert sorted(tier.touched) == sorted(tier.blocks)
+
+
+@pytest.fixture(scope="module")
+def cold():
+    found = {}
+    for bits in (16, 8, (8, 4), 4):
+        with CPUPagedEngine.from_pretrained(
+            "kvboost-edge/demo", num_blocks=64, kv_cache_bits=bits
+        ) as engine:
+            found[bits] = engine.logits(TOKENS, start=200)
+    return found
+
+
+TOKENS = random_ids(230, 3, 10, 250)
+
+
+@pytest.mark.parametrize("bits", [16, 8, (8, 4), 4], ids=str)
+def test_a_restarted_engine_answers_to_the_bit(tmp_path, bits, cold):
+    options = {
+        "num_blocks": 64,
+        "kv_cache_bits": bits,
+        "disk_cache_dir": tmp_path,
+        "debug_checks": True,
+    }
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        engine.warm(TOKENS)
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        result = engine.generate(TOKENS, max_new_tokens=1, temperature=0.0)
+        assert result.hit_tokens == {"pool": 0, "disk": 224}
+        engine.reset_cache()
+        np.testing.assert_array_equal(engine.logits(TOKENS, start=200), cold[bits])
+        assert engine.generate(TOKENS, max_new_tokens=1, tenant="another").cached_tokens == 0
+
+
+def test_other_bits_find_nothing(tmp_path):
+    found = []
+    for bits in (16, 8, 16):
+        options = {"num_blocks": 64, "kv_cache_bits": bits, "disk_cache_dir": tmp_path}
+        with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+            found.append(engine.generate(TOKENS, max_new_tokens=1).hit_tokens.get("disk", 0))
+    assert found == [0, 0, 224]
+
+
+def test_without_its_directory_the_engine_serves_on_and_says_so(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_text("")
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=16, disk_cache_dir=path
+    ) as engine:
+        assert engine.generate([5, 6], max_new_tokens=2).generated_tokens == 2
+        tier = engine.paged_stats()["tiers"]["disk"]
+    assert not tier["writable"]
+    assert "disk_cache_dir" in tier["state"]
+    assert [record.levelname for record in caplog.records if "disk" in record.message] == [
+        "WARNING"
+    ]
+
+
+def test_the_figures_name_the_tier(tmp_path):
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path
+    ) as engine:
+        engine.warm(TOKENS[:64])
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path
+    ) as engine:
+        engine.warm(TOKENS[:80])
+        stats, cache = engine.paged_stats(), engine.cache_stats()
+    assert stats["tiers"]["disk"]["read_blocks"] == cache["disk_hits"] == 4
+    assert cache["disk_chunks"] >= 4
+    assert cache["disk_budget_mb"] > 1
+    assert stats["lost_blocks"] == 0
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=16) as engine:
+        assert engine.paged_stats()["tiers"] == {}
+        assert engine.cache_stats()["disk_chunks"] == 0
+
+
+def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
+    """Two prompts that differ in their first block alone, and one is sent with the other's hashes: their second blocks
+    have equal tokens, and keys and values that are not equal. A lie finds nothing in the pool, not even what was
+    just read for it, and is computed; with its own hashes the prompt is read."""
+    other = [200, *PROMPT[1:]]
+    for lie in (other, PROMPT[::-1], PROMPT):
+        bench = Bench(tiers=[kept(PROMPT, other)])
+        known = b"".join(prefix_hashes(lie, bench.parts.root, 16))
+        handles = [bench.submit(PROMPT, 8, terms={"prefix_hashes": known}) for _ in range(2)]
+        bench.run()
+        cached = [bench.answer(handle).cached_tokens for handle in handles]
+        assert cached[0] == (64 if lie is PROMPT else 0)
+        assert bench.ask(PROMPT, 8).hit_tokens == {"pool": 64}, "what was read has its own name"
+
+
+def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():
+    with fake_engine(num_blocks=32) as engine:
+        for known in (bytes(31), bytes(32 * 5)):
+            with pytest.raises(
+                RequestError, match=f"has {len(known)} bytes; the prompt has 4 full blocks of 16"
+            ):
+                engine.submit(PROMPT, entry=Entry(0.0, None, known))
+        for known in (
+            b"",
+            bytes(32),
+            bytes(32 * 4),
+            b"".join(prefix_hashes(PROMPT, engine.cache_root, 16)),
+        ):
+            handle = engine.submit(PROMPT, max_new_tokens=5, entry=Entry(0.0, None, known))
+            assert list(handle.result(timeout=60).output_token_ids) == expected_tokens(PROMPT, 5)
+        assert handle.result().cached_tokens == 64

@@ -1,0 +1,115 @@
+"""A step's work: what `next_work` asks for and what `take` does with one row or several."""
+
+import numpy as np
+import pytest
+
+from helpers.engine.fake_runner import ROOT, fake_tokenizer
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.request.request import Request, SamplingParams
+from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+
+VOCAB = 64
+
+
+def running(prompt, max_new_tokens=8, **fields):
+    params = fields.pop("params", SamplingParams(max_new_tokens=max_new_tokens))
+    request = Request(
+        index=0,
+        prompt="",
+        prompt_ids=tuple(prompt),
+        params=params,
+        mode=GenerationMode.PREFIX_CACHE,
+        max_tokens=len(prompt) + max_new_tokens,
+        seed=0,
+        stop_ids=frozenset({63}),
+        root=ROOT,
+        entered_at=0.0,
+        tokenized_at=0.0,
+        **fields,
+    )
+    return Sequence(request, RequestHandle(0, lambda index: None), fake_tokenizer())
+
+
+def rows(*likeliest):
+    """Logits whose greedy tokens are these."""
+    logits = np.zeros((len(likeliest), VOCAB), np.float32)
+    logits[np.arange(len(likeliest)), likeliest] = 9.0
+    return logits
+
+
+def drafted(sequence, *drafts):
+    """The last token and drafts behind it, logits of each wanted."""
+    start = sequence.num_tokens - 1
+    return ScheduledTokens(sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts), len(drafts))
+
+
+def next_of(sequence, limit):
+    """The one item of work of a sequence without spans."""
+    (work,) = sequence.next_work(limit)
+    return work
+
+
+def test_work_is_what_is_pending_up_to_the_limit():
+    sequence = running([5, 6, 7, 8, 9])
+    work = next_of(sequence, 3)
+    assert (work.start, list(work.token_ids), work.stop, work.num_rows) == (0, [5, 6, 7], 3, 1)
+    assert sequence.take(work, rows(1)) is None
+    assert (sequence.num_tokens, sequence.num_computed_tokens) == (5, 3)
+    rest = next_of(sequence, 100)
+    assert list(rest.token_ids) == [8, 9]
+    assert sequence.take(rest, rows(20)) is None
+    assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.num_pending) == (20, 5, 1)
+
+
+def test_rows_that_were_asked_for_are_kept():
+    sequence = running([5, 6, 7, 8], 0, logits_start=1)
+    first = next_of(sequence, 2)
+    assert first.num_rows == 1
+    assert sequence.take(first, rows(1)) is None
+    second = next_of(sequence, 2)
+    assert second.num_rows == 2
+    assert sequence.take(second, rows(2, 3)) == "length"
+    assert np.concatenate(sequence.logits).argmax(axis=1).tolist() == [1, 2, 3]
+
+
+def test_logits_before_the_wanted_ones_are_not_kept():
+    sequence = running([5, 6, 7, 8], 0, logits_start=3)
+    assert sequence.take(next_of(sequence, 2), rows(1)) is None
+    assert sequence.logits == []
+
+
+@pytest.mark.parametrize("agreeing", range(4))
+def test_several_rows_sample_as_far_as_the_tokens_agree(agreeing):
+    """Row k samples the token that row k + 1 was computed for; behind the first that differs nothing counts."""
+    sequence = running([5, 6])
+    sequence.take(next_of(sequence, 9), rows(10))
+    truth = [11, 12, 13]
+    drafts = truth[:agreeing] + [50] * (3 - agreeing)
+    assert sequence.take(drafted(sequence, *drafts), rows(*truth, 14)) is None
+    assert sequence.token_ids == [5, 6, 10, *[*truth, 14][: agreeing + 1]]
+    assert sequence.num_computed_tokens == sequence.num_tokens - 1
+
+
+def test_a_stop_among_several_rows_ends_there():
+    sequence = running([5, 6])
+    sequence.take(next_of(sequence, 9), rows(10))
+    assert sequence.take(drafted(sequence, 11, 63, 12), rows(11, 63, 12, 13)) == "stop"
+    assert sequence.token_ids == [5, 6, 10, 11, 63]
+
+
+def test_the_length_limit_among_several_rows_ends_there():
+    sequence = running([5, 6], max_new_tokens=2)
+    sequence.take(next_of(sequence, 9), rows(10))
+    assert sequence.take(drafted(sequence, 11, 12), rows(11, 12, 13)) == "length"
+    assert sequence.token_ids == [5, 6, 10, 11]
+
+
+def test_rows_behind_a_rejected_token_may_hold_anything():
+    sequence = running([5, 6])
+    sequence.take(next_of(sequence, 9), rows(10))
+    logits = rows(11, 12)
+    logits[1] = np.nan
+    assert sequence.take(drafted(sequence, 50), logits) is None
+    assert sequence.token_ids == [5, 6, 10, 11]

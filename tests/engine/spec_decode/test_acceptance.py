@@ -1,0 +1,226 @@
+"""Drafts of sequences with states: a slot holds the state of exactly the tokens that are computed."""
+
+import threading
+
+import pytest
+from engine.spec_decode.test_speculation import DRAFTS, SIZE, prompt
+
+from helpers.engine.fake_hybrid import expected_hybrid, next_state
+from helpers.engine.fake_runner import ROOT, VOCAB_SIZE
+from helpers.engine.hostile_drafts import CutDrafter
+from helpers.engine.model_kinds import HYBRID
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.errors import KVBoostError, RequestError
+
+
+def drafting(num_right, num_drafts=6, **options):
+    """A bench whose requests are guessed right so far, and then wrong."""
+    bench = HYBRID.bench(**options)
+
+    def drafter(request):
+        truth = [*request.prompt_ids, *expected_hybrid(request.prompt_ids, 100)]
+        return CutDrafter(truth, num_right, num_drafts, VOCAB_SIZE) if request.max_draft_tokens else None
+
+    bench.scheduler.speculation.drafter = drafter
+    return bench
+
+
+def assert_slots_are_of_what_is_computed(bench):
+    states, backend = bench.manager.states, bench.parts.backend
+    for sequence in bench.scheduler.running:
+        own = states._states[sequence.blocks._serial]
+        expected = (0, 0)
+        for token_id in sequence.token_ids[: sequence.num_computed_tokens]:
+            expected = next_state(expected, token_id)
+        assert backend.read_state(own.slot) == expected
+
+
+@pytest.mark.parametrize("num_right", range(7))
+@pytest.mark.parametrize("closes_blocks", [False, True])
+def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(num_right, closes_blocks):
+    bench = drafting(num_right)
+    bench.scheduler.speculation._closes_blocks = closes_blocks
+    handles = [bench.submit(prompt(number, 14 + number), 60, terms=DRAFTS) for number in range(3)]
+    while bench.step():
+        assert_slots_are_of_what_is_computed(bench)
+    for handle in handles:
+        result = bench.answer(handle)
+        assert result.drafted_tokens > result.accepted_tokens or num_right == 6
+        assert (result.accepted_tokens > 0) == (num_right > 0)
+    assert bench.runner.taken_in == bench.scheduler.speculation.num_accepted
+
+
+@pytest.mark.parametrize("num_right", [1, 5, 6])
+def test_what_drafts_were_right_is_kept_where_blocks_end(num_right):
+    """After any cut of the answer the next turn goes on from the last full block, and every one with small states."""
+    token_ids = prompt(1, 20)
+    for length in range(30, 47):
+        bench = drafting(num_right)
+        longer = [*token_ids, *bench.ask(token_ids, length, terms=DRAFTS).output_token_ids, 3]
+        assert bench.ask(longer, 4).cached_tokens == (len(longer) - 2) // SIZE * SIZE
+    bench = drafting(num_right, every_block=True)
+    whole = [*token_ids, *bench.ask(token_ids, 60, terms=DRAFTS).output_token_ids]
+    for stop in (33, 49, 65):
+        assert bench.ask([*whole[:stop], 1, 1], 3).cached_tokens == stop // SIZE * SIZE
+
+
+def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing():
+    """Though they run over the ends of blocks."""
+    bench = drafting(6)
+    assert bench.ask(prompt(1, 20), 40, terms={**DRAFTS, "stores_nothing": True}).accepted_tokens > SIZE
+    states = bench.manager.states
+    assert (bench.manager.content.under(ROOT), states.slots.num_used) == ([], 0)
+
+
+def test_all_sequences_together_have_no_more_drafts_than_there_are_rows_for():
+    bench = drafting(6, num_draft_rows=4)
+    sizes = []
+
+    def look(batch):
+        states = batch.layout.states
+        sizes.append(int(batch.layout.cu_seqlens_q[-1] - states.certain.sum()))
+
+    bench.runner.on_forward = look
+    handles = [bench.submit(prompt(number, 9), 30, terms=DRAFTS) for number in range(3)]
+    bench.run()
+    assert max(sizes) == 4
+    for handle in handles:
+        bench.answer(handle)
+
+
+def test_sequences_share_the_rows_for_drafts():
+    bench = drafting(6, num_draft_rows=6)
+    handles = [bench.submit(prompt(number, 9), 30, terms=DRAFTS) for number in range(3)]
+    bench.run()
+    drafted = [handle.result(0).drafted_tokens for handle in handles]
+    assert min(drafted) > max(drafted) // 2, "the first in rank takes all"
+
+
+def test_where_there_are_no_rows_nothing_is_guessed():
+    assert drafting(6, num_draft_rows=0).ask(prompt(1, 9), 30, terms=DRAFTS).drafted_tokens == 0
+
+
+def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_them():
+    bench = drafting(6)
+    token_ids = prompt(2, 20)
+
+    def fail():
+        raise MemoryError
+
+    bench.runner.on_accept = fail
+    plain = bench.submit(prompt(5, 20), 40)
+    doomed = [bench.submit([*token_ids, number], 40, terms=DRAFTS) for number in range(2)]
+    bench.run()
+    for handle in doomed:
+        with pytest.raises(MemoryError):
+            handle.result(0)
+    bench.answer(plain)
+    bench.runner.on_accept = None
+    for number in range(2):
+        bench.ask([*token_ids, number], 40, terms=DRAFTS)
+
+
+def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
+    bench, token_ids = drafting(6), prompt(3, 20)
+
+    def fail():
+        raise MemoryError
+
+    bench.runner.on_accept = fail
+    assert bench.ask(token_ids, 4, terms=DRAFTS).drafted_tokens > 0
+
+
+def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in():
+    """The one that fails is first in the pass, and its slot may be given away before the others' states move on."""
+    token_ids, bad = prompt(9, 20), 251
+    bench = HYBRID.bench(64, 3)
+
+    class Failing(CutDrafter):
+        def propose(self, known, most):
+            bench.runner.nan_for = {known[-1]} if len(known) == 26 else set()
+            return super().propose(known, most)
+
+    def drafter(request):
+        truth = [*request.prompt_ids, *expected_hybrid(request.prompt_ids, 60)]
+        made = Failing if request.index == 1 else CutDrafter
+        return made(truth, 5 if request.index == 2 else 0, 5, VOCAB_SIZE)
+
+    bench.scheduler.speculation.drafter = drafter
+    doomed = bench.submit([bad, *token_ids], 60, terms=DRAFTS)
+    fine = bench.submit(token_ids, 60, terms=DRAFTS)
+    bench.run()
+    with pytest.raises(KVBoostError, match="NaN"):
+        doomed.result(0)
+    bench.answer(fine)
+
+
+def test_a_cancel_between_drafts_gives_everything_back():
+    bench = drafting(6)
+    handles = []
+    for number in range(12):
+        handles.append(bench.submit(prompt(number, 20), 60, terms=DRAFTS))
+        for _ in range(number % 5):
+            bench.step()
+        handles[-1].cancel()
+        bench.step()
+    bench.run()
+    states = bench.manager.states
+    assert bench.manager.used_block_count == 0
+    assert states.slots.num_used == sum(states.slots.counts().values())
+
+
+def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset():
+    """As during a pass: whoever asks waits for neither."""
+    text, ended = [*range(60, 90)] * 3, []
+    with CPUPagedEngine._from_parts(HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
+        runner = engine._parts.runner
+
+        def ask():
+            runner.on_accept = None
+            for call in (engine.paged_stats, engine.reset_cache):
+                asking = threading.Thread(target=call)
+                asking.start()
+                asking.join(5)
+                ended.append(not asking.is_alive())
+
+        engine.generate(text, max_new_tokens=40)
+        runner.on_accept = ask
+        result = engine.generate(text, max_new_tokens=40)
+        assert list(result.output_token_ids) == expected_hybrid(text, 40, engine._parts.eos_token_ids)
+        assert result.accepted_tokens > 0
+    assert ended == [True, True]
+
+
+@pytest.mark.parametrize("num_right", range(1, 7))
+def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right):
+    bench = drafting(num_right)
+    bench.runner.on_accept = bench.manager.reset
+    handles = [bench.submit([*prompt(1, 20), number], 40, terms=DRAFTS) for number in range(3)]
+    bench.run()
+    for handle in handles:
+        bench.answer(handle)
+
+
+def test_rows_of_drafts_hold_no_number_before_a_pass():
+    bench = drafting(6)
+    backend, seen = bench.parts.backend, []
+    bench.runner.on_forward = lambda batch: seen.append(backend.drafted(0).view("f4").copy())
+    bench.ask(prompt(1, 9), 30, terms=DRAFTS)
+    assert len(seen) > 5
+    assert all((values != values).all() for values in seen)
+
+
+def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot():
+    text = [*range(60, 90)] * 3
+    with CPUPagedEngine._from_parts(HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
+        result = engine.generate(text, max_new_tokens=40)
+        assert list(result.output_token_ids) == expected_hybrid(text, 40, engine._parts.eos_token_ids)
+        assert engine.generate(text, max_new_tokens=40).drafted_tokens > 0
+    parts = HYBRID.parts(64, 12, num_draft_rows=0)
+    with CPUPagedEngine._from_parts(parts, EngineConfig(num_blocks=64, speculation="off")) as engine:
+        with pytest.raises(
+            RequestError, match="speculation='on' is refused: the model keeps states, and the engine was"
+        ):
+            engine.generate(text, speculation="on")
+        assert engine.generate(text, max_new_tokens=40, speculation="auto").drafted_tokens == 0

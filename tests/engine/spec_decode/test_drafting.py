@@ -1,0 +1,258 @@
+"""What is proposed to follow a text, from which of its tenant's texts, and how many tokens of it are tried."""
+
+import pytest
+
+from helpers.engine.fake_runner import fake_engine, runner_of
+from helpers.random_ids import random_ids
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
+from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.kernels.drafts.automaton import automaton_bytes, extend_entry
+from kvboost_edge.kernels.drafts.ring import append_entry, find_entry
+
+SAID = list(range(100, 140))
+
+
+def proposed(text, most=8, memory=None, tenant=b"a"):
+    draft = Drafter(tenant, memory or Memory()).propose(text, most)
+    return None if draft is None else draft.token_ids
+
+
+def test_what_followed_the_longest_match_follows_again():
+    assert proposed([*SAID, 7, *SAID[:5]]) == SAID[5:13]
+    assert proposed([*SAID, 7, *SAID[:5]], most=2) == SAID[5:7]
+    assert proposed([1, *SAID[:5], 50, 2, *SAID[1:5], 60, 3, *SAID[:5]])[:1] == [50], (
+        "the longer match, not the later"
+    )
+    assert proposed([*SAID[:4], 50, 2, *SAID[:4], 60, 3, *SAID[:4]])[:1] == [60], (
+        "of equal ones the later"
+    )
+
+
+def test_a_repetition_goes_on():
+    assert proposed([5, 6, 7] * 4, most=7) == [5, 6, 7, 5, 6, 7, 5]
+    assert proposed([9] * 10, most=4) == [9] * 4
+
+
+def test_behind_a_word_that_was_exchanged_the_old_text_goes_on():
+    drafter = Drafter(b"a", Memory())
+    text = [*SAID, 7, *SAID[:5]]
+    assert drafter.propose(text, 4).token_ids == SAID[5:9]
+    text += [SAID[5], 999]  # where SAID has SAID[6]
+    assert drafter.propose(text, 4).token_ids == SAID[7:11]
+    for _ in range(3):
+        drafter.learn(4, 0)
+    assert drafter.propose([*text, 998], 4) is None, "it is another text by now"
+    assert drafter.propose([*text, 998, *SAID[20:24]], 4).token_ids == SAID[24:28]
+
+
+@pytest.mark.parametrize("text", [[1], [1, 2, 3, 4, 5], [*SAID, 7, *SAID[:2]]])
+def test_too_short_a_match_proposes_nothing(text):
+    assert proposed(text) is None
+
+
+def test_a_text_may_outgrow_its_room():
+    drafter = Drafter(b"a", Memory())
+    text = random_ids(5000, 0, 0, 10**6)
+    for length in (10, 1000, 1025, 4097, 5000):
+        assert drafter.propose(text[:length], 4) is None
+    assert drafter.propose([*text, *text[70:90]], 4).token_ids == text[90:94]
+
+
+def test_what_a_tenant_was_answered_is_proposed_to_that_tenant_alone():
+    memory = Memory()
+    memory.keep(b"a", SAID)
+    assert proposed([1, 2, *SAID[:10]], memory=memory) == SAID[10:18]
+    assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=b"b") is None
+    assert proposed([1, 2, *SAID[:7]], memory=memory) is None, (
+        "eight tokens are the least that are looked for"
+    )
+    memory.forget()
+    assert proposed([1, 2, *SAID[:10]], memory=memory) is None
+
+
+def test_the_longer_match_wins_whoever_has_it():
+    memory = Memory()
+    memory.keep(b"a", [*SAID[:20], 1000, 1001])
+    assert proposed([*SAID[5:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [1000]
+    assert proposed([*SAID[:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [2000], (
+        "of equal ones its own"
+    )
+
+
+def test_memory_is_bounded_in_tenants():
+    memory = Memory()
+    for number in range(40):
+        memory.keep(bytes([number]), SAID)
+    assert memory.nbytes <= 32 * 1.6e6
+    assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=bytes([0])) is None
+    assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=bytes([39])) == SAID[10:18]
+
+
+def drafts(*chances, length=31):
+    return [Draft([0] * length, chance) for chance in chances]
+
+
+def test_more_is_tried_of_what_is_surer():
+    tried = [most_drafted(drafts(chance), 1) for chance in (0.02, 0.5, 0.8, 0.95, 0.995)]
+    assert tried == sorted(tried)
+    assert tried[0] == 0
+    assert tried[1] > 0
+    assert tried[-1] >= 15
+
+
+def test_many_at_once_try_less():
+    """Eight sequences fill a pass by themselves: what is unsure costs them more than it brings."""
+    assert most_drafted(drafts(*[0.5] * 8), 8) == 0
+    assert most_drafted(drafts(0.5), 1) > 0
+    assert most_drafted(drafts(*[0.99] * 8), 8) > 0
+
+
+def test_who_is_wrong_again_and_again_is_asked_less_and_then_once_more():
+    drafter = Drafter(b"a", Memory())
+    text = [*SAID, 7, *SAID[:5]]
+
+    def chance():
+        draft = drafter.propose(text, 8)
+        return draft.chance
+
+    first = chance()
+    for _ in range(6):
+        drafter.learn(3, 0)
+    low = chance()
+    assert low < 0.25 < first
+    for _ in range(60):
+        drafter.learn(0, 0)
+    assert low < chance() <= first
+    for _ in range(6):
+        drafter.learn(8, 8)
+    assert chance() > first
+
+
+@pytest.fixture(scope="module")
+def engines():
+    found = {
+        way: CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=256, speculation=way)
+        for way in ("off", "auto", "on")
+    }
+    yield found
+    for engine in found.values():
+        engine.close()
+
+
+QUESTION = "Key 17 is 4711. Key 17 is 4711. Key 17 is 4711. Key"
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 0.7, "seed": 3, "top_p": 0.9}], ids=str
+)
+def test_answers_are_equal_with_every_setting(engines, options):
+    results = {
+        way: engine.generate(QUESTION, max_new_tokens=80, ignore_eos=True, logprobs=2, **options)
+        for way, engine in engines.items()
+    }
+    assert results["off"].drafted_tokens == 0
+    assert results["on"].drafted_tokens > 0
+    for result in results.values():
+        assert result.output_token_ids == results["off"].output_token_ids
+        assert result.logprobs == results["off"].logprobs
+        assert result.output_text == results["off"].output_text
+        assert 0 <= result.accepted_tokens <= result.drafted_tokens
+
+
+def test_a_request_may_say_otherwise(engines):
+    ask = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    assert engines["on"].generate(QUESTION, speculation="off", **ask).drafted_tokens == 0
+    assert engines["off"].generate(QUESTION, speculation="on", **ask).drafted_tokens > 0
+    before = engines["on"].paged_stats()
+    result = engines["on"].generate(QUESTION, max_draft_tokens=1, **ask)
+    after = engines["on"].paged_stats()
+    assert after["drafted_tokens"] - before["drafted_tokens"] == result.drafted_tokens > 0
+    assert after["accepted_tokens"] - before["accepted_tokens"] == result.accepted_tokens
+
+
+def test_what_one_tenant_said_is_not_guessed_for_another(engines):
+    engine = engines["on"]
+    engine.reset_cache()
+    memory = engine._scheduler.speculation.memory
+    engine.generate(QUESTION, max_new_tokens=40, tenant="a")
+    roots = set(memory._rings)
+    engine.generate(QUESTION, max_new_tokens=40, tenant="a", cache_salt="s")
+    assert len(set(memory._rings) - roots) == 1, "a salt narrows this as it narrows the cache"
+    engine.generate(QUESTION, max_new_tokens=40, tenant="b", mode="baseline")
+    assert len(memory._rings) == 2, "who bypasses the cache leaves nothing"
+    assert engine.reset_cache() >= 0
+    assert not memory._rings
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"speculation": "maybe"}, "speculation='maybe'"),
+        ({"speculation": True}, "speculation=True"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens=0"),
+        ({"max_draft_tokens": 64}, "max_draft_tokens=64"),
+        ({"max_draft_tokens": 1.5}, "max_draft_tokens=1.5"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_by_name(engines, options, match):
+    with pytest.raises(ConfigError, match=match):
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options)
+    with pytest.raises(RequestError, match=match):
+        engines["on"].generate("x", **options)
+
+
+def test_what_drafts_need_is_compiled_before_the_first_of_them(engines):
+    assert engines["on"].generate(QUESTION, max_new_tokens=4).generated_tokens
+    assert all(entry.is_ready for entry in (extend_entry, append_entry, find_entry))
+
+
+def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
+    memory = Memory()
+    drafter = Drafter(b"a", memory, max_tokens=5000)
+    for count in (10, 1025, 4097, 5000):
+        drafter.propose(list(range(count)), 4)
+        assert memory.nbytes <= automaton_bytes(8192), (
+            "the power of two above what it will have at its end"
+        )
+    drafter.release()
+    assert memory.nbytes == 0
+
+
+def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_ring():
+    memory = Memory(most_automata_bytes=automaton_bytes(2048))
+    first, second = Drafter(b"a", memory, 2048), Drafter(b"a", memory, 2048)
+    text = [*range(30), *range(30)]
+    assert first.propose(text + text * 10, 4) is not None
+    assert first.propose(text * 20, 4) is not None
+    assert memory.nbytes == automaton_bytes(2048)
+    assert second.propose(text, 4) is None
+    memory.keep(b"a", [*range(30), 77, 78])
+    draft = second.propose(list(range(30)), 2)
+    assert draft.token_ids == [77, 78]
+    first.release()
+    assert second.propose(text, 4) is not None
+    second.release()
+    assert memory.nbytes == sum(ring.nbytes for ring in memory._rings.values())
+
+
+def test_the_figures_of_a_running_engine_have_what_drafts_are_guessed_from():
+    with fake_engine(num_blocks=64, speculation="on") as engine:
+        seen = list[int]()
+        runner_of(engine).on_forward = lambda batch: seen.append(
+            engine._scheduler.speculation.memory.nbytes
+        )
+        assert engine.paged_stats()["draft_bytes"] == 0
+        engine.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True)
+        assert max(seen) == automaton_bytes(1024), "while it runs"
+        rings = sum(ring.nbytes for ring in engine._scheduler.speculation.memory._rings.values())
+        assert engine.paged_stats()["draft_bytes"] == rings > 0, (
+            "what is done has given its own back"
+        )
+        engine.reset_cache()
+        handle = engine.submit([1, 2, 3], max_new_tokens=300, temperature=0, ignore_eos=True)
+        next(iter(handle))
+        handle.cancel()
+        handle.result(60)
+        assert engine.paged_stats()["draft_bytes"] == 0, "a cancelled one has too"

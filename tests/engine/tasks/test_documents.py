@@ -1,0 +1,352 @@
+"""Documents computed alone: found at other positions to the token, what they were computed behind never found."""
+
+import numpy as np
+import pytest
+
+from helpers.engine.documents import BARE, BLEND, REUSE, SEAMS, document
+from helpers.engine.fake_runner import (
+    ROOT,
+    Bench,
+    assert_clean,
+    checked,
+    fake_engine,
+    runner_of,
+    token_logits,
+)
+from helpers.engine.hand_mover import DictTier
+from kvboost_edge.engine.engine import CPUPagedEngine
+from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.kvcache.hashing import LoneRoot
+
+
+def engine_of(num_blocks=96, **options):
+    return fake_engine(
+        num_blocks,
+        **{"reuse_gate": "off", "recompute_strategy": "none", "primer_tokens": 64, **options},
+    )
+
+
+def test_documents_are_found_at_other_positions_to_the_token():
+    documents = [document(n, 50 + 7 * n) for n in range(1, 4)]
+    with engine_of() as engine:
+        warmed = engine.warm(documents=documents)
+        assert (warmed.chunks_stored, warmed.token_count) == (3, sum(map(len, documents)))
+        assert (warmed.chunk_size, warmed.partial_tail_tokens, warmed.chunk_boundary_aligned) == (
+            71,
+            0,
+            True,
+        )
+        computed = runner_of(engine).computed
+        prompt = document(0, 21) + documents[2] + documents[0] + documents[1] + document(9, 5)
+        result = checked(engine, prompt, 12, mode=REUSE)
+        # Before a document there are whole blocks of computed tokens: at most a block less one of it is computed.
+        assert warmed.token_count - 3 * 15 <= result.reused_span_tokens <= warmed.token_count
+        assert result.reused_span_tokens + runner_of(engine).computed - computed == len(prompt) + 11
+        assert (result.mode, result.gate) == (REUSE, "off")
+        assert_clean(engine)
+
+
+def test_what_documents_were_computed_behind_is_dropped():
+    text = document(1, 60)
+    with engine_of() as engine:
+        engine.warm(documents=[text])
+        documents = engine._documents
+        behind = list(documents.lead(64))
+        with engine._core.reading():
+            manager = engine._parts.manager
+            manager.check_invariants([])
+            # The document's blocks alone are left, and no prompt finds them from its beginning.
+            assert manager.published_block_count == 4
+            assert manager.peek([*behind, *text, 0], engine._parts.root) == 0
+            harvest = engine._core.scheduler.sharing.harvest
+            assert harvest.context_of(text, engine._parts.root) == 64
+            assert harvest.context_of(behind, engine._parts.root) is None
+            assert harvest.context_of(behind[:40], engine._parts.root) is None
+        prompt = [*behind, *text, *document(9, 5)]
+        result = checked(engine, prompt, 8, mode=REUSE)
+        assert (result.cached_tokens, result.reused_span_tokens) == (0, 60)
+
+
+def test_documents_that_are_there_are_not_computed_again():
+    one, two = document(1, 60), document(2, 60)
+    with engine_of() as engine:
+        engine.warm(documents=[one, one])
+        computed = runner_of(engine).computed
+        assert computed == 128  # once, its last block filled up
+        assert engine.warm(documents=[one]).chunks_stored == 1
+        assert runner_of(engine).computed == computed
+        assert engine.warm(documents=[one, two]).chunks_stored == 2
+        assert runner_of(engine).computed == 2 * computed
+        # What was served behind enough other tokens is as good; what had nothing before it is not.
+        three, four = document(3, 60), document(4, 60)
+        engine.generate(document(8, 80) + three + [1] * 16, 1)
+        engine.generate(four + [1] * 16, 1)
+        computed = runner_of(engine).computed
+        engine.warm(documents=[three])
+        assert runner_of(engine).computed == computed
+        engine.warm(documents=[four])
+        assert runner_of(engine).computed == computed + 128
+
+
+def test_documents_are_computed_behind_the_end_of_the_others():
+    documents = [document(n, 40) for n in range(4)]
+    with engine_of() as engine:
+        read = engine._documents.read
+        texts = [read(None, 0, documents[:count], Terms(), {}).texts for count in (4, 2, 1)]
+        assert [text.tokens for text in texts[0]] == [tuple(one) for one in documents]
+        assert texts[0][2].context == (*documents[0][-24:], *documents[1])
+        assert texts[0][0].context == (*documents[2][-24:], *documents[3])
+        assert texts[1][1].context[-40:] == tuple(documents[0])
+        # Where the others are too short, or there are none, the built-in primer comes before them.
+        primer = texts[2][0].context
+        assert len(primer) == 64
+        assert texts[1][1].context[:24] == primer[-24:]
+        engine.warm(documents=documents)
+        assert runner_of(engine).computed == 4 * (64 + 48)  # the last block of each is filled up
+
+
+def test_a_text_for_a_position_is_computed_behind_so_many_tokens():
+    text = document(1, 70)
+    with engine_of() as engine:
+        warmed = engine.warm(text, position_offset=37)
+        assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (1, 70, 0)
+        with engine._core.reading():
+            assert engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) == 37
+        prompt = document(0, 37) + text + [5]
+        result = checked(engine, prompt, 8, mode=REUSE)
+        assert result.reused_span_tokens >= 70 - 15
+
+
+def test_texts_are_encoded_without_what_stands_before_prompts():
+    with engine_of() as engine:
+        text = "The bridge at Corran was paid for with tolls on salt, says a letter."
+        assert engine.warm(documents=[text]).token_count == len(text.encode())
+        ids = engine.tokenizer.encode(text, add_special_tokens=False)
+        prompt = document(0, 20) + ids + [7]
+        assert engine.generate(prompt, 4, mode=REUSE).reused_span_tokens >= len(ids) - 15
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [
+        ({"chunk_size": 48}, 3),
+        ({"chunk_size": 48, "overlap_k": 16, "sink_tokens": 4}, 3),
+        ({"chunk_strategy": "fixed", "chunk_size": 64}, 2),
+        ({"chunk_size": 48, "chunk_strategy": "document"}, 1),
+        ({"chunk_size": 48, "chunk_boundary_window": 8}, 3),
+        ({"primer_tokens": 0}, 1),
+        ({"primer_tokens": 100}, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("engine_wide", [True, False], ids=["engine", "call"])
+def test_documents_are_cut_as_asked(options, chunks, engine_wide):
+    text = document(1, 128)
+    with engine_of(**(options if engine_wide else {})) as engine:
+        warmed = engine.warm(documents=[text], **({} if engine_wide else options))
+        assert warmed.chunks_stored == chunks
+        assert warmed.partial_tail_tokens == 0
+        prompt = document(0, 20) + text + document(9, 3)
+        result = checked(engine, prompt, 12, mode=REUSE)
+        assert result.reused_span_tokens >= 128 - 16 * (chunks + 1)
+        assert_clean(engine)
+
+
+def test_what_cannot_be_found_is_counted():
+    with engine_of() as engine:
+        warmed = engine.warm(documents=[document(1, 60), document(2, 31), document(3, 10)])
+        assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (
+            1,
+            101,
+            41,
+        )
+        assert not warmed.chunk_boundary_aligned
+        assert warmed.alignment_warning is not None
+        assert "min_chunk_tokens=32" in warmed.alignment_warning
+        assert runner_of(engine).computed == 128
+    with engine_of(num_blocks=24) as engine:
+        warmed = engine.warm(documents=[document(n, 96) for n in range(8)])
+        assert 0 < warmed.chunks_stored < 8
+        assert warmed.partial_tail_tokens == 96 * (8 - warmed.chunks_stored)
+
+
+def test_documents_that_a_tier_keeps_are_loaded_not_computed():
+    tier, texts = DictTier(), [document(n, 96) for n in (1, 2)]
+    with engine_of(tiers=[tier]) as engine:
+        engine.warm(documents=texts)
+    assert len(tier.blocks) == 2 * (4 + 6)
+    with engine_of(tiers=[tier]) as engine:
+        assert engine.warm(documents=texts).chunks_stored == 2
+        assert runner_of(engine).computed == 2  # the last token of each is never served
+        prompt = document(0, 20) + texts[1] + texts[0] + [7]
+        result = checked(engine, prompt, 12, mode=REUSE)
+        assert result.reused_span_tokens >= 2 * (96 - 15)
+
+
+def test_one_tenants_documents_are_not_found_by_another():
+    text = document(1, 80)
+    with engine_of() as engine:
+        engine.warm(documents=[text], tenant="a", cache_salt="s")
+        prompt = document(0, 20) + text + [7]
+        whose = [{}, {"tenant": "b"}, {"tenant": "a"}, {"tenant": "b", "cache_salt": "s"}]
+        assert [
+            engine.generate(prompt, 1, mode=REUSE, **one).reused_span_tokens for one in whose
+        ] == [0] * 4
+        assert (
+            engine.generate(prompt, 1, mode=REUSE, tenant="a", cache_salt="s").reused_span_tokens
+            >= 65
+        )
+
+
+def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
+    with engine_of(num_blocks=40) as engine:
+        text = document(1, 96)
+        assert engine.warm(documents=[text]).chunks_stored == 1
+        for number in range(10, 20):
+            engine.generate(document(number, 200), 1)
+        with engine._core.reading():
+            assert (
+                engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) is None
+            )
+            engine._parts.manager.check_invariants([])
+        assert engine.warm(documents=[text]).chunks_stored == 1
+        assert_clean(engine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"documents": []}, "documents is an empty list"),
+        ({"documents": ["words", ""]}, "document 1 is empty"),
+        ({"documents": [[]]}, "document 0 is empty"),
+        ({"documents": "words"}, "documents must be a list"),
+        ({"documents": [3]}, "document 0 must be a string or a list of token ids, not int"),
+        ({"documents": [[1, 260]]}, "token 1 of document 0 is 260"),
+        ({"documents": [[1.5]]}, "token 0 of document 0=1.5 must be an integer"),
+        ({"documents": ["\ud800"]}, "document 0 holds a lone surrogate"),
+        (
+            {"documents": [[1] * 350]},
+            r"document 0: 350 tokens behind 64 .* context of 400; lower primer_tokens=64",
+        ),
+        ({"documents": [[1] * 401], "primer_tokens": 0}, "401 tokens behind 0 of header"),
+        ({"documents": [[1]], "position_offset": 3}, "give a text"),
+        ({"documents": [[1]], "text": "words"}, "give a text"),
+        ({}, "give a text"),
+        ({"documents": [[1]], "pin": True}, "pin=True keeps prompts"),
+        ({"documents": [[1]], "overlap_k": -1}, "overlap_k=-1"),
+        ({"documents": [[1]], "primer_tokens": -1}, "primer_tokens=-1"),
+        ({"documents": [[1]], "primer_tokens": "many"}, "primer_tokens='many'"),
+        (
+            {"documents": [[1]], "chunk_size": 8},
+            "chunk_size=8 must be an integer of at least block_size=16",
+        ),
+        (
+            {"documents": [[1]], "chunk_strategy": "document", "overlap_k": 4},
+            "overlap_k=4.* chunk strategy document",
+        ),
+        (
+            {"documents": [[1]], "chunk_strategy": "fixed", "chunk_boundary_window": 4},
+            "chunk_boundary_window=4",
+        ),
+        ({"documents": [[1]], "chunk_strategy": "left"}, "chunk strategy 'left'"),
+        ({"documents": [[1]], "chunk_tokens": 4}, "unknown option 'chunk_tokens' of warm"),
+        ({"text": "words", "chunk_size": 64}, "chunk_size= goes with documents"),
+        ({"text": "words", "position_offset": -1}, "position_offset=-1"),
+        (
+            {"text": "words", "position_offset": 396},
+            r"position_offset=396 .* 5 tokens .* context of 400",
+        ),
+        ({"text": "words", "position_offset": 1.5}, "position_offset=1.5 must be an integer"),
+        (
+            {"text": "words", "position_offset": 3, "chunk_size": 64},
+            "chunk_size= goes with documents",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_value_and_name(arguments, words):
+    with engine_of() as engine:
+        with pytest.raises(RequestError, match=words):
+            engine.warm(**arguments)
+        assert runner_of(engine).computed == 0
+        assert_clean(engine)
+
+
+def test_where_nothing_is_reused_at_other_positions_documents_are_refused():
+    with engine_of() as engine:
+        runner_of(engine).moved_keys_refusal = "it has no keys"
+        for arguments in ({"documents": [[1] * 40]}, {"text": [1] * 40, "position_offset": 8}):
+            with pytest.raises(
+                RequestError, match="mode='chunk_kv_reuse' is refused: it has no keys"
+            ):
+                engine.warm(**arguments)
+        assert engine.warm([1] * 40).chunks_stored == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlap_k": -1}, "overlap_k=-1"),
+        ({"chunk_size": 4}, "chunk_size=4"),
+        (
+            {"chunk_strategy": "document", "sink_tokens": 4},
+            "sink_tokens=4 with chunk strategy document",
+        ),
+        ({"chunk_strategy": 3}, "chunk strategy 3"),
+        ({"primer_tokens": -1}, "primer_tokens=-1"),
+        ({"primer_tokens": 10**9}, "primer_tokens=1000000000 must be at most"),
+        ({"reuse_gate": "on"}, "reuse_gate='on'"),
+    ],
+    ids=str,
+)
+def test_engine_options_that_contradict_are_refused_before_a_model_is_looked_for(options, words):
+    with pytest.raises(ConfigError, match=words):
+        CPUPagedEngine.from_pretrained("no such model", **options)
+
+
+def test_of_chains_computed_alone_only_what_follows_the_context_is_offered():
+    bench = Bench()
+    behind, text = document(5, 48), document(1, 64)
+    lone = LoneRoot.of(ROOT, 3)
+    assert lone == LoneRoot.of(ROOT, 3) != LoneRoot.of(ROOT, 2)
+    bench.ask(behind + text, 1, terms={"root": lone})
+    content, harvest = bench.manager.content, bench.scheduler.sharing.harvest
+    assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 4)
+    assert harvest.context_of(text, ROOT) == 48
+    assert harvest.context_of(text, lone) is None
+    assert [harvest.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
+    assert bench.manager.peek(behind + text, ROOT) == 0
+    # Blocks stay shared when those before them are gone, and when those come back.
+    assert bench.manager.reset(content.under(lone)) == 3
+    bench.check()
+    assert harvest.context_of(text, ROOT) == 48
+    bench.ask(behind + text, 1, terms={"root": lone})
+    assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 8)
+    assert harvest.context_of(text, ROOT) == 48
+    prompt = document(0, 20) + text + document(9, 9)
+    handle = bench.submit(prompt, 20, REUSE, repair=BARE)
+    assert bench.manager.reset(content.under(ROOT)) == 8
+    bench.run()
+    bench.answer(handle)
+    assert not handle.result(0).approximate
+
+
+@pytest.mark.parametrize("repair", [BARE, SEAMS, BLEND], ids=lambda repair: repair.strategy.value)
+@pytest.mark.parametrize("start", [75, 99, 120, 130])
+def test_logits_behind_spans_are_those_of_the_tokens(repair, start):
+    """No row that is asked for is ever shared: what is found ends before the first of them."""
+    bench = Bench()
+    text = document(1, 90)
+    bench.ask(document(0, 32) + text, 1)
+    ids = document(3, 20) + text + document(9, 21)
+    before = bench.manager.published_block_count
+    handle, rows = bench.submit_logits(ids, start, terms={"mode": REUSE, "repair": repair})
+    bench.run()
+    logits = np.concatenate(rows)
+    assert np.array_equal(
+        logits, np.stack([token_logits(ids[: i + 1]) for i in range(start, len(ids))])
+    )
+    assert handle.result(0).reused_span_tokens > 0
+    assert bench.manager.published_block_count == before
+    assert bench.manager.used_block_count == 0
