@@ -25,7 +25,11 @@ ONE_THREAD = os.environ.get("KVBOOST_EDGE_TEST_ONE_THREAD") == "1"
 
 # Times of single examples vary with what else the machine does; seeds are fixed so that a failure repeats.
 settings.register_profile(
-    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
 
@@ -40,7 +44,9 @@ def pytest_collection_modifyitems(config, items):
     names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
-        raise pytest.UsageError(f"more than one test has this name; mark them alone: {', '.join(twice)}")
+        raise pytest.UsageError(
+            f"more than one test has this name; mark them alone: {', '.join(twice)}"
+        )
     if not QUICK:
         return
     first = {}
@@ -100,7 +106,9 @@ def takes_all_threads(path):
     """Whether tests of a file in a room that computes may leave it to the machine how many threads there are: those
     `make test-all` runs a second time, with one."""
     room = path.relative_to(Path(__file__).parent).parts[0]
-    return room not in ("kernels", "runners") or "from_pretrained" in path.read_text(encoding="utf-8")
+    return room not in ("kernels", "runners") or "from_pretrained" in path.read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +116,9 @@ def threads_are_said(request, monkeypatch):
     """What is not run again with one thread says how many it computes with, so that one run shows all there is."""
 
     def refuse():
-        raise AssertionError(f"say num_threads: {request.path.name} is not run again with one thread")
+        raise AssertionError(
+            f"say num_threads: {request.path.name} is not run again with one thread"
+        )
 
     if not takes_all_threads(request.path):
         for name in ("kvboost_edge.backends.cpu", "kvboost_edge.engine.build"):
@@ -120,7 +130,9 @@ def threads_are_said(request, monkeypatch):
 def the_clock_is_real(monkeypatch):
     """A test that moved the clock of the whole process would leave servers that no longer end."""
     yield
-    assert time.monotonic is REAL_CLOCK, "give the modules under test a clock of their own: clocks.give_clock"
+    assert time.monotonic is REAL_CLOCK, (
+        "give the modules under test a clock of their own: clocks.give_clock"
+    )
 
 
 class NetworkBlocked(OSError):
@@ -154,7 +166,9 @@ def no_network(request, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     yield
     if request.node.get_closest_marker("names_hub_model") is None:
-        assert not attempts, f"nothing may connect outside unless a hub model is named; tried {attempts}"
+        assert not attempts, (
+            f"nothing may connect outside unless a hub model is named; tried {attempts}"
+        )
 
 
 def _is_loopback(host):
@@ -173,13 +187,21 @@ def nothing_left_running(isolated_cache):
     before = set(threading.enumerate())
     yield
     gc.collect()
-    left = [t for t in threading.enumerate() if t not in before and not t.name.startswith(LIBRARY_THREADS)]
+    left = [
+        t
+        for t in threading.enumerate()
+        if t not in before and not t.name.startswith(LIBRARY_THREADS)
+    ]
     left = [thread for thread in left if RAY_SERVE_THREAD not in thread.name]
     for thread in left:
         thread.join(timeout=5)  # an engine that was just collected may be on its way out
     alive = [thread.name for thread in left if thread.is_alive()]
     assert not alive, f"threads left running: {alive}"
-    children = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    children = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE
+    ]
     assert not children, f"processes left running: {children}"
 
 
@@ -196,7 +218,13 @@ def tiny_engine(tiny_model_dir):
     """An engine over the tiny Llama with 64 blocks of 16 and the debug checks on."""
     from kvboost_edge import CPUPagedEngine
 
-    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True, "reuse_gate": "off"}
+    options = {
+        "num_blocks": 64,
+        "backend": "cpu",
+        "dtype": "float32",
+        "debug_checks": True,
+        "reuse_gate": "off",
+    }
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
         yield engine
 

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STARTS_A_PROCESS = re.compile(r"mark\.(alone|cluster)\b|\bsubprocess\b|\bPopen\b|running_redis|running_chromium")
+STARTS_A_PROCESS = re.compile(
+    r"mark\.(alone|cluster)\b|\bsubprocess\b|\bPopen\b|running_redis|running_chromium"
+)
 SPIN = "while True: pass"
 FAILURE = re.compile(r"^(FAILED|ERROR) ")
 
@@ -45,9 +47,13 @@ def busy_cores(count: int) -> Iterator[None]:
 
 def main() -> int:
     """Run the tests again and again; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=10, help="number of runs [10]")
-    parser.add_argument("paths", nargs="*", help="files or folders of tests [all that load could break]")
+    parser.add_argument(
+        "paths", nargs="*", help="files or folders of tests [all that load could break]"
+    )
     options = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     command += options.paths or sensitive_files()
@@ -61,7 +67,10 @@ def main() -> int:
             lines = done.stdout.splitlines() or done.stderr.splitlines() or ["no output"]
             for line in filter(FAILURE.match, lines):
                 print(line)
-            print(f"run {number}: {lines[-1]} ({time.monotonic() - started:.0f} s, {cores} busy cores)", flush=True)
+            print(
+                f"run {number}: {lines[-1]} ({time.monotonic() - started:.0f} s, {cores} busy cores)",
+                flush=True,
+            )
     print(f"{options.runs - failed} of {options.runs} runs passed")
     return 1 if failed else 0
 

@@ -28,8 +28,11 @@ MODELS = Path("build", "test-models")  # the tests' tiny models, see tests/helpe
 TIMEOUT_S = 900  # of the tests that a fault names
 UNCHANGED_TIMEOUT_S = 3600  # of all of them together, on a machine that may be busy
 # What pytest returns; anything else means that the tests did not run.
-PASSED, FAILED, NOTHING = 0, 1, 5
-SURVIVED, NOT_SEEN = "SURVIVED", "TESTS DID NOT RUN: no case is collected"
+PASSED = 0
+FAILED = 1
+NOTHING = 5
+SURVIVED = "SURVIVED"
+NOT_SEEN = "TESTS DID NOT RUN: no case is collected"
 # Which cases a target of the Makefile runs, by their markers.
 TARGETS = {"make test": "not full and not cluster", "make test-all": "full or cluster"}
 FIRST = next(iter(TARGETS))
@@ -58,7 +61,8 @@ def changed(path: Path, text: str) -> Iterator[None]:
 
     Compiled kernels are valid by the times of their sources.
     """
-    original, stat = path.read_text(encoding="utf-8"), path.stat()
+    original = path.read_text(encoding="utf-8")
+    stat = path.stat()
     path.write_text(text, encoding="utf-8")
     try:
         yield
@@ -67,9 +71,7 @@ def changed(path: Path, text: str) -> Iterator[None]:
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def pytest_in(
-    tree: Path, *arguments: str, timeout: float = TIMEOUT_S
-) -> tuple[int | None, str]:
+def pytest_in(tree: Path, *arguments: str, timeout: float = TIMEOUT_S) -> tuple[int | None, str]:
     """Run pytest in one process; return its exit status (None: it hung) and its output.
 
     The package that the tests import is the one in the tree.
@@ -165,7 +167,8 @@ def _link(source: str, target: str) -> None:
 
 def try_fault(tree: Path, fault: Fault, passes: Iterable[str] = tuple(PASSES)) -> str:
     """Plant, test, take back. Return "killed", perhaps with by what, or what is wrong."""
-    path, ran = tree / fault.file, False
+    path = tree / fault.file
+    ran = False
     try:
         broken = planted(path.read_text(encoding="utf-8"), fault)
     except ValueError as error:
@@ -214,7 +217,8 @@ def try_all(trees: Sequence[Path], faults: Sequence[Fault]) -> Iterator[tuple[Fa
         free.put(tree)
 
     def tried(fault: Fault, passes: Iterable[str]) -> tuple[Fault, float, str]:
-        tree, started = free.get(), time.monotonic()
+        tree = free.get()
+        started = time.monotonic()
         try:
             verdict = try_fault(tree, fault, passes)
             return fault, time.monotonic() - started, verdict

@@ -20,7 +20,23 @@ def test_what_is_no_text_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize(
     "value",
-    [[], {}, "16", "8,4", 16.0, True, 0, 5, (8,), (8, 4, 4), (8, 5), (16, 8), (8, True), (8.0, 4), np.array([16, 16])],
+    [
+        [],
+        {},
+        "16",
+        "8,4",
+        16.0,
+        True,
+        0,
+        5,
+        (8,),
+        (8, 4, 4),
+        (8, 5),
+        (16, 8),
+        (8, True),
+        (8.0, 4),
+        np.array([16, 16]),
+    ],
     ids=repr,
 )
 def test_kv_cache_bits_that_are_not_offered(value):
@@ -30,7 +46,15 @@ def test_kv_cache_bits_that_are_not_offered(value):
 
 @pytest.mark.parametrize(
     ("value", "bits"),
-    [(None, (16, 16)), (16, (16, 16)), (8, (8, 8)), (4, (4, 4)), ((8, 4), (8, 4)), ([4, 8], (4, 8)), ((16, 16),) * 2],
+    [
+        (None, (16, 16)),
+        (16, (16, 16)),
+        (8, (8, 8)),
+        (4, (4, 4)),
+        ((8, 4), (8, 4)),
+        ([4, 8], (4, 8)),
+        ((16, 16),) * 2,
+    ],
     ids=repr,
 )
 def test_kv_cache_bits_of_keys_and_values(value, bits):
@@ -39,7 +63,9 @@ def test_kv_cache_bits_of_keys_and_values(value, bits):
     assert not isinstance(config.kv_cache_bits, list), "a frozen config is hashable"
 
 
-@pytest.mark.parametrize(("text", "value"), [("16", 16), ("8", 8), ("8,4", (8, 4)), (" 4 , 8 ", (4, 8))])
+@pytest.mark.parametrize(
+    ("text", "value"), [("16", 16), ("8", 8), ("8,4", (8, 4)), (" 4 , 8 ", (4, 8))]
+)
 def test_kv_cache_bits_as_text(text, value):
     assert kv_bits_from_text(text) == value
 
@@ -52,7 +78,10 @@ def test_text_that_is_no_kv_cache_bits(text):
 
 def test_a_disk_tier_is_a_path_and_a_bound():
     assert EngineConfig.from_options(disk_cache_dir="off").disk_cache_dir is None
-    assert EngineConfig.from_options(disk_cache_dir="x", max_disk_bytes=8e9).max_disk_bytes == 8_000_000_000
+    assert (
+        EngineConfig.from_options(disk_cache_dir="x", max_disk_bytes=8e9).max_disk_bytes
+        == 8_000_000_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,5 +144,7 @@ def test_reuse_options_out_of_range_are_refused_by_name(name, value):
 
 
 def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown option 'chunk_sise'; known options: runner, backend"):
+    with pytest.raises(
+        ConfigError, match="unknown option 'chunk_sise'; known options: runner, backend"
+    ):
         EngineConfig.from_options(chunk_sise=1)

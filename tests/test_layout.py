@@ -36,14 +36,20 @@ def test_tests_lie_where_their_rooms_do():
 
 
 def test_no_file_repeats_the_name_of_its_folder():
-    assert not [str(path.relative_to(ROOT)) for path in MODULES if path.stem.startswith(f"{path.parent.name}_")]
+    assert not [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if path.stem.startswith(f"{path.parent.name}_")
+    ]
 
 
 def circle(package):
     """Modules of the package that import each other in a circle, the first one again at the end; [] if there is none.
     Imports inside functions and under TYPE_CHECKING count like any other."""
     graph = grimp.build_graph(package, cache_dir=None)
-    imports = {module: graph.find_modules_directly_imported_by(module) for module in sorted(graph.modules)}
+    imports = {
+        module: graph.find_modules_directly_imported_by(module) for module in sorted(graph.modules)
+    }
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
@@ -58,13 +64,22 @@ def test_no_imports_form_a_circle():
 
 @pytest.mark.parametrize(
     "back",
-    ["from {0} import a", "def late():\n    import {0}.a", "import typing\nif typing.TYPE_CHECKING:\n    import {0}.a"],
+    [
+        "from {0} import a",
+        "def late():\n    import {0}.a",
+        "import typing\nif typing.TYPE_CHECKING:\n    import {0}.a",
+    ],
     ids=["plain", "in a function", "for types"],
 )
 def test_a_circle_is_found_wherever_an_import_stands(back, tmp_path, monkeypatch, request):
     name = re.sub(r"\W", "_", request.node.name)
     (tmp_path / name).mkdir()
-    files = {"__init__": "", "a": f"import {name}.b\n", "b": f"import {name}.c\n", "c": back.format(name) + "\n"}
+    files = {
+        "__init__": "",
+        "a": f"import {name}.b\n",
+        "b": f"import {name}.c\n",
+        "c": back.format(name) + "\n",
+    }
     for stem, text in files.items():
         (tmp_path / name / f"{stem}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -86,7 +101,9 @@ SELECTIONS = {
 def calls_of(goal):
     """Return the pytest calls of a make target by number of threads: marker expression, and paths (none: all)."""
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", goal]
-    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    plan = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     found = {}
     for line in plan.splitlines():
         before, called, arguments = line.partition("-m pytest ")
@@ -105,38 +122,65 @@ def files_of_tests():
 
 def below(files, paths):
     """Return the files that pytest reads when it is given these paths."""
-    return {file for file in files if not paths or any(Path(file).is_relative_to(path) for path in paths)}
+    return {
+        file
+        for file in files
+        if not paths or any(Path(file).is_relative_to(path) for path in paths)
+    }
 
 
 def marked(names):
     """Return the files that use each of the markers; a conftest may set `full` in any file."""
     texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files_of_tests()}
     needed = [name for name in names if name != "full"]
-    return {file for file, text in texts.items() if all(re.search(rf"mark\.{name}\b", text) for name in needed)}
+    return {
+        file
+        for file, text in texts.items()
+        if all(re.search(rf"mark\.{name}\b", text) for name in needed)
+    }
 
 
 def test_make_test_runs_every_test_once():
     """Each test case belongs to one of two sets: `make test` runs the first, `make test-all` both, each case once."""
-    first, both = calls_of("test"), calls_of("test-all")
+    first = calls_of("test")
+    both = calls_of("test-all")
     assert sorted(first) == ["all threads"]
     assert sorted(both) == ["all threads", "one thread"]
     for target, calls in (("test", first["all threads"]), ("test-all", both["all threads"])):
         for name, marks in SELECTIONS.items():
-            taking = [paths for text, paths in calls if Expression.compile(text).evaluate(marks.__contains__)]
+            taking = [
+                paths
+                for text, paths in calls
+                if Expression.compile(text).evaluate(marks.__contains__)
+            ]
             is_wanted = target == "test-all" or not {"full", "cluster"} & set(marks)
             assert len(taking) == int(is_wanted), f"make {target} runs {name} {len(taking)} times"
             for paths in taking:
-                assert below(marked(marks), paths) == marked(marks), f"make {target} leaves out a part of {name}"
+                assert below(marked(marks), paths) == marked(marks), (
+                    f"make {target} leaves out a part of {name}"
+                )
 
 
 def test_what_may_depend_on_the_number_of_threads_runs_again_with_one():
     calls = calls_of("test-all")["one thread"]
-    [once_more] = [paths for text, paths in calls if Expression.compile(text).evaluate(("full",).__contains__)]
-    computing = below(files_of_tests(), {f"tests/{room}" for room in ("backends", "kernels", "runners")})
-    assert {file for file in computing if takes_all_threads(ROOT / file)} == below(computing, once_more)
+    [once_more] = [
+        paths for text, paths in calls if Expression.compile(text).evaluate(("full",).__contains__)
+    ]
+    computing = below(
+        files_of_tests(), {f"tests/{room}" for room in ("backends", "kernels", "runners")}
+    )
+    assert {file for file in computing if takes_all_threads(ROOT / file)} == below(
+        computing, once_more
+    )
 
 
 def test_pytest_itself_leaves_nothing_out():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "pytest"
+    ]["ini_options"]
     assert settings["testpaths"] == ["tests"]
-    assert not [option for option in settings["addopts"] if option.startswith(("-k", "-m", "--ignore", "--deselect"))]
+    assert not [
+        option
+        for option in settings["addopts"]
+        if option.startswith(("-k", "-m", "--ignore", "--deselect"))
+    ]

@@ -73,7 +73,8 @@ def test_a_test_is_run_by_the_targets_that_its_markers_name(tmp_path, monkeypatc
         "def test_both(n):\n    pass\n\n"
         "@pytest.mark.cluster\ndef test_later():\n    pass\n",
     )
-    first, later = "make test", "make test-all"
+    first = "make test"
+    later = "make test-all"
     file = "tests/test_x.py"
     expected = {file: [first, later], f"{file}::test_both[1]": [first]}
     expected |= {f"{file}::test_both[2]": [later], f"{file}::test_later": [later]}
@@ -93,7 +94,8 @@ def test_who_notices_a_fault_later_is_said_and_what_is_red_anyway_does_not(tmp_p
         "@pytest.mark.alone\ndef test_time():\n    assert 'True' in TEXT\n",
     )
     changed = (("True", "False"),)
-    names, file = ("later", "red", "time"), "tests/test_x.py"
+    names = ("later", "red", "time")
+    file = "tests/test_x.py"
     faults = [Fault(name, "kept.py", changed, (f"{file}::test_{name}",)) for name in names]
     verdicts = {fault.name: verdict for fault, _, verdict in try_all([tmp_path], faults)}
     assert verdicts["later"] == "killed by `make test-all` alone"

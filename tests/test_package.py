@@ -19,7 +19,12 @@ HEAVY = ("torch", "transformers", "numba", "onnxruntime")
 def in_fresh_process(code):
     """Standard output of `code` in a new interpreter, warnings as errors."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -37,7 +42,9 @@ def test_importing_the_command_line_loads_no_heavy_package():
 
 @pytest.mark.alone
 def test_import_takes_less_than_300_ms():
-    code = "import time; t = time.perf_counter(); import kvboost_edge; print(time.perf_counter() - t)"
+    code = (
+        "import time; t = time.perf_counter(); import kvboost_edge; print(time.perf_counter() - t)"
+    )
     seconds = [float(in_fresh_process(code)) for _ in range(5)]
     assert statistics.median(seconds) < 0.3, seconds
 
@@ -84,7 +91,13 @@ def test_version_matches_the_project_file():
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
 def test_every_module_says_what_it_exports():
     for path in sorted((ROOT / "kvboost_edge").rglob("*.py")):
-        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        module = (
+            path.relative_to(ROOT)
+            .with_suffix("")
+            .as_posix()
+            .replace("/", ".")
+            .removesuffix(".__init__")
+        )
         loaded = importlib.import_module(module)
         assert loaded.__doc__, f"{module} has no docstring"
         missing = [name for name in getattr(loaded, "__all__", []) if not hasattr(loaded, name)]

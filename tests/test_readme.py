@@ -13,7 +13,9 @@ from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LOG.md")]
+PAGES = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LOG.md")
+]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
@@ -46,7 +48,9 @@ def test_snippet_runs(snippet, tmp_path):
 def test_the_table_of_families_is_what_the_code_says():
     table = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, flags=re.MULTILINE)
-    said = {name: tuple(cells.split(" | ")) for name, cells in rows if name in SUPPORTED_ARCHITECTURES}
+    said = {
+        name: tuple(cells.split(" | ")) for name, cells in rows if name in SUPPORTED_ARCHITECTURES
+    }
     assert said == {
         name: (known.note, ", ".join(known.runners), ", ".join(known.files), known.proof)
         for name, known in SUPPORTED_ARCHITECTURES.items()
@@ -56,14 +60,18 @@ def test_the_table_of_families_is_what_the_code_says():
 
 
 def test_every_folder_has_its_phrase_in_the_tree():
-    above, listed = [], set()
+    above = []
+    listed = set()
     for line in TREE.group(1).splitlines()[1:]:
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
         assert line.split(name, 1)[1].strip(), f"{name} has no phrase"
         above[depth - 1 :] = [name]
         listed.add("".join(above).rstrip("/"))
     package = ROOT / "kvboost_edge"
-    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("*.py")} - {"."}
+    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("*.py")} - {
+        "."
+    }
     assert listed == folders | {"assets"}
 
 
@@ -87,7 +95,11 @@ def test_named_make_targets_exist():
 def test_named_commands_exist():
     from kvboost_edge.cli.app import app
 
-    known = {info.name or info.callback.__name__ for info in app.registered_commands if info.callback is not None}
+    known = {
+        info.name or info.callback.__name__
+        for info in app.registered_commands
+        if info.callback is not None
+    }
     assert set(re.findall(r"^kvboost-edge ([a-z]+)", README, flags=re.MULTILINE)) <= known
 
 
@@ -99,7 +111,9 @@ def _anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
-    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+    for path, anchor in re.findall(
+        r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")
+    ):
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in _anchors(target), f"{path}#{anchor}"

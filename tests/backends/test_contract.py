@@ -60,7 +60,8 @@ def test_random_shapes_and_options(make, dim):
             (1 if rng.random() < 0.5 else int(rng.integers(1, min(total, 40) + 1)), total)
         )
     lengths.append((2, int(rng.integers(500, 600))))
-    kv_heads, per_group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 7, 8]))
+    kv_heads = int(rng.integers(1, 4))
+    per_group = int(rng.choice([1, 2, 3, 4, 7, 8]))
     case = make.case(
         int(rng.integers(1 << 30)),
         tuple(lengths),
@@ -105,9 +106,11 @@ def test_each_option_in_a_ragged_batch(make, params):
 
 def test_what_was_written_comes_back_exactly(make):
     """With a window of 1 a token sees itself alone: out is its value, and unit queries read its key through lse."""
-    heads, dim = 3, 24
+    heads = 3
+    dim = 24
     case = make.case(2, ((40, 40), (3, 3)), kv_heads=heads, dim=dim)
-    arrays, layout = make.filled(case), case.whole
+    arrays = make.filled(case)
+    layout = case.whole
     keys, values = (np.concatenate(rows) for rows in (case.keys, case.values))
     queries = np.tile(np.eye(dim, dtype=np.float32), (len(keys), heads, 1))
     out, lse = arrays.attend(0, queries, layout, AttentionParams(1.0, window=1))
@@ -120,7 +123,8 @@ def test_what_was_written_comes_back_exactly(make):
 
 
 def test_a_later_write_replaces_an_earlier_one(make):
-    case, other = make.case(3), make.case(4)
+    case = make.case(3)
+    other = make.case(4)
     arrays = make.filled(case)
     slots = case.layout(case.spans)
     arrays.write(0, other.rows(other.keys, case.spans), other.rows(other.values, case.spans), slots)
@@ -146,10 +150,8 @@ def test_layers_do_not_touch_each_other(make):
     cases = [make.case(seed) for seed in (6, 7)]
     arrays = make(2, 24, num_blocks=num_blocks_for(MIX, 16), layers=2)
     arrays.write_whole(cases[0], layer=0)
-    layout, spans = (
-        cases[0].whole,
-        [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)],
-    )
+    layout = cases[0].whole
+    spans = [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)]
     arrays.write(
         1, cases[1].rows(cases[1].keys, spans), cases[1].rows(cases[1].values, spans), layout
     )
@@ -165,10 +167,8 @@ def test_layers_of_different_shapes(make_f32):
     make_f32.made.append(arrays.backend)
     for layer, (heads, dim) in enumerate(((2, 24), (1, 64))):
         case = make_f32.case(8, kv_heads=heads, dim=dim)
-        spans, params = (
-            [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)],
-            AttentionParams(0.2, 30),
-        )
+        spans = [(sequence, 0, total) for sequence, (_, total) in enumerate(MIX)]
+        params = AttentionParams(0.2, 30)
         arrays.write(layer, case.rows(case.keys, spans), case.rows(case.values, spans), case.whole)
         got = arrays.attend(
             layer, case.rows(case.queries, case.spans), case.layout(case.spans), params
@@ -180,7 +180,8 @@ def test_a_fork_shares_blocks_until_it_copies(make):
     """Two sequences over the same blocks; one copies its half-full tail and both write their own next token."""
     parent = make.case(9, ((1, 25),))
     arrays = make.filled(parent)
-    tail, unused = int(parent.tables[0, 1]), (set(range(5)) - set(parent.tables[0].tolist())).pop()
+    tail = int(parent.tables[0, 1])
+    unused = (set(range(5)) - set(parent.tables[0].tolist())).pop()
     child = dataclasses.replace(parent, tables=parent.tables.copy())
     child.tables[0, 1] = unused
     rng = np.random.default_rng(10)
@@ -270,9 +271,11 @@ def test_sequences_without_new_tokens_are_passed_over(make):
 
 def test_queries_need_not_be_contiguous(make_f32):
     case = make_f32.case(17)
-    queries, params = case.rows(case.queries, case.spans), AttentionParams(0.3)
+    queries = case.rows(case.queries, case.spans)
+    params = AttentionParams(0.3)
     strided = np.repeat(queries, 2, axis=1)[:, ::2]
-    arrays, layout = make_f32.filled(case), case.layout(case.spans)
+    arrays = make_f32.filled(case)
+    layout = case.layout(case.spans)
     got = arrays.attend(0, strided, layout, params)
     for mine, plain in zip(got, arrays.attend(0, queries, layout, params), strict=True):
         np.testing.assert_array_equal(mine, plain)

@@ -73,7 +73,8 @@ make_coded = pytest.fixture(
 @pytest.fixture
 def cases():
     """One sequence of full blocks, other tokens in each layer."""
-    rng, lengths = np.random.default_rng(0), ((1, LENGTH),)
+    rng = np.random.default_rng(0)
+    lengths = ((1, LENGTH),)
     made = [
         make_case(
             rng,
@@ -154,7 +155,8 @@ def test_blocks_moved_within_a_pool_serve_to_the_bit(make, cases):
 
 
 def test_blocks_moved_to_another_pool_serve_to_the_bit(make, cases):
-    first, second = filled(make, cases), make()
+    first = filled(make, cases)
+    second = make()
     data = np.frombuffer(first.read_blocks([5, 0, 3]).tobytes(), np.uint8).reshape(
         3, -1
     )  # as a file gives it
@@ -172,7 +174,8 @@ def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
         if change:
             changed[1] = dataclasses.replace(cases[1], **{change: [-getattr(cases[1], change)[0]]})
         rows.append(filled(make, changed).read_blocks([5])[0])
-    start, stop = sizes[0], sizes[0] + sizes[1]
+    start = sizes[0]
+    stop = sizes[0] + sizes[1]
     assert sum(sizes) == spec.bytes_per_block
     for other in rows[1:]:
         differs = np.flatnonzero(rows[0] != other)
@@ -206,7 +209,8 @@ def refuses(message, backend, read, written, data):
 @pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS])
 def test_ids_outside_the_pool_are_refused_and_change_nothing(make, cases, wrong):
     backend = filled(make, cases)
-    before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
+    before = backend.checksum_blocks(range(NUM_BLOCKS))
+    data = backend.read_blocks([5, 0])
     refuses(
         rf"block id {wrong} must lie in the pool's 0\.\.7", backend, [5, wrong], [1, wrong], data
     )
@@ -215,7 +219,8 @@ def test_ids_outside_the_pool_are_refused_and_change_nothing(make, cases, wrong)
 
 def test_data_that_does_not_fit_is_refused_and_changes_nothing(make, cases):
     backend = filled(make, cases)
-    before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
+    before = backend.checksum_blocks(range(NUM_BLOCKS))
+    data = backend.read_blocks([5, 0])
     for wrong in (
         data[:1],
         data[:, :-1],
@@ -242,7 +247,8 @@ def test_a_closed_backend_has_no_blocks(make):
 def test_open_blocks_are_refused_by_name_and_change_nothing(make_coded, cases):
     backend = make_coded()
     write(backend, cases, 0, 40)
-    before, data = backend.checksum_blocks(range(NUM_BLOCKS)), backend.read_blocks([5, 0])
+    before = backend.checksum_blocks(range(NUM_BLOCKS))
+    data = backend.read_blocks([5, 0])
     refuses("block 3 is open", backend, [5, 3], [1, 3], data)
     backend.copy_blocks([CopyOp(3, 4)])
     with pytest.raises(ConfigError, match="block 4 is open"):

@@ -12,21 +12,27 @@ from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 
 SPEC = KVSpec((LayerKVSpec(2, 24),), 16, "float32")
-CASE = make_case(np.random.default_rng(0), ((1, 1300), (50, 90)), kv_heads=2, per_group=3, dim=24, block_size=16)
+CASE = make_case(
+    np.random.default_rng(0), ((1, 1300), (50, 90)), kv_heads=2, per_group=3, dim=24, block_size=16
+)
 BLOCKS = 100
 
 
 def attend(num_threads, params):
     backend = CPUBackend(SPEC, BLOCKS, num_threads=num_threads)
     try:
-        backend.write_kv(0, np.concatenate(CASE.keys), np.concatenate(CASE.values), backend.prepare(CASE.whole))
+        backend.write_kv(
+            0, np.concatenate(CASE.keys), np.concatenate(CASE.values), backend.prepare(CASE.whole)
+        )
         queries = CASE.rows(CASE.queries, CASE.spans)
         return backend.attention(0, queries, backend.prepare(CASE.layout(CASE.spans)), params)
     finally:
         backend.close()
 
 
-@pytest.mark.parametrize("params", [AttentionParams(0.2), AttentionParams(0.2, window=600, softcap=5.0)])
+@pytest.mark.parametrize(
+    "params", [AttentionParams(0.2), AttentionParams(0.2, window=600, softcap=5.0)]
+)
 def test_the_number_of_threads_changes_no_bit(params):
     expected = attend(1, params)
     for num_threads in (2, 3, 5):
@@ -65,7 +71,9 @@ def test_rows_that_do_not_fit_the_batch_are_refused():
     with pytest.raises(ConfigError, match="2 kv heads of 24"):
         backend.attention(0, np.zeros((51, 6, 16), np.float32), batch, AttentionParams(0.2))
     with pytest.raises(ConfigError, match=r"\(51, 2, 24\)"):
-        backend.write_kv(0, np.zeros((51, 1, 24), np.float32), np.zeros((51, 1, 24), np.float32), batch)
+        backend.write_kv(
+            0, np.zeros((51, 1, 24), np.float32), np.zeros((51, 1, 24), np.float32), batch
+        )
     backend.close()
 
 

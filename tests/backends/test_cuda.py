@@ -86,7 +86,8 @@ def test_layers_that_the_kernels_do_not_serve_are_torchs_and_named_once(spec, sa
     assert [said in record.getMessage() for record in caplog.records] == [True]
     assert said in mine.describe().attention_path
     torchs = TorchBackend(spec, 4)
-    last, head_dim = len(spec.layers) - 1, spec.layers[-1].head_dim
+    last = len(spec.layers) - 1
+    head_dim = spec.layers[-1].head_dim
     keys, queries = (rows(heads, head_dim, getattr(torch, spec.dtype)) for heads in (2, 6))
     before = standin.launches
     for backend in (mine, torchs):
@@ -113,10 +114,8 @@ def test_bfloat16_is_torchs_where_the_device_has_none(monkeypatch):
 
 def test_queries_of_another_dtype_and_tables_with_parts_are_torchs(loaded):
     kernels, standin = loaded
-    mine, torchs = (
-        CUDABackend(make_spec(), 4, device="cpu", kernels=kernels),
-        TorchBackend(make_spec(), 4),
-    )
+    mine = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels)
+    torchs = TorchBackend(make_spec(), 4)
     parts = np.array([[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]], np.int32)
     for plan, queries in ((layout(), rows(6).float()), (layout(parts), rows(6))):
         for backend in (mine, torchs):
@@ -143,7 +142,8 @@ def test_quantized_kv_is_refused_by_name():
 
 def test_copies_outside_the_pool_are_refused_before_a_launch(loaded):
     kernels, standin = loaded
-    backend, before = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels), standin.launches
+    backend = CUDABackend(make_spec(), 4, device="cpu", kernels=kernels)
+    before = standin.launches
     with pytest.raises(ConfigError, match="0 -> 4"):
         backend.copy_blocks([CopyOp(0, 1), CopyOp(0, 4)])
     assert standin.launches == before

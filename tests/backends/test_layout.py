@@ -7,7 +7,8 @@ from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.errors import ConfigError
 
-BLOCK, BLOCKS = 16, 40
+BLOCK = 16
+BLOCKS = 40
 LENGTHS = (1, 16, 17, 500)  # 1, 1, 2 and 32 blocks
 
 
@@ -17,7 +18,9 @@ def layout_of(width):
     for row, length in zip(tables, LENGTHS, strict=True):
         row[: -(-length // BLOCK)] = np.arange(-(-length // BLOCK))
     slots = np.arange(len(LENGTHS), dtype=np.int64)
-    return BatchLayout(np.arange(len(LENGTHS) + 1, dtype=np.int32), np.array(LENGTHS, np.int32), tables, slots)
+    return BatchLayout(
+        np.arange(len(LENGTHS) + 1, dtype=np.int32), np.array(LENGTHS, np.int32), tables, slots
+    )
 
 
 @pytest.mark.parametrize("width", [32, 33, 500])
@@ -28,7 +31,9 @@ def test_every_block_of_a_sequence_lies_in_the_pool(width, wrong):
     for sequence, length in enumerate(LENGTHS):
         for index in {0, (length - 1) // BLOCK}:
             layout.block_tables[sequence, index], held = wrong, layout.block_tables[sequence, index]
-            with pytest.raises(ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.{BLOCKS - 1}"):
+            with pytest.raises(
+                ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.{BLOCKS - 1}"
+            ):
                 check_layout(layout, BLOCK, BLOCKS)
             layout.block_tables[sequence, index] = held
     check_layout(layout, BLOCK, BLOCKS)
@@ -38,4 +43,8 @@ def test_every_block_of_a_sequence_lies_in_the_pool(width, wrong):
 def test_sequences_without_tokens_need_no_blocks(lengths):
     tables = np.full((len(lengths), 500), -1, np.int32)
     nothing = np.zeros(len(lengths) + 1, np.int32)
-    check_layout(BatchLayout(nothing, np.array(lengths, np.int32), tables, np.empty(0, np.int64)), BLOCK, BLOCKS)
+    check_layout(
+        BatchLayout(nothing, np.array(lengths, np.int32), tables, np.empty(0, np.int64)),
+        BLOCK,
+        BLOCKS,
+    )

@@ -22,7 +22,10 @@ from kvboost_edge.kernels.attention.parts import (
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 
-SIZE, BLOCKS, HEADS, DIM = 16, 32, 2, 16
+SIZE = 16
+BLOCKS = 32
+HEADS = 2
+DIM = 16
 KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
 CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
@@ -78,13 +81,15 @@ def test_positions_of_a_part_that_begins_before_position_0():
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
-    backend, layout = pool(kind), layout_of([from_inside_a_block()], SIZE)
+    backend = pool(kind)
+    layout = layout_of([from_inside_a_block()], SIZE)
     reasons = {
         CPUBackend: r"parts with delta \[-5, 0\], are attended by queries before rotation",
         TorchBackend: "backend 'torch', not told how rope turns keys, does not attend keys computed at other",
     }
     if kind in reasons:
-        batch, queries = backend.prepare(layout), torch.zeros((4, HEADS, DIM))
+        batch = backend.prepare(layout)
+        queries = torch.zeros((4, HEADS, DIM))
         with pytest.raises(ConfigError, match=reasons[kind]):
             backend.attention(
                 0, queries if kind is TorchBackend else queries.numpy(), batch, AttentionParams(1.0)
@@ -164,14 +169,16 @@ def test_torch_turns_keys_as_the_specification_does(half, params):
     table = RopeTable(frequencies.astype(np.float32))
     table.cover(256)
     stored = plain(80, SIZE, blocks_from(0))
-    moved, twice = Pieces(SIZE, blocks_from(8)), Pieces(SIZE, blocks_from(14))
+    moved = Pieces(SIZE, blocks_from(8))
+    twice = Pieces(SIZE, blocks_from(14))
     rows = [moved.own(16)]
     moved.run(stored.table, 37, 30)
     rows.append(moved.own(7))
     twice.run(stored.table, 3, 20)
     twice.run(stored.table, 50, 30)
     rows += [twice.own(7), plain(7, SIZE, blocks_from(20))]
-    slow, fast = pool(ReferenceBackend), pool(TorchBackend)
+    slow = pool(ReferenceBackend)
+    fast = pool(TorchBackend)
     for backend, kind in ((slow, np.asarray), (fast, torch.from_numpy)):
         for number, row in enumerate([stored, *rows]):
             keys, values = random_kv(row.stop - row.start)

@@ -13,8 +13,11 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.parts import Part, entry_of, entry_positions
 
-SIZE, BLOCKS = 16, 128
-HEADS, PER_HEAD, DIM = 2, 3, 24
+SIZE = 16
+BLOCKS = 128
+HEADS = 2
+PER_HEAD = 3
+DIM = 24
 BITS = [(8, 8), (8, 4), (4, 4)]
 KINDS = [ReferenceBackend, CPUBackend, TorchBackend]
 EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -26,7 +29,8 @@ class Seamed:
     entry that serves nothing between two parts."""
 
     def __init__(self, case, sequence, cuts, offsets, first_block):
-        self.case, self.sequence = case, sequence
+        self.case = case
+        self.sequence = sequence
         self.cuts = [0, *cuts]
         self.ends = [*cuts, case.lengths[sequence][1]]
         self.parts = []
@@ -42,7 +46,8 @@ class Seamed:
         parts = np.array([part for part in self.parts if part.valid_from < stop], np.int32)
         entries, offsets = entry_of(parts, 0, np.arange(start, stop), SIZE)
         slots = self.table[entries].astype(np.int64) * SIZE + offsets
-        starts, ends = np.array([0, stop - start], np.int32), np.array([stop], np.int32)
+        starts = np.array([0, stop - start], np.int32)
+        ends = np.array([stop], np.int32)
         return BatchLayout(starts, ends, self.table[None], slots, parts)
 
     def write(self, backend):
@@ -122,7 +127,8 @@ def test_attention_over_parts_is_attention_over_their_tokens(kind, cuts, offsets
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads):
     case = one_case(5, (70, 1300))
-    seamed, plain = Seamed(case, 0, (512,), (0,), 0), pool(CPUBackend, num_threads=threads)
+    seamed = Seamed(case, 0, (512,), (0,), 0)
+    plain = pool(CPUBackend, num_threads=threads)
     backend = pool(CPUBackend, num_threads=threads)
     plain.write_kv(0, case.keys[0], case.values[0], plain.prepare(case.whole))
     seamed.write(backend)
@@ -158,13 +164,12 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
     wanted = alone()
     if bits != (16, 16):
         backend.release_blocks(case.tables[0][43:44].tolist())
-    one, other = case.layout([(0, 688, 700)]), seamed.layout(80, 85)
+    one = case.layout([(0, 688, 700)])
+    other = seamed.layout(80, 85)
     width = max(one.block_tables.shape[1], other.block_tables.shape[1])
     tables = np.full((2, width), -1, np.int32)
-    tables[0, : one.block_tables.shape[1]], tables[1, : other.block_tables.shape[1]] = (
-        one.block_tables[0],
-        other.block_tables[0],
-    )
+    tables[0, : one.block_tables.shape[1]] = one.block_tables[0]
+    tables[1, : other.block_tables.shape[1]] = other.block_tables[0]
     assert other.parts is not None
     theirs = other.parts.copy()
     theirs[:, 0] = 1
@@ -271,7 +276,8 @@ def test_parts_that_do_not_fit_are_refused(kind, parts, message):
 
 def refuses(backend, slots, parts, message):
     """The last 3 of 28 tokens, in a table of 4 blocks with these parts."""
-    starts, ends = np.array([0, 3], np.int32), np.array([28], np.int32)
+    starts = np.array([0, 3], np.int32)
+    ends = np.array([28], np.int32)
     table = np.arange(4, dtype=np.int32)[None]
     with pytest.raises(ConfigError, match=message):
         backend.prepare(BatchLayout(starts, ends, table, slots, np.array(parts, np.int32)))

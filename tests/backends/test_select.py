@@ -145,7 +145,9 @@ def test_without_the_projects_kernels_the_reason_says_why(extension):
     for name in ("auto", "cuda"):
         choice = choose_backend(name)
         assert (choice.name, choice.device, choice.wanted) == ("torch", "cuda", False)
-        assert choice.reason.endswith("torch's own path, because kvboost_edge_cuda is not installed")
+        assert choice.reason.endswith(
+            "torch's own path, because kvboost_edge_cuda is not installed"
+        )
     assert choose_backend("torch", "cuda").wanted
 
 
@@ -175,7 +177,9 @@ def test_what_backends_say_of_themselves():
     coded = dataclasses.replace(SPEC, dtype="float16", bits=(8, 8))
     said = {}
     for name, spec in (("cpu", SPEC), ("reference", SPEC), ("torch", SPEC), ("coded", coded)):
-        backend = make_backend(choose_backend("cpu" if spec is coded else name), spec, 3, num_threads=1)
+        backend = make_backend(
+            choose_backend("cpu" if spec is coded else name), spec, 3, num_threads=1
+        )
         said[name] = backend.describe()
         held = sum(region.nbytes for region in said[name].pool_regions)
         assert held == (0 if name == "torch" else backend.pool_bytes)
@@ -189,7 +193,14 @@ def test_what_backends_say_of_themselves():
 
 
 def test_arrays_are_known_before_a_backend_is_made():
-    names = {"cpu": "numpy", "torch": "torch", "mps": "torch", "cuda": "torch", "cuda:1": "torch", "auto": ""}
+    names = {
+        "cpu": "numpy",
+        "torch": "torch",
+        "mps": "torch",
+        "cuda": "torch",
+        "cuda:1": "torch",
+        "auto": "",
+    }
     assert {name: array_kind_of(name) for name in names} == names
 
 

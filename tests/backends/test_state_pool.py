@@ -12,7 +12,8 @@ from kvboost_edge.backends.select import choose_backend, load_module, make_backe
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 
-CONV, DELTA = LayerStateSpec(2, 24), LayerStateSpec(3, 80, 4, 32, 48, 8)
+CONV = LayerStateSpec(2, 24)
+DELTA = LayerStateSpec(3, 80, 4, 32, 48, 8)
 SPEC = KVSpec((LayerKVSpec(1, 16),), 16, "float32", states=(CONV, DELTA))
 
 

@@ -9,7 +9,10 @@ from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
-BLOCK, KV_HEADS, Q_HEADS, DIM = 16, 2, 6, 16
+BLOCK = 16
+KV_HEADS = 2
+Q_HEADS = 6
+DIM = 16
 LENGTHS = ((5, 5), (1, 40), (33, 50), (1, 17), (5, 80))  # new tokens, all tokens
 
 
@@ -27,13 +30,16 @@ def make_layout(lengths, rng, num_blocks):
         positions = np.arange(total - new, total)
         slots.append(row[positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK)
     starts = np.cumsum([0] + [new for new, _ in lengths]).astype(np.int32)
-    return BatchLayout(starts, np.array([total for _, total in lengths], np.int32), tables, np.concatenate(slots))
+    return BatchLayout(
+        starts, np.array([total for _, total in lengths], np.int32), tables, np.concatenate(slots)
+    )
 
 
 def attend_plainly(queries, keys, values, params):
     """One query at a time in float64: queries [n, heads, d] at the last n of the keys' positions."""
     per_kv = queries.shape[1] // keys.shape[1]
-    out, lse = torch.empty(queries.shape, dtype=torch.float64), torch.empty(queries.shape[:2], dtype=torch.float64)
+    out = torch.empty(queries.shape, dtype=torch.float64)
+    lse = torch.empty(queries.shape[:2], dtype=torch.float64)
     for i in range(len(queries)):
         position = len(keys) - len(queries) + i
         first = max(0, position - params.window + 1) if params.window else 0
@@ -42,7 +48,11 @@ def attend_plainly(queries, keys, values, params):
             scores = seen @ queries[i, head].double() * params.softmax_scale
             if params.softcap:
                 scores = params.softcap * torch.tanh(scores / params.softcap)
-            extra = [] if params.sinks is None else [torch.tensor([float(params.sinks[head])], dtype=torch.float64)]
+            extra = (
+                []
+                if params.sinks is None
+                else [torch.tensor([float(params.sinks[head])], dtype=torch.float64)]
+            )
             lse[i, head] = torch.cat([scores, *extra]).logsumexp(0)
             weights = torch.exp(scores - lse[i, head])
             out[i, head] = weights @ values[first : position + 1, head // per_kv].double()
@@ -67,7 +77,9 @@ def test_attention_of_a_ragged_batch_in_poisoned_memory(params, max_scores, monk
     backend.poison_blocks(range(24))
     layout = make_layout(LENGTHS, rng, 24)
     generator = torch.Generator().manual_seed(3)
-    keys, values = ([torch.randn(n, KV_HEADS, DIM, generator=generator) for _, n in LENGTHS] for _ in range(2))
+    keys, values = (
+        [torch.randn(n, KV_HEADS, DIM, generator=generator) for _, n in LENGTHS] for _ in range(2)
+    )
     queries = [torch.randn(new, Q_HEADS, DIM, generator=generator) * 2 for new, _ in LENGTHS]
     whole = make_whole(layout)
     backend.write_kv(0, torch.cat(keys), torch.cat(values), backend.prepare(whole))
@@ -75,8 +87,12 @@ def test_attention_of_a_ragged_batch_in_poisoned_memory(params, max_scores, monk
     start = 0
     for query, key, value in zip(queries, keys, values, strict=True):
         expected_out, expected_lse = attend_plainly(query, key, value, params)
-        torch.testing.assert_close(out[start : start + len(query)].double(), expected_out, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse[start : start + len(query)].double(), expected_lse, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out[start : start + len(query)].double(), expected_out, rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            lse[start : start + len(query)].double(), expected_lse, rtol=1e-5, atol=1e-5
+        )
         start += len(query)
 
 
@@ -102,7 +118,11 @@ def test_window_bounds_the_blocks_that_are_gathered():
 def test_sequences_with_equally_many_new_tokens_share_a_group():
     backend = TorchBackend(make_spec(), 24)
     batch = backend.prepare(make_layout(LENGTHS, np.random.default_rng(0), 24))
-    assert sorted((group.q_len, len(group.blocks)) for group in batch.groups(0)) == [(1, 2), (5, 2), (33, 1)]
+    assert sorted((group.q_len, len(group.blocks)) for group in batch.groups(0)) == [
+        (1, 2),
+        (5, 2),
+        (33, 1),
+    ]
 
 
 def test_copy_is_of_all_layers_and_in_order():
@@ -122,7 +142,11 @@ def test_copy_is_of_all_layers_and_in_order():
 @pytest.mark.parametrize(("dtype", "nbytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_pool_bytes(dtype, nbytes):
     backend = TorchBackend(make_spec(dtype, num_layers=3), 5)
-    assert backend.pool_bytes == 5 * 3 * 2 * BLOCK * KV_HEADS * DIM * nbytes == 5 * backend.spec.bytes_per_block
+    assert (
+        backend.pool_bytes
+        == 5 * 3 * 2 * BLOCK * KV_HEADS * DIM * nbytes
+        == 5 * backend.spec.bytes_per_block
+    )
     backend.close()
     assert backend.pool_bytes == 0
 
@@ -130,7 +154,9 @@ def test_pool_bytes(dtype, nbytes):
 def test_bfloat16_values_come_back_rounded_to_nearest():
     backend = TorchBackend(make_spec("bfloat16"), 2)
     layout = make_layout(((1, 1),), np.random.default_rng(0), 2)
-    value = torch.full((1, KV_HEADS, DIM), 1 + 2**-8 + 2**-9)  # between two bfloat16, nearer to the upper
+    value = torch.full(
+        (1, KV_HEADS, DIM), 1 + 2**-8 + 2**-9
+    )  # between two bfloat16, nearer to the upper
     batch = backend.prepare(layout)
     backend.write_kv(0, value, value, batch)
     out, _ = backend.attention(0, torch.zeros(1, Q_HEADS, DIM), batch, AttentionParams(1.0))

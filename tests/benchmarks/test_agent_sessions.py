@@ -40,16 +40,26 @@ def test_the_same_session_each_time():
 
 
 def test_its_requests():
-    plan, found = QUICK, played()
+    plan = QUICK
+    found = played()
     kinds = [request.kind for request in found]
     assert (kinds.count("turn"), kinds.count("title"), kinds.count("side")) == (12, 3, 12)
     assert [request.number for request in turns()] == list(range(1, 13))
     assert [request.number for request in found if request.restart] == [plan.restart]
-    assert {len(request.body.get("tools", ())) for request in found if request.kind == "turn"} == {24}
+    assert {len(request.body.get("tools", ())) for request in found if request.kind == "turn"} == {
+        24
+    }
     assert all("tools" not in request.body for request in found if request.kind == "title")
-    heads = {request.body["messages"][0]["content"].partition("\n")[2] for request in found if request.kind == "side"}
+    heads = {
+        request.body["messages"][0]["content"].partition("\n")[2]
+        for request in found
+        if request.kind == "side"
+    }
     assert len(heads) == 1
-    assert len({canonical(request.body["messages"][1]) for request in found if request.kind == "side"}) == 3
+    assert (
+        len({canonical(request.body["messages"][1]) for request in found if request.kind == "side"})
+        == 3
+    )
 
 
 @pytest.mark.parametrize("date_in", ["context", "system"])
@@ -57,24 +67,33 @@ def test_what_changes_is_what_it_says(date_in):
     """From turn to turn, and beside the messages that are new."""
     found = turns(dataclasses.replace(QUICK, date_in=date_in))
     for before, now in itertools.pairwise(found):
-        (system, first, *rest), (old_system, old_first, *old_rest) = now.body["messages"], before.body["messages"]
+        (system, first, *rest) = now.body["messages"]
+        (old_system, old_first, *old_rest) = before.body["messages"]
         seen = []
         if system["content"].splitlines()[0] != old_system["content"].splitlines()[0]:
             seen.append("billing")
         dated = [text for text in (system["content"], first["content"]) if "Today is" in text]
-        old_dated = [text for text in (old_system["content"], old_first["content"]) if "Today is" in text]
+        old_dated = [
+            text for text in (old_system["content"], old_first["content"]) if "Today is" in text
+        ]
         where = 0 if date_in == "system" else 1
         assert dated == [now.body["messages"][where]["content"]]
         if without_billing(dated[0]) != without_billing(old_dated[0]):
-            assert without_date(without_billing(dated[0])) == without_date(without_billing(old_dated[0]))
+            assert without_date(without_billing(dated[0])) == without_date(
+                without_billing(old_dated[0])
+            )
             seen.append("date")
-        names, old_names = ([tool["function"]["name"] for tool in one.body["tools"]] for one in (now, before))
+        names, old_names = (
+            [tool["function"]["name"] for tool in one.body["tools"]] for one in (now, before)
+        )
         if names != old_names:
             seen.append("tools")
         keys, old_keys = ({json.dumps(tool) for tool in one.body["tools"]} for one in (now, before))
         if keys != old_keys:
             seen.append("keys")
-        assert sorted(map(canonical, now.body["tools"])) == sorted(map(canonical, before.body["tools"]))
+        assert sorted(map(canonical, now.body["tools"])) == sorted(
+            map(canonical, before.body["tools"])
+        )
         assert rest[: len(old_rest)] == old_rest
         assert len(rest) > len(old_rest)
         assert (*seen, "thinking") == now.changes
@@ -96,7 +115,9 @@ def test_answers_are_sent_back_as_they_were():
     assert len(spoken) == len(results) == 11
     assert {message["content"] for message in spoken} == {ASKED.content}
     assert {message["tool_calls"][0]["id"] for message in spoken} == {"given0001"}
-    assert {message["tool_calls"][0]["function"]["arguments"] for message in spoken} == {ASKED.call[1]}
+    assert {message["tool_calls"][0]["function"]["arguments"] for message in spoken} == {
+        ASKED.call[1]
+    }
     assert {message["tool_call_id"] for message in results} == {"given0001"}
 
 
@@ -107,7 +128,9 @@ def test_a_server_that_gives_no_call_is_told_to_go_on():
 
 
 def test_calls_without_an_id_get_one():
-    messages = [request for request in played(answer=Answer()) if request.kind == "turn"][-1].body["messages"]
+    messages = [request for request in played(answer=Answer()) if request.kind == "turn"][-1].body[
+        "messages"
+    ]
     ids = [call["id"] for message in messages for call in message.get("tool_calls", ())]
     assert len(set(ids)) == len(ids) == 11
     assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == ids
@@ -120,6 +143,9 @@ def test_without_a_billing_line():
 
 
 def test_the_written_call_fits_its_tool():
-    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in turns()[0].body["tools"]}
+    tools = {
+        tool["function"]["name"]: tool["function"]["parameters"]
+        for tool in turns()[0].body["tools"]
+    }
     assert set(json.loads(CALL[1])) >= set(tools[CALL[0]]["required"])
     assert set(json.loads(CALL[1])) <= set(tools[CALL[0]]["properties"])

@@ -71,7 +71,9 @@ def test_bars(firsts, computed, met):
     }
     rows = rows_of(runs)
     assert [row["cold_s"] for row in rows] == [10.0, 11.0, 12.0]
-    assert [row["x_cold"] for row in rows] == pytest.approx([a / b for a, b in zip(firsts, (10, 11, 12), strict=True)])
+    assert [row["x_cold"] for row in rows] == pytest.approx(
+        [a / b for a, b in zip(firsts, (10, 11, 12), strict=True)]
+    )
     assert [row["peer_computed"] for row in rows] == [60, 70, 70]
     found = summary(runs, rows)
     assert {name: bar["met"] for name, bar in found["bars"].items()} == met
@@ -80,7 +82,11 @@ def test_bars(firsts, computed, met):
 
 
 def test_rounds_give_medians_and_one_server_alone_no_comparison():
-    runs = {Ours.label: [run([10.0, one, 2.0], [10, 5, 5], {1: 10.0, 3: 12.0}) for one in (1.0, 3.0, 2.0)]}
+    runs = {
+        Ours.label: [
+            run([10.0, one, 2.0], [10, 5, 5], {1: 10.0, 3: 12.0}) for one in (1.0, 3.0, 2.0)
+        ]
+    }
     rows = rows_of(runs)
     assert rows[1]["ttft_s"] == 2.0
     assert set(summary(runs, rows)["bars"]) == {"turn", "restart"}

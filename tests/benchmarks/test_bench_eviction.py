@@ -22,7 +22,8 @@ DIGESTS = {
 @pytest.mark.parametrize("name", TRACES)
 def test_a_generated_trace_is_what_it_was(name):
     text = "\n".join(
-        f"{access.at:.6f} {access.tenant} {access.prompt_ids} {access.output_ids}" for access in TRACES[name]()
+        f"{access.at:.6f} {access.tenant} {access.prompt_ids} {access.output_ids}"
+        for access in TRACES[name]()
     )
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == DIGESTS[name]
 
@@ -60,7 +61,9 @@ def test_the_bookkeeping_holds_under_every_order(policy):
     replay(trace, 500, POLICIES[policy], check_every=50)
 
 
-@pytest.mark.parametrize(("policy", "order"), [(LeastFrequentlyUsed, [1, 2, 0]), (FirstInFirstOut, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("policy", "order"), [(LeastFrequentlyUsed, [1, 2, 0]), (FirstInFirstOut, [0, 1, 2])]
+)
 def test_rivals_in_one_picture(policy, order):
     rival = policy(range(3))
     assert sorted(rival.take(3)) == [0, 1, 2]

@@ -13,12 +13,20 @@ from peers.random_model import write_gguf
 
 
 def _options(only):
-    return Namespace(only=[only], peers_python=Path("nothing"), threads=2, capacity=1024, short=True, cpu_features=None)
+    return Namespace(
+        only=[only],
+        peers_python=Path("nothing"),
+        threads=2,
+        capacity=1024,
+        short=True,
+        cpu_features=None,
+    )
 
 
 @pytest.mark.full
 def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
-    path, shape = tmp_path / "model.gguf", ALL_SHAPES["granite-4-tiny"]
+    path = tmp_path / "model.gguf"
+    shape = ALL_SHAPES["granite-4-tiny"]
     write_gguf(path, shape, "Q4_0")
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=64, speculation="off") as engine:
         stats = engine.paged_stats()
@@ -28,7 +36,10 @@ def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
     bench.memory(path)
     ours.close()
     about = ours.about["about"]
-    assert [about[key] for key in ("state_bytes", "pool_bytes")] == [stats["state_bytes"], stats["pool_bytes"]]
+    assert [about[key] for key in ("state_bytes", "pool_bytes")] == [
+        stats["state_bytes"],
+        stats["pool_bytes"],
+    ]
     peak, beside = (row[ours.label] for row in bench.rows())
     known = path.stat().st_size + stats["pool_bytes"] + stats["state_bytes"]
     assert 1e6 * (peak - beside) == pytest.approx(known)
@@ -37,7 +48,8 @@ def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
 
 def test_peers_and_what_has_no_file_have_no_memory_beside_it(tmp_path):
     class Peer:
-        label, about = "llama.cpp f16", {"about": {}}
+        label = "llama.cpp f16"
+        about = {"about": {}}
 
         def ask(self, what):
             return {"peak_mb": 700.0}
@@ -60,4 +72,7 @@ def test_megabytes_of_a_worker_are_those_of_the_host():
 
 
 def test_contenders_are_those_that_are_asked_for():
-    assert [label for label, *_ in contenders(_options("kvboost_edge"))] == ["kvboost_edge kv16", "kvboost_edge kv8"]
+    assert [label for label, *_ in contenders(_options("kvboost_edge"))] == [
+        "kvboost_edge kv16",
+        "kvboost_edge kv8",
+    ]

@@ -9,13 +9,24 @@ from peers.random_model import write_gguf
 
 
 @pytest.mark.parametrize(
-    "name", ["lfm2-tiny", *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3.5-tiny", "granite-4-tiny"))]
+    "name",
+    [
+        "lfm2-tiny",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("qwen3.5-tiny", "granite-4-tiny")
+        ),
+    ],
 )
 def test_a_tiny_model_finds_what_the_bars_ask_for(tmp_path, name):
-    asked, rows, more = run(options_from(["--quick", "--shape", name, "--layers", "4", "--models", str(tmp_path)]))
+    asked, rows, more = run(
+        options_from(["--quick", "--shape", name, "--layers", "4", "--models", str(tmp_path)])
+    )
     assert asked == f"bench_states {name}, 4 of 4 layers, Q4_0"
     by_name = {row["measure"]: row for row in rows}
-    assert {row["met"] for measure, row in by_name.items() if measure.startswith("shared prefix")} == {"met"}
+    assert {
+        row["met"] for measure, row in by_name.items() if measure.startswith("shared prefix")
+    } == {"met"}
     assert sum(measure.startswith("shared prefix") for measure in by_name) == 2
     # Of 2,000 tokens the last is not computed, and 1,984 are full blocks.
     assert more["rounds"]["second turn, computed"] == [80]
@@ -26,7 +37,8 @@ def test_a_tiny_model_finds_what_the_bars_ask_for(tmp_path, name):
 
 
 def test_nothing_is_kept_where_nothing_may_be_and_all_slots_come_back(tmp_path):
-    path, shape = tmp_path / "model.gguf", STATE_SHAPES["qwen3.5-tiny"]
+    path = tmp_path / "model.gguf"
+    shape = STATE_SHAPES["qwen3.5-tiny"]
     write_gguf(path, shape, "Q4_0")
     prompts = np.random.default_rng(0).integers(300, shape.vocab, (3, 70)).tolist()
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=64) as engine:

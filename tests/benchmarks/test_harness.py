@@ -17,7 +17,9 @@ def test_contenders_alternate_and_the_warm_up_is_not_counted():
 def test_report_ends_with_one_json_line_and_writes_it(tmp_path, capsys):
     out = tmp_path / "results" / "x.json"
     options = harness.parser("x").parse_args(["--quick", "--out", str(out)])
-    harness.report("bench_x", [{"name": "a", "ms": 1.5}, {"name": "bc", "ms": None}], options=options, depth=3)
+    harness.report(
+        "bench_x", [{"name": "a", "ms": 1.5}, {"name": "bc", "ms": None}], options=options, depth=3
+    )
     lines = capsys.readouterr().out.splitlines()
     last = json.loads(lines[-1])
     assert last == json.loads(out.read_text(encoding="utf-8"))
@@ -45,7 +47,9 @@ def test_json_has_the_options_without_paths(capsys):
     parser.add_argument("--files", nargs="+")
     parser.add_argument("--features")
     given = ["--quick", "--model", "m", "--files", "a", "/b", "--features", "+avx2,+fma"]
-    harness.report("bench_x", [{"ms": 1.5}], options=parser.parse_args(given), shown=[{"ms": "1.5 (1-2)"}])
+    harness.report(
+        "bench_x", [{"ms": 1.5}], options=parser.parse_args(given), shown=[{"ms": "1.5 (1-2)"}]
+    )
     lines = capsys.readouterr().out.splitlines()
     last = json.loads(lines[-1])
     assert last["options"] == {"quick": True, "out": None, "features": "+avx2,+fma"}

@@ -12,9 +12,9 @@ from quality_answers import QUESTIONS, is_sensible, is_valid
 def test_a_right_answer_fits_and_is_sensible(question):
     jsonschema_rs.meta.validate(question.schema)
     assert is_sensible(question, json.dumps(question.right))
-    assert is_sensible(question, json.dumps(question.right, indent=1).lower().replace("\n", "\n ")) or any(
-        isinstance(value, str) and value != value.lower() for value in question.properties
-    )
+    assert is_sensible(
+        question, json.dumps(question.right, indent=1).lower().replace("\n", "\n ")
+    ) or any(isinstance(value, str) and value != value.lower() for value in question.properties)
 
 
 def test_a_wrong_answer_is_valid_and_not_sensible():
@@ -24,7 +24,9 @@ def test_a_wrong_answer_is_valid_and_not_sensible():
     assert not is_sensible(question, wrong)
 
 
-@pytest.mark.parametrize("text", ["", "{", "Sure! {}", "{}", '{"name": 1, "age": 2}', '["Anna", 34]'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "Sure! {}", "{}", '{"name": 1, "age": 2}', '["Anna", 34]']
+)
 def test_what_does_not_fit_is_not_valid(text):
     question = next(each for each in QUESTIONS if each.kind == "extract")
     assert not is_valid(question, text)

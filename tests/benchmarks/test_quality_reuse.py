@@ -15,9 +15,13 @@ from reuse_texts import make_passages, make_questions
 SEED = "tested"
 
 
-@pytest.fixture(scope="module", params=[16, pytest.param(8, marks=pytest.mark.full)], ids=["kv16", "kv8"])
+@pytest.fixture(
+    scope="module", params=[16, pytest.param(8, marks=pytest.mark.full)], ids=["kv16", "kv8"]
+)
 def engine(request):
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=256, kv_cache_bits=request.param) as made:
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=256, kv_cache_bits=request.param
+    ) as made:
         yield made
 
 
@@ -36,7 +40,8 @@ def test_facts_that_a_seam_divides_are_lost_without_repair_and_kept_with_it(engi
     for number in range(3):
         answered += ask_round(engine, facts_cut(engine, SEED, number), {"facts": rules})
     none, overlap, blocks, default = (
-        row_of("cut", "facts", rule, [one for one in answered if one.rule == rule]) for rule in rules
+        row_of("cut", "facts", rule, [one for one in answered if one.rule == rule])
+        for rule in rules
     )
     assert none["n"] >= 8
     assert none["found"] > 0.9
@@ -54,9 +59,19 @@ def answered(rule, kl, right=None, full_right=None):
 
 
 def test_a_row_means_over_tokens_and_counts_judged_prompts_alone():
-    some = [answered("none", 0.0, True, True), answered("none", 2.0, False, True), answered("none", 1.0)]
+    some = [
+        answered("none", 0.0, True, True),
+        answered("none", 2.0, False, True),
+        answered("none", 1.0),
+    ]
     row = row_of("case", "harvest", "none", some)
-    assert (row["n"], row["judged"], row["right"], row["full right"], row["of full"]) == (3, 2, 0.5, 1.0, 0.5)
+    assert (row["n"], row["judged"], row["right"], row["full right"], row["of full"]) == (
+        3,
+        2,
+        0.5,
+        1.0,
+        0.5,
+    )
     assert (row["KL"], row["same top"], row["recomputed"]) == (1.0, 4 / 6, 0.25)
     assert row["KL 95%"][0] <= 1.0 <= row["KL 95%"][1]
 
@@ -72,8 +87,13 @@ def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path):
     first.keep("case", 0, [answered(OTHER_ORDER, 0.5), answered("none", 1.5, True, False)])
     again = Kept(path)
     assert again.rounds == first.rounds
-    assert again.rows([Series("case", facts_moved, {}, 2)]) == first.rows([Series("case", facts_moved, {}, 2)])
-    assert len(again.rows([Series("case", facts_moved, {}, 2), Series("other", facts_moved, {}, 2)])) == 2
+    assert again.rows([Series("case", facts_moved, {}, 2)]) == first.rows(
+        [Series("case", facts_moved, {}, 2)]
+    )
+    assert (
+        len(again.rows([Series("case", facts_moved, {}, 2), Series("other", facts_moved, {}, 2)]))
+        == 2
+    )
 
 
 def test_questions_are_answered_by_their_passages_and_by_no_other():

@@ -49,8 +49,12 @@ def test_a_mixture_has_q6_k_where_it_pays(tmp_path):
     assert kinds["token_embd.weight"] == "Q6_K"
     for layer in range(QWEN3.layers):
         expected = "Q6_K" if more_bits(layer, QWEN3.layers) else "Q4_K"
-        assert {kinds[f"blk.{layer}.{name}.weight"] for name in ("attn_v", "ffn_down")} == {expected}
-        assert {kinds[f"blk.{layer}.{name}.weight"] for name in ("attn_q", "attn_k", "ffn_up")} == {"Q4_K"}
+        assert {kinds[f"blk.{layer}.{name}.weight"] for name in ("attn_v", "ffn_down")} == {
+            expected
+        }
+        assert {kinds[f"blk.{layer}.{name}.weight"] for name in ("attn_q", "attn_k", "ffn_up")} == {
+            "Q4_K"
+        }
     assert [layer for layer in range(8) if more_bits(layer, 8)] == [0, 3, 6, 7]
 
 
@@ -71,7 +75,8 @@ LAYERED = {**HYBRID_SHAPES, **MIXTURE_SHAPES}
 
 @pytest.mark.parametrize("name", [name for name in LAYERED if name.endswith("-tiny")])
 def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
-    path, shape = tmp_path / "model.gguf", LAYERED[name]
+    path = tmp_path / "model.gguf"
+    shape = LAYERED[name]
     write_gguf(path, shape, "MXFP4" if name.startswith("gpt-oss") else "Q4_0")
     tokens = np.random.default_rng(1).integers(300, shape.vocab, 40).tolist()
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
@@ -80,7 +85,9 @@ def test_files_of_states_and_experts_are_read_and_computed(tmp_path, name):
     assert 0.05 < logits.std() < 50
 
 
-@pytest.mark.parametrize(("name", "family"), [("nemotron-h-tiny", "nemotron_h"), ("falcon-h1-tiny", "falcon_h1")])
+@pytest.mark.parametrize(
+    ("name", "family"), [("nemotron-h-tiny", "nemotron_h"), ("falcon-h1-tiny", "falcon_h1")]
+)
 def test_tensors_are_called_and_shaped_as_in_files_of_the_converter(tmp_path, name, family):
     """Of a model of transformers with the sizes of the shape."""
     shape = HYBRID_SHAPES[name]
@@ -103,13 +110,24 @@ def test_tensors_are_called_and_shaped_as_in_files_of_the_converter(tmp_path, na
 
 @pytest.mark.parametrize(
     ("name", "layers"),
-    [("lfm2-tiny", 2), ("granite-4-tiny", 3), ("nemotron-h-tiny", 3), ("gemma-4-moe-tiny", 3), ("gemma-4-tiny", 5)],
+    [
+        ("lfm2-tiny", 2),
+        ("granite-4-tiny", 3),
+        ("nemotron-h-tiny", 3),
+        ("gemma-4-moe-tiny", 3),
+        ("gemma-4-tiny", 5),
+    ],
 )
 def test_a_shape_is_cut_to_its_first_layers(tmp_path, name, layers):
-    path, shape = tmp_path / "model.gguf", {**SHAPES, **LAYERED}[name]
+    path = tmp_path / "model.gguf"
+    shape = {**SHAPES, **LAYERED}[name]
     write_gguf(path, shape.cut(layers), "Q8_0")
     reader = gguf.GGUFReader(path)
-    kept = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors if tensor.name.startswith("blk.")}
+    kept = {
+        tensor.name: tensor.shape.tolist()
+        for tensor in reader.tensors
+        if tensor.name.startswith("blk.")
+    }
     assert {int(found.split(".")[1]) for found in kept} == set(range(layers))
     with CPUPagedEngine.from_pretrained(str(path), num_blocks=16) as engine:
         assert np.isfinite(engine.logits([300, 301])).all()

@@ -74,7 +74,10 @@ def test_a_router_that_knows_what_the_tier_has_waits_less():
     """Bars for a short run, on the virtual clock: the same on every machine. Twice the work that there would be room
     for without the tier, in prompts that are long and alike."""
     busy = workload("agents", REPLICAS, 2.0, 300.0, 500)
-    told, untold = (simulate(busy, REPLICAS, "ours", shared=Shared(5e-5, is_told))[0] for is_told in (True, False))
+    told, untold = (
+        simulate(busy, REPLICAS, "ours", shared=Shared(5e-5, is_told))[0]
+        for is_told in (True, False)
+    )
     assert np.percentile(told.ttft, 99) < 0.8 * np.percentile(untold.ttft, 99)
     assert np.mean(told.ttft) < 0.9 * np.mean(untold.ttft)
 
@@ -87,7 +90,10 @@ def test_a_router_that_looks_at_states_expects_what_is_found():
     """Bars for a short run, on the virtual clock: the same on every machine. With few slots many blocks have no state:
     who counts blocks alone expects a seventh of all tokens to be there that are computed."""
     busy = workload("chats", REPLICAS, 1.2, 240.0, 600)
-    seen, unseen = (simulate(busy, REPLICAS, "ours", states=States(64, are_seen))[0] for are_seen in (True, False))
+    seen, unseen = (
+        simulate(busy, REPLICAS, "ours", states=States(64, are_seen))[0]
+        for are_seen in (True, False)
+    )
     assert (seen.unknown, unseen.unknown) == (0, 0)
     assert seen.missed_tokens < 0.02 * seen.prompt_tokens
     assert unseen.missed_tokens > 0.13 * unseen.prompt_tokens
@@ -95,6 +101,8 @@ def test_a_router_that_looks_at_states_expects_what_is_found():
 
 
 def test_states_in_a_shared_tier_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["sim_router.py", "--quick", "--shared", "0.0", "--states", "64"])
+    monkeypatch.setattr(
+        "sys.argv", ["sim_router.py", "--quick", "--shared", "0.0", "--states", "64"]
+    )
     with pytest.raises(SystemExit, match=r"--states and --shared"):
         main()

@@ -139,9 +139,11 @@ def test_inspect_for_people(tiny_model_dir, printed):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "half checkpoint"])
 def test_inspect_agrees_with_the_engine(runner, dtype, tiny_model_dir, tmp_path, answered):
     """Checkpoints in half precision are computed in float32 on the CPU."""
-    options, directory = {"runner": runner, "dtype": dtype}, tiny_model_dir
+    options = {"runner": runner, "dtype": dtype}
+    directory = tiny_model_dir
     if dtype == "half checkpoint":
-        options, directory = {"runner": runner}, shutil.copytree(tiny_model_dir, tmp_path / "half")
+        options = {"runner": runner}
+        directory = shutil.copytree(tiny_model_dir, tmp_path / "half")
         change_json(directory / "config.json", dtype="float16")
     report = answered(
         "inspect",

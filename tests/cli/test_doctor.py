@@ -12,7 +12,8 @@ def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(
 ):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model("lfm2", tmp_path / "model")
-    checkpoint, config = Checkpoint.open(path), EngineConfig.from_options(num_blocks=64)
+    checkpoint = Checkpoint.open(path)
+    config = EngineConfig.from_options(num_blocks=64)
     spec = plan_fit(
         checkpoint, config, select_path(checkpoint, config), checkpoint.summary(), 10**9
     ).info.kv_spec

@@ -25,7 +25,9 @@ def log_softmax(logits):
 
 def expected_perplexity(engine, ids, window):
     """Every window whole, each token taken from the first window that holds it."""
-    total, first, scored = 0.0, 0, 1
+    total = 0.0
+    first = 0
+    scored = 1
     while scored < len(ids):
         piece = ids[first : first + window]
         logs = log_softmax(engine.logits(piece))
@@ -62,7 +64,8 @@ def test_differences_to_another_form(tiny_model_dir):
         assert same is not None
         assert (same.mean_kl, same.max_kl, same.top1_agreement) == (0.0, 0.0, 1.0)
         score = score_text(one, ids, window=64, against=other)
-        p, q = log_softmax(one.logits(ids))[:-1], log_softmax(other.logits(ids))[:-1]
+        p = log_softmax(one.logits(ids))[:-1]
+        q = log_softmax(other.logits(ids))[:-1]
         kl = (np.exp(p) * (p - q)).sum(-1)
         assert score.difference is not None
         assert score.difference.mean_kl == pytest.approx(kl.mean(), rel=1e-6)

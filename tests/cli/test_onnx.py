@@ -14,11 +14,17 @@ def test_inspect_says_what_a_folder_holds_and_what_runs_it(tmp_path):
     known = write_onnx(build_tiny_model("qwen2"), tmp_path / "known", Form(block=64))
     report = model_report(Checkpoint.open(known), EngineConfig())
     assert report["format"] == "ONNX 4 bit"
-    assert (report["runner"], report["weights"], report["architecture"]) == ("native", "auto", "qwen2")
+    assert (report["runner"], report["weights"], report["architecture"]) == (
+        "native",
+        "auto",
+        "qwen2",
+    )
     assert report["weight_dtypes"] == "4 bit in blocks of 64, F32"
     assert report["weight_files"] == "model.onnx, model.onnx.data"
     assert report["layers"] == 3
-    other = write_onnx(build_tiny_model("qwen2"), tmp_path / "other", Form(concat=True), ConcatDecoder)
+    other = write_onnx(
+        build_tiny_model("qwen2"), tmp_path / "other", Form(concat=True), ConcatDecoder
+    )
     report = model_report(Checkpoint.open(other), EngineConfig())
     assert (report["runner"], report["backend"]) == ("onnx", "cpu")
     assert "not the native runner: " in report["runner_reason"]
@@ -32,7 +38,9 @@ def test_doctor_names_the_runner_or_what_is_missing(tmp_path, monkeypatch):
     report = doctor_report(str(folder), {}, EngineConfig())
     assert report[section]["runner"] == "onnx"
     assert report["Versions"]["onnxruntime"] != "not installed"
-    monkeypatch.setattr("kvboost_edge.runners.onnx.plan.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "kvboost_edge.runners.onnx.plan.importlib.util.find_spec", lambda name: None
+    )
     found = doctor_report(str(folder), {}, EngineConfig())[section]
     assert found["runner"] == "none"
     assert "needs onnxruntime, which is not installed" in found["runner_reason"]

@@ -93,12 +93,17 @@ def test_a_model_here_is_followed_step_by_step(at_once, monkeypatch):
         def until_drawn(batch):
             """A step of the prompt begins when the last one was drawn."""
             if runner.computed < 96:
-                wait_until(lambda: f"{runner.computed} of 100 tokens" in shown(file), f"{runner.computed} to be drawn")
+                wait_until(
+                    lambda: f"{runner.computed} of 100 tokens" in shown(file),
+                    f"{runner.computed} to be drawn",
+                )
 
         runner.on_forward = until_drawn
 
         def write(piece):
-            assert file.getvalue().rstrip("\n").endswith(ERASED), "the bar is gone before the first text"
+            assert file.getvalue().rstrip("\n").endswith(ERASED), (
+                "the bar is gone before the first text"
+            )
             pieces.append(piece)
 
         result = answer(engine, list(range(100)), {"max_new_tokens": 4}, write, console)
@@ -126,7 +131,11 @@ def test_a_prompt_that_is_interrupted_is_cancelled(at_once):
 @pytest.mark.parametrize("owner", ["kvboost-edge", "llamacpp"])
 def test_a_server_is_asked_and_tells(server, owner):
     server.models = {"data": [{"id": "a-model", "owned_by": owner}]}
-    told = {name: number for name, number in TOLD.items() if owner == "kvboost-edge" or name != "estimated_ms"}
+    told = {
+        name: number
+        for name, number in TOLD.items()
+        if owner == "kvboost-edge" or name != "estimated_ms"
+    }
     server.events = [chunk("", prompt_progress=told), *GOOD]
     with RemoteChat(server.url) as remote:
         first, *rest = remote.stream([{"role": "user", "content": "Hi"}], {}, progress=True)
@@ -147,7 +156,9 @@ def test_a_server_that_might_refuse_is_not_asked(server, models):
     assert "return_progress" not in server.bodies[-1]
 
 
-@pytest.mark.parametrize("told", [7, [], {}, {**TOLD, "total": "many"}, {**TOLD, "processed": None}, {"total": 1}])
+@pytest.mark.parametrize(
+    "told", [7, [], {}, {**TOLD, "total": "many"}, {**TOLD, "processed": None}, {"total": 1}]
+)
 def test_what_is_no_progress_is_passed_over(server, told):
     server.events = [chunk("", prompt_progress=told), *GOOD]
     with RemoteChat(server.url) as remote:
@@ -160,7 +171,9 @@ def test_a_servers_progress_is_drawn_before_its_answer(server, at_once):
     server.events = [chunk("", prompt_progress=TOLD), *GOOD]
     console, file = terminal()
     with RemoteChat(server.url) as remote:
-        message, _ = _remote(remote, {}, console).reply([{"role": "user", "content": "Hi"}], file.write)
+        message, _ = _remote(remote, {}, console).reply(
+            [{"role": "user", "content": "Hi"}], file.write
+        )
     assert message["content"] == "Hello"
     assert "2,560 of 4,210 tokens, about 4 s left" in shown(file)
     assert file.getvalue().endswith("Hello")

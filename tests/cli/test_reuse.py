@@ -8,11 +8,9 @@ import pytest
 from helpers.engine.fake_runner import fake_engine
 from kvboost_edge.cli import generate
 
-HEAD, ONE, TWO = (
-    "A head of thirty-two characters. ",
-    "First " * 9 + "document. ",
-    "Second " * 7 + "document! ",
-)
+HEAD = "A head of thirty-two characters. "
+ONE = "First " * 9 + "document. "
+TWO = "Second " * 7 + "document! "
 
 
 @pytest.fixture(autouse=True)

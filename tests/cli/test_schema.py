@@ -37,7 +37,8 @@ def test_a_generated_text_fits_the_schema(schema_file, answered):
 def test_each_answer_of_a_chat_fits_the_schema(schema_file, printed, typed):
     typed("Who?\nAnd who else?\n/quit\n")
     out = printed("chat", "--json-schema", schema_file, "-n", "80", "--no-pack-cache", *SMALL).out
-    answers, at = [], out.find("{")
+    answers = []
+    at = out.find("{")
     while at >= 0:
         value, end = json.JSONDecoder().raw_decode(out, at)
         answers.append(value)

@@ -125,7 +125,9 @@ def test_hidden_slots_anywhere_do_not_matter(model, hole):
     """Rows of different lengths whose KV was computed alone; windows too count positions, not slots."""
     prompts = [list(range(40, 40 + n)) for n in (30, 17, 24)]
     longest = 30
-    rows, masks, first = [], [], []
+    rows = []
+    masks = []
+    first = []
     for prompt in prompts:
         with torch.inference_mode():
             out = model(torch.tensor([prompt]), past_key_values=DynamicCache(), use_cache=True)

@@ -164,7 +164,9 @@ def test_payloads_of_any_kind_are_kept():
 
         __hash__ = None
 
-    lock, contrary, loop = threading.Lock(), Contrary(), []
+    lock = threading.Lock()
+    contrary = Contrary()
+    loop = []
     loop.append(loop)
     cache = KVCache(page_size=1, max_pages=10)
     for seq_id in ("a", "b"):

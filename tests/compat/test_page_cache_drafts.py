@@ -12,7 +12,8 @@ from kvboost_edge.errors import CapacityError, RequestError
 @pytest.mark.parametrize("num_drafts", [0, 1, 5])
 @pytest.mark.parametrize("prefixed", [False, True])
 def test_accepted_drafts_are_appended_and_the_rest_is_dropped(length, num_drafts, prefixed):
-    payloads, drafts = [f"kv{i}" for i in range(length)], [f"draft{i}" for i in range(num_drafts)]
+    payloads = [f"kv{i}" for i in range(length)]
+    drafts = [f"draft{i}" for i in range(num_drafts)]
     for kept in range(num_drafts + 1):
         cache = KVCache(page_size=4, max_pages=100)
         cache.attach("s", payloads, list(range(length)) if prefixed else None)
@@ -46,10 +47,8 @@ def test_a_rejected_draft_leaves_no_trace():
 def test_a_second_draft_closes_with_the_first_that_is_accepted():
     cache = KVCache(page_size=4, max_pages=100)
     cache.attach("s", [0])
-    one, two = (
-        cache.hook_speculative_decode("s", ["x"]),
-        cache.hook_speculative_decode("s", ["y", "z"]),
-    )
+    one = cache.hook_speculative_decode("s", ["x"])
+    two = cache.hook_speculative_decode("s", ["y", "z"])
     assert (one.get(), two.get()) == ([0, "x"], [0, "y", "z"])
     two.accept(1)
     assert cache.get("s") == [0, "y"]

@@ -13,7 +13,11 @@ def test_equal_prefixes_hold_their_pages_once():
         cache.attach(seq_id, [*prefix, seq_id], prefix)
     stats = cache.stats()
     assert stats["allocated_pages"] == 2 + 10
-    assert (stats["shared_pages_count"], stats["total_page_refs"], stats["prefix_shares"]) == (2, 30, 9)
+    assert (stats["shared_pages_count"], stats["total_page_refs"], stats["prefix_shares"]) == (
+        2,
+        30,
+        9,
+    )
     assert stats["prefix_map_size"] == 2
     assert all(cache.get(seq_id) == [*prefix, seq_id] for seq_id in range(10))
 
@@ -23,7 +27,11 @@ def test_a_prefix_shorter_than_a_page_shares_a_page_of_equal_payloads():
     cache.attach(1, list(range(300)), list(range(100)))
     cache.attach(2, list(range(300)), list(range(100)))
     cache.attach(3, list(range(301)), list(range(100)))
-    assert [cache.get(i) for i in (1, 2, 3)] == [list(range(300)), list(range(300)), list(range(301))]
+    assert [cache.get(i) for i in (1, 2, 3)] == [
+        list(range(300)),
+        list(range(300)),
+        list(range(301)),
+    ]
     assert (cache.stats()["prefix_shares"], cache.stats()["allocated_pages"]) == (1, 2)
 
 

@@ -18,7 +18,9 @@ CORE = {
     "one key": Case(((1, 1),)),
     "varied": Case(((3, 140), (0, 5), (37, 37), (9, 4), (2, 0)), (4, 2)),
     "blocks": Case(((1, 130), (20, 83), (5, 5)), (3, 1), block_size=16, shared=2),
-    "splits": Case(((4, 200), (1, 30)), (4, 2), block_size=32, num_splits=3, has_sinks=True, softcap=15.0),
+    "splits": Case(
+        ((4, 200), (1, 30)), (4, 2), block_size=32, num_splits=3, has_sinks=True, softcap=15.0
+    ),
     "window": Case(((50, 170),), (2, 2), window=(40, 0), block_size=48, has_sinks=True),
     "batch": Case(((6, 66), (6, 31)), (2, 2), is_flat=False, is_strided=True, window=NO_MASK),
 }
@@ -32,7 +34,10 @@ MORE = {
     "no keys, sinks": Case(((5, 0), (9, 3)), has_sinks=True),
     "no keys, splits": Case(((5, 0), (9, 3)), num_splits=4),
     "no keys, blocks": Case(((2, 0), (1, 16)), block_size=16),
-    **{f"{group} heads to a kv head": Case(((5, 40), (1, 70)), (2 * group, 2), block_size=16) for group in range(1, 9)},
+    **{
+        f"{group} heads to a kv head": Case(((5, 40), (1, 70)), (2 * group, 2), block_size=16)
+        for group in range(1, 9)
+    },
     "window to both sides": Case(((40, 90),), window=(5, 9)),
     "window to the right": Case(((40, 90),), window=(-1, 4)),
     "window to the right, fewer keys": Case(((60, 30),), window=(-1, 4)),
@@ -73,8 +78,12 @@ def is_right_in_every_order(kernels, case, form):
             np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.parametrize(("case", "kind", "head_dim", "warps_m"), pairwise(CORE, KINDS, HEAD_DIMS, (4, 1)))
-def test_attention_of_every_form_is_the_oracles_in_every_order(kernels, case, kind, head_dim, warps_m):
+@pytest.mark.parametrize(
+    ("case", "kind", "head_dim", "warps_m"), pairwise(CORE, KINDS, HEAD_DIMS, (4, 1))
+)
+def test_attention_of_every_form_is_the_oracles_in_every_order(
+    kernels, case, kind, head_dim, warps_m
+):
     is_right_in_every_order(kernels, CORE[case], Form(*KINDS[kind], head_dim, warps_m))
 
 
@@ -84,12 +93,19 @@ def test_attention_is_the_oracles_in_every_order(kernels, case, kind, warps_m):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "warps_m", "is_wmma"), pairwise((8, 40, 72, 80, 112, 160, 192, 248), (4, 1), (False, True))
+    ("head_dim", "warps_m", "is_wmma"),
+    pairwise((8, 40, 72, 80, 112, 160, 192, 248), (4, 1), (False, True)),
 )
 def test_a_head_dim_between_two_forms_takes_the_larger(kernels, head_dim, warps_m, is_wmma):
     form = Form(is_wmma, F16, min(dim for dim in HEAD_DIMS if dim >= head_dim), warps_m)
     for splits in (1, 2):
-        case = Case(((5, 70), (18, 18)), block_size=16, head_dim=head_dim, num_splits=splits, is_strided=splits == 2)
+        case = Case(
+            ((5, 70), (18, 18)),
+            block_size=16,
+            head_dim=head_dim,
+            num_splits=splits,
+            is_strided=splits == 2,
+        )
         is_right_in_every_order(kernels, case, form)
 
 

@@ -82,7 +82,9 @@ def test_lse_may_be_left_out():
     call.params.lse = None
     library().attention(call.params, form, Schedule(0, 0))
     assert np.isnan(call.lse).all()
-    np.testing.assert_array_equal(call.result().out[0], run(library(), case, form, inputs, Schedule(0, 0)).out[0])
+    np.testing.assert_array_equal(
+        call.result().out[0], run(library(), case, form, inputs, Schedule(0, 0)).out[0]
+    )
 
 
 @pytest.mark.parametrize("is_wmma", [False, True], ids=["mma", "wmma"])
@@ -93,6 +95,8 @@ def test_fibers_of_the_c_library_do_the_same(is_wmma):
     inputs = make_inputs(case, form)
     plain = library((64,), ("-DKVBOOST_EDGE_UCONTEXT",))
     for schedule in SCHEDULES:
-        result, expected = (run(kernels, case, form, inputs, schedule) for kernels in (plain, library()))
+        result, expected = (
+            run(kernels, case, form, inputs, schedule) for kernels in (plain, library())
+        )
         np.testing.assert_array_equal(result.out[0], expected.out[0])
         np.testing.assert_array_equal(result.lse[1], expected.lse[1])

@@ -17,14 +17,18 @@ def kernels():
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["forward", "backward", "shuffled"])
 @pytest.mark.parametrize(
-    ("heads", "dim", "block_size", "is_strided"), [(1, 8, 16, False), (3, 64, 16, True), (8, 256, 48, False)]
+    ("heads", "dim", "block_size", "is_strided"),
+    [(1, 8, 16, False), (3, 64, 16, True), (8, 256, 48, False)],
 )
 def test_keys_and_values_go_to_their_slots_and_nothing_else_changes(
     kernels, heads, dim, block_size, is_strided, schedule
 ):
     rng = np.random.default_rng(1)
-    num_blocks, num_tokens = 5, 40
-    shape = (num_blocks, heads, block_size, dim) if is_strided else (num_blocks, block_size, heads, dim)
+    num_blocks = 5
+    num_tokens = 40
+    shape = (
+        (num_blocks, heads, block_size, dim) if is_strided else (num_blocks, block_size, heads, dim)
+    )
     memory = rng.integers(0, 65536, (2, *shape), dtype=np.uint16)
     pools = [pool.transpose(0, 2, 1, 3) if is_strided else pool for pool in memory]
     # keys and values of one projection: rows of both, one after the other
@@ -60,7 +64,9 @@ def test_blocks_are_copied_in_order_in_every_pool(kernels, schedule):
     rng = np.random.default_rng(2)
     sizes = (16, 2048, 5040)  # less than a CTA's share, just as much, and several with a tail
     pools = [rng.integers(0, 256, (6, size), dtype=np.uint8) for size in sizes]
-    pairs = np.array([(0, 1), (1, 2), (3, 0), (2, 5), (5, 5)], dtype=np.int64)  # 0's content ends in 1, 2 and 5
+    pairs = np.array(
+        [(0, 1), (1, 2), (3, 0), (2, 5), (5, 5)], dtype=np.int64
+    )  # 0's content ends in 1, 2 and 5
     expected = [pool.copy() for pool in pools]
     for pool, (source, target) in itertools.product(expected, pairs):
         pool[target] = pool[source]

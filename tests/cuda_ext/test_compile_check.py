@@ -51,16 +51,29 @@ def elf():
     """One kernel of three instructions, and one int of value 77."""
     names = b"\0.shstrtab\0.text.kernel\0.data\0.symtab\0.strtab\0"
     code = b"".join(struct.pack("<QQ", word, 0) for word in (0xABC123C, 0x723C, 0x7918))
-    data, strings = struct.pack("<i", 77), b"\0number\0"
+    data = struct.pack("<i", 77)
+    strings = b"\0number\0"
     symbol = struct.pack("<IBBHQQ", 1, 0, 0, 3, 0, 4)
-    parts, kinds = [names, code, data, symbol, strings], [3, 1, 1, 2, 3]
+    parts = [names, code, data, symbol, strings]
+    kinds = [3, 1, 1, 2, 3]
     words = [".shstrtab", ".text.kernel", ".data", ".symtab", ".strtab"]
-    at, headers = 64, [struct.pack("<IIQQQQIIQQ", *([0] * 10))]
+    at = 64
+    headers = [struct.pack("<IIQQQQIIQQ", *([0] * 10))]
     for kind, word, part in zip(kinds, words, parts, strict=True):
         offset = names.index(word.encode() + b"\0")
-        headers.append(struct.pack("<IIQQQQIIQQ", offset, kind, 0, 0, at, len(part), 5 if kind == 2 else 0, 0, 1, 0))
+        headers.append(
+            struct.pack(
+                "<IIQQQQIIQQ", offset, kind, 0, 0, at, len(part), 5 if kind == 2 else 0, 0, 1, 0
+            )
+        )
         at += len(part)
-    start = b"\x7fELF\x02\x01" + bytes(34) + struct.pack("<Q", at) + bytes(10) + struct.pack("<HHH", 64, 6, 1)
+    start = (
+        b"\x7fELF\x02\x01"
+        + bytes(34)
+        + struct.pack("<Q", at)
+        + bytes(10)
+        + struct.pack("<HHH", 64, 6, 1)
+    )
     return start + b"".join(parts) + b"".join(headers)
 
 
@@ -74,17 +87,23 @@ def test_opcodes_and_numbers_are_read_from_a_file_of_code():
 
 
 def test_every_form_is_in_a_program():
-    forms = {machine.name: [form for _, group in programs(machine) for form in group] for machine in MACHINES}
+    forms = {
+        machine.name: [form for _, group in programs(machine) for form in group]
+        for machine in MACHINES
+    }
     assert {name: len(found) for name, found in forms.items()} == {
         "sm_70": 11, "sm_75": 11, "sm_80": 20, "sm_86": 20, "sm_89": 20, "sm_90": 20,
     }  # fmt: skip
     assert all(len(set(found)) == len(found) for found in forms.values())
     attention = {form[1:] for form in forms["sm_80"] if form.is_attention}
-    assert attention == {(dtype, dim, m) for dtype in ("F16", "BF16") for dim in (64, 96, 128, 256) for m in (4, 1)}
+    assert attention == {
+        (dtype, dim, m) for dtype in ("F16", "BF16") for dim in (64, 96, 128, 256) for m in (4, 1)
+    }
 
 
 GOOD = Used(128, 0, 0, 0)
-ATTENTION, OTHER = Form("attention_mma", "F16", 64, 4), Form("write_kv")
+ATTENTION = Form("attention_mma", "F16", 64, 4)
+OTHER = Form("write_kv")
 
 
 def problems(machine, form, used, shared, hmma):

@@ -46,7 +46,8 @@ def test_a_kernel_without_fault_gives_the_same_in_every_order(functions):
 
 
 @pytest.mark.parametrize(
-    "name", ["no_block_barrier", "no_warp_barrier", "copy_read_too_early", "copy_over_what_others_read"]
+    "name",
+    ["no_block_barrier", "no_warp_barrier", "copy_read_too_early", "copy_over_what_others_read"],
 )
 def test_a_race_gives_different_results_in_some_orders(functions, name):
     found = outcomes(functions, name)
@@ -58,8 +59,14 @@ def test_a_race_gives_different_results_in_some_orders(functions, name):
     ("name", "message"),
     [
         ("barriers_of_two_branches", "divergent barrier: another thread waits at line"),
-        ("barrier_that_some_miss", "deadlock: 32 of 128 threads have returned, 96 wait at __syncthreads"),
-        ("shuffle_of_half_a_warp", "deadlock: 64 of 128 threads have returned, 0 wait at __syncthreads"),
+        (
+            "barrier_that_some_miss",
+            "deadlock: 32 of 128 threads have returned, 96 wait at __syncthreads",
+        ),
+        (
+            "shuffle_of_half_a_warp",
+            "deadlock: 64 of 128 threads have returned, 0 wait at __syncthreads",
+        ),
         ("shuffles_of_two_branches", "divergent warp: another of its threads waits at line"),
         ("copy_off_by_two_bytes", "must be a multiple of 16"),
         ("matrix_behind_the_end", "is outside of 2048 bytes of shared memory"),
@@ -72,7 +79,9 @@ def test_what_no_order_makes_right_ends_the_launch_with_its_place(functions, nam
 
 
 def test_a_copy_that_nobody_waits_for_is_an_error_where_it_is_late(functions):
-    for (_, timing), outcome in zip(SCHEDULES, outcomes(functions, "copy_nobody_waits_for"), strict=True):
+    for (_, timing), outcome in zip(
+        SCHEDULES, outcomes(functions, "copy_nobody_waits_for"), strict=True
+    ):
         assert isinstance(outcome, str) == (timing == 1)
 
 
@@ -97,7 +106,9 @@ def test_numbers_round_to_the_nearest_and_ties_to_even(functions):
     )  # fmt: skip
     with np.errstate(over="ignore"):
         expected = to_bits(numbers, F16)
-    assert [functions.pack_half(x, 1.0) for x in numbers.tolist()] == [0x3C00 << 16 | int(b) for b in expected]
+    assert [functions.pack_half(x, 1.0) for x in numbers.tolist()] == [
+        0x3C00 << 16 | int(b) for b in expected
+    ]
     assert [functions.pack_brain(1.0, x) for x in numbers.tolist()] == [
         int(b) << 16 | 0x3F80 for b in to_bits(numbers, BF16)
     ]
@@ -112,7 +123,11 @@ def sanitized(argument):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     return subprocess.run(
-        [sys.executable, script, argument], env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, script, argument],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
 
 

@@ -30,7 +30,8 @@ def library(monkeypatch, tmp_path):
 
 def say_built_for(monkeypatch, version, cuda):
     note = types.ModuleType("kvboost_edge_cuda.built_for")
-    note.TORCH, note.CUDA = version, cuda
+    note.TORCH = version
+    note.CUDA = cuda
     monkeypatch.setitem(sys.modules, "kvboost_edge_cuda.built_for", note)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: note)
 
@@ -62,7 +63,11 @@ def test_one_that_cannot_be_loaded_is_named(library, tmp_path, monkeypatch):
 @pytest.fixture
 def run_setup(monkeypatch, tmp_path):
     """Runs a copy of setup.py with a value of FORCE_CUDA; the arguments it calls setuptools with."""
-    copy = Path(shutil.copytree(ROOT / "cuda_ext", tmp_path / "cuda_ext", ignore=shutil.ignore_patterns("__pycache__")))
+    copy = Path(
+        shutil.copytree(
+            ROOT / "cuda_ext", tmp_path / "cuda_ext", ignore=shutil.ignore_patterns("__pycache__")
+        )
+    )
     monkeypatch.chdir(copy)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")  # so that it is as before afterwards
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
@@ -91,7 +96,9 @@ def have_nvcc(monkeypatch, folder, release):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(folder / "home"))
 
 
-def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(run_setup, monkeypatch, capsys):
+def test_without_cuda_the_python_part_alone_is_installed_unless_it_is_forced(
+    run_setup, monkeypatch, capsys
+):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert run_setup("0") == {}
     assert "installed without its compiled part: torch" in capsys.readouterr().err
@@ -113,7 +120,9 @@ def test_an_old_cuda_is_refused(run_setup, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("release", "first"), [("11.8", "7.0"), ("12.4", "7.0"), ("13.0", "7.5")])
-def test_with_cuda_every_source_is_built_for_every_architecture(release, first, run_setup, monkeypatch, tmp_path):
+def test_with_cuda_every_source_is_built_for_every_architecture(
+    release, first, run_setup, monkeypatch, tmp_path
+):
     have_nvcc(monkeypatch, tmp_path, release)
     (extension,) = run_setup("1")["ext_modules"]
     sources = {Path(source).name for source in extension.sources}

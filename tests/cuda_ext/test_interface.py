@@ -44,9 +44,18 @@ def oracle(
     """One sequence in float64: q [len_q, heads, dim], k and v [len_k, kv_heads, dim] -> out, lse [heads, len_q]."""
     times = q.shape[1] // k.shape[1]
     wide = [x.double().repeat_interleave(times, dim=1).transpose(0, 1) for x in (k, v)]
-    scores = q.double().transpose(0, 1) @ wide[0].transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (
+        q.double().transpose(0, 1)
+        @ wide[0].transpose(1, 2)
+        * (q.shape[-1] ** -0.5 if scale is None else scale)
+    )
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    ahead = torch.arange(len(k), device=q.device) - torch.arange(len(q), device=q.device)[:, None] - len(k) + len(q)
+    ahead = (
+        torch.arange(len(k), device=q.device)
+        - torch.arange(len(q), device=q.device)[:, None]
+        - len(k)
+        + len(q)
+    )
     left, right = (len(q) + len(k) if side < 0 else side for side in window)
     scores = scores.masked_fill((ahead < -left) | (ahead > right), -torch.inf)
     if sinks is not None:
@@ -77,7 +86,10 @@ def assert_near(got, wanted):
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 def test_sequences_of_one_length(kernels, len_q, len_k, options, dtype):
-    q, k, v = (draw(2, rows, heads, 64, dtype=dtype) for rows, heads in ((len_q, 6), (len_k, 2), (len_k, 2)))
+    q, k, v = (
+        draw(2, rows, heads, 64, dtype=dtype)
+        for rows, heads in ((len_q, 6), (len_k, 2), (len_k, 2))
+    )
     sinks = draw(6, seed=1, dtype=torch.float32) if "softcap" in options else None
     out, lse = kernels.flash_attn_func(q, k, v, **options, sinks=sinks, return_softmax_lse=True)
     assert lse.shape == (2, 6, len_q)
@@ -95,26 +107,46 @@ def test_sequences_of_one_length(kernels, len_q, len_k, options, dtype):
 @pytest.mark.parametrize("head_dim", [24, 96, 136])
 @pytest.mark.parametrize("paged", [False, True])
 def test_sequences_of_many_lengths(kernels, head_dim, paged):
-    lens_q, lens_k = [1, 0, 30, 4], [37, 5, 12, 64]
+    lens_q = [1, 0, 30, 4]
+    lens_k = [37, 5, 12, 64]
     starts = [ints([0, *torch.tensor(lens).cumsum(0).tolist()]) for lens in (lens_q, lens_k)]
-    q, k, v = (draw(sum(n), heads, head_dim, seed=heads) for n, heads in ((lens_q, 4), (lens_k, 2), (lens_k, 2)))
-    caches, table = [k, v], None
+    q, k, v = (
+        draw(sum(n), heads, head_dim, seed=heads)
+        for n, heads in ((lens_q, 4), (lens_k, 2), (lens_k, 2))
+    )
+    caches = [k, v]
+    table = None
     if paged:
-        table = ints(torch.randperm(11, generator=torch.Generator().manual_seed(0)).tolist()).view(11)
-        table = torch.stack([torch.cat([row, row.new_full((2,), -1)]) for row in table[:8].view(4, 2)])
+        table = ints(torch.randperm(11, generator=torch.Generator().manual_seed(0)).tolist()).view(
+            11
+        )
+        table = torch.stack(
+            [torch.cat([row, row.new_full((2,), -1)]) for row in table[:8].view(4, 2)]
+        )
         table[3, 2:] = ints([9, 10])
-        caches = [torch.full((11, 32, 2, head_dim), torch.nan, dtype=k.dtype, device=DEVICE) for _ in range(2)]
+        caches = [
+            torch.full((11, 32, 2, head_dim), torch.nan, dtype=k.dtype, device=DEVICE)
+            for _ in range(2)
+        ]
         for row, (start, length) in enumerate(zip(starts[1].tolist(), lens_k, strict=False)):
             for at in range(length):
                 for cache, source in zip(caches, (k, v), strict=True):
                     cache[table[row, at // 32], at % 32] = source[start + at]
     out, lse = kernels.flash_attn_varlen_func(
-        q, *caches, *starts, max(lens_q), max(lens_k), causal=True, block_table=table, return_softmax_lse=True
+        q,
+        *caches,
+        *starts,
+        max(lens_q),
+        max(lens_k),
+        causal=True,
+        block_table=table,
+        return_softmax_lse=True,
     )
     assert lse.shape == (4, sum(lens_q))
     for row, (len_q, len_k) in enumerate(zip(lens_q, lens_k, strict=True)):
         at_q, at_k = (
-            slice(s[row], s[row] + n) for s, n in zip((x.tolist() for x in starts), (len_q, len_k), strict=True)
+            slice(s[row], s[row] + n)
+            for s, n in zip((x.tolist() for x in starts), (len_q, len_k), strict=True)
         )
         assert_near((out[at_q], lse[:, at_q]), oracle(q[at_q], k[at_k], v[at_k], window=(-1, 0)))
 
@@ -122,20 +154,31 @@ def test_sequences_of_many_lengths(kernels, head_dim, paged):
 @pytest.mark.parametrize("where", ["rows", "indexed rows", "blocks"])
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_a_cache_that_new_keys_are_put_into(kernels, where, num_splits):
-    seqlens, new, room = [30, 0, 77], 4, 96
-    q, k, v = draw(3, new, 6, 64), draw(3, new, 2, 64, seed=1), draw(3, new, 2, 64, seed=2)
+    seqlens = [30, 0, 77]
+    new = 4
+    room = 96
+    q = draw(3, new, 6, 64)
+    k = draw(3, new, 2, 64, seed=1)
+    v = draw(3, new, 2, 64, seed=2)
     held = [draw(3, room, 2, 64, seed=seed) for seed in (3, 4)]
-    index, table = None, None
+    index = None
+    table = None
     if where == "rows":
         caches = [x.clone() for x in held]
     elif where == "indexed rows":
         index = ints([4, 0, 2])
-        caches = [torch.full((5, room, 2, 64), torch.nan, dtype=q.dtype, device=DEVICE) for _ in held]
+        caches = [
+            torch.full((5, room, 2, 64), torch.nan, dtype=q.dtype, device=DEVICE) for _ in held
+        ]
         for cache, source in zip(caches, held, strict=True):
             cache[index.long()] = source
     else:
-        table = ints(torch.randperm(20, generator=torch.Generator().manual_seed(1)).tolist())[:18].view(3, 6)
-        caches = [torch.full((20, 16, 2, 64), torch.nan, dtype=q.dtype, device=DEVICE) for _ in held]
+        table = ints(torch.randperm(20, generator=torch.Generator().manual_seed(1)).tolist())[
+            :18
+        ].view(3, 6)
+        caches = [
+            torch.full((20, 16, 2, 64), torch.nan, dtype=q.dtype, device=DEVICE) for _ in held
+        ]
         for cache, source in zip(caches, held, strict=True):
             cache[table.long()] = source.view(3, 6, 16, 2, 64)
     before = [cache.clone() for cache in caches]
@@ -144,24 +187,39 @@ def test_a_cache_that_new_keys_are_put_into(kernels, where, num_splits):
         num_splits=num_splits, return_softmax_lse=True,
     )  # fmt: skip
     for row, length in enumerate(seqlens):
-        full = [torch.cat([source[row, :length], fresh[row]]) for source, fresh in zip(held, (k, v), strict=True)]
+        full = [
+            torch.cat([source[row, :length], fresh[row]])
+            for source, fresh in zip(held, (k, v), strict=True)
+        ]
         assert_near((out[row], lse[row]), oracle(q[row], *full, window=(-1, 0)))
     changed = sum(
-        int((a != b).logical_and(~(a.isnan() & b.isnan())).any(-1).sum()) for a, b in zip(before, caches, strict=True)
+        int((a != b).logical_and(~(a.isnan() & b.isnan())).any(-1).sum())
+        for a, b in zip(before, caches, strict=True)
     )
-    assert changed == 2 * 3 * new * 2, "as many rows of the cache as there are new keys and values, and no others"
+    assert changed == 2 * 3 * new * 2, (
+        "as many rows of the cache as there are new keys and values, and no others"
+    )
 
 
 def test_a_cache_without_lengths_is_full_and_an_int_is_every_sequences_length(kernels):
-    q, k, v = draw(2, 1, 4, 64), draw(2, 50, 4, 64, seed=1), draw(2, 50, 4, 64, seed=2)
-    whole, part = kernels.flash_attn_with_kvcache(q, k, v), kernels.flash_attn_with_kvcache(q, k, v, cache_seqlens=20)
+    q = draw(2, 1, 4, 64)
+    k = draw(2, 50, 4, 64, seed=1)
+    v = draw(2, 50, 4, 64, seed=2)
+    whole = kernels.flash_attn_with_kvcache(q, k, v)
+    part = kernels.flash_attn_with_kvcache(q, k, v, cache_seqlens=20)
     for row in range(2):
-        torch.testing.assert_close(whole[row].double(), oracle(q[row], k[row], v[row])[0], rtol=0, atol=2e-3)
-        torch.testing.assert_close(part[row].double(), oracle(q[row], k[row, :20], v[row, :20])[0], rtol=0, atol=2e-3)
+        torch.testing.assert_close(
+            whole[row].double(), oracle(q[row], k[row], v[row])[0], rtol=0, atol=2e-3
+        )
+        torch.testing.assert_close(
+            part[row].double(), oracle(q[row], k[row, :20], v[row, :20])[0], rtol=0, atol=2e-3
+        )
 
 
 def test_queries_of_any_strides_are_taken(kernels):
-    q, k, v = draw(1, 6, 33, 64).transpose(1, 2), draw(1, 2, 33, 64, seed=1).transpose(1, 2), draw(1, 33, 2, 64, seed=2)
+    q = draw(1, 6, 33, 64).transpose(1, 2)
+    k = draw(1, 2, 33, 64, seed=1).transpose(1, 2)
+    v = draw(1, 33, 2, 64, seed=2)
     odd = torch.empty(1, 33, 6, 65, dtype=q.dtype, device=DEVICE)[..., 1:]
     odd.copy_(q)
     expected = kernels.flash_attn_func(q.contiguous(), k.contiguous(), v, causal=True)
@@ -171,17 +229,20 @@ def test_queries_of_any_strides_are_taken(kernels):
 
 def test_names_and_order_are_flash_attns(kernels):
     tail = "softcap alibi_slopes deterministic return_attn_probs".split()
-    varlen = (
-        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size".split()
-    )
-    cache = (
-        "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table".split()
-    )
-    cache += (
-        "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse".split()
-    )
+    varlen = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size".split()
+    cache = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table".split()
+    cache += "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse".split()
     wanted = {
-        "flash_attn_func": ["q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", *tail],
+        "flash_attn_func": [
+            "q",
+            "k",
+            "v",
+            "dropout_p",
+            "softmax_scale",
+            "causal",
+            "window_size",
+            *tail,
+        ],
         "flash_attn_varlen_func": [*varlen, *tail, "block_table"],
         "flash_attn_with_kvcache": cache,
     }
@@ -190,7 +251,8 @@ def test_names_and_order_are_flash_attns(kernels):
         assert [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD] == names
 
 
-Q, KV = (1, 4, 4, 64), (1, 8, 2, 64)
+Q = (1, 4, 4, 64)
+KV = (1, 8, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +291,9 @@ VARLEN = {"max_seqlen_q": 4, "max_seqlen_k": 8}
 
 def varlen(kernels, starts_q, starts_k, **more):
     k = more.pop("k", draw(8, 2, 64))
-    return kernels.flash_attn_varlen_func(draw(4, 4, 64), k, k, ints(starts_q), ints(starts_k), **(VARLEN | more))
+    return kernels.flash_attn_varlen_func(
+        draw(4, 4, 64), k, k, ints(starts_q), ints(starts_k), **(VARLEN | more)
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,11 +333,15 @@ def test_indices_out_of_bounds_are_refused_before_a_launch(loaded, call, message
 
 def blocks(kernels, table):
     """One sequence of 20 keys in blocks of 16, in a pool of 3."""
-    return varlen(kernels, [0, 4], [0, 20], k=draw(3, 16, 2, 64), max_seqlen_k=20, block_table=ints(table))
+    return varlen(
+        kernels, [0, 4], [0, 20], k=draw(3, 16, 2, 64), max_seqlen_k=20, block_table=ints(table)
+    )
 
 
 def cached(kernels, **more):
-    return kernels.flash_attn_with_kvcache(draw(1, 1, 4, 64), draw(1, 8, 2, 64), draw(1, 8, 2, 64), **more)
+    return kernels.flash_attn_with_kvcache(
+        draw(1, 1, 4, 64), draw(1, 8, 2, 64), draw(1, 8, 2, 64), **more
+    )
 
 
 def slots(kernels, values):
@@ -299,15 +367,19 @@ def test_blocks_that_are_no_multiple_of_16_and_mixed_dtypes_are_refused(kernels)
     with pytest.raises(RuntimeError, match="multiple of 16"):
         varlen(kernels, [0, 4], [0, 8], k=draw(3, 24, 2, 64), block_table=ints([[0]]))
     with pytest.raises(RuntimeError, match="BFloat16"):
-        kernels.flash_attn_func(draw(*Q), draw(*KV, dtype=torch.bfloat16), draw(*KV, dtype=torch.bfloat16))
+        kernels.flash_attn_func(
+            draw(*Q), draw(*KV, dtype=torch.bfloat16), draw(*KV, dtype=torch.bfloat16)
+        )
 
 
 def test_a_token_without_a_slot_is_passed_over(kernels):
-    keys, cache = draw(3, 2, 64), torch.zeros(2, 16, 2, 64, dtype=torch.float16, device=DEVICE)
+    keys = draw(3, 2, 64)
+    cache = torch.zeros(2, 16, 2, 64, dtype=torch.float16, device=DEVICE)
     other = cache.clone()
     kernels.write_kv(keys, 2 * keys, cache, other, ints([5, -1, 30], torch.int64))
     expected = torch.zeros_like(cache)
-    expected[0, 5], expected[1, 14] = keys[0], keys[2]
+    expected[0, 5] = keys[0]
+    expected[1, 14] = keys[2]
     assert torch.equal(cache, expected)
     assert torch.equal(other, 2 * expected)
 

@@ -28,7 +28,9 @@ async def drained(engine):
 
 async def test_many_at_once_equal_single_runs(engine):
     prompts = [[i] * (10 + i) for i in range(12)]
-    results = await asyncio.gather(*(engine.agenerate(prompt, max_new_tokens=9) for prompt in prompts))
+    results = await asyncio.gather(
+        *(engine.agenerate(prompt, max_new_tokens=9) for prompt in prompts)
+    )
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.output_token_ids) == expected_tokens(prompt, 9)
     await drained(engine)
@@ -54,7 +56,9 @@ async def test_cancelling_the_task_cancels_the_request(engine):
 
 
 async def test_cancelling_while_the_prompt_is_tokenized(engine, monkeypatch):
-    entered, go, submitted = threading.Event(), threading.Event(), threading.Event()
+    entered = threading.Event()
+    go = threading.Event()
+    submitted = threading.Event()
     handles = []
     real = engine._submit
 
@@ -162,7 +166,8 @@ def test_a_loop_that_is_gone_cancels_its_requests(engine):
 async def test_a_whole_result_wakes_the_loop_once(engine, monkeypatch):
     """A wake-up for every token would take the engine thread's time and give nothing."""
     loop = asyncio.get_running_loop()
-    real, wakes = loop.call_soon_threadsafe, []
+    real = loop.call_soon_threadsafe
+    wakes = []
 
     def counted(callback, *args, **kwargs):
         wakes.append(callback)
@@ -197,7 +202,8 @@ async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine):
 async def test_wakes_before_the_loop_runs_are_one(monkeypatch):
     """Each is a system call of the engine thread; with many streams there is one for each in every step."""
     loop = asyncio.get_running_loop()
-    real, wakes = loop.call_soon_threadsafe, []
+    real = loop.call_soon_threadsafe
+    wakes = []
 
     def counted(callback, *args, **kwargs):
         wakes.append(callback)

@@ -19,7 +19,8 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.runners.base import RunnerInfo
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 CANARY = [5, 6, 7]
 REUSE = {"mode": GenerationMode.CHUNK_KV_REUSE}
 
@@ -277,7 +278,8 @@ def test_pool_sizes():
 
 
 def test_a_runner_that_copies_keys_needs_the_pool_twice():
-    copying, needed = runner_info(SPEC, 2 * GB, copies_kv=True), 2 * 100 * SPEC.bytes_per_block
+    copying = runner_info(SPEC, 2 * GB, copies_kv=True)
+    needed = 2 * 100 * SPEC.bytes_per_block
     config = EngineConfig(num_blocks=100)
     assert plan_num_blocks(config, copying, needed) == 100
     with pytest.raises(
@@ -299,7 +301,8 @@ def test_how_many_run_together_follows_from_the_pool():
 
 
 def test_a_pool_of_unknown_concurrency_fits_its_budget_with_the_open_blocks():
-    block, one_open = QUANTIZED.bytes_per_block, QUANTIZED.bytes_per_open_block
+    block = QUANTIZED.bytes_per_block
+    one_open = QUANTIZED.bytes_per_open_block
     for budget in range(3 * block + 2 * one_open, 4000 * block, 37 * block + 11):
         config = EngineConfig(kv_cache_bits=8, max_cache_bytes=budget)
         blocks = plan_num_blocks(config, runner_info(QUANTIZED), 10 * GB)
@@ -312,7 +315,8 @@ QUANTIZED = KVSpec((LayerKVSpec(2, 64),) * 4, 16, "float16", (8, 8))
 
 def test_a_quantized_pool_is_planned_with_its_open_blocks():
     options = {"kv_cache_bits": 8, "max_num_seqs": 3}
-    block, open_bytes = QUANTIZED.bytes_per_block, 4 * QUANTIZED.bytes_per_open_block
+    block = QUANTIZED.bytes_per_block
+    open_bytes = 4 * QUANTIZED.bytes_per_open_block
     assert block < SPEC.bytes_per_block // 3
     assert QUANTIZED.bytes_per_open_block == SPEC.bytes_per_block // 2
 

@@ -25,22 +25,35 @@ def test_weights_are_weighed_as_they_are_packed(weights, tmp_path, monkeypatch):
     plan = pack_plan(describe_model(checkpoint.config), weights)
     packed = load_packed(checkpoint, plan, weights=weights, cache_dir=tmp_path / "cache")
     needed = checkpoint.packed_bytes(weights)
-    assert 0 <= packed.nbytes - needed < 0.01 * needed + 10_000  # the header, and sections at multiples of 64
+    assert (
+        0 <= packed.nbytes - needed < 0.01 * needed + 10_000
+    )  # the header, and sections at multiples of 64
     packed.close()
     monkeypatch.setattr(build, "available_on", lambda device: needed - 1)
     with pytest.raises(CapacityError, match="the weights take"):
         CPUPagedEngine.from_pretrained(directory, weights=weights, num_blocks=8)
 
 
-@pytest.mark.parametrize(("method", "missing"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("gptq", "gptqmodel")])
+@pytest.mark.parametrize(
+    ("method", "missing"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("gptq", "gptqmodel")]
+)
 def test_a_package_that_the_torch_runner_needs_is_named(method, missing, tmp_path, monkeypatch):
     save_tiny_checkpoint("llama", tmp_path, **WIDE)
     quantize_dir(tmp_path, method, group=128, symmetric=True)
     found = importlib.util.find_spec
 
     def find(name, *rest):
-        return None if name == missing else object() if name in ("gptqmodel", "optimum") else found(name, *rest)
+        return (
+            None
+            if name == missing
+            else object()
+            if name in ("gptqmodel", "optimum")
+            else found(name, *rest)
+        )
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
-    with pytest.raises(BackendUnavailable, match=f"needs {missing}, which is not installed; it reads {method} weights"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=f"needs {missing}, which is not installed; it reads {method} weights",
+    ):
         CPUPagedEngine.from_pretrained(tmp_path, runner="torch", num_blocks=8)

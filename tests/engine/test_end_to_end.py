@@ -149,7 +149,8 @@ def test_options_about_loading_do_not_apply_to_a_loaded_model(llama_dir, option)
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_num_threads_is_what_runs(llama_dir, backend):
-    model, tokenizer = Truth(llama_dir).model, AutoTokenizer.from_pretrained(llama_dir)
+    model = Truth(llama_dir).model
+    tokenizer = AutoTokenizer.from_pretrained(llama_dir)
     with CPUPagedEngine(model, tokenizer, num_blocks=8, backend=backend, num_threads=2) as engine:
         assert torch.get_num_threads() == 2
         assert engine.paged_stats()["num_threads"] == 2

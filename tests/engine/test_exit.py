@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("last_line", ["", "handle = engine.submit('Hello', max_new_tokens=400, ignore_eos=True)"])
+@pytest.mark.parametrize(
+    "last_line", ["", "handle = engine.submit('Hello', max_new_tokens=400, ignore_eos=True)"]
+)
 def test_a_forgotten_engine_lets_the_process_end_cleanly(tiny_model_dir, last_line):
     code = (
         "from kvboost_edge import CPUPagedEngine\n"
@@ -17,6 +19,11 @@ def test_a_forgotten_engine_lets_the_process_end_cleanly(tiny_model_dir, last_li
         "print(engine.generate('Hello', max_new_tokens=2).generated_tokens)\n" + last_line
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")

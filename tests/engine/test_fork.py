@@ -68,6 +68,11 @@ engine.close()
 def test_a_forked_child_is_told_and_the_parent_goes_on(tiny_model_dir, busy):
     code = SCRIPT.format(path=str(tiny_model_dir), busy=busy)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 True\n", "")

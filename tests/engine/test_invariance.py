@@ -29,9 +29,11 @@ from kvboost_edge.engine.request.request import SamplingParams
 
 TABLE = Path(__file__).with_name("invariance_pairs.csv")
 TEXT, ONE, OTHER, SHORT = (
-    np.random.default_rng(seed).integers(3, 250, length).tolist() for seed, length in enumerate((90, 1, 40, 17), 11)
+    np.random.default_rng(seed).integers(3, 250, length).tolist()
+    for seed, length in enumerate((90, 1, 40, 17), 11)
 )
-NEW, NUM_DRAFTS = 24, 6
+NEW = 24
+NUM_DRAFTS = 6
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0.0, logprobs=2)
 SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.1, top_p=0.95, seed=5, logprobs=2)
 NOTHING = SamplingParams(max_new_tokens=0)
@@ -41,7 +43,8 @@ class Case:
     """A model at one width of its cache."""
 
     def __init__(self, machine, bits):
-        self.machine, self.bits = machine, bits
+        self.machine = machine
+        self.bits = bits
         self.cold = Cold(machine, bits)
         self.is_hybrid = machine.states is not None
 
@@ -64,7 +67,8 @@ def cached(case):
     """After a prefix of any length, in the pool up to its last whole block. A hybrid needs a state there, too."""
     expected = case.cold.logits(TEXT)
     for cut in (0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 81, 89):
-        start, every_block = cut // BLOCK * BLOCK, cut % 2 == 0
+        start = cut // BLOCK * BLOCK
+        every_block = cut % 2 == 0
         bench = case.bench(every_block=every_block)
         bench.generate([*TEXT[:cut], 251, 252], NOTHING)
         handle, rows = bench.submit_logits(TEXT, start)
@@ -77,7 +81,9 @@ def cached(case):
             same(bench.logits(TEXT, again), expected[again:], f"cut {cut}, from {again}")
         bench.generate(TEXT[:80], NOTHING)
         whole = bench.generate(TEXT[:80], NOTHING)
-        assert whole.cached_tokens == (79 if case.bits == (16, 16) and not case.is_hybrid else 64), f"cut {cut}"
+        assert whole.cached_tokens == (
+            79 if case.bits == (16, 16) and not case.is_hybrid else 64
+        ), f"cut {cut}"
         same(bench.logits(TEXT[:80], 79), expected[79:80], f"cut {cut}, cached to its end")
         bench.assert_clean()
 
@@ -93,12 +99,17 @@ def chunked(case):
 def threads(case):
     expected = case.cold.logits(TEXT)
     for budget in (1, 7, 17, 512):
-        same(case.bench(threads=2, max_batch_tokens=budget).logits(TEXT), expected, f"passes of {budget} tokens")
+        same(
+            case.bench(threads=2, max_batch_tokens=budget).logits(TEXT),
+            expected,
+            f"passes of {budget} tokens",
+        )
 
 
 def batched(case):
     """Prompts of different lengths in one pass, and a prompt in pieces next to two answers."""
-    prompts, answers = (TEXT, ONE, OTHER, SHORT), ((OTHER, GREEDY), (SHORT, SAMPLED))
+    prompts = (TEXT, ONE, OTHER, SHORT)
+    answers = ((OTHER, GREEDY), (SHORT, SAMPLED))
     expected = [case.cold.logits(prompt) for prompt in prompts]
     alone = [case.cold.answer(*answer) for answer in answers]
     for number in (1, 2):
@@ -106,10 +117,17 @@ def batched(case):
         parts = [bench.submit_logits(prompt)[1] for prompt in prompts]
         bench.step()
         for rows, of_prompt in zip(parts, expected, strict=True):
-            same(np.concatenate(rows), of_prompt, f"{len(of_prompt)} tokens in one pass, {number} threads")
+            same(
+                np.concatenate(rows),
+                of_prompt,
+                f"{len(of_prompt)} tokens in one pass, {number} threads",
+            )
         bench = case.bench(threads=number, max_batch_tokens=7)
         handles = [bench.submit(*answer) for answer in answers]
-        while any(not one.output_token_ids for one in bench.scheduler.running) or bench.scheduler.waiting:
+        while (
+            any(not one.output_token_ids for one in bench.scheduler.running)
+            or bench.scheduler.waiting
+        ):
             bench.step()
         _, rows = bench.submit_logits(TEXT)
         bench.run()
@@ -121,7 +139,8 @@ def batched(case):
 def preempted(case):
     """Recomputed for want of blocks, and after everything that was cached was dropped."""
     wanted = [(TEXT[:33], GREEDY), (TEXT[40:75], SAMPLED), (OTHER, GREEDY)]
-    expected, alone = case.cold.logits(TEXT), [case.cold.answer(*each) for each in wanted]
+    expected = case.cold.logits(TEXT)
+    alone = [case.cold.answer(*each) for each in wanted]
     bench = case.bench(num_blocks=7, max_num_seqs=3, max_batch_tokens=20)
     handles = [bench.submit(*each) for each in wanted]
     bench.run()
@@ -147,15 +166,22 @@ def speculative(case):
     """Two answers at once, one of them sampled, whose drafts are right up to any number; and what is kept of them."""
     asked = [(TEXT[:25], GREEDY), (TEXT[40:70], SAMPLED)]
     alone = [case.cold.answer(*each) for each in asked]
-    wholes = [[*prompt, *one.output_token_ids] for (prompt, _), one in zip(asked, alone, strict=True)]
+    wholes = [
+        [*prompt, *one.output_token_ids] for (prompt, _), one in zip(asked, alone, strict=True)
+    ]
     expected = [case.cold.logits([*whole, 7, 8]) for whole in wholes]
     for cut in (0, 1, 3, 4, 6):
         rights = cut, NUM_DRAFTS - cut
-        drafters = [CutDrafter(whole, right, NUM_DRAFTS, 256) for whole, right in zip(wholes, rights, strict=True)]
+        drafters = [
+            CutDrafter(whole, right, NUM_DRAFTS, 256)
+            for whole, right in zip(wholes, rights, strict=True)
+        ]
         bench = case.bench(every_block=cut % 2 == 1, threads=1 + cut % 2)
         of_request = dict(enumerate(drafters, 1))
         bench.scheduler.speculation.drafter = lambda request, known=of_request: known[request.index]
-        handles = [bench.submit(*each, max_draft_tokens=NUM_DRAFTS, always_drafts=True) for each in asked]
+        handles = [
+            bench.submit(*each, max_draft_tokens=NUM_DRAFTS, always_drafts=True) for each in asked
+        ]
         bench.run()
         for handle, one in zip(handles, alone, strict=True):
             assert_begins(handle.result(0), one, f"{rights} drafts are right")
@@ -182,7 +208,9 @@ def restored(case):
         bench.generate(TEXT[:40], NOTHING)
         bench.generate(TEXT[:60], GREEDY)
         for number, lost in ((1, 0), (2, 1)):
-            bench = case.bench(every_block=every_block, tiers=[tier], threads=number, max_batch_tokens=33)
+            bench = case.bench(
+                every_block=every_block, tiers=[tier], threads=number, max_batch_tokens=33
+            )
             bench.backend.poison_blocks(range(bench.manager.num_blocks))
             handle, rows = bench.submit_logits(turn, 83)
             bench.run()
@@ -213,7 +241,14 @@ def some_rows(case):
     driver = case.driver(1)
     _, hidden = driver.step_for([(driver.open(TEXT), 90)], [], range(90))
     for number in (1, 2):
-        for wanted in ([], [89], [0], [0, 1, 2, 30, 31, 88, 89], [15, 16, 17, 47], [*range(10, 89)]):
+        for wanted in (
+            [],
+            [89],
+            [0],
+            [0, 1, 2, 30, 31, 88, 89],
+            [15, 16, 17, 47],
+            [*range(10, 89)],
+        ):
             driver = case.driver(number)
             text = driver.open(TEXT)
             logits, _ = driver.step_for([(text, 90)], wanted)
@@ -221,11 +256,16 @@ def some_rows(case):
             text.token_ids.append(7)
             same(driver.step([(text, 1)])[0], longer[-1:], f"after rows {wanted}, {number} threads")
         driver = case.driver(number)
-        text, late = driver.open(TEXT), driver.open(OTHER)
+        text = driver.open(TEXT)
+        late = driver.open(OTHER)
         for count in (1, 20, 30):
             driver.step_for([(text, count)], [])
         logits, states = driver.step_for([(text, 39), (late, 38)], [3, 20, 38, 76], [0, 38])
-        same(logits, np.concatenate([expected[[54, 71, 89]], other[37:38]]), f"rows of two, {number} threads")
+        same(
+            logits,
+            np.concatenate([expected[[54, 71, 89]], other[37:38]]),
+            f"rows of two, {number} threads",
+        )
         same(states, hidden[[51, 89]], f"hidden states, {number} threads")
         same(driver.prefill(late), other[38:], f"the rest, {number} threads")
 
@@ -240,7 +280,11 @@ def forked(case):
         child = driver.fork(parent)
         parent.token_ids += OTHER
         child.token_ids += TEXT[cut:]
-        same(driver.step([(parent, 20), (child, 90 - cut)])[1], expected[cut:], f"cut {cut}, {number} threads")
+        same(
+            driver.step([(parent, 20), (child, 90 - cut)])[1],
+            expected[cut:],
+            f"cut {cut}, {number} threads",
+        )
 
 
 WAYS = {
@@ -302,7 +346,8 @@ class Models:
     """The model in use; it is closed when another one is asked for. Cases of one model follow each other."""
 
     def __init__(self, folder):
-        self._folder, self._key = folder, ("", "")
+        self._folder = folder
+        self._key = ("", "")
         self._machine = None
         self._cases = {}
 
@@ -348,7 +393,8 @@ def test_bits_do_not_depend_on_how_a_token_is_computed(models, row):
 @pytest.mark.full
 @pytest.mark.parametrize("model", MODELS, ids=" ".join)
 def test_the_rest_of_the_product(models, model):
-    known, failed = set(PAIRS), []
+    known = set(PAIRS)
+    failed = []
     for row in ALL:
         if (row.kind, row.weights) == model and row not in known:
             try:
@@ -361,14 +407,20 @@ def test_the_rest_of_the_product(models, model):
 def write_table():
     """Choose the row with most new pairs until none is missing; of equal ones that with the rarest way and width."""
     pairs = {row: parts_of(row) for row in ALL}
-    missing, used, chosen = set().union(*pairs.values()), Counter[str](), set[Row]()
+    missing = set().union(*pairs.values())
+    used = Counter[str]()
+    chosen = set[Row]()
     while missing:
-        row = max(ALL, key=lambda row: (len(pairs[row] & missing), -used[row.way] - used[row.kv_bits]))
+        row = max(
+            ALL, key=lambda row: (len(pairs[row] & missing), -used[row.way] - used[row.kv_bits])
+        )
         chosen.add(row)
         missing -= pairs[row]
         used.update((row.way, row.kv_bits))
     with TABLE.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([Row._fields, *(row for row in ALL if row in chosen)])
+        csv.writer(file, lineterminator="\n").writerows(
+            [Row._fields, *(row for row in ALL if row in chosen)]
+        )
 
 
 if __name__ == "__main__":

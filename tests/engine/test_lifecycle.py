@@ -185,7 +185,8 @@ def test_cancel_in_every_state():
 
 
 def test_cancel_while_the_model_computes(engine):
-    started, go = threading.Event(), threading.Event()
+    started = threading.Event()
+    go = threading.Event()
 
     def hold(batch):
         started.set()
@@ -239,7 +240,8 @@ def test_threads_share_one_engine(engine):
 
 def test_close_fails_what_runs_and_everything_after():
     engine = fake_engine()
-    started, go = threading.Event(), threading.Event()
+    started = threading.Event()
+    go = threading.Event()
 
     def hold(batch):
         started.set()
@@ -276,7 +278,8 @@ def test_close_fails_what_runs_and_everything_after():
 def test_a_forgotten_engine_ends_its_thread():
     engine = fake_engine()
     engine.generate([1, 2, 3], max_new_tokens=2)
-    thread, gone = engine._core._thread, weakref.ref(engine)
+    thread = engine._core._thread
+    gone = weakref.ref(engine)
     del engine
     gc.collect()
     assert gone() is None

@@ -49,11 +49,10 @@ def overflowing(tmp_path_factory):
     )
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    embed, keys = (
-        tensors["model.embed_tokens.weight"],
-        tensors["model.layers.0.self_attn.k_proj.weight"],
-    )
-    embed[:, 0], keys[:, 0] = 0.0, 1e6
+    embed = tensors["model.embed_tokens.weight"]
+    keys = tensors["model.layers.0.self_attn.k_proj.weight"]
+    embed[:, 0] = 0.0
+    keys[:, 0] = 1e6
     embed[BAD, 0] = 1.0
     save_file(tensors, path, metadata={"format": "pt"})
     machine = Machine(directory)
@@ -64,9 +63,11 @@ def overflowing(tmp_path_factory):
 @pytest.mark.parametrize("bits", ALL_BITS[:3], ids=str)
 def test_keys_that_are_not_finite_end_their_request_alone(overflowing, bits):
     """RELIABILITY 8: nothing of the request is published, and a request in the same batch keeps its bits."""
-    prompt, expected = [7, 8, 9, BAD, *range(40)], Cold(overflowing, bits).answer(TEXT[:51], GREEDY)
+    prompt = [7, 8, 9, BAD, *range(40)]
+    expected = Cold(overflowing, bits).answer(TEXT[:51], GREEDY)
     bench = NativeBench(overflowing, bits=bits, max_batch_tokens=128)
-    bad, good = bench.submit(prompt, GREEDY), bench.submit(TEXT[:51], GREEDY)
+    bad = bench.submit(prompt, GREEDY)
+    good = bench.submit(TEXT[:51], GREEDY)
     bench.run()
     with pytest.raises(KVBoostError, match="NaN or infinite logits"):
         bad.result(0)
@@ -78,7 +79,8 @@ def test_keys_that_are_not_finite_end_their_request_alone(overflowing, bits):
 @pytest.mark.parametrize("bits", ALL_BITS[:2], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_pass_that_fails_half_way_leaves_nothing_open(machine, bits, at, monkeypatch):
-    prompts, cold = (TEXT[:50], TEXT[30:81], TEXT[40:108]), Cold(machine, bits)
+    prompts = (TEXT[:50], TEXT[30:81], TEXT[40:108])
+    cold = Cold(machine, bits)
     expected = [cold.answer(prompt, GREEDY) for prompt in prompts]
     bench = NativeBench(machine, bits=bits, max_num_seqs=2, max_batch_tokens=24)
     runner = bench.core._runner

@@ -15,7 +15,10 @@ def test_each_prompt_of_a_batch_has_its_own_sampling(tiny_engine):
         SamplingParams(temperature=1.5, seed=1, max_new_tokens=8, ignore_eos=True),
         SamplingParams(temperature=0.7, top_k=5, seed=2, max_new_tokens=10, ignore_eos=True),
     ]
-    alone = [tiny_engine.generate(prompt, sampling=s) for prompt, s in zip(prompts, sampling, strict=True)]
+    alone = [
+        tiny_engine.generate(prompt, sampling=s)
+        for prompt, s in zip(prompts, sampling, strict=True)
+    ]
     for batch in (tiny_engine.generate_batch, tiny_engine.generate_many):
         together = batch(prompts, sampling=sampling)
         assert [r.output_token_ids for r in together] == [r.output_token_ids for r in alone]

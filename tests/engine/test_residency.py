@@ -43,7 +43,9 @@ def test_events_may_be_asked_for_while_requests_run():
         while True:
             was_done = done.is_set()
             events = engine.take_cache_events()
-            known = set(events.published) | (set() if events.is_whole else known - set(events.evicted))
+            known = set(events.published) | (
+                set() if events.is_whole else known - set(events.evicted)
+            )
             if was_done:
                 break
         thread.join()

@@ -182,7 +182,8 @@ def test_each_request_of_a_batch_has_its_own_parameters(engine):
 
 def test_generate_many_keeps_the_order_and_shares_prefixes():
     with fake_engine(num_blocks=8, max_num_seqs=1) as engine:
-        a, b = [1] * 64, [2] * 64
+        a = [1] * 64
+        b = [2] * 64
         prompts = [[*(a if i % 2 == 0 else b), i] for i in range(8)]
         results = engine.generate_many(prompts, max_new_tokens=3)
         for prompt, result in zip(prompts, results, strict=True):
@@ -273,7 +274,8 @@ def test_verify_correctness_can_fail(engine, monkeypatch):
 def test_stats_have_every_key(engine):
     engine.generate(PROMPT, max_new_tokens=3)
     engine.generate(PROMPT, max_new_tokens=3)
-    cache, paged = engine.cache_stats(), engine.paged_stats()
+    cache = engine.cache_stats()
+    paged = engine.paged_stats()
     assert set(CACHE_KEYS) <= cache.keys()
     assert set(PAGED_KEYS) <= paged.keys()
     assert (cache["hot_chunks"], cache["cache_hits"], cache["approximate_hits"]) == (2, 2, 0)

@@ -13,7 +13,9 @@ from kvboost_edge.errors import KVBoostError
 def served():
     """A bench that answered a head and two documents."""
     bench = Bench()
-    head, one, two = document(0, 32), document(1, 64), document(2, 64)
+    head = document(0, 32)
+    one = document(1, 64)
+    two = document(2, 64)
     bench.ask(head + one + two, 1)
     return bench, head, one, two
 
@@ -28,7 +30,8 @@ def joined(documents):
 @pytest.mark.parametrize("budget", [1, 7, 16, 64, 512])
 def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, budget):
     bench = Bench(max_batch_tokens=budget)
-    head, (one, two, three) = document(0, 20), (document(n, 53 + n) for n in (1, 2, 3))
+    head = document(0, 20)
+    (one, two, three) = (document(n, 53 + n) for n in (1, 2, 3))
     bench.ask(head + one + two + three, 1)
     computed = bench.runner.computed
     prompt = head + three + one + two + document(9, 40)
@@ -76,7 +79,8 @@ def test_without_a_run_what_was_asked_for_as_approximate_is_exact_and_published(
 def test_a_block_of_two_tables_outlives_its_prompt():
     """Blocks that are shared at another position are not handed out while they are."""
     bench = Bench(14, max_num_seqs=4, max_batch_tokens=16)
-    head, one = document(0, 17), document(1, 80)
+    head = document(0, 17)
+    one = document(1, 80)
     bench.ask(one, 1)
     reusing = bench.submit(head + one + [3], 30, REUSE, repair=BARE)
     for _ in range(3):
@@ -149,7 +153,9 @@ def test_what_does_not_fit_with_spans_runs_exactly():
 def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preempted):
     """Each token once, also of a sequence that lost its blocks and shared spans again."""
     bench = Bench()
-    head, one, two = document(0, 20), document(1, 105), document(2, 104)
+    head = document(0, 20)
+    one = document(1, 105)
+    two = document(2, 104)
     bench.ask(head + one + two, 1)
     prompts = [head + two + one, head + one[:40] + document(5, 20)]
     handles = [bench.submit(prompt, 70, REUSE, repair=repair) for prompt in prompts]

@@ -13,14 +13,20 @@ REUSE = GenerationMode.CHUNK_KV_REUSE
 
 @pytest.fixture(scope="module", params=[16, 8], ids=["kv16", "kv8"])
 def engine(request):
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=320, kv_cache_bits=request.param) as made:
+    with CPUPagedEngine.from_pretrained(
+        "kvboost-edge/demo", num_blocks=320, kv_cache_bits=request.param
+    ) as made:
         yield made
 
 
 def prompt_of(engine, order, question=QUESTIONS[0]):
     encode = engine.tokenizer.encode
     parts = [encode(PASSAGES[number], False) for number in order]
-    return [*encode(INTRODUCTION), *(token for part in parts for token in part), *encode(question, False)]
+    return [
+        *encode(INTRODUCTION),
+        *(token for part in parts for token in part),
+        *encode(question, False),
+    ]
 
 
 def test_the_bundled_model_passes_its_test(engine):
@@ -52,7 +58,8 @@ def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(e
     engine.reset_cache()
     lead = engine._documents.lead(77)
     text = engine.tokenizer.encode(PASSAGES[3], False)
-    prompt, answer = [*lead, *text, *engine.tokenizer.encode(QUESTIONS[2], False)], (1, 2, 3)
+    prompt = [*lead, *text, *engine.tokenizer.encode(QUESTIONS[2], False)]
+    answer = (1, 2, 3)
     engine.warm(text, position_offset=77)
     repair = engine._intake.own_repair({"recompute_strategy": "none"})
     with engine._gate.privately() as whose:
@@ -60,9 +67,13 @@ def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(e
     result, reused = engine._gate.logits(prompt, answer, Terms(), repair)
     assert result.reused_span_tokens >= len(text) - 15
     scale = np.abs(full).max()
-    bound = 5e-3 if engine.config.kv_cache_bits == 16 else 0.1  # blocks are quantized whole: cut otherwise
+    bound = (
+        5e-3 if engine.config.kv_cache_bits == 16 else 0.1
+    )  # blocks are quantized whole: cut otherwise
     assert np.abs(full - reused).max() < bound * scale
-    moved, _ = engine._gate.logits([*lead[:20], *text, *prompt[len(lead) + len(text) :]], answer, Terms(), repair)
+    moved, _ = engine._gate.logits(
+        [*lead[:20], *text, *prompt[len(lead) + len(text) :]], answer, Terms(), repair
+    )
     assert moved.reused_span_tokens > 0
 
 
@@ -84,4 +95,10 @@ def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
     monkeypatch.setattr(Material, "prompts", lambda self, *, reordered=False: in_order(self))
     with pytest.raises(RequestError, match="refused for this model"):
         # Of a strategy and ratio that no other test asks for: outcomes are kept.
-        engine.generate(prompt_of(engine, [1, 2]), 1, mode=REUSE, recompute_strategy="selective", recompute_overlap=17)
+        engine.generate(
+            prompt_of(engine, [1, 2]),
+            1,
+            mode=REUSE,
+            recompute_strategy="selective",
+            recompute_overlap=17,
+        )

@@ -75,7 +75,8 @@ class Oracle:
     def _behind_spans(self, ids, served, spans, **options):
         """What the model returns for the tokens behind the last span."""
         stored = self.kv(served)
-        cache, position = DynamicCache(config=self.model.config), 0
+        cache = DynamicCache(config=self.model.config)
+        position = 0
         for span in spans:
             if span.start > position:
                 self.run(ids[position : span.start], cache)
@@ -117,7 +118,8 @@ class Seen:
         self.placed = ()
         self.spans = ()
         spans = engine._parts.manager.spans
-        place, cut = spans.place, spans.cut
+        place = spans.place
+        cut = spans.cut
 
         def placing(table, given, *args, **options):
             self.placed = self.spans = tuple(given)
@@ -150,10 +152,8 @@ class Seen:
 def document(engine, number, count):
     """Facts from words of the model, some 10 tokens each."""
     rng = random.Random(number)
-    names, values = (
-        ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna"),
-        ("baker", "owl", "tea", "rice", "steel"),
-    )
+    names = ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna")
+    values = ("baker", "owl", "tea", "rice", "steel")
     facts = [
         f"The {rng.choice(('job', 'pet', 'crop', 'code'))} of {rng.choice(names)} is {rng.choice(values)}."
         for _ in range(count)
@@ -215,7 +215,8 @@ def test_the_blocks_computed_are_those_whose_second_values_deviate_most(
     engine, oracle, repair, monkeypatch
 ):
     served, ids, seen = asked(engine, repair, monkeypatch)
-    true, stored = oracle.kv(ids)[1][1], oracle.kv(served)[1][1]
+    true = oracle.kv(ids)[1][1]
+    stored = oracle.kv(served)[1][1]
     deviations = {}
     for span in seen.placed:
         for start in range(span.start, span.stop - BLOCK + 1, BLOCK):

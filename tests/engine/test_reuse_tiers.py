@@ -11,7 +11,9 @@ from kvboost_edge.config import GenerationMode
 NUM_BLOCKS = 24
 
 
-HEAD, ONE, TWO = document(0, 20), document(1, 70), document(2, 70)
+HEAD = document(0, 20)
+ONE = document(1, 70)
+TWO = document(2, 70)
 SERVED = [*HEAD, *ONE, *TWO]
 ASKED = [*document(3, 20), *TWO, *document(4, 5), *ONE, 7, 8]
 

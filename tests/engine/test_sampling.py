@@ -37,11 +37,13 @@ def slow_distribution(logits, ids, num_prompt, p):
     order = sorted(range(len(values)), key=lambda t: (-values[t], t))
     weights = [np.exp((values[t] - values[order[0]]) / temperature) for t in order]
     kept = p.top_k or len(order)
-    order, weights = order[:kept], weights[:kept]
+    order = order[:kept]
+    weights = weights[:kept]
     if p.top_p is not None and p.top_p < 1:
         cumulative = np.cumsum(weights)
         kept = int(np.sum(cumulative < p.top_p * sum(weights))) + 1
-        order, weights = order[:kept], weights[:kept]
+        order = order[:kept]
+        weights = weights[:kept]
     full = np.zeros(len(values))
     for token, weight in zip(order, weights, strict=True):
         full[token] = weight if weight >= (p.min_p or 0.0) * weights[0] else 0.0

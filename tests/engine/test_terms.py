@@ -149,7 +149,8 @@ def test_the_budget_goes_to_the_lowest_priority_number():
 
 def test_memory_is_taken_from_the_highest_priority_number():
     bench = Bench(6, max_num_seqs=2)
-    first, second = bench.submit([1] * 30, 50, priority=1), bench.submit([2] * 30, 50, priority=0)
+    first = bench.submit([1] * 30, 50, priority=1)
+    second = bench.submit([2] * 30, 50, priority=0)
     bench.run()
     assert (first.result(0).preemptions > 0, second.result(0).preemptions) == (True, 0)
     for handle in (first, second):

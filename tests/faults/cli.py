@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from faults.fault import fault
 
-_REMOTE, _CACHE = "tests/cli/servers/test_remote.py", "tests/cli/cache/test_run.py"
-_OPTIONS, _RENDER = "tests/cli/test_options.py", "tests/cli/test_render.py"
+_REMOTE = "tests/cli/servers/test_remote.py"
+_CACHE = "tests/cli/cache/test_run.py"
+_OPTIONS = "tests/cli/test_options.py"
+_RENDER = "tests/cli/test_render.py"
 
 FAULTS = (
     fault(

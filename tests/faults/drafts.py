@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_ACCEPTED, _STATES, _BATCH = "engine/spec_decode/acceptance.py", "runners/native/states.py", "engine/schedule/batch.py"
-_CONV, _SCAN = "kernels/program/states/conv.py", "kernels/program/states/scan.py"
+_ACCEPTED = "engine/spec_decode/acceptance.py"
+_STATES = "runners/native/states.py"
+_BATCH = "engine/schedule/batch.py"
+_CONV = "kernels/program/states/conv.py"
+_SCAN = "kernels/program/states/scan.py"
 _OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
-_OF_DRAFTS, _OF_BUDGET = "tests/engine/spec_decode/test_acceptance.py", "tests/engine/memory/test_state_budget.py"
+_OF_DRAFTS = "tests/engine/spec_decode/test_acceptance.py"
+_OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 
 FAULTS = faults(
     ("drafts: one row too many is taken in", _STATES, "pool, own.tolist(),",

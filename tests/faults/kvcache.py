@@ -31,17 +31,26 @@ FAULTS = (
     Fault(
         "hash cut to 8 bits and trusted",
         "kvboost_edge/kvcache/prefix_index.py",
-        (("        for block_id in self._buckets.get(prefix_hash, ()):\n", (
-            "        for block_id in [\n"
-            "            b for h, ids in self._buckets.items() if h[:1] == prefix_hash[:1] for b in ids\n"
-            "        ]:\n"
-        )), ((
-            "            if (\n"
-            "                entry is not None\n"
-            "                and entry.parent_serial == parent_serial\n"
-            "                and entry.tokens == tokens\n"
-            "            ):\n"
-        ), "            if entry is not None and True:\n"), ),
+        (
+            (
+                "        for block_id in self._buckets.get(prefix_hash, ()):\n",
+                (
+                    "        for block_id in [\n"
+                    "            b for h, ids in self._buckets.items() if h[:1] == prefix_hash[:1] for b in ids\n"
+                    "        ]:\n"
+                ),
+            ),
+            (
+                (
+                    "            if (\n"
+                    "                entry is not None\n"
+                    "                and entry.parent_serial == parent_serial\n"
+                    "                and entry.tokens == tokens\n"
+                    "            ):\n"
+                ),
+                "            if entry is not None and True:\n",
+            ),
+        ),
         (*_ROOM,),
     ),
     fault(

@@ -77,11 +77,7 @@ FAULTS = (
     fault(
         "an expert's matrix is read whole for every piece of it",
         "models/gguf/source.py",
-        (
-            "        first = start\n"
-            "        last = stop\n"
-            "        pick = None\n"
-        ),
+        ("        first = start\n        last = stop\n        pick = None\n"),
         (
             "        first = 0\n"
             "        last = tensor.shape[0]\n"
@@ -206,14 +202,8 @@ FAULTS = (
     fault(
         "gate and up of LFM2's files change places",
         "models/gguf/names.py",
-        (
-            '    "ffn_gate": "feed_forward.w1",\n'
-            '    "ffn_up": "feed_forward.w3",\n'
-        ),
-        (
-            '    "ffn_gate": "feed_forward.w3",\n'
-            '    "ffn_up": "feed_forward.w1",\n'
-        ),
+        ('    "ffn_gate": "feed_forward.w1",\n    "ffn_up": "feed_forward.w3",\n'),
+        ('    "ffn_gate": "feed_forward.w3",\n    "ffn_up": "feed_forward.w1",\n'),
         f"{_SAME}[lfm2]",
     ),
     fault(

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_SLOTS, _TABLES, _LOOKUP = "kvcache/states/slots.py", "kvcache/states/tables.py", "kvcache/lookup.py"
-_BATCH, _BUDGET, _BORDERS = "engine/schedule/batch.py", "engine/memory/state_budget.py", "text/borders.py"
-_OF_SLOTS, _OF_TABLES = "tests/kvcache/states/test_slots.py", "tests/kvcache/states"
+_SLOTS = "kvcache/states/slots.py"
+_TABLES = "kvcache/states/tables.py"
+_LOOKUP = "kvcache/lookup.py"
+_BATCH = "engine/schedule/batch.py"
+_BUDGET = "engine/memory/state_budget.py"
+_BORDERS = "text/borders.py"
+_OF_SLOTS = "tests/kvcache/states/test_slots.py"
+_OF_TABLES = "tests/kvcache/states"
 _OF_OWNERS = "tests/kvcache/states/test_owners.py"
-_OF_SCHEDULES, _OF_BUDGET = "tests/engine/schedule/test_random_schedules.py", "tests/engine/memory/test_state_budget.py"
-_OF_BORDERS, _OF_TIERS = "tests/text/test_borders.py", "tests/engine/offload/test_state_tiers.py"
-_MOVER, _TWINS, _OF_TWINS = "tiers/mover.py", "kvcache/twins.py", "tests/kvcache/test_twins.py"
+_OF_SCHEDULES = "tests/engine/schedule/test_random_schedules.py"
+_OF_BUDGET = "tests/engine/memory/test_state_budget.py"
+_OF_BORDERS = "tests/text/test_borders.py"
+_OF_TIERS = "tests/engine/offload/test_state_tiers.py"
+_MOVER = "tiers/mover.py"
+_TWINS = "kvcache/twins.py"
+_OF_TWINS = "tests/kvcache/test_twins.py"
 _KERNELS = "kernels/program/states/"
-_ROUTER, _OF_ROUTER = "serve_ray/routing/router.py", "tests/serve_ray/routing/test_router_states.py"
-_OF_MIXERS, _OF_PIECES = "tests/kernels/program/states/test_mixers.py", "tests/models/weights/test_pieces.py"
+_ROUTER = "serve_ray/routing/router.py"
+_OF_ROUTER = "tests/serve_ray/routing/test_router_states.py"
+_OF_MIXERS = "tests/kernels/program/states/test_mixers.py"
+_OF_PIECES = "tests/models/weights/test_pieces.py"
 
 FAULTS = faults(
     ("state: one block ahead of its snapshot", _TABLES,

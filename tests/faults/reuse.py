@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_SCAN, _SPANS, _CUTTING = "kernels/spans/scan.py", "reuse/spans.py", "reuse/cutting.py"
+_SCAN = "kernels/spans/scan.py"
+_SPANS = "reuse/spans.py"
+_CUTTING = "reuse/cutting.py"
 _FINDING = "tests/reuse/test_finding.py"
 _OFFERED = "tests/reuse/test_spans.py"
 _CUT = "tests/reuse/test_cutting.py"
 _TURNING = "tests/kernels/attention/test_turning.py"
 _UNITS = "kernels/attention/units.py"
-_POOL, _PLAN, _PROBE = "kvcache/spans.py", "reuse/plan.py", "reuse/probe.py"
+_POOL = "kvcache/spans.py"
+_PLAN = "reuse/plan.py"
+_PROBE = "reuse/probe.py"
 _SHARING = "tests/engine/test_reuse.py"
 
 FAULTS = faults(
@@ -21,10 +25,34 @@ FAULTS = faults(
         "if may_be:",
         _FINDING,
     ),
-    ("roots are not told apart", _SCAN, " and load_i64(tables.roots + 8 * block) == search.root", "", _FINDING),
-    ("a run reaches back before the start", _SCAN, "min(size, place - floor)", "min(size, place)", _FINDING),
-    ("a run reaches back into the one before", _SCAN, "        floor = place = end", "        place = end", _FINDING),
-    ("the shortest of the candidates wins", _SCAN, "if stop - begin > end - first or", "if best == NONE or", _FINDING),
+    (
+        "roots are not told apart",
+        _SCAN,
+        " and load_i64(tables.roots + 8 * block) == search.root",
+        "",
+        _FINDING,
+    ),
+    (
+        "a run reaches back before the start",
+        _SCAN,
+        "min(size, place - floor)",
+        "min(size, place)",
+        _FINDING,
+    ),
+    (
+        "a run reaches back into the one before",
+        _SCAN,
+        "        floor = place = end",
+        "        place = end",
+        _FINDING,
+    ),
+    (
+        "the shortest of the candidates wins",
+        _SCAN,
+        "if stop - begin > end - first or",
+        "if best == NONE or",
+        _FINDING,
+    ),
     ("context decides nothing", _SCAN, "== end - first and stored > context)", "== 0)", _FINDING),
     (
         "no more than the newest block is tried",
@@ -33,10 +61,27 @@ FAULTS = faults(
         "        block = NONE\n    return best",
         _FINDING,
     ),
-    ("only children that are tried go on", _SCAN, "if most < size and child != NONE and", "if most < 0 and", _FINDING),
-    ("a run that is too short is kept", _SCAN, "end - first < search.min_tokens:", "end == first:", _FINDING),
-    ("the last token is covered", "reuse/finding.py", "stop = len(tokens) - 1",
-     "stop = len(tokens)", _FINDING),
+    (
+        "only children that are tried go on",
+        _SCAN,
+        "if most < size and child != NONE and",
+        "if most < 0 and",
+        _FINDING,
+    ),
+    (
+        "a run that is too short is kept",
+        _SCAN,
+        "end - first < search.min_tokens:",
+        "end == first:",
+        _FINDING,
+    ),
+    (
+        "the last token is covered",
+        "reuse/finding.py",
+        "stop = len(tokens) - 1",
+        "stop = len(tokens)",
+        _FINDING,
+    ),
     (
         "delta of the wrong sign",
         "reuse/finding.py",
@@ -44,7 +89,14 @@ FAULTS = faults(
         "context - prompt_start, context",
         _FINDING,
     ),
-    ("a withdrawn block stays findable", _SPANS, "        self._leave_group(block_id)\n", "", _FINDING, _OFFERED),
+    (
+        "a withdrawn block stays findable",
+        _SPANS,
+        "        self._leave_group(block_id)\n",
+        "",
+        _FINDING,
+        _OFFERED,
+    ),
     (
         "a block that comes back forgets its children",
         _SPANS,
@@ -53,8 +105,20 @@ FAULTS = faults(
         _FINDING,
         _OFFERED,
     ),
-    ("a sentence ends inside a number", _CUTTING, "end and (end[1] or space_left or space_right)", "end", _CUT),
-    ("a paragraph is no better than a sentence", _CUTTING, '.count("\\n") >= 2', '.count("\\n") >= 99', _CUT),
+    (
+        "a sentence ends inside a number",
+        _CUTTING,
+        "end and (end[1] or space_left or space_right)",
+        "end",
+        _CUT,
+    ),
+    (
+        "a paragraph is no better than a sentence",
+        _CUTTING,
+        '.count("\\n") >= 2',
+        '.count("\\n") >= 99',
+        _CUT,
+    ),
     ("queries see no delta", _UNITS, "shift - item.delta", "shift", _TURNING),
     ("own block meets turned queries", _UNITS, "unit.query)", "unit.scores)", _TURNING),
     (
@@ -71,7 +135,13 @@ FAULTS = faults(
         "            pass",
         "tests/reuse/test_probe.py",
     ),
-    ("a stretch ends inside a block", _PLAN, "first += (position - first) % block_size", "pass", _SHARING),
+    (
+        "a stretch ends inside a block",
+        _PLAN,
+        "first += (position - first) % block_size",
+        "pass",
+        _SHARING,
+    ),
     (
         "seams are not computed",
         _PLAN,

@@ -7,7 +7,8 @@ from faults.fault import fault
 _RESIDENCY = "tests/serve_ray/routing/test_residency.py"
 _JOURNAL = "tests/serve_ray/routing/test_journal.py"
 _STILLNESS = "tests/serve_ray/watch/test_stillness.py"
-_ROUTER, _METER = "tests/serve_ray/routing/test_router.py", "tests/serve_ray/routing/test_meter.py"
+_ROUTER = "tests/serve_ray/routing/test_router.py"
+_METER = "tests/serve_ray/routing/test_meter.py"
 
 FAULTS = (
     fault(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from faults.fault import Fault, fault
 
-_ADMISSION, _SHARES = "tests/server/work/test_admission.py", "tests/server/work/test_shares.py"
-_KEYS, _HOSTS = "tests/server/http/test_keys.py", "tests/server/http/test_hosts.py"
-_PROTOCOL, _MODELS_OF = "tests/server/http/test_protocol.py", "tests/server/models/test_dialects.py"
-_LIMITS, _TENANTS = "tests/server/http/test_limits.py", "tests/server/http/test_tenants.py"
-_ON_DEMAND, _ROOM = "tests/server/models/test_on_demand.py", "tests/server/models/test_room.py"
-_DIAGNOSIS, _RECORDS = (
-    "tests/server/doctor/test_diagnosis.py",
-    "tests/server/doctor/test_records.py",
-)
+_ADMISSION = "tests/server/work/test_admission.py"
+_SHARES = "tests/server/work/test_shares.py"
+_KEYS = "tests/server/http/test_keys.py"
+_HOSTS = "tests/server/http/test_hosts.py"
+_PROTOCOL = "tests/server/http/test_protocol.py"
+_MODELS_OF = "tests/server/models/test_dialects.py"
+_LIMITS = "tests/server/http/test_limits.py"
+_TENANTS = "tests/server/http/test_tenants.py"
+_ON_DEMAND = "tests/server/models/test_on_demand.py"
+_ROOM = "tests/server/models/test_room.py"
+_DIAGNOSIS = "tests/server/doctor/test_diagnosis.py"
+_RECORDS = "tests/server/doctor/test_records.py"
 _LLAMA_CPP = "tests/server/api/dialects/test_llama_cpp.py"
 _EMBEDDINGS = "tests/server/api/test_embeddings.py"
 _NORMALISE = "tests/server/doctor/test_normalise.py"
 _LEAVING = "tests/server/models/test_leaving.py"
-_METRICS, _SPEEDS = "tests/server/test_metrics.py", "tests/server/test_speeds.py"
+_METRICS = "tests/server/test_metrics.py"
+_SPEEDS = "tests/server/test_speeds.py"
 
 _ENTERING = (
     # Admission and the queue.
@@ -49,10 +53,7 @@ _ENTERING = (
             "        most_sequences = self._places.most(tenant)\n"
             "        most_tokens = self._tokens.most(tenant)\n"
         ),
-        (
-            "        most_sequences = self._places.limit\n"
-            "        most_tokens = self._tokens.limit\n"
-        ),
+        ("        most_sequences = self._places.limit\n        most_tokens = self._tokens.limit\n"),
         f"{_ADMISSION}::test_what_a_key_could_never_have_beside_the_others_is_400",
     ),
     fault(
@@ -385,10 +386,7 @@ _MODELS = (
     fault(
         "a failed loading takes its memory for ever",
         "server/models/loader.py",
-        (
-            "                served.num_bytes = 0\n"
-            "            self._changed.set()\n"
-        ),
+        ("                served.num_bytes = 0\n            self._changed.set()\n"),
         "            self._changed.set()\n",
         f"{_ROOM}::test_a_model_that_could_not_be_loaded_takes_no_room",
     ),

@@ -5,12 +5,16 @@ from __future__ import annotations
 from faults.fault import fault
 
 _DIALECTS = "tests/server/api/dialects"
-_CONTRACT, _LLAMA_CPP = f"{_DIALECTS}/test_contract.py", f"{_DIALECTS}/test_llama_cpp.py"
-_ANTHROPIC, _MARKED = f"{_DIALECTS}/test_anthropic.py", f"{_DIALECTS}/test_anthropic_cache.py"
+_CONTRACT = f"{_DIALECTS}/test_contract.py"
+_LLAMA_CPP = f"{_DIALECTS}/test_llama_cpp.py"
+_ANTHROPIC = f"{_DIALECTS}/test_anthropic.py"
+_MARKED = f"{_DIALECTS}/test_anthropic_cache.py"
 _RESPONSES = f"{_DIALECTS}/test_responses.py"
-_COMPLETIONS, _CHAT = "tests/server/api/test_completions.py", "tests/server/api/test_chat.py"
+_COMPLETIONS = "tests/server/api/test_completions.py"
+_CHAT = "tests/server/api/test_chat.py"
 _ADMISSION = "tests/server/work/test_admission.py"
-_STREAMS, _EMBEDDINGS = "tests/server/work/test_streams.py", "tests/server/api/test_embeddings.py"
+_STREAMS = "tests/server/work/test_streams.py"
+_EMBEDDINGS = "tests/server/api/test_embeddings.py"
 
 _STREAMING = (
     fault(

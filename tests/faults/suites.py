@@ -9,9 +9,16 @@ _FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformer
 
 GEMMA4 = (f"{_FAMILY}[gemma4]", f"{_FAMILY}[gemma4-wide]")
 GEMMA4_EXPERTS = (f"{_FAMILY}[gemma4-moe]",)
-SPARSE = tuple(f"{_FAMILY}[{name}]" for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe"))
+SPARSE = tuple(
+    f"{_FAMILY}[{name}]"
+    for name in ("qwen3_moe", "qwen2_moe", "olmoe", "ernie4_5_moe", "granitemoe")
+)
 # Layers that share keys and values, of which some rows go on to the last layers.
 GEMMA4_ROWS = tuple(
     f"{_INVARIANCE}[{row}]"
-    for row in ("gemma4 Q8_0 4-4 some rows", "gemma4-alike bf16 8-8 some rows", "gemma4-alike f32 8-4 batched")
+    for row in (
+        "gemma4 Q8_0 4-4 some rows",
+        "gemma4-alike bf16 8-8 some rows",
+        "gemma4-alike f32 8-4 batched",
+    )
 )

@@ -5,11 +5,15 @@ from __future__ import annotations
 from faults.fault import fault
 
 _FAULTY = "tests/tiers/disk/test_faults.py"
-_ROOM, _TIER = "tests/tiers/disk/test_room.py", "tests/tiers/disk/test_tier.py"
-_DIRECTORY, _DAMAGE = "tests/tiers/disk/test_directory.py", "tests/tiers/disk/test_damage.py"
-_REDIS, _LIVING = "tests/tiers/redis/test_tier.py", "tests/tiers/redis/test_time_to_live.py"
+_ROOM = "tests/tiers/disk/test_room.py"
+_TIER = "tests/tiers/disk/test_tier.py"
+_DIRECTORY = "tests/tiers/disk/test_directory.py"
+_DAMAGE = "tests/tiers/disk/test_damage.py"
+_REDIS = "tests/tiers/redis/test_tier.py"
+_LIVING = "tests/tiers/redis/test_time_to_live.py"
 _SERVERS = "tests/tiers/redis/test_server.py"
-_VALUES, _BREAKER = "tests/tiers/redis/test_values.py", "tests/tiers/redis/test_breaker.py"
+_VALUES = "tests/tiers/redis/test_values.py"
+_BREAKER = "tests/tiers/redis/test_breaker.py"
 
 _DISK = (
     fault(

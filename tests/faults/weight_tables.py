@@ -5,13 +5,22 @@ from __future__ import annotations
 from faults.fault import faults
 
 _MXFP4 = "models/weights/columns/mxfp4.py"
-_TABLES, _BLOCKS, _SOURCE = "models/gguf/tables.py", "models/gguf/blocks.py", "models/gguf/source.py"
-_LOADS, _TILES, _TOKENS = "kernels/linear/loads.py", "kernels/linear/int_tiles.py", "kernels/program/tokens.py"
-_PLAN, _STREAM, _HALVED = "models/packed/plan.py", "models/packed/stream.py", "models/weights/ordered.py"
-_OF_BLOCKS, _OF_FILES = "tests/models/gguf/test_blocks.py", "tests/models/gguf/test_four_bits.py"
-_OF_STREAM, _OF_HALVED = "tests/models/packed/test_stream.py", "tests/models/weights/test_halved.py"
+_TABLES = "models/gguf/tables.py"
+_BLOCKS = "models/gguf/blocks.py"
+_SOURCE = "models/gguf/source.py"
+_LOADS = "kernels/linear/loads.py"
+_TILES = "kernels/linear/int_tiles.py"
+_TOKENS = "kernels/program/tokens.py"
+_PLAN = "models/packed/plan.py"
+_STREAM = "models/packed/stream.py"
+_HALVED = "models/weights/ordered.py"
+_OF_BLOCKS = "tests/models/gguf/test_blocks.py"
+_OF_FILES = "tests/models/gguf/test_four_bits.py"
+_OF_STREAM = "tests/models/packed/test_stream.py"
+_OF_HALVED = "tests/models/weights/test_halved.py"
 _OF_KERNELS = "tests/kernels/program/test_linear.py::test_linear_equals_the_specification"
-_OF_EMBED, _OF_FORMS = "tests/kernels/program/test_embed.py", "tests/kernels/linear/test_every_form.py"
+_OF_EMBED = "tests/kernels/program/test_embed.py"
+_OF_FORMS = "tests/kernels/linear/test_every_form.py"
 
 FAULTS = faults(
     ("table of another type", _TABLES, "np.array(_NL, dtype=np.int8)", "mxfp4.TABLE", _OF_BLOCKS),

@@ -17,8 +17,11 @@ def pairwise(*axes: Iterable[Any]) -> list[Any]:
     The choice is greedy: next comes the first of the cases that show the most new pairs.
     """
     choices = [list(axis) for axis in axes]
-    shown = {case: set(combinations(enumerate(case), 2)) for case in product(*map(_places, choices))}
-    missing, kept = set().union(*shown.values()), set()
+    shown = {
+        case: set(combinations(enumerate(case), 2)) for case in product(*map(_places, choices))
+    }
+    missing = set().union(*shown.values())
+    kept = set()
     while missing:
         best = max(shown, key=lambda case: len(shown[case] & missing))
         kept.add(best)

@@ -14,7 +14,9 @@ SHORTEST = 20 * TICK
 
 def times_of_ticks(work: Callable[[], object]) -> np.ndarray:
     """Times from before the work to after it, one every `TICK`, taken by another thread."""
-    times, ticking, stop = [], threading.Event(), threading.Event()
+    times = []
+    ticking = threading.Event()
+    stop = threading.Event()
 
     def tick() -> None:
         while not stop.wait(TICK):
@@ -39,6 +41,7 @@ def assert_ticks_go_on(work: Callable[[], object]) -> None:
     """
     work()
     times = times_of_ticks(work)
-    duration, gap = times[-1] - times[0], float(np.diff(times).max())
+    duration = times[-1] - times[0]
+    gap = float(np.diff(times).max())
     assert duration > SHORTEST, "too short to tell"
     assert gap < duration / 2

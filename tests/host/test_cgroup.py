@@ -91,7 +91,11 @@ def test_version_1_without_a_limit(tmp_path):
             "sys/fs/cgroup/memory.max": "words",
             "sys/fs/cgroup/cpu.max": "1 2 3",
         },
-        {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": MOUNT_V2, "sys/fs/cgroup/cpu.max": "100 0"},
+        {
+            "proc/self/cgroup": "0::/\n",
+            "proc/self/mountinfo": MOUNT_V2,
+            "sys/fs/cgroup/cpu.max": "100 0",
+        },
     ],
 )
 def test_where_there_is_nothing_to_read_there_is_no_limit(tmp_path, files):

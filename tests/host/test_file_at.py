@@ -22,7 +22,12 @@ def test_threads_write_and_read_their_own_places(tmp_path):
     parts = [os.urandom(_PART) for _ in range(64)]
     with open(tmp_path / "file", "w+b", buffering=0) as file, ThreadPoolExecutor(4) as pool:
         target = FileAt(file)
-        list(pool.map(lambda at: target.write(memoryview(parts[at]), at * _PART), reversed(range(len(parts)))))
+        list(
+            pool.map(
+                lambda at: target.write(memoryview(parts[at]), at * _PART),
+                reversed(range(len(parts))),
+            )
+        )
 
         def read(at):
             view = memoryview(bytearray(_PART))
@@ -45,7 +50,8 @@ def test_fewer_bytes_only_where_the_file_ends(tmp_path):
 
 def test_short_calls_are_carried_on(tmp_path, monkeypatch):
     """A signal, or a disk that is nearly full, cuts a call short."""
-    write, read = os.pwrite, os.preadv
+    write = os.pwrite
+    read = os.preadv
     monkeypatch.setattr(os, "pwrite", lambda handle, data, at: write(handle, data[:7], at))
     monkeypatch.setattr(os, "preadv", lambda handle, views, at: read(handle, [views[0][:5]], at))
     data = os.urandom(100)

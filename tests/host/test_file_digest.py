@@ -16,7 +16,10 @@ def test_it_is_the_digest_of_the_digests(has_preadv, stop, part, tmp_path, monke
     if not has_preadv:
         monkeypatch.delattr(os, "preadv", raising=False)
     expected = hashlib.sha256(
-        b"".join(hashlib.sha256(data[start : min(start + part, stop)]).digest() for start in range(0, stop, part))
+        b"".join(
+            hashlib.sha256(data[start : min(start + part, stop)]).digest()
+            for start in range(0, stop, part)
+        )
     ).hexdigest()
     with open(tmp_path / "file", "rb") as file:
         for num_threads in (1, 3):

@@ -55,7 +55,9 @@ def test_this_machine():
     assert info.affinity >= 1
 
 
-@pytest.mark.parametrize(("affinity", "quota", "threads"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)])
+@pytest.mark.parametrize(
+    ("affinity", "quota", "threads"), [(8, None, 8), (8, 2.5, 2), (8, 0.5, 1), (2, 16.0, 2)]
+)
 def test_default_threads(monkeypatch, affinity, quota, threads):
     monkeypatch.setattr(cpu, "_affinity", lambda: affinity)
     monkeypatch.setattr(cpu, "cpu_quota", lambda: quota)
@@ -92,6 +94,10 @@ def test_import_is_light():
         "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ),
     )
     assert done.stdout.strip() == "[]"

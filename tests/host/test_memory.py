@@ -21,14 +21,19 @@ def _region(array):
 
 @linux
 def test_pages_count_once_they_were_touched():
-    pages = np.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    pages = np.frombuffer(
+        mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8
+    )
     assert resident_bytes([_region(pages)]) == 0
     for touched in (0, 1, 40):
         pages[touched * mmap.PAGESIZE] = 1
     assert resident_bytes([_region(pages)]) == 3 * mmap.PAGESIZE
     pages[:] = 1
     assert resident_bytes([_region(pages), Region(0, 0)]) == 64 * mmap.PAGESIZE
-    assert resident_bytes([_region(pages[: mmap.PAGESIZE + 1]), _region(pages[-10:])]) == mmap.PAGESIZE + 11
+    assert (
+        resident_bytes([_region(pages[: mmap.PAGESIZE + 1]), _region(pages[-10:])])
+        == mmap.PAGESIZE + 11
+    )
 
 
 @linux
@@ -54,7 +59,8 @@ def test_a_system_that_does_not_tell(monkeypatch):
 
 
 def test_it_gives_back_once_for_each_growth(monkeypatch):
-    resident, calls = [100 << 20], []
+    resident = [100 << 20]
+    calls = []
 
     def give_back():
         calls.append(resident[0])
@@ -95,7 +101,9 @@ print(before, after)
 @linux
 @pytest.mark.alone
 def test_a_process_that_has_compiled_becomes_smaller_and_still_works():
-    done = subprocess.run([sys.executable, "-c", _GIVE_BACK], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", _GIVE_BACK], capture_output=True, text=True, check=True, timeout=120
+    )
     before, after = (int(number) for number in done.stdout.split())
     assert before - after > 120e6
 
@@ -106,7 +114,9 @@ def test_only_what_nothing_can_write_is_dropped():
 
     regions = memory._unwritten_code("libllvmlite")
     assert sum(region.nbytes for region in regions) > 20e6
-    maps = {line.split()[0]: line.split() for line in Path("/proc/self/maps").read_text().splitlines()}
+    maps = {
+        line.split()[0]: line.split() for line in Path("/proc/self/maps").read_text().splitlines()
+    }
     for region in regions:
         found = maps[f"{region.address:08x}-{region.address + region.nbytes:08x}"]
         assert "w" not in found[1]

@@ -19,7 +19,9 @@ def test_a_root_keeps_its_latest_within_its_bytes():
         store.keep(b"me", b"root", f"{number}", number, 10)
         assert store.find(b"root", "used") == -1, "used just now, so the others go"
         assert store.num_bytes <= ROOT_BYTES + 100
-    assert [number for number in range(20) if store.find(b"root", f"{number}") == number] == list(range(11, 20))
+    assert [number for number in range(20) if store.find(b"root", f"{number}") == number] == list(
+        range(11, 20)
+    )
     store.keep(b"me", b"root", "large", 1, 101)
     assert (store.find(b"root", "large"), store.find(b"root", "19")) == (None, 19)
     assert store.find(b"other", "used") is None
@@ -48,7 +50,9 @@ def test_a_third_one_finds_its_part_and_those_with_more_give():
     for number in range(10):
         store.keep(b"three", f"three {number}".encode(), "key", number, 1000)
     held = {
-        owner: sum(store.find(f"{owner} {number}".encode(), "key") is not None for number in range(40))
+        owner: sum(
+            store.find(f"{owner} {number}".encode(), "key") is not None for number in range(40)
+        )
         for owner in ("one", "two", "three")
     }
     assert held == {"one": 10, "two": 10, "three": 10}
@@ -60,7 +64,12 @@ def test_of_too_many_owners_the_one_that_came_longest_ago_goes(monkeypatch):
     for owner in (b"a", b"b", b"a", b"c", b"d"):
         for salt in (b"1", b"2"):
             store.keep(owner, owner + salt, "key", 1, 10)
-    assert [store.find(owner + b"1", "key") for owner in (b"a", b"b", b"c", b"d")] == [1, None, 1, 1]
+    assert [store.find(owner + b"1", "key") for owner in (b"a", b"b", b"c", b"d")] == [
+        1,
+        None,
+        1,
+        1,
+    ]
     assert store.num_bytes == 6 * (ROOT_BYTES + 10)
 
 
@@ -75,11 +84,15 @@ def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed)
     def held():
         found = defaultdict(int)
         for owner, root in {(owner, root) for owner, root, _ in known}:
-            found[owner] += ROOT_BYTES + sum(size for at, (_, size) in known.items() if at[:2] == (owner, root))
+            found[owner] += ROOT_BYTES + sum(
+                size for at, (_, size) in known.items() if at[:2] == (owner, root)
+            )
         return found
 
     for value in range(600):
-        owner, root, key = rng.randrange(4), rng.randrange(6), rng.randrange(5)
+        owner = rng.randrange(4)
+        root = rng.randrange(6)
+        key = rng.randrange(5)
         if rng.random() < 0.1:
             store.forget(bytes([owner, root]))
             known = {at: one for at, one in known.items() if at[:2] != (owner, root)}
@@ -90,10 +103,16 @@ def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed)
         known[owner, root, key] = value, size
         # What is gone: looked for without the store counting it as used.
         roots = store._roots
-        gone = {at for at in known if bytes(at[:2]) not in roots or at[2] not in roots[bytes(at[:2])].values}
+        gone = {
+            at
+            for at in known
+            if bytes(at[:2]) not in roots or at[2] not in roots[bytes(at[:2])].values
+        }
         for at in gone:
             same_root = at[:2] == (owner, root)
-            assert same_root or at[0] == owner or before[at[0]] >= most / 4, "it had less than an equal part"
+            assert same_root or at[0] == owner or before[at[0]] >= most / 4, (
+                "it had less than an equal part"
+            )
             del known[at]
         assert {at: store._roots[bytes(at[:2])].values[at[2]] for at in known} == known
         assert sum(held().values()) == store.num_bytes <= most

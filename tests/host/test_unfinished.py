@@ -48,7 +48,9 @@ def test_a_file_is_named_when_it_is_complete(tmp_path):
 
 def test_only_what_nobody_writes_is_removed(tmp_path):
     command = [sys.executable, "-c", _WRITER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "open\n"
         (theirs,) = tmp_path.iterdir()
@@ -64,7 +66,8 @@ def test_only_what_nobody_writes_is_removed(tmp_path):
 
 def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path, monkeypatch):
     assert not is_abandoned(tmp_path)  # nothing was begun there
-    first, second = open_unfinished(tmp_path), open_unfinished(tmp_path)
+    first = open_unfinished(tmp_path)
+    second = open_unfinished(tmp_path)
     assert not is_abandoned(tmp_path)
     first.close()
     assert not is_abandoned(tmp_path)

@@ -84,7 +84,10 @@ def missing(monkeypatch):
 def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(missing, monkeypatch):
     monkeypatch.setattr(ahead, "_MODULE", "kvboost_edge.kernels.nowhere")
     before = set(psutil.Process().children())
-    with pytest.raises(BackendUnavailable, match=r"kernel kvboost_edge\.kernels\.team:_wait_for ended with 1.*nowhere"):
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"kernel kvboost_edge\.kernels\.team:_wait_for ended with 1.*nowhere",
+    ):
         ahead.compile_ahead([missing], 2)
     assert set(psutil.Process().children()) <= before
 

@@ -15,7 +15,11 @@ def assembly(form, cpu):
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 4), "dot")
     b = ir.IRBuilder(function.append_basic_block())
     sums, codes, signs = (emit_load_bytes(b, address) for address in function.args[:3])
-    b.store(emit_dot(b, form, sums, codes, signs), b.inttoptr(function.args[3], ir.PointerType()), align=4)
+    b.store(
+        emit_dot(b, form, sums, codes, signs),
+        b.inttoptr(function.args[3], ir.PointerType()),
+        align=4,
+    )
     b.ret_void()
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()

@@ -26,7 +26,8 @@ def test_every_token_is_as_its_bit_says(vocab_size):
         logits = rng.normal(0, 9, vocab_size).astype(np.float32)
         logits[rng.random(vocab_size) < 0.1] = -np.inf  # a bias may have done so
         before = logits.copy()
-        found, expected = np.full(vocab_size, np.nan, np.float32), np.full(vocab_size, np.nan, np.float32)
+        found = np.full(vocab_size, np.nan, np.float32)
+        expected = np.full(vocab_size, np.nan, np.float32)
         bitmask.mask_logits(words, logits, found)
         reference.mask_logits(words, logits, expected)
         np.testing.assert_array_equal(found, expected)
@@ -36,7 +37,8 @@ def test_every_token_is_as_its_bit_says(vocab_size):
 @pytest.mark.parametrize("word", [-1, 0])
 def test_nothing_is_written_behind_the_vocabulary(word):
     vocab_size = 70
-    room, logits = np.full(96, 7, np.float32), np.arange(96, dtype=np.float32)
+    room = np.full(96, 7, np.float32)
+    logits = np.arange(96, dtype=np.float32)
     bitmask.mask_logits(np.full(3, word, np.int32), logits[:vocab_size], room[:vocab_size])
     np.testing.assert_array_equal(room[:vocab_size], logits[:vocab_size] if word else -np.inf)
     np.testing.assert_array_equal(room[vocab_size:], 7)

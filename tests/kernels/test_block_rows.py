@@ -10,11 +10,16 @@ from kvboost_edge.models.gguf.blocks import BLOCKS
 
 
 def _random(name, rows, width):
-    block, rng = BLOCKS[name], np.random.default_rng(len(name) + rows)
+    block = BLOCKS[name]
+    rng = np.random.default_rng(len(name) + rows)
     raw = rng.integers(0, 256, (rows * width // block.weights, block.nbytes), dtype=np.uint8)
     for at in block.halves or (0,):
-        scales = rng.normal(size=(len(raw), 1)) * rng.choice([1e-7, 0.01, 300.0, 0.0], (len(raw), 1))
-        raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)  # subnormal ones, zeros and negative ones too
+        scales = rng.normal(size=(len(raw), 1)) * rng.choice(
+            [1e-7, 0.01, 300.0, 0.0], (len(raw), 1)
+        )
+        raw[:, at : at + 2] = scales.astype(np.float16).view(
+            np.uint8
+        )  # subnormal ones, zeros and negative ones too
     if name == "MXFP4":
         raw[:, 0] = np.arange(len(raw)) % 252  # above it a weight may be infinite
     return raw.reshape(rows, -1)
@@ -27,7 +32,9 @@ def test_every_bit_is_the_packages(name, rows, width):
     found = np.full((rows, width), np.nan, np.float32)
     decode_rows(name, raw, found)
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-    np.testing.assert_array_equal(found.view(np.uint32), np.asarray(expected, np.float32).view(np.uint32))
+    np.testing.assert_array_equal(
+        found.view(np.uint32), np.asarray(expected, np.float32).view(np.uint32)
+    )
 
 
 def test_all_halves_are_numbers_of_numpy():

@@ -26,7 +26,9 @@ def dispatchers():
     found = {}
     for module in modules:
         for name, value in vars(module).items():
-            if isinstance(value, Dispatcher) and (value not in found or value.__module__ == module.__name__):
+            if isinstance(value, Dispatcher) and (
+                value not in found or value.__module__ == module.__name__
+            ):
                 found[value] = f"{module.__name__}.{name}"
     return {name: value for value, name in found.items()}
 
@@ -100,7 +102,9 @@ def test_a_second_process_loads_what_a_factory_made(tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == f"[7, 14] [{hits}, {hits}]"
     # What they call is in their code, and nowhere else.
-    assert sorted(path.name.split(".")[1].partition("-")[0] for path in tmp_path.rglob("*.nbc")) == [
+    assert sorted(
+        path.name.split(".")[1].partition("-")[0] for path in tmp_path.rglob("*.nbc")
+    ) == [
         "made_square",
         "made_twice",
     ]
@@ -158,7 +162,10 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(files, tmp
         files().save(key(signature, "old"), "old " + signature)
     for signature in ("f(int)", "f(float)", "f(int)"):
         files().save(key(signature), signature)
-    assert [files().load(key(signature)) for signature in ("f(int)", "f(float)")] == ["f(int)", "f(float)"]
+    assert [files().load(key(signature)) for signature in ("f(int)", "f(float)")] == [
+        "f(int)",
+        "f(float)",
+    ]
     assert files().load(key("f(int)", "old")) is None
     assert len(list(tmp_path.glob("*.nbc"))) == 2
 

@@ -13,14 +13,27 @@ from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, Paged
 
 def test_python_runs_on_during_a_prefill():
     """With the GIL held, nothing of another thread would fall into the middle of the call."""
-    tokens, dim, size = 4096, 64, 64
-    case = make_case(np.random.default_rng(0), [(tokens, tokens)], kv_heads=2, per_group=8, dim=dim, block_size=size)
+    tokens = 4096
+    dim = 64
+    size = 64
+    case = make_case(
+        np.random.default_rng(0),
+        [(tokens, tokens)],
+        kv_heads=2,
+        per_group=8,
+        dim=dim,
+        block_size=size,
+    )
     blocks = tokens // size + 3
-    pool = KVPool(aligned_empty((blocks, 2, dim, size), np.float32), aligned_empty((blocks, 2, size, dim), np.float32))
+    pool = KVPool(
+        aligned_empty((blocks, 2, dim, size), np.float32),
+        aligned_empty((blocks, 2, size, dim), np.float32),
+    )
     layout = case.whole
     storage.write_kv(case.keys[0], case.values[0], pool, layout.slot_mapping)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables)
-    space, options = AttentionWorkspace(1), AttentionOptions(0.1)
+    space = AttentionWorkspace(1)
+    options = AttentionOptions(0.1)
     times = []
     stop = threading.Event()
 

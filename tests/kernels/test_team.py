@@ -13,7 +13,8 @@ from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import fetch_add
 
-NEXT, DONE = 0, 1
+NEXT = 0
+DONE = 1
 PATIENCE = 60.0
 
 
@@ -30,7 +31,8 @@ def take_units(job):
 
 
 def run_units(team, units):
-    counters, marks = np.zeros(2, np.int64), np.zeros(units, np.int64)
+    counters = np.zeros(2, np.int64)
+    marks = np.zeros(units, np.int64)
     team.run(take_units, (counters.ctypes.data, marks.ctypes.data, units), counters, DONE, units)
     return marks.tolist()
 
@@ -72,7 +74,8 @@ def test_one_thread_is_the_caller_alone():
 
 
 def test_all_threads_work_at_the_same_time(team):
-    barrier, counters = threading.Barrier(3), np.zeros(2, np.int64)
+    barrier = threading.Barrier(3)
+    counters = np.zeros(2, np.int64)
 
     def meet(job):
         barrier.wait(PATIENCE)
@@ -113,7 +116,8 @@ def test_a_failure_in_a_helper_comes_out_of_run(team):
 
 
 def test_a_failure_in_the_caller_comes_out_of_run(team):
-    caller, counters = threading.current_thread(), np.zeros(2, np.int64)
+    caller = threading.current_thread()
+    counters = np.zeros(2, np.int64)
 
     def fail(job):
         if threading.current_thread() is caller:
@@ -124,7 +128,9 @@ def test_a_failure_in_the_caller_comes_out_of_run(team):
 
 
 def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(team):
-    caller, started, ended = threading.current_thread(), threading.Barrier(2), threading.Event()
+    caller = threading.current_thread()
+    started = threading.Barrier(2)
+    ended = threading.Event()
 
     def fail(job):
         if threading.current_thread() is caller:
@@ -143,7 +149,9 @@ def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(te
 
 def test_a_helper_that_starts_late_finds_the_counters_still_there(team):
     """Work knows its counters by address only; they outlive the call for as long as a helper may look at them."""
-    caller, started, may_end = threading.current_thread(), threading.Event(), threading.Event()
+    caller = threading.current_thread()
+    started = threading.Event()
+    may_end = threading.Event()
     counters = np.zeros(2, np.int64)
     alive = weakref.ref(counters)
 

@@ -73,7 +73,9 @@ def test_a_row_is_read_as_it_was_written():
 
 
 def test_numbers_are_found_by_their_names():
-    assert [number_at(Outer, path) for path in ("first", "inner", "inner.size", "inner.factor", "last")] == [
+    assert [
+        number_at(Outer, path) for path in ("first", "inner", "inner.size", "inner.factor", "last")
+    ] == [
         0,
         1,
         1,

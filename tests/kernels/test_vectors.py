@@ -60,7 +60,8 @@ def stage(out, source, rows, size, low, high, kind):
 
 @kernel
 def move_numbers(floats, integers, out):
-    number, integer = load_f32(address_of(floats) + 4), load_i32(address_of(integers) + 4)
+    number = load_f32(address_of(floats) + 4)
+    integer = load_i32(address_of(integers) + 4)
     store_i64(address_of(out) + 8, integer)
     return number, integer, fetch_add(address_of(out), 5)
 
@@ -89,7 +90,9 @@ def as_bfloat16(bits):
 
 
 def test_exp_is_accurate_everywhere():
-    values = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1, 1, 100_001)]).astype(np.float32)
+    values = np.concatenate([np.linspace(-87, 88, 400_001), np.linspace(-1, 1, 100_001)]).astype(
+        np.float32
+    )
     exact = np.exp(values.astype(np.float64))
     assert np.abs(exp_of(values) / exact - 1).max() < 2e-7
 
@@ -100,9 +103,12 @@ def test_exp_at_the_edges():
 
 
 def test_exp_in_vectors_equals_exp_alone():
-    values = -np.abs(np.random.default_rng(0).standard_normal((50, 4, TILE)).astype(np.float32)) * 30
+    values = (
+        -np.abs(np.random.default_rng(0).standard_normal((50, 4, TILE)).astype(np.float32)) * 30
+    )
     values[0, :, :3] = 0.0, -np.inf, -87.01
-    out, numbers = values.copy(), np.zeros(12, np.float32)
+    out = values.copy()
+    numbers = np.zeros(12, np.float32)
     exp_rows(out.ctypes.data, numbers.ctypes.data, len(out))
     assert_same_bits(out, exp_of(values.ravel()).reshape(values.shape))
 
@@ -113,7 +119,8 @@ def test_exp_in_vectors_equals_exp_alone():
     ids=["float16", "bfloat16"],
 )
 def test_all_16_bit_numbers_widen_exactly(kind, expected):
-    alone, staged = np.empty(1 << 16, np.float32), np.empty(1 << 16, np.float32)
+    alone = np.empty(1 << 16, np.float32)
+    staged = np.empty(1 << 16, np.float32)
     load_each(ALL_16_BITS.ctypes.data, 2, kind, alone)
     stage(staged.ctypes.data, ALL_16_BITS.ctypes.data, (1 << 16) // LANES, 2, 0, LANES, kind)
     assert_same_bits(alone, expected)
@@ -126,8 +133,12 @@ def test_rounding_is_to_nearest_and_ties_to_even(kind):
     wide = np.sort(wide[np.isfinite(wide)])
     middle = ((wide[1:].astype(np.float64) + wide[:-1]) / 2).astype(np.float32)
     around = [np.nextafter(middle, np.float32(side)) for side in (-np.inf, np.inf)]
-    random = np.random.default_rng(1).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
-    edges = np.array([65519.9, 65520, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, 1e-45, -1e-45], np.float32)
+    random = (
+        np.random.default_rng(1).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
+    )
+    edges = np.array(
+        [65519.9, 65520, 3.4e38, -3.4e38, np.inf, -np.inf, np.nan, 1e-45, -1e-45], np.float32
+    )
     odd_nan = np.array([0x7F800001, 0xFF80FFFF, 0x7FFFFFFF], np.uint32).view(np.float32)
     values = np.concatenate([wide, middle, *around, random, edges, odd_nan])
     bits = np.empty(values.size, np.uint16)
@@ -141,7 +152,8 @@ def test_rounding_is_to_nearest_and_ties_to_even(kind):
 
 def test_float32_is_kept():
     values = np.random.default_rng(2).integers(0, 1 << 32, 1000, dtype=np.uint32).view(np.float32)
-    stored, loaded = np.empty_like(values), np.empty_like(values)
+    stored = np.empty_like(values)
+    loaded = np.empty_like(values)
     store_each(values, stored.ctypes.data, 4, KIND_F32)
     load_each(stored.ctypes.data, 4, KIND_F32, loaded)
     assert_same_bits(loaded, values)
@@ -160,7 +172,8 @@ def test_staging_puts_zeros_where_no_token_is(kind, low, high):
 
 
 def test_numbers_in_memory():
-    floats, integers = np.array([1, -2.5], np.float32), np.array([3, -4], np.int32)
+    floats = np.array([1, -2.5], np.float32)
+    integers = np.array([3, -4], np.int32)
     out = np.array([100, 0], np.int64)
     assert move_numbers(floats, integers, out) == (-2.5, -4, 100)
     assert out.tolist() == [105, -4]

@@ -43,8 +43,28 @@ def test_entries_and_slots_of_a_seamed_table():
         TableEntry(2, 6, 6, 9, 0),
         TableEntry(3, 7, 9, 11, 0),
     ]
-    assert [table.index_of(position, B) for position in range(11)] == [0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
-    assert manager.slots(table, 4, 11) == [1 * B, 1 * B + 1, 2 * B, 2 * B + 1, 2 * B + 2, 3 * B + 2, 3 * B + 3]
+    assert [table.index_of(position, B) for position in range(11)] == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        2,
+        3,
+        3,
+    ]
+    assert manager.slots(table, 4, 11) == [
+        1 * B,
+        1 * B + 1,
+        2 * B,
+        2 * B + 1,
+        2 * B + 2,
+        3 * B + 2,
+        3 * B + 3,
+    ]
     assert table.num_slots(B) == 11
     manager.check_invariants([table])
     with pytest.raises(CacheCorruption, match="11 slots"):

@@ -55,7 +55,8 @@ def test_more_changes_than_blocks_are_told_as_a_whole(num_texts):
 
 
 def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it():
-    manager, tokens = manager_of(), list(range(3 * B + 1))
+    manager = manager_of()
+    tokens = list(range(3 * B + 1))
     assert manager.events.take() == CacheEvents(True, (), ())
     cold(manager, tokens, hints=(B,))
     blocks = prefix_hashes(tokens, ROOT, B)
@@ -85,4 +86,7 @@ def test_of_a_model_without_states_blocks_alone_are_told():
             cold(manager, tokens)
         told.append(manager.events.take())
     assert told[0] == CacheEvents(False, prefix_hashes(tokens, ROOTS[0], B), ())
-    assert told[1].published == (*prefix_hashes(tokens, ROOT, B), state_hash(prefix_hashes(tokens, ROOT, B)[2]))
+    assert told[1].published == (
+        *prefix_hashes(tokens, ROOT, B),
+        state_hash(prefix_hashes(tokens, ROOT, B)[2]),
+    )

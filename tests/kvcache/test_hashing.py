@@ -35,7 +35,8 @@ def test_what_is_no_token_id_is_refused(bad):
 
 
 def test_a_link_is_sha256_of_parent_and_tokens():
-    parent, tokens = b"p" * 32, encode_tokens(range(16))
+    parent = b"p" * 32
+    tokens = encode_tokens(range(16))
     assert chain_hash(parent, tokens) == hashlib.sha256(parent + tokens).digest()
 
 

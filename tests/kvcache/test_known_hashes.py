@@ -21,7 +21,9 @@ def read(manager, block_ids):
     found = []
     for block_id in block_ids:
         key = manager.content.key(block_id)
-        found += [int.from_bytes(key.tokens[at : at + 4], "little") for at in range(0, len(key.tokens), 4)]
+        found += [
+            int.from_bytes(key.tokens[at : at + 4], "little") for at in range(0, len(key.tokens), 4)
+        ]
     return found
 
 
@@ -71,8 +73,14 @@ def test_a_lie_finds_nothing_that_is_not_there(before, tokens, data):
         for root in (ROOT, OTHER):
             manager.free(prefill(manager, prompt, root))
     pieces = [right(prompt, root) for prompt in (*before, tokens) for root in (ROOT, OTHER)]
-    hashes = [known_hash(piece, i) for piece in pieces for i in range(len(piece) // HASH_BYTES)] or [bytes(HASH_BYTES)]
-    lie = data.draw(st.one_of(st.sampled_from(pieces), st.lists(st.sampled_from(hashes), max_size=8).map(b"".join)))
+    hashes = [
+        known_hash(piece, i) for piece in pieces for i in range(len(piece) // HASH_BYTES)
+    ] or [bytes(HASH_BYTES)]
+    lie = data.draw(
+        st.one_of(
+            st.sampled_from(pieces), st.lists(st.sampled_from(hashes), max_size=8).map(b"".join)
+        )
+    )
     honest = manager.peek(tokens, ROOT)
 
     table = manager.open_table(tokens, ROOT, known=lie)
@@ -95,7 +103,12 @@ def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
     manager.free(prefill(manager, tokens[: num_held * B] or tokens[:1]))
     plain_first, _, plain_keys = manager.content.keys_after(tokens, ROOT)
     expected = list(plain_keys)
-    for known in (right(other), right(tokens, OTHER), right(tokens), right(tokens)[:HASH_BYTES] + right(other)):
+    for known in (
+        right(other),
+        right(tokens, OTHER),
+        right(tokens),
+        right(tokens)[:HASH_BYTES] + right(other),
+    ):
         first, _, keys = manager.content.keys_after(tokens, ROOT, known)
         found = list(keys)
         assert first <= plain_first

@@ -20,7 +20,16 @@ def compute(manager, tokens, root=ROOT):
 
 @pytest.mark.parametrize(
     ("length", "served", "served_whole"),
-    [(1, 0, 0), (15, 0, 0), (16, 15, 0), (17, 16, 16), (31, 16, 16), (32, 31, 16), (33, 32, 32), (48, 47, 32)],
+    [
+        (1, 0, 0),
+        (15, 0, 0),
+        (16, 15, 0),
+        (17, 16, 16),
+        (31, 16, 16),
+        (32, 31, 16),
+        (33, 32, 32),
+        (48, 47, 32),
+    ],
 )
 def test_whole_blocks_leave_out_the_block_of_the_last_token(length, served, served_whole):
     tokens = list(range(length))
@@ -30,13 +39,17 @@ def test_whole_blocks_leave_out_the_block_of_the_last_token(length, served, serv
         assert manager.peek(tokens, ROOT) == expected
         table = manager.open_table(tokens, ROOT)
         assert table.num_cached_tokens == table.num_computed_tokens == expected
-        assert manager.extend(table, length) == [] or not whole, "nothing is copied, nothing rewritten"
+        assert manager.extend(table, length) == [] or not whole, (
+            "nothing is copied, nothing rewritten"
+        )
         assert manager.cow_copies == 0
         manager.commit(table, tokens, length)
         manager.check_invariants([table])
         manager.free(table)
         manager.check_invariants([])
-        assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, "all of it is there for longer prompts"
+        assert manager.peek([*tokens, 99], ROOT) == length // BLOCK * BLOCK, (
+            "all of it is there for longer prompts"
+        )
 
 
 def reason(manager, tokens, root=ROOT):

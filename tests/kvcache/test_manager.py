@@ -40,8 +40,10 @@ def test_a_freed_table_is_stale_for_every_operation():
 
 
 def test_a_copy_of_a_live_table_and_a_table_of_another_pool_are_refused():
-    manager, other = KVCacheManager(8, B), KVCacheManager(8, B)
-    table, foreign = prefill(manager, list(range(8))), prefill(other, list(range(8)))
+    manager = KVCacheManager(8, B)
+    other = KVCacheManager(8, B)
+    table = prefill(manager, list(range(8)))
+    foreign = prefill(other, list(range(8)))
     for stranger in (copy.copy(table), foreign):
         with pytest.raises(CacheCorruption):
             manager.free(stranger)
@@ -166,7 +168,8 @@ def test_a_table_shows_itself():
 
 def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first():
     manager = KVCacheManager(8, B)
-    one, two = [1] * 16, [2] * 16
+    one = [1] * 16
+    two = [2] * 16
     manager.free(prefill(manager, one))
     manager.free(prefill(manager, two))
     left = []
@@ -180,7 +183,8 @@ def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first()
 
 def test_a_hit_makes_a_chain_recently_used():
     manager = KVCacheManager(4, B)
-    one, two = [1] * 8, [2] * 8
+    one = [1] * 8
+    two = [2] * 8
     manager.free(prefill(manager, one))
     manager.free(prefill(manager, two))
     manager.free(manager.open_table([*one, 0], ROOT))  # a hit

@@ -33,7 +33,8 @@ def cached(manager, tokens, root=ROOT):
 
 def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over():
     manager = KVCacheManager(16, B, policy=TenantFloors)
-    kept, plain = [1] * 4 * B, [2] * 4 * B
+    kept = [1] * 4 * B
+    plain = [2] * 4 * B
     run(manager, kept, ttl=100.0)
     for _ in range(3):
         run(manager, plain)
@@ -43,7 +44,9 @@ def test_it_outlives_a_scan_that_flushes_all_else_and_goes_when_its_time_is_over
     scan(manager, 200)
     assert (cached(manager, kept), manager.pins.num_retained) == (4, 4)
     manager.pins.expire(100.0)
-    assert (cached(manager, kept), manager.pins.num_retained) == (4, 0), "it goes when room is needed, not before"
+    assert (cached(manager, kept), manager.pins.num_retained) == (4, 0), (
+        "it goes when room is needed, not before"
+    )
     manager.check_invariants([])
     scan(manager, 200)
     assert cached(manager, kept) == 0
@@ -91,7 +94,12 @@ def test_of_an_owner_that_retains_all_the_latest_half_stays():
     for number in range(1, 40):
         run(manager, [number] * 2 * B, ttl=1e9)
     scan(manager, 100)
-    assert [number for number in range(1, 40) if cached(manager, [number] * 2 * B) == 2] == [36, 37, 38, 39]
+    assert [number for number in range(1, 40) if cached(manager, [number] * 2 * B) == 2] == [
+        36,
+        37,
+        38,
+        39,
+    ]
 
 
 def test_who_retains_all_takes_nothing_from_another_owner():
@@ -148,7 +156,9 @@ def test_an_ancestor_is_never_evicted_before_its_descendants():
         before = manager.pins.num_retained
         manager.pins.expire(now)
         ended += manager.pins.num_retained < before
-        tokens = rng.choice(texts) + [token for _ in range(rng.randrange(8)) for token in [rng.randrange(3)] * B]
+        tokens = rng.choice(texts) + [
+            token for _ in range(rng.randrange(8)) for token in [rng.randrange(3)] * B
+        ]
         owner = rng.choice((b"a", b"b", b"c"))
         ttl = rng.choice((0.0, now + 3.0, now + 40.0))
         run(manager, [*tokens, 1], owner, owner * 32, ttl)

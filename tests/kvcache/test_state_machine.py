@@ -56,7 +56,8 @@ class PoolMachine(Asking):
         policy=st.sampled_from([LeastRecentlyUsed, TenantFloors]),
     )
     def start(self, num_blocks, block_size, bits, whole, policy):
-        self.size, self.whole = block_size, whole
+        self.size = block_size
+        self.whole = whole
         self.weak = bits < 256
         hash_fn = cut_hash(bits) if self.weak else chain_hash
         self.manager = KVCacheManager(
@@ -89,7 +90,8 @@ class PoolMachine(Asking):
         return (len(tokens) - int(self.whole)) // self.size
 
     def match(self, tokens, root):
-        block_ids, node = [], root
+        block_ids = []
+        node = root
         for index in range(self.servable_blocks(tokens)):
             known = self.cached.get((node, self.full_block(tokens, index)))
             if known is None:
@@ -172,7 +174,8 @@ class PoolMachine(Asking):
         assert (table.block_ids, table.num_cached_tokens) == (block_ids, cached)
         assert not self.whole or cached % self.size == 0
         seq.computed = seq.extended = cached
-        seq.chained, seq.node = len(block_ids), node
+        seq.chained = len(block_ids)
+        seq.node = node
         seq.uncounted = (cached, len(tokens) - cached)
         # What is there already, and was left out because it may not be written into, nobody need wait for.
         first = len(block_ids) + int((node, self.full_block(tokens, len(block_ids))) in self.cached)
@@ -204,7 +207,8 @@ class PoolMachine(Asking):
     def extend(self, number, count):
         seq = self.pick(number)
         target = min(len(seq.tokens), seq.computed + count)
-        refs, before = self.refs(), seq.table.block_ids.copy()
+        refs = self.refs()
+        before = seq.table.block_ids.copy()
         rewritten = range(seq.computed // self.size, min(len(before), -(-target // self.size)))
         new = max(0, -(-target // self.size) - len(before))
         needed = new + sum(refs[before[index]] > 1 for index in rewritten)
@@ -219,7 +223,8 @@ class PoolMachine(Asking):
         assert len(seq.table.block_ids) == len(before) + new
         self.made_writable(seq, before, rewritten, refs)
         self.apply(ops)
-        self.hits, self.misses = self.hits + seq.uncounted[0], self.misses + seq.uncounted[1]
+        self.hits = self.hits + seq.uncounted[0]
+        self.misses = self.misses + seq.uncounted[1]
         seq.uncounted = (0, 0)
         seq.extended = max(seq.extended, target)
 
@@ -276,7 +281,8 @@ class PoolMachine(Asking):
         """What is guessed behind the last token is written, and its blocks are given back."""
         seq = self.pick(number)
         self.extend(number, len(seq.tokens))
-        target, before = len(seq.tokens) + count, seq.table.block_ids.copy()
+        target = len(seq.tokens) + count
+        before = seq.table.block_ids.copy()
         needed = self.manager.blocks_needed(seq.table, target)
         if seq.extended < len(seq.tokens) or needed > self.manager.free_block_count:
             return
@@ -313,7 +319,8 @@ class PoolMachine(Asking):
         if not seq.table.block_ids:
             return
         index = position % len(seq.table.block_ids)
-        refs, before = self.refs(), seq.table.block_ids.copy()
+        refs = self.refs()
+        before = seq.table.block_ids.copy()
         if refs[before[index]] > 1 and not self.manager.free_block_count:
             with pytest.raises(CapacityError):
                 self.manager.make_writable(seq.table, index)
@@ -349,7 +356,8 @@ class PoolMachine(Asking):
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), ttl=st.none() | st.integers(1, 3))
     def pin(self, tokens, root, ttl):
-        num_full, until = len(tokens) // self.size, None if ttl is None else self.now + ttl
+        num_full = len(tokens) // self.size
+        until = None if ttl is None else self.now + ttl
         block_ids, node = self.match([*tokens, *[2] * self.size], root)
         pinned = {block_id for ids, _ in self.pins.values() for block_id in ids}
         if (
@@ -403,7 +411,8 @@ class PoolMachine(Asking):
     def bookkeeping_agrees(self):
         if not hasattr(self, "manager"):
             return
-        manager, refs = self.manager, self.refs()
+        manager = self.manager
+        refs = self.refs()
         manager.check_invariants(seq.table for seq in self.live)
         published = {block_id for block_id, _ in self.cached.values()}
         assert len(published) == len(self.cached)

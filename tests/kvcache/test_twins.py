@@ -23,7 +23,8 @@ def take_all(manager):
 
 
 def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back():
-    manager, tokens = KVCacheManager(8, B), list(range(12))
+    manager = KVCacheManager(8, B)
+    tokens = list(range(12))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     for table in (first, second):
         manager.extend(table, 10)
@@ -44,7 +45,8 @@ def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back():
 
 def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives():
     """Its keys and values are there twice; those that are published go over to the table before they are evicted."""
-    manager, tokens = KVCacheManager(16, B, state_sizes=StateSizes(8)), list(range(7 * B))
+    manager = KVCacheManager(16, B, state_sizes=StateSizes(8))
+    tokens = list(range(7 * B))
     table = manager.open_table(tokens[:25], ROOT)
     compute(manager, table, tokens[:25])
     manager.free(table)
@@ -57,12 +59,15 @@ def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives():
         assert manager.used_block_count == len(again) == -(-stop // B)
     take_all(manager)
     following = manager.open_table([*tokens, 1], ROOT)
-    assert following.block_ids == again.block_ids, "the last one, which is new, hangs on the six before"
+    assert following.block_ids == again.block_ids, (
+        "the last one, which is new, hangs on the six before"
+    )
     manager.check_invariants([again, following])
 
 
 def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_meanwhile():
-    manager, tokens = KVCacheManager(4, B), list(range(8))
+    manager = KVCacheManager(4, B)
+    tokens = list(range(8))
     first = prefill(manager, [*tokens, 1, 2, 3, 4])
     second = manager.open_table(tokens, ROOT)
     (copy,) = manager.extend(second, 8)
@@ -79,7 +84,8 @@ def test_a_copy_takes_the_place_of_what_it_was_copied_from_if_that_is_evicted_me
 
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_hangs_on_them(forked):
-    manager, tokens = KVCacheManager(8, B), list(range(8))
+    manager = KVCacheManager(8, B)
+    tokens = list(range(8))
     first = prefill(manager, tokens)
     second = prefill(manager, tokens, use_cache=False)
     assert set(first.block_ids).isdisjoint(second.block_ids)
@@ -99,7 +105,8 @@ def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_han
 
 
 def test_kept_apart_a_table_keeps_its_own():
-    manager, tokens = KVCacheManager(8, B), list(range(8))
+    manager = KVCacheManager(8, B)
+    tokens = list(range(8))
     manager.twins.keep_apart()
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     for table in (first, second):
@@ -110,9 +117,12 @@ def test_kept_apart_a_table_keeps_its_own():
 
 
 def test_an_evicted_equal_is_not_mistaken_for_what_took_its_block():
-    manager, tokens = KVCacheManager(3, B), list(range(4))
+    manager = KVCacheManager(3, B)
+    tokens = list(range(4))
     first = prefill(manager, tokens)
-    second = prefill(manager, tokens, use_cache=False)  # its published equal is the first table's block
+    second = prefill(
+        manager, tokens, use_cache=False
+    )  # its published equal is the first table's block
     manager.free(first)
     third = prefill(manager, [7] * 4)
     fourth = prefill(manager, [8] * 4)  # takes the block of the evicted equal

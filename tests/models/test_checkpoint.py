@@ -32,7 +32,8 @@ def gguf(model_dir, tmp_path):
 def reads(monkeypatch):
     """How often headers were parsed ("header"), and arrays of strings decoded, by key."""
     counts = Counter()
-    parse, decode = gguf_file._read, gguf_file._decoded
+    parse = gguf_file._read
+    decode = gguf_file._decoded
 
     def counted_parse(*given):
         counts["header"] += 1
@@ -72,7 +73,8 @@ def test_an_open_checkpoint_stays_the_same_one(model_dir, gguf):
 
 
 def test_both_forms_say_the_same(model_dir, gguf):
-    directory, file = Checkpoint.open(model_dir), Checkpoint.open(gguf)
+    directory = Checkpoint.open(model_dir)
+    file = Checkpoint.open(gguf)
     assert (directory.is_gguf, file.is_gguf) == (False, True)
     assert (directory.is_quantized, file.is_quantized) == (False, True)
     assert directory.summary().num_params == file.summary().num_params
@@ -84,7 +86,9 @@ def test_both_forms_say_the_same(model_dir, gguf):
 
 def test_the_fingerprint_of_a_file_is_of_its_bytes_alone(gguf, tmp_path):
     """Packed files and shared blocks of earlier versions stay valid: the value may not change."""
-    whole = hashlib.sha256(hashlib.sha256(gguf.read_bytes()).digest()).hexdigest()  # one part, then all parts
+    whole = hashlib.sha256(
+        hashlib.sha256(gguf.read_bytes()).digest()
+    ).hexdigest()  # one part, then all parts
     expected = hashlib.sha256(b"kvboost-edge gguf 1" + whole.encode()).hexdigest()
     moved = Path(shutil.copy(gguf, tmp_path / "other.gguf"))
     for path in (gguf, moved):

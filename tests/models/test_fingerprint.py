@@ -82,7 +82,9 @@ def test_remembered_by_stamp(model, hashed, cache):
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, time and inode, other bytes
+    os.utime(
+        weights, ns=(before.st_atime_ns, before.st_mtime_ns)
+    )  # same size, time and inode, other bytes
     assert fingerprint_of_directory(model, cache_dir=cache) != first
 
 
@@ -145,7 +147,8 @@ def test_shards_and_their_names_count(model, cache):
     """Bytes moved from one tensor to another are another model, though the bytes are the same."""
     first = fingerprint_of_directory(model, cache_dir=cache)
     state = load_file(model / "model.safetensors")
-    a, b = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"
+    a = "model.layers.0.self_attn.q_proj.weight"
+    b = "model.layers.1.self_attn.q_proj.weight"
     state[a], state[b] = state[b].clone(), state[a].clone()
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
     assert fingerprint_of_directory(model, cache_dir=cache) != first

@@ -116,7 +116,8 @@ def test_what_a_state_space_packs(tmp_path):
     save_tiny_model("granitemoehybrid-h", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = {name: tensor.astype(np.float64) for name, tensor in tensors_of(tmp_path).items()}
-    layer, stored = "model.layers.2.mamba.", files["model.layers.2.mamba.in_proj.weight"]
+    layer = "model.layers.2.mamba."
+    stored = files["model.layers.2.mamba.in_proj.weight"]
     assert stored.shape == (128 + 128 + 2 * 16 + 4, 64)
     np.testing.assert_array_equal(
         weights["layer2.mixer_in"], np.concatenate([stored[128:288], stored[:128]])
@@ -166,7 +167,8 @@ def test_what_a_gated_delta_rule_packs(tmp_path):
     save_tiny_model("qwen3_5_text", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = {name: tensor.astype(np.float64) for name, tensor in tensors_of(tmp_path).items()}
-    layer, mixer = "model.layers.1.linear_attn.", spec.mixer
+    layer = "model.layers.1.linear_attn."
+    mixer = spec.mixer
     assert mixer is not None
     assert mixer == Mixer("delta", 3, 2 * 2 * 16 + 4 * 32, 2, 4, 16, 32)
     for name, parts in (("mixer_in", ("qkv", "z")), ("mixer_gates", ("b", "a"))):

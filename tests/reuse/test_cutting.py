@@ -34,7 +34,9 @@ class Words:
 
 def semantic(text, size, window):
     words = Words()
-    options = ChunkOptions(strategy="semantic", chunk_size=size, chunk_boundary_window=window, block_size=1)
+    options = ChunkOptions(
+        strategy="semantic", chunk_size=size, chunk_boundary_window=window, block_size=1
+    )
     document = words.encode(text)
     return words.texts(document, cut([document], options, words.piece_of))
 
@@ -46,7 +48,15 @@ def bounds(chunks):
 def test_fixed_cuts_after_every_chunk_size_tokens_and_begins_anew_with_each_document():
     options = ChunkOptions(chunk_size=16)
     lengths = [0, 1, 16, 17, 40]
-    expected = [(1, 0, 1), (2, 0, 16), (3, 0, 16), (3, 16, 17), (4, 0, 16), (4, 16, 32), (4, 32, 40)]
+    expected = [
+        (1, 0, 1),
+        (2, 0, 16),
+        (3, 0, 16),
+        (3, 16, 17),
+        (4, 0, 16),
+        (4, 16, 32),
+        (4, 32, 40),
+    ]
     assert bounds(cut([[5] * length for length in lengths], options)) == expected
 
 
@@ -68,17 +78,30 @@ def test_overlap_and_sink_are_the_documents_own_and_never_overlap_each_other():
 
 def test_semantic_cuts_at_the_nearest_end_of_a_sentence():
     text = "One two three. Four five six seven. Eight nine ten! Is it? Yes. So."
-    assert semantic(text, 6, 3) == ["One two three.", " Four five six seven.", " Eight nine ten! Is it?", " Yes. So."]
+    assert semantic(text, 6, 3) == [
+        "One two three.",
+        " Four five six seven.",
+        " Eight nine ten! Is it?",
+        " Yes. So.",
+    ]
 
 
 def test_a_paragraph_goes_before_a_nearer_sentence_and_keeps_its_line_ends():
     text = "One two.\n\nThree four. Five six seven eight nine ten."
-    assert semantic(text, 7, 4) == ["One two.\n\n", "Three four.", " Five six seven eight nine ten."]
+    assert semantic(text, 7, 4) == [
+        "One two.\n\n",
+        "Three four.",
+        " Five six seven eight nine ten.",
+    ]
 
 
 def test_without_an_end_in_the_window_it_is_cut_at_the_size():
     text = "one two three four five six seven eight nine ten. eleven"
-    assert semantic(text, 4, 2) == ["one two three four", " five six seven eight", " nine ten. eleven"]
+    assert semantic(text, 4, 2) == [
+        "one two three four",
+        " five six seven eight",
+        " nine ten. eleven",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -105,21 +128,32 @@ def test_line_ends_that_are_tokens_of_their_own_stay_with_the_paragraph():
 @given(st.data())
 def test_every_token_is_in_exactly_one_chunk(data):
     pieces = ["", "a", " b", ".", ". ", "\n", "\n\n", "。", "\ufffd"]
-    documents = data.draw(st.lists(st.lists(st.integers(0, len(pieces) - 1), max_size=80), max_size=4))
+    documents = data.draw(
+        st.lists(st.lists(st.integers(0, len(pieces) - 1), max_size=80), max_size=4)
+    )
     strategy = data.draw(st.sampled_from(list(ChunkStrategy)))
     size = data.draw(st.integers(2, 20))
     window = data.draw(st.integers(1, size - 1)) if strategy == "semantic" else 0
-    overlap, sink = (data.draw(st.integers(0, size - 1)) if strategy != "document" else 0 for _ in range(2))
+    overlap, sink = (
+        data.draw(st.integers(0, size - 1)) if strategy != "document" else 0 for _ in range(2)
+    )
     options = ChunkOptions(
         strategy=strategy, chunk_size=size, chunk_boundary_window=window, overlap_k=overlap, sink_tokens=sink,
         block_size=2,
     )  # fmt: skip
     chunks = cut(documents, options, pieces.__getitem__)
     kept = [(chunk.document, place) for chunk in chunks for place in range(chunk.start, chunk.stop)]
-    assert kept == [(number, place) for number, document in enumerate(documents) for place in range(len(document))]
+    assert kept == [
+        (number, place)
+        for number, document in enumerate(documents)
+        for place in range(len(document))
+    ]
     for chunk in chunks:
         assert 0 <= chunk.num_sink_tokens <= chunk.overlap_start <= chunk.start < chunk.stop
-        assert len(chunk.tokens(documents[chunk.document])) == chunk.num_context_tokens + chunk.stop - chunk.start
+        assert (
+            len(chunk.tokens(documents[chunk.document]))
+            == chunk.num_context_tokens + chunk.stop - chunk.start
+        )
         is_last = chunk.stop == len(documents[chunk.document])
         if strategy == "fixed":
             assert chunk.stop - chunk.start == size or is_last
@@ -137,11 +171,20 @@ def test_every_token_is_in_exactly_one_chunk(data):
         ({"chunk_size": 128.0}, "chunk_size=128.0 must be"),
         ({"chunk_size": True, "block_size": 1}, "chunk_size=True must be"),
         ({"block_size": 0}, "block_size=0 must be an integer of at least 1"),
-        ({"chunk_boundary_window": -1}, "chunk_boundary_window=-1 must be an integer of at least 0"),
-        ({"strategy": "semantic", "chunk_boundary_window": 128}, "window=128 must be less than chunk_size=128"),
+        (
+            {"chunk_boundary_window": -1},
+            "chunk_boundary_window=-1 must be an integer of at least 0",
+        ),
+        (
+            {"strategy": "semantic", "chunk_boundary_window": 128},
+            "window=128 must be less than chunk_size=128",
+        ),
         ({"strategy": "semantic"}, "chunk_boundary_window=0 with chunk strategy semantic"),
         ({"chunk_boundary_window": 8}, "chunk_boundary_window=8 with chunk strategy fixed"),
-        ({"strategy": "document", "chunk_boundary_window": 8}, "chunk_boundary_window=8 with chunk strategy document"),
+        (
+            {"strategy": "document", "chunk_boundary_window": 8},
+            "chunk_boundary_window=8 with chunk strategy document",
+        ),
         ({"overlap_k": -1}, "overlap_k=-1 must be"),
         ({"overlap_k": 128}, "overlap_k=128 must be less than chunk_size=128"),
         ({"sink_tokens": 200}, "sink_tokens=200 must be less than chunk_size=128"),
@@ -156,7 +199,12 @@ def test_options_are_checked_by_name(options, message):
 
 def test_the_defaults_are_those_of_the_engine_and_a_strategy_may_be_named_by_its_value():
     options = ChunkOptions()
-    assert (options.chunk_size, options.chunk_boundary_window, options.overlap_k, options.sink_tokens) == (128, 0, 0, 0)
+    assert (
+        options.chunk_size,
+        options.chunk_boundary_window,
+        options.overlap_k,
+        options.sink_tokens,
+    ) == (128, 0, 0, 0)
     assert options.strategy is ChunkStrategy.FIXED
     assert ChunkOptions(strategy="document").strategy is ChunkStrategy.DOCUMENT
 

@@ -15,8 +15,11 @@ from kvboost_edge.kernels.spans.table import MOST_TRIED
 from kvboost_edge.reuse.finding import find_runs
 from kvboost_edge.reuse.spans import SpanIndex
 
-HEADER, LAST = list(range(900, 910)), [999]
-A, B, C = list(range(100, 141)), list(range(200, 237)), list(range(300, 350))
+HEADER = list(range(900, 910))
+LAST = [999]
+A = list(range(100, 141))
+B = list(range(200, 237))
+C = list(range(300, 350))
 
 
 def joined(parts):
@@ -67,7 +70,13 @@ def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_n
     assert told(offered.find(A[:21])) == [(0, 20, 0)]
     assert told(offered.find(A[:12] + LAST)) == [(0, 12, -8)]
     newest = [block.block_id for block in offered.blocks if block.tokens == tuple(A[:4])][-1]
-    offered.withdraw(next(block for block in offered.blocks if block.first_position == 8 and block.tokens[0] == A[0]))
+    offered.withdraw(
+        next(
+            block
+            for block in offered.blocks
+            if block.first_position == 8 and block.tokens[0] == A[0]
+        )
+    )
     (run,) = offered.find(A[:12] + LAST)
     assert (run.context, run.pieces[0].block_id) == (4, newest)
 
@@ -76,7 +85,10 @@ def test_a_text_repeated_beyond_what_is_tried_is_joined_through_its_neighbours()
     """Each document begins with one block of its own and goes on with the same block as all others."""
     offered = Offered(256, 4)
     common = [7, 7, 7, 8]
-    documents = [[1000 + number, 1, 2, 3, *common, 2000 + number, 4, 5, 6] for number in range(5 * MOST_TRIED)]
+    documents = [
+        [1000 + number, 1, 2, 3, *common, 2000 + number, 4, 5, 6]
+        for number in range(5 * MOST_TRIED)
+    ]
     for document in documents:
         offered.chain(document)
     for document in documents:
@@ -93,7 +105,9 @@ def test_of_more_children_than_are_tried_the_one_that_goes_on_whole_is_found():
     for child in children:
         assert told(offered.find([5, 7, 7, 7, 8, *child, *LAST])) == [(1, 8, 1)]
     # of one that ends inside, only the newest are tried
-    assert [told(offered.find([7, 7, 7, 8, *child[:2], *LAST]))[0][1] for child in children[-9:]] == [4, *[6] * 8]
+    assert [
+        told(offered.find([7, 7, 7, 8, *child[:2], *LAST]))[0][1] for child in children[-9:]
+    ] == [4, *[6] * 8]
 
 
 def test_start_and_shortest_run_are_checked_by_name():
@@ -123,7 +137,15 @@ def test_colliding_hashes_find_nothing_that_is_not_there(hash_bits):
     offered = Offered(300, 16, hash_bits)
     for _ in range(30):
         offered.chain([rng.randrange(3) for _ in range(160)])
-    assert len({hash_value & (1 << hash_bits) - 1 for hash_value in offered.index.tables.hashes.tolist()}) > 1
+    assert (
+        len(
+            {
+                hash_value & (1 << hash_bits) - 1
+                for hash_value in offered.index.tables.hashes.tolist()
+            }
+        )
+        > 1
+    )
     texts = [offered.blocks[rng.randrange(300)].tokens for _ in range(20)]
     total = 0
     for text in texts:
@@ -166,12 +188,19 @@ def pools(draw):
         content = draw(tokens)
         root = draw(st.sampled_from([ROOT, ROOT, ROOT, OTHER]))
         key = (parent and parent.serial, tuple(content), parent is None and root)
-        if key not in {(b.parent_serial or None, b.tokens, not b.parent_serial and b.root) for b in offered.ever}:
+        if key not in {
+            (b.parent_serial or None, b.tokens, not b.parent_serial and b.root)
+            for b in offered.ever
+        }:
             offered.offer(offered.make(content, parent, root))
         if offered.blocks and draw(st.integers(0, 3)) == 0:
             offered.withdraw(draw(st.sampled_from(offered.blocks)))
         used = {block.block_id for block in offered.blocks}
-        back = [block for block in offered.ever if block not in offered.blocks and block.block_id not in used]
+        back = [
+            block
+            for block in offered.ever
+            if block not in offered.blocks and block.block_id not in used
+        ]
         if back and draw(st.integers(0, 3)) == 0:
             offered.offer(draw(st.sampled_from(back)))
     return offered
@@ -183,7 +212,11 @@ def test_runs_are_those_of_the_definition(offered, data):
     offered.index.check()
     after = {block.parent_serial: block for block in offered.ever if block.parent_serial}
     stretches = [list(block.tokens) for block in offered.ever]
-    stretches += [[*block.tokens, *after[block.serial].tokens] for block in offered.ever if block.serial in after]
+    stretches += [
+        [*block.tokens, *after[block.serial].tokens]
+        for block in offered.ever
+        if block.serial in after
+    ]
     some = st.one_of(st.sampled_from(stretches), st.lists(st.integers(0, 2), max_size=3))
     for _ in range(3):
         prompt = joined(data.draw(st.lists(some, min_size=1, max_size=12)))

@@ -45,7 +45,8 @@ def test_far_logits_give_a_finite_figure():
 
 
 @pytest.mark.parametrize(
-    ("reuse", "order", "passed"), [(0.1, 0.1, True), (0.11, 0.1, False), (0.0009, 0.0, True), (0.0011, 0.0, False)]
+    ("reuse", "order", "passed"),
+    [(0.1, 0.1, True), (0.11, 0.1, False), (0.0009, 0.0, True), (0.0011, 0.0, False)],
 )
 def test_reuse_may_change_answers_as_much_as_another_order(reuse, order, passed):
     verdict = Verdict(reuse, order, 0.9, 60, 0.5)
@@ -69,7 +70,8 @@ def test_another_order_leaves_no_document_where_it_was():
 
 
 @pytest.mark.parametrize(
-    ("most", "least", "count"), [(10_000, 32, 8), (10_000, 60, 4), (10_000, 105, 3), (300, 32, 8), (200, 40, 4)]
+    ("most", "least", "count"),
+    [(10_000, 32, 8), (10_000, 60, 4), (10_000, 105, 3), (300, 32, 8), (200, 40, 4)],
 )
 def test_documents_fit_the_prompt_and_are_long_enough(most, least, count):
     material = make_material(words, [1, 2], [3], most_tokens=most, least_tokens=least)
@@ -85,7 +87,12 @@ def test_without_room_for_three_there_is_no_test(most, least):
 
 
 def test_the_primer_is_not_what_is_tested():
-    sentences = {s.strip() for text in (*PASSAGES, *QUESTIONS) for s in text.replace("\n", " ").split(".") if s.strip()}
+    sentences = {
+        s.strip()
+        for text in (*PASSAGES, *QUESTIONS)
+        for s in text.replace("\n", " ").split(".")
+        if s.strip()
+    }
     assert not any(sentence in PRIMER for sentence in sentences)
 
 
@@ -100,7 +107,12 @@ def test_an_outcome_is_kept_under_all_it_depends_on(tmp_path):
         outcome_stamp(b"n" * 32, blend, [1, 2], MATERIAL),
         outcome_stamp(MODEL, dataclasses.replace(blend, ratio=0.2), [1, 2], MATERIAL),
         outcome_stamp(MODEL, dataclasses.replace(blend, overlap=17), [1, 2], MATERIAL),
-        outcome_stamp(MODEL, dataclasses.replace(blend, strategy=RecomputeStrategy.SELECTIVE), [1, 2], MATERIAL),
+        outcome_stamp(
+            MODEL,
+            dataclasses.replace(blend, strategy=RecomputeStrategy.SELECTIVE),
+            [1, 2],
+            MATERIAL,
+        ),
         outcome_stamp(MODEL, blend, [1], MATERIAL),
         outcome_stamp(MODEL, blend, [1, 2], MATERIAL._replace(introduction=(2,))),
     ]
@@ -111,7 +123,10 @@ def test_an_outcome_is_kept_under_all_it_depends_on(tmp_path):
 
 
 def test_of_strategies_that_choose_blocks_each_is_tested_with_a_ratio_no_higher():
-    ratios = {strategy: Repair(strategy=strategy, overlap=20, ratio=0.2).tested.ratio for strategy in RecomputeStrategy}
+    ratios = {
+        strategy: Repair(strategy=strategy, overlap=20, ratio=0.2).tested.ratio
+        for strategy in RecomputeStrategy
+    }
     assert ratios == {
         RecomputeStrategy.NONE: 0,
         RecomputeStrategy.SELECTIVE: 0,

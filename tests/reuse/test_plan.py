@@ -40,23 +40,34 @@ def test_what_leaves_less_than_a_block_is_computed():
     assert [(span.start, span.stop) for span in spans] == [(80, 104)]
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(0, 15)), max_size=6), st.integers(0, 40))
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(0, 15)), max_size=6),
+    st.integers(0, 40),
+)
 def test_spans_lie_in_their_runs_whole_blocks_apart(shapes, num_seam_tokens):
-    runs, position = [], SIZE
+    runs = []
+    position = SIZE
     for gap, length, offset in shapes:
         runs.append(run_at(position + gap, length, offset))
         position = runs[-1].prompt_stop
     behind = SIZE
     for span in plan_spans(runs, SIZE, SIZE, num_seam_tokens):
         (run,) = (run for run in runs if run.prompt_stop == span.stop)
-        assert run.prompt_start + num_seam_tokens <= span.start < run.prompt_start + num_seam_tokens + 2 * SIZE
+        assert (
+            run.prompt_start + num_seam_tokens
+            <= span.start
+            < run.prompt_start + num_seam_tokens + 2 * SIZE
+        )
         assert (span.start - behind) % SIZE == 0
         assert 0 <= span.start - span.first_position < SIZE
         assert SIZE <= span.stop - span.start <= len(span.block_ids) * SIZE
         where = {
-            run.prompt_start - run.pieces[0].valid_from + SIZE * i: one.block_id for i, one in enumerate(run.pieces)
+            run.prompt_start - run.pieces[0].valid_from + SIZE * i: one.block_id
+            for i, one in enumerate(run.pieces)
         }
-        assert [where[span.first_position + SIZE * i] for i in range(len(span.block_ids))] == list(span.block_ids)
+        assert [where[span.first_position + SIZE * i] for i in range(len(span.block_ids))] == list(
+            span.block_ids
+        )
         behind = span.stop
 
 

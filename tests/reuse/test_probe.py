@@ -30,7 +30,9 @@ def looked_at(rows):
     return [(row.start, row.stop, bool(row.stored)) for row in rows]
 
 
-@pytest.mark.parametrize(("limit", "reserved"), [(100, 5), (100, 1), (4, 5), (1, 1), (8, 2), (12, 3)])
+@pytest.mark.parametrize(
+    ("limit", "reserved"), [(100, 5), (100, 1), (4, 5), (1, 1), (8, 2), (12, 3)]
+)
 def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(limit, reserved):
     manager, table = shared_table(reserved)
     probe = Probe(table, SIZE)
@@ -74,10 +76,20 @@ def test_the_blocks_that_deviate_most_go_to_reserved_blocks():
     deviations = {4: 1.0, 8: 9.0, 18: 2.0, 22: 5.0}
     while not probe.is_done:
         rows = probe.next_rows(100)
-        values = [deviations[start] for row in rows if row.stored for start in range(row.start, row.stop, SIZE)]
+        values = [
+            deviations[start]
+            for row in rows
+            if row.stored
+            for start in range(row.start, row.stop, SIZE)
+        ]
         probe.take(rows, np.repeat(np.array(values, np.float32), SIZE))
     manager.spans.cut(table, probe.spans())
-    assert [(span.start, span.stop) for span in table.spans] == [(4, 8), (12, 14), (18, 22), (26, 27)]
+    assert [(span.start, span.stop) for span in table.spans] == [
+        (4, 8),
+        (12, 14),
+        (18, 22),
+        (26, 27),
+    ]
     chosen = {*range(8, 12), *range(22, 26)}
     for position in range(30):
         slot = table.slots(position, position + 1, SIZE)[0]
@@ -161,11 +173,17 @@ def test_what_is_attended_is_the_whole_blocks_of_the_spans():
 def test_the_blocks_attended_to_most_over_all_pieces_are_taken_out():
     manager, table = shared_table(2)
     probe = QueryProbe(table, SIZE, 30)
-    first, last = np.zeros(16, np.float32), np.zeros(16, np.float32)
+    first = np.zeros(16, np.float32)
+    last = np.zeros(16, np.float32)
     first[[0, 5, 15]] = 3.0, 2.0, 1.0  # of blocks 4, 8 and 22
     last[[4, 14]] = 1.5, 2.2
     probe.take([], first)
     probe.take([], last)
     manager.spans.cut(table, probe.spans())
-    assert [(span.start, span.stop) for span in table.spans] == [(4, 8), (12, 14), (18, 22), (26, 27)]
+    assert [(span.start, span.stop) for span in table.spans] == [
+        (4, 8),
+        (12, 14),
+        (18, 22),
+        (26, 27),
+    ]
     manager.check_invariants([table])

@@ -21,7 +21,8 @@ def publish(manager, tokens, root=ROOT):
 
 
 def remembering(limit=32):
-    manager, remembered = KVCacheManager(16, SIZE), Remembered(limit, SIZE)
+    manager = KVCacheManager(16, SIZE)
+    remembered = Remembered(limit, SIZE)
     manager.spans.watch(remembered)
     return manager, remembered
 

@@ -133,7 +133,8 @@ def test_a_broken_link_is_noticed(name):
         used = [place for place in used if offered.index._newer[place] == -1]
     assert used, f"no {name} are set: the test shows nothing"
     for place in used:
-        before, links[place] = links[place], -1
+        before = links[place]
+        links[place] = -1
         with pytest.raises(CacheCorruption):
             offered.index.check()
         links[place] = before
@@ -143,12 +144,12 @@ def test_a_broken_link_is_noticed(name):
 def test_what_a_pool_publishes_fits_as_it_is():
     """Serials, parents and tokens of a manager's entries, through evictions and twins."""
     rng = random.Random(11)
-    manager, offered = KVCacheManager(12, B), Offered(12, B)
+    manager = KVCacheManager(12, B)
+    offered = Offered(12, B)
     known = {}
-    roots, depths = (
-        {ROOT_SERIAL: b""},
-        {ROOT_SERIAL: -1},
-    )  # of every serial ever: a parent may be gone
+    # of every serial ever: a parent may be gone
+    roots = {ROOT_SERIAL: b""}
+    depths = {ROOT_SERIAL: -1}
     live = []
     withdrawn = num_runs = 0
     for _ in range(400):
@@ -165,9 +166,12 @@ def test_what_a_pool_publishes_fits_as_it_is():
             offered.withdraw(gone)
             withdrawn += 1
         for block_id, entry in sorted(entries.items(), key=lambda item: item[1].serial):
-            serial, parent, key = entry.serial, entry.parent_serial, ContentKey.of(entry)
+            serial = entry.serial
+            parent = entry.parent_serial
+            key = ContentKey.of(entry)
             if serial not in roots:
-                roots[serial], depths[serial] = roots[parent] or key.parent_hash, depths[parent] + 1
+                roots[serial] = roots[parent] or key.parent_hash
+                depths[serial] = depths[parent] + 1
                 tokens = tuple(np.frombuffer(key.tokens, dtype="<u4").tolist())
                 position = depths[serial] * B
                 known[serial] = offered.offer(

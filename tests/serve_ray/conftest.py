@@ -17,7 +17,9 @@ def ray_cluster(isolated_cache):
     """Gives its address. Replicas that wait for a place are told of soon, and all know the secret of the suite."""
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
-        warnings.filterwarnings("ignore", "Using extra keyword arguments on `Field`", DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", "Using extra keyword arguments on `Field`", DeprecationWarning
+        )
         ray = pytest.importorskip("ray")
         pytest.importorskip("ray.serve")
     from kvboost_edge.serve_ray.start import own_cluster
@@ -55,5 +57,7 @@ def alone(isolated_cache):
 @pytest.fixture(scope="module")
 def server(running):
     """The server over the replicas, with two tenants' keys."""
-    with serving(running.pool, api_keys=("first-key", "second-key"), admin_api_keys=("admin-key",)) as live:
+    with serving(
+        running.pool, api_keys=("first-key", "second-key"), admin_api_keys=("admin-key",)
+    ) as live:
         yield live

@@ -37,7 +37,10 @@ def breakable(folder):
         def __init__(self, options):
             if (folder / "dies").exists():
                 os.kill(os.getpid(), signal.SIGKILL)
-            for name, changes in {"small": {"num_blocks": SMALL_BLOCKS}, "other": {"kv_cache_bits": 8}}.items():
+            for name, changes in {
+                "small": {"num_blocks": SMALL_BLOCKS},
+                "other": {"kv_cache_bits": 8},
+            }.items():
                 with contextlib.suppress(FileNotFoundError):
                     (folder / name).rename(folder / "taken")
                     options = options._replace(engine={**options.engine, **changes})
@@ -89,7 +92,8 @@ def model(folder):
 def breakable_class(ray_cluster, folder):
     from kvboost_edge.serve_ray import deployment
 
-    real, broken = deployment.replica_deployment, breakable(folder)
+    real = deployment.replica_deployment
+    broken = breakable(folder)
 
     def deployment_of(options, **given):
         return real(options, **given)._bound_deployment.options(func_or_class=broken).bind(options)
@@ -169,7 +173,10 @@ def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
     expected = pool.submit(prompt, **SAMPLING).result(timeout=60)
     before = broken.pids()
     data = encode_tokens(prompt)
-    held = {name: pool._replicas.ask("warm_result", data, None, None, seconds=20, among=[name]) for name in before}
+    held = {
+        name: pool._replicas.ask("warm_result", data, None, None, seconds=20, among=[name])
+        for name in before
+    }
     holder = max(held, key=lambda name: int(held[name][0]))
     ask_to(pool, what, holder)
     found = pool.submit(prompt, **SAMPLING).result(timeout=120)
@@ -180,7 +187,9 @@ def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
     wait_until(broken.idle, "the blocks to be free", 60)
 
 
-def test_replicas_of_another_kind_are_refused_and_the_others_answer(pool, broken, folder, model, tmp_path, caplog):
+def test_replicas_of_another_kind_are_refused_and_the_others_answer(
+    pool, broken, folder, model, tmp_path, caplog
+):
     """One with other settings, one with other files, one that cannot read them: the log or Ray says why. With the right
     ones there are two again."""
     from kvboost_edge.serve_ray.model import model_digest
@@ -199,9 +208,15 @@ def test_replicas_of_another_kind_are_refused_and_the_others_answer(pool, broken
 
     def wait_for_refusal(what):
         def reasons():
-            return [r.facts["reason"] for r in caplog.records if r.getMessage() == "replica refused"]
+            return [
+                r.facts["reason"] for r in caplog.records if r.getMessage() == "replica refused"
+            ]
 
-        wait_until(lambda: any(what in reason for reason in reasons()), f"a replica to be refused: {what}", 120)
+        wait_until(
+            lambda: any(what in reason for reason in reasons()),
+            f"a replica to be refused: {what}",
+            120,
+        )
         assert pool._replicas.usable == {other}
         assert pool.submit("Hello", **SAMPLING).result(timeout=60).generated_tokens
 
@@ -258,13 +273,21 @@ def test_replicas_that_have_no_place_are_told(broken, caplog):
             ended.append(error)
 
     def told():
-        return [r.facts["reason"] for r in caplog.records if r.getMessage() == "replicas are not there yet"]
+        return [
+            r.facts["reason"]
+            for r in caplog.records
+            if r.getMessage() == "replicas are not there yet"
+        ]
 
     with caplog.at_level(logging.WARNING):
         thread = threading.Thread(target=start)
         thread.start()
         try:
-            wait_until(lambda: any("to be scheduled" in reason for reason in told()), "the log to say it", 120)
+            wait_until(
+                lambda: any("to be scheduled" in reason for reason in told()),
+                "the log to say it",
+                120,
+            )
         finally:
             serve.delete("waiting")
             thread.join()

@@ -38,7 +38,8 @@ class Cluster:
         self.config = yaml.safe_load(FILE.read_text())
         assert self.config["http_options"] == {"host": "127.0.0.1", "port": 8000}
         self.config["http_options"]["port"] = port
-        self._address, self._file = address, folder / "serve.yaml"
+        self._address = address
+        self._file = folder / "serve.yaml"
 
     def deploy(self, **changes):
         """With other values of the application. Without waiting for them."""
@@ -82,7 +83,9 @@ class Cluster:
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
         told = [line for line in lines if line.startswith("vllm:num_requests_running{")]
-        return {line.split('replica="')[1].split('"')[0]: int(float(line.split()[-1])) for line in told}
+        return {
+            line.split('replica="')[1].split('"')[0]: int(float(line.split()[-1])) for line in told
+        }
 
     def replicas(self):
         return set(self.running())
@@ -92,7 +95,9 @@ class Cluster:
 
     def ask(self, prompt, **fields):
         with self.client() as client:
-            answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, **GREEDY, **fields})
+            answer = client.post(
+                "/v1/completions", json={"prompt": prompt, "max_tokens": 4, **GREEDY, **fields}
+            )
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -112,7 +117,9 @@ class Cluster:
 def text_of(events):
     """Of a stream that came to its end."""
     assert events[-1] == "[DONE]"
-    return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
+    return "".join(
+        choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +136,9 @@ def cluster(ray_cluster, tmp_path_factory):
 
 def test_the_file_of_the_docs_serves(cluster, alone):
     wait_until(lambda: len(cluster.replicas()) == 2, "two replicas to tell their figures", 60)
-    expected = alone.generate("Hello", max_new_tokens=12, temperature=0.0, ignore_eos=True).output_text
+    expected = alone.generate(
+        "Hello", max_new_tokens=12, temperature=0.0, ignore_eos=True
+    ).output_text
     assert cluster.ask("Hello", max_tokens=12)["choices"][0]["text"] == expected
     assert text_of(cluster.events("Hello", max_tokens=12)) == expected
 
@@ -141,7 +150,9 @@ def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster)
         cluster.ask(prompt, prompt_cache_key=f"key {number}")
     before = cluster.replicas()
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        streams = [threads.submit(cluster.events, [number, 7], max_tokens=1500) for number in range(30, 34)]
+        streams = [
+            threads.submit(cluster.events, [number, 7], max_tokens=1500) for number in range(30, 34)
+        ]
         wait_until(lambda: cluster.num_running() == 4, "the streams to run", 60)
         [server] = replica_processes(NAME, "server")
         server.kill()
@@ -150,7 +161,9 @@ def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster)
     wait_until(lambda: not server.is_running(), "the server to end", 60)
     wait_until(cluster.is_ready, "the server to be back", 120)
     assert cluster.replicas() == before
-    cached = [cluster.ask(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for prompt in prompts]
+    cached = [
+        cluster.ask(prompt)["usage"]["prompt_tokens_details"]["cached_tokens"] for prompt in prompts
+    ]
     assert cached == [159] * 12
     wait_until(lambda: not cluster.num_running(), "what nobody waits for to end", 60)
 
@@ -171,7 +184,9 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
 
     def scaled(count):
         cluster.scale(count)
-        wait_until(lambda: len(cluster.replicas()) == count, f"{count} replicas to tell their figures", 120)
+        wait_until(
+            lambda: len(cluster.replicas()) == count, f"{count} replicas to tell their figures", 120
+        )
         return cluster.replicas()
 
     one = scaled(1)
@@ -188,7 +203,11 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
 
             wait_until(each_has_some, "each of three to have some", 120)
             assert scaled(1) < three
-            wait_until(lambda: cluster.states() == {"RUNNING": 1}, "the two others to have ended what they had", 120)
+            wait_until(
+                lambda: cluster.states() == {"RUNNING": 1},
+                "the two others to have ended what they had",
+                120,
+            )
         finally:
             is_enough.set()
         texts = [set(stream.result(timeout=120)) for stream in streams]
@@ -200,7 +219,11 @@ def test_another_model_waits_for_its_own_replicas(cluster, tmp_path):
     model = Path(shutil.copytree(locate_model("kvboost-edge/demo"), tmp_path / "model"))
     with (model / "config.json").open("a") as config:
         config.write("\n")
-    arguments = {**cluster.config["applications"][0]["args"], "model": str(model), "model_name": "another"}
+    arguments = {
+        **cluster.config["applications"][0]["args"],
+        "model": str(model),
+        "model_name": "another",
+    }
     cluster.deploy(args=arguments, deployments=[])
 
     def models():

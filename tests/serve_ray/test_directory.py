@@ -63,13 +63,19 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
     with ray_directory() as found:
         assert len(found) + directory._SESSION_PATH == directory._MOST_SOCKET_PATH
     monkeypatch.setattr(tempfile, "tempdir", str(too_long))
-    with pytest.raises(ConfigError, match=f"at most {longest} characters; set TMPDIR"), ray_directory():
+    with (
+        pytest.raises(ConfigError, match=f"at most {longest} characters; set TMPDIR"),
+        ray_directory(),
+    ):
         pass
     assert not [*too_long.iterdir()]
 
 
 def test_in_memory_no_path_is_too_long():
-    assert len(f"/dev/shm/{directory._prefix()}/r") + directory._RANDOM + directory._SESSION_PATH <= 107
+    assert (
+        len(f"/dev/shm/{directory._prefix()}/r") + directory._RANDOM + directory._SESSION_PATH
+        <= 107
+    )
 
 
 def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory):

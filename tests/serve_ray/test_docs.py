@@ -27,15 +27,22 @@ def serve_config():
 
 
 @pytest.mark.parametrize(
-    "config", [serve_config(), yaml.safe_load(kuberay()["spec"]["serveConfigV2"])], ids=["serve.yaml", "kuberay"]
+    "config",
+    [serve_config(), yaml.safe_load(kuberay()["spec"]["serveConfigV2"])],
+    ids=["serve.yaml", "kuberay"],
 )
 def test_ray_knows_every_field_and_the_command_every_argument(config):
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
-        warnings.filterwarnings("ignore", "Using extra keyword arguments on `Field`", DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", "Using extra keyword arguments on `Field`", DeprecationWarning
+        )
         schema = pytest.importorskip("ray.serve.schema")
     # Fields that there are not would be dropped.
-    assert schema.ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True) == config
+    assert (
+        schema.ServeDeploySchema.model_validate(config).model_dump(mode="json", exclude_unset=True)
+        == config
+    )
     [application] = config["applications"]
     assert application["import_path"] == "kvboost_edge.serve_ray:app"
     options = parse_flags(flags_of(application["args"]), "test")
@@ -47,6 +54,11 @@ def test_the_kuberay_example_has_room_for_its_replicas():
     cluster = kuberay()["spec"]["rayClusterConfig"]
     [application] = yaml.safe_load(kuberay()["spec"]["serveConfigV2"])["applications"]
     [group] = cluster["workerGroupSpecs"]
-    assert group["minReplicas"] <= group["replicas"] == application["args"]["workers"] <= group["maxReplicas"]
+    assert (
+        group["minReplicas"]
+        <= group["replicas"]
+        == application["args"]["workers"]
+        <= group["maxReplicas"]
+    )
     assert group["rayStartParams"]["num-cpus"] == str(application["args"]["num_threads"])
     assert int(cluster["headGroupSpec"]["rayStartParams"]["num-cpus"]) >= 1

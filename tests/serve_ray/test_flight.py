@@ -28,7 +28,9 @@ def test_what_is_cancelled_before_it_begins_is_never_sent():
     def never(*_):
         raise AssertionError("it was sent")
 
-    flight = Flight(sent, nothing, handle, nothing, choices=never, call=never, end=never, keep=never)
+    flight = Flight(
+        sent, nothing, handle, nothing, choices=never, call=never, end=never, keep=never
+    )
     flight.cancel()
     asyncio.run(flight.run())
     with pytest.raises(Cancelled, match="request r was cancelled"):
@@ -53,7 +55,8 @@ class Pools:
     """Replicas that refuse requests, as far as a flight sees them."""
 
     def __init__(self, refusing, names):
-        self.refusing, self.names = refusing, names
+        self.refusing = refusing
+        self.names = names
         self.asked = []
 
     def choices(self, chain, count):
@@ -63,7 +66,9 @@ class Pools:
         name = sent.targets[0]
         self.asked.append(name)
         if name in self.refusing:
-            return Answer([Came(name, failure=failure_of(CapacityError(f"the pool of {name} is too small")))])
+            return Answer(
+                [Came(name, failure=failure_of(CapacityError(f"the pool of {name} is too small")))]
+            )
         return Answer([Came(name), Came(name, result=cast(Any, f"by {name}"))])
 
     def run(self):

@@ -20,7 +20,9 @@ from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
-PROMPT = [10 + number % 200 for number in range(1003)]  # 62 full blocks, of which a router is told about 16
+PROMPT = [
+    10 + number % 200 for number in range(1003)
+]  # 62 full blocks, of which a router is told about 16
 OPTIONS = {"num_blocks": 128, "max_num_seqs": 4, "num_threads": 1, "reuse_gate": "off"}
 
 
@@ -30,7 +32,9 @@ def open_replica(isolated_cache, tmp_path):
     made = []
 
     def open_one(name):
-        options = ReplicaOptions("kvboost-edge/demo", {**OPTIONS, "disk_cache_dir": tmp_path / "tier"})
+        options = ReplicaOptions(
+            "kvboost-edge/demo", {**OPTIONS, "disk_cache_dir": tmp_path / "tier"}
+        )
         made.append(EngineReplica(options, name))
         return made[-1]
 
@@ -40,8 +44,21 @@ def open_replica(isolated_cache, tmp_path):
 
 
 def sent(prompt, hashes=b"", hints=(), **more):
-    sampling, terms = SamplingParams(max_new_tokens=4, temperature=0.0), Terms(snapshot_hints=hints)
-    return Sent("r", (), encode_tokens(prompt), sampling, terms, None, 0.0, None, len(prompt), hashes=hashes, **more)
+    sampling = SamplingParams(max_new_tokens=4, temperature=0.0)
+    terms = Terms(snapshot_hints=hints)
+    return Sent(
+        "r",
+        (),
+        encode_tokens(prompt),
+        sampling,
+        terms,
+        None,
+        0.0,
+        None,
+        len(prompt),
+        hashes=hashes,
+        **more,
+    )
 
 
 def answer(replica, request):
@@ -65,9 +82,13 @@ def tell(replica, router, now):
 
 def chain_of(replica, prompt):
     engine = replica._engine
-    root, size, has_states = engine.cache_root, engine.config.block_size, bool(engine.runner_info.kv_spec.states)
+    root = engine.cache_root
+    size = engine.config.block_size
+    has_states = bool(engine.runner_info.kv_spec.states)
     hashes = prefix_hashes(prompt, root, size)
-    return b"".join(hashes), PromptChain.of_hashes(hashes, len(prompt), size, root, has_states=has_states)
+    return b"".join(hashes), PromptChain.of_hashes(
+        hashes, len(prompt), size, root, has_states=has_states
+    )
 
 
 def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica, monkeypatch):
@@ -76,7 +97,8 @@ def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica, monkeypa
     hashes, _ = chain_of(replica, PROMPT)
     expected = answer(replica, sent(PROMPT)).output_token_ids
     lookup = replica._engine._parts.manager._lookup
-    plain, counted = lookup._hash_fn, []
+    plain = lookup._hash_fn
+    counted = []
 
     def counting(parent, tokens):
         counted.append(tokens)
@@ -118,7 +140,8 @@ def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica):
     tell(first, router, 0.0)
     expected = answer(first, sent(PROMPT, hashes)).output_token_ids
     wait_until(
-        lambda: first._engine.paged_stats()["tiers"]["disk"]["written_blocks"] >= 62, "the prompt to be on the disk"
+        lambda: first._engine.paged_stats()["tiers"]["disk"]["written_blocks"] >= 62,
+        "the prompt to be on the disk",
     )
     second = open_replica("b")
     assert router.choose(chain, 1.0, among="b")[0].restored_tokens == 0
@@ -160,20 +183,25 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
 ):
     """By a replica that never saw it, on a machine of its own: as many tokens as a router expects."""
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
-    prompt, name = [10 + number % 200 for number in range(500)], str(save_tiny_model("lfm2", tmp_path / "model"))
+    prompt = [10 + number % 200 for number in range(500)]
+    name = str(save_tiny_model("lfm2", tmp_path / "model"))
     router = PrefixRouter()
     router.set_members("ab")
     with contextlib.ExitStack() as opened:
         redis_url = opened.enter_context(running_redis()).url
         replicas = {}
         for who in "ab":
-            replicas[who] = EngineReplica(ReplicaOptions(name, {**OPTIONS, "redis_url": redis_url}), who)
+            replicas[who] = EngineReplica(
+                ReplicaOptions(name, {**OPTIONS, "redis_url": redis_url}), who
+            )
             opened.callback(replicas[who].close)
             tell(replicas[who], router, 0.0)
         hashes, chain = chain_of(replicas["a"], prompt)
         expected = answer(replicas["a"], sent(prompt, hashes)).output_token_ids
         written = lambda: replicas["a"]._engine.paged_stats()["tiers"]["redis"]["written_blocks"]  # noqa: E731
-        wait_until(lambda: written() >= 31 + 1, "the prompt's blocks and its state to be on the server")
+        wait_until(
+            lambda: written() >= 31 + 1, "the prompt's blocks and its state to be on the server"
+        )
         tell(replicas["a"], router, 1.0)
         choice = router.choose(chain, 1.0, among="b")[0]
         assert (choice.matched_tokens, choice.restored_tokens) == (0, 496)
@@ -182,11 +210,16 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
     router.check()
 
 
-def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(isolated_cache, tmp_path):
+def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
+    isolated_cache, tmp_path
+):
     """Two have computed the same prompt, and only one was asked to keep the state behind its head, in its pool and on a
     disk: what the router expects each of them to find of other prompts with that head is what they find."""
-    head, name = [10 + number % 200 for number in range(320)], str(save_tiny_model("qwen3_5_text", tmp_path / "model"))
-    filled, asked, other, last = ([*head, *range(start, start + 40)] for start in (10, 60, 110, 160))
+    head = [10 + number % 200 for number in range(320)]
+    name = str(save_tiny_model("qwen3_5_text", tmp_path / "model"))
+    filled, asked, other, last = (
+        [*head, *range(start, start + 40)] for start in (10, 60, 110, 160)
+    )
     router = PrefixRouter()
     router.set_members("abc")
     with contextlib.ExitStack() as opened:
@@ -197,7 +230,8 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(i
             return replica
 
         disk = {"disk_cache_dir": tmp_path / "tier"}
-        a, b = open_one("a", **disk), open_one("b")
+        a = open_one("a", **disk)
+        b = open_one("b")
         for replica, hints in ((a, (len(head),)), (b, ())):
             answer(replica, sent(filled, hints=hints))
             tell(replica, router, 0.0)
@@ -245,7 +279,9 @@ def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_re
     router.set_members("a")
     tell(replica, router, 0.0)
     answer(replica, sent(PROMPT, hashes))
-    plain, taken, goes_on = replica._engine.take_cache_events, threading.Event(), threading.Event()
+    plain = replica._engine.take_cache_events
+    taken = threading.Event()
+    goes_on = threading.Event()
 
     def slow():
         events = plain()

@@ -38,10 +38,8 @@ def test_answers_are_those_of_one_engine_to_the_bit(two, alone):
     ]
     handles = [two.pool.submit(prompt, **sampling) for prompt, sampling in asked]
     for handle, (prompt, sampling) in zip(handles, asked, strict=True):
-        found, expected = (
-            handle.result(timeout=60),
-            alone.submit(prompt, **sampling).result(timeout=60),
-        )
+        found = handle.result(timeout=60)
+        expected = alone.submit(prompt, **sampling).result(timeout=60)
         for field in (
             "output_text",
             "output_token_ids",

@@ -35,9 +35,21 @@ def test_a_replica_computes_with_its_cpus_and_takes_no_memory_that_is_not_there(
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
-        ("Traceback\n  x\nkvboost_edge.errors.ModelFormatError: /m has no config.json", ModelFormatError, "no config"),
-        ("ray.x: ConfigError: a\nray::R() CapacityError: weights 9 GB exceed memory", CapacityError, "weights 9 GB"),
-        ("The replica died.\nThe actor is dead because it was killed", BackendUnavailable, "it was killed"),
+        (
+            "Traceback\n  x\nkvboost_edge.errors.ModelFormatError: /m has no config.json",
+            ModelFormatError,
+            "no config",
+        ),
+        (
+            "ray.x: ConfigError: a\nray::R() CapacityError: weights 9 GB exceed memory",
+            CapacityError,
+            "weights 9 GB",
+        ),
+        (
+            "The replica died.\nThe actor is dead because it was killed",
+            BackendUnavailable,
+            "it was killed",
+        ),
         ("", BackendUnavailable, "Ray gives no reason"),
     ],
 )
@@ -50,8 +62,26 @@ def test_what_a_replica_raised_while_it_loaded_is_told(text, kind, words):
 def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_SERVE_FLAGS", "--workers 3 --model-name 'a b'")
     assert flags_of({}) == ["--workers", "3", "--model-name", "a b"]
-    found = flags_of({"num_threads": 2, "insecure": True, "redis_trust": False, "warm": ["x", "y"], "api-key": "k"})
-    assert found == ["--num-threads", "2", "--insecure", "--warm", "x", "--warm", "y", "--api-key", "k"]
+    found = flags_of(
+        {
+            "num_threads": 2,
+            "insecure": True,
+            "redis_trust": False,
+            "warm": ["x", "y"],
+            "api-key": "k",
+        }
+    )
+    assert found == [
+        "--num-threads",
+        "2",
+        "--insecure",
+        "--warm",
+        "x",
+        "--warm",
+        "y",
+        "--api-key",
+        "k",
+    ]
     assert parse_flags(found, "test").warm == ("x", "y")
     for name in ("port", "ray_address", "ray-address"):
         with pytest.raises(ConfigError, match=f"{name}=1 has no place"):
@@ -66,13 +96,22 @@ def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
 
     def init(_temp_dir, **_):
         for words in ([_temp_dir], []):
-            started.append(subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=PIPE))
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=PIPE
+                )
+            )
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(BackendUnavailable, match="does not start on this machine: The current node"), own_cluster(1):
+    with (
+        pytest.raises(BackendUnavailable, match="does not start on this machine: The current node"),
+        own_cluster(1),
+    ):
         pass
-    is_running = [process.poll() is None for process in started]  # by themselves they end once they may read
+    is_running = [
+        process.poll() is None for process in started
+    ]  # by themselves they end once they may read
     for process in started:
         process.communicate(timeout=60)
     assert is_running == [False, True]
@@ -99,12 +138,18 @@ def test_a_signal_while_ray_starts_leaves_none_of_it(number, monkeypatch):
     for process in started:
         process.communicate(timeout=60)
     assert is_running == [False]
-    assert (told.type, *told.value.args) == ((SystemExit, 0) if number == signal.SIGTERM else (KeyboardInterrupt,))
+    assert (told.type, *told.value.args) == (
+        (SystemExit, 0) if number == signal.SIGTERM else (KeyboardInterrupt,)
+    )
 
 
 def test_without_ray_the_flag_says_what_to_install(monkeypatch, capsys):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "ray" else real(name, *rest),
+    )
     assert main(["--workers", "2"]) == 1
     assert "--workers 2 needs Ray" in (told := capsys.readouterr().err)
     assert "pip install 'kvboost-edge[ray]'" in told
@@ -120,13 +165,18 @@ def _command(*flags):
     [
         (["--workers", "1000"], "workers=1000 with 1 threads each need 1000 CPUs"),
         (["--workers", "2", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
-        (["--ray-address", "127.0.0.1:1"], "ray_address='127.0.0.1:1': no Ray cluster answers there"),
+        (
+            ["--ray-address", "127.0.0.1:1"],
+            "ray_address='127.0.0.1:1': no Ray cluster answers there",
+        ),
     ],
 )
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_what_is_wrong_is_told_before_anything_runs(flags, words):
-    done = subprocess.run(_command(*flags), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        _command(*flags), capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert words in done.stderr
 
@@ -137,7 +187,12 @@ def test_a_cluster_without_room_is_told(ray_cluster):
     own = {name: value for name, value in _OWN.items() if value is not None}
     flags = ["--ray-address", ray_cluster, "--workers", "5"]
     done = subprocess.run(
-        _command(*flags), capture_output=True, text=True, timeout=240, check=False, env={**os.environ, **own}
+        _command(*flags),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, **own},
     )
     assert done.returncode == 1, done.stderr
     assert "workers=5 with 1 threads each need 5 CPUs, 4 may be used here" in done.stderr
@@ -168,7 +223,13 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path):
             assert files.is_dir()
             assert files.stat().st_mode & 0o77 == 0, "others may look at them"
             assert files.parent in (Path(MEMORY_PLACE), Path("/tmp"))
-            body = {"prompt": "Count", "max_tokens": 300, "temperature": 0, "stream": True, "ignore_eos": True}
+            body = {
+                "prompt": "Count",
+                "max_tokens": 300,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+            }
             with (
                 httpx.Client(base_url=str(address()), timeout=60) as client,
                 client.stream("POST", "/v1/completions", json=body) as answer,
@@ -178,7 +239,10 @@ def test_the_command_serves_and_leaves_nothing_behind(tmp_path):
                 process.send_signal(signal.SIGTERM)
                 events = [line[6:] for line in lines if line.startswith("data: ")]
             assert events[-1] == "[DONE]"
-            assert any(json.loads(event).get("choices", [{}])[0].get("finish_reason") for event in events[:-1])
+            assert any(
+                json.loads(event).get("choices", [{}])[0].get("finish_reason")
+                for event in events[:-1]
+            )
             assert process.wait(timeout=60) == 0, Path(log.name).read_text()
         finally:
             process.kill()

@@ -11,9 +11,15 @@ def replica(used, **snapshots):
 
 
 def test_snapshots_of_all_replicas_are_counted_by_reason():
-    summed = summed_paged([replica(2, prompt=3, hint=0), replica(5, prompt=4, hint=1), replica(5, prompt=0, hint=2)])
+    summed = summed_paged(
+        [replica(2, prompt=3, hint=0), replica(5, prompt=4, hint=1), replica(5, prompt=0, hint=2)]
+    )
     assert summed["state_snapshots"] == {"prompt": 7, "hint": 3}
-    assert (summed["block_size"], summed["num_blocks"], summed["block_utilization"]) == (16, 30, 0.4)
+    assert (summed["block_size"], summed["num_blocks"], summed["block_utilization"]) == (
+        16,
+        30,
+        0.4,
+    )
 
 
 def test_replicas_without_states_have_no_snapshots():

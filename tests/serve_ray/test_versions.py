@@ -39,7 +39,9 @@ def told(pool, keys):
 
 def started(pool, count, **sampling):
     """Requests whose first token has been taken."""
-    handles = [pool.submit([number, *range(200, 240)], **sampling) for number in range(20, 20 + count)]
+    handles = [
+        pool.submit([number, *range(200, 240)], **sampling) for number in range(20, 20 + count)
+    ]
     for handle in handles:
         next(iter(handle.events()))
     return handles
@@ -47,7 +49,9 @@ def started(pool, count, **sampling):
 
 def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versions, monkeypatch):
     """Its settings are others: they become the pool's, and what the new replicas hold is known by them."""
-    pool, before, root = versions.pool, versions.pids(), versions.pool._about.root
+    pool = versions.pool
+    before = versions.pids()
+    root = versions.pool._about.root
     handles = started(pool, 6, **LONG)
     monkeypatch.setattr("kvboost_edge.serve_ray.deployment._LAST_SECONDS", 0.0)
     redis = ("--redis-url", versions.options.engine["redis_url"])
@@ -56,7 +60,9 @@ def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versi
     updating.start()
     count = 0
     while updating.is_alive():
-        asked = pool.submit([count % 50 + 10, 11, 12, 13], max_new_tokens=24, temperature=0.0, ignore_eos=True)
+        asked = pool.submit(
+            [count % 50 + 10, 11, 12, 13], max_new_tokens=24, temperature=0.0, ignore_eos=True
+        )
         assert asked.result(timeout=120).generated_tokens == 24
         count += 1
     updating.join()
@@ -69,7 +75,9 @@ def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versi
     assert pool._about.replica in after
     chains = []
     real = pool._replicas.choices
-    monkeypatch.setattr(pool._replicas, "choices", lambda chain, count: chains.append(chain) or real(chain, count))
+    monkeypatch.setattr(
+        pool._replicas, "choices", lambda chain, count: chains.append(chain) or real(chain, count)
+    )
     pool.submit(PREFIX, max_new_tokens=1).result(timeout=60)
     assert len(chains[0].keys) == 7
     wait_until(lambda: told(pool, chains[0].keys), "a replica to tell of the prompt")
@@ -80,7 +88,10 @@ def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(versio
     pool = versions.pool
     monkeypatch.setattr("kvboost_edge.serve_ray.deployment._LAST_SECONDS", 0.0)
     if versions.options.settings.drain_seconds:  # those that are there say how long it is
-        versions.deploy(2, options_of("--redis-url", versions.options.engine["redis_url"], "--drain-seconds", "0"))
+        versions.deploy(
+            2,
+            options_of("--redis-url", versions.options.engine["redis_url"], "--drain-seconds", "0"),
+        )
     sampling = {"max_new_tokens": 8, "temperature": 0.0, "logprobs": 0}
     cold = pool.submit(PREFIX, **sampling).result(timeout=60)
 
@@ -88,7 +99,9 @@ def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(versio
         stats = [view.paged_stats()["tiers"]["redis"] for view in pool.replicas().values()]
         return sum(one["written_blocks"] for one in stats)
 
-    wait_until(lambda: written() >= len(PREFIX) // pool._about.block_size, "the prompt to be in Redis", 60)
+    wait_until(
+        lambda: written() >= len(PREFIX) // pool._about.block_size, "the prompt to be in Redis", 60
+    )
     handles = started(pool, 8, **{**LONG, "max_new_tokens": 1900})
     versions.deploy(2)
     lost = 0
@@ -101,6 +114,8 @@ def test_what_the_drain_does_not_wait_for_ends_with_an_error_that_says_so(versio
     assert all(view.cache_stats()["cache_hits"] == 0 for view in pool.replicas().values())
     again = pool.submit(PREFIX, **sampling).result(timeout=60)
     assert again.hit_tokens["pool"] == 0
-    assert again.hit_tokens["redis"] >= len(PREFIX) - pool._about.block_size  # the last block may have come too late
+    assert (
+        again.hit_tokens["redis"] >= len(PREFIX) - pool._about.block_size
+    )  # the last block may have come too late
     assert (again.output_token_ids, again.logprobs) == (cold.output_token_ids, cold.logprobs)
     wait_until(versions.idle, "the blocks to be free", 60)

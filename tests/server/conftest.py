@@ -36,7 +36,9 @@ def client(live_server):
     """OpenAI's own client of that server."""
     import openai
 
-    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
         yield client
 
 
@@ -47,7 +49,8 @@ def kept_logging():
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     yield
     for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
+        logger.handlers = handlers
+        logger.propagate = propagate
         logger.setLevel(level)
 
 
@@ -55,7 +58,13 @@ def kept_logging():
 def _tiny_engine(tiny_model_dir):
     from kvboost_edge import CPUPagedEngine
 
-    options = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "debug_checks": True, "reuse_gate": "off"}
+    options = {
+        "num_blocks": 64,
+        "backend": "cpu",
+        "dtype": "float32",
+        "debug_checks": True,
+        "reuse_gate": "off",
+    }
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
         yield engine
 
@@ -63,7 +72,8 @@ def _tiny_engine(tiny_model_dir):
 @pytest.fixture
 def tiny_engine(_tiny_engine):
     """An engine that these tests share, with nothing in its pool; what a test does to it is undone."""
-    engine, runner = _tiny_engine, _tiny_engine._core._runner
+    engine = _tiny_engine
+    runner = _tiny_engine._core._runner
     forward = runner.forward
     engine.reset_cache()
     yield engine

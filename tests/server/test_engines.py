@@ -10,7 +10,12 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server import engines
 from kvboost_edge.server.engines import Engine, Figures
 
-ASKED = {name: member for kind in (Engine, Figures) for name, member in vars(kind).items() if not name.startswith("_")}
+ASKED = {
+    name: member
+    for kind in (Engine, Figures)
+    for name, member in vars(kind).items()
+    if not name.startswith("_")
+}
 MEMBERS = list(ASKED)
 
 
@@ -20,13 +25,15 @@ def _parameters(function):
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_the_engine_has_each_member_of_the_protocol(name):
-    asked, there = ASKED[name], inspect.getattr_static(CPUPagedEngine, name)
+    asked = ASKED[name]
+    there = inspect.getattr_static(CPUPagedEngine, name)
     assert isinstance(there, property) == isinstance(asked, property)
     if not isinstance(asked, property):
         assert _parameters(there) == _parameters(asked)
     annotations = [item.fget if isinstance(item, property) else item for item in (asked, there)]
     returned = [
-        function.__annotations__["return"].replace("Floats", "npt.NDArray[np.float32]") for function in annotations
+        function.__annotations__["return"].replace("Floats", "npt.NDArray[np.float32]")
+        for function in annotations
     ]
     assert returned[0] == returned[1]
 
@@ -36,10 +43,19 @@ def test_the_server_uses_nothing_of_the_engine_that_the_protocol_lacks():
     used = {
         node.attr
         for path in server.rglob("*.py")
-        if path.name not in ("__main__.py", "prepare.py", "engines.py")  # the first two have an engine of their own
+        if path.name
+        not in (
+            "__main__.py",
+            "prepare.py",
+            "engines.py",
+        )  # the first two have an engine of their own
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
-        and (name := node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", ""))
+        and (
+            name := node.value.attr
+            if isinstance(node.value, ast.Attribute)
+            else getattr(node.value, "id", "")
+        )
         and name in ("engine", "_engine")
     }
     used -= {"add_argument"}  # of flags.py: a group of flags that is named so

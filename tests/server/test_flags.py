@@ -36,7 +36,9 @@ def test_defaults():
     options = parse()
     assert options.model == DEMO_MODEL
     assert options.settings == ServerSettings(model_name=DEMO_MODEL)
-    assert set(options.engine) == {"disk_cache_dir"}, "the engine chooses by its pool how many run together"
+    assert set(options.engine) == {"disk_cache_dir"}, (
+        "the engine chooses by its pool how many run together"
+    )
     assert Path(options.engine["disk_cache_dir"]) == cache_directory() / "blocks"
     settings = options.settings
     assert (settings.host, settings.port, settings.max_batch_size, settings.max_queue_size) == (
@@ -45,7 +47,11 @@ def test_defaults():
         None,
         256,
     )
-    assert (settings.batch_window_ms, settings.request_timeout, settings.drain_seconds) == (20, 120, 30)
+    assert (settings.batch_window_ms, settings.request_timeout, settings.drain_seconds) == (
+        20,
+        120,
+        30,
+    )
     assert (settings.header_seconds, settings.body_seconds, settings.write_seconds) == (10, 30, 30)
 
 
@@ -109,7 +115,8 @@ def test_nothing_is_kept_in_the_cache_directory():
 
 
 def test_a_redis_server_by_flag_or_environment(monkeypatch):
-    url, another = "redis://:hidden@host:1/2", "redis://another"
+    url = "redis://:hidden@host:1/2"
+    another = "redis://another"
     assert parse("--redis-url", url, "--redis-trust").engine | {"disk_cache_dir": ""} == {
         "disk_cache_dir": "", "redis_url": url, "redis_trust": True,
     }  # fmt: skip
@@ -120,7 +127,14 @@ def test_a_redis_server_by_flag_or_environment(monkeypatch):
 
 
 def test_how_reuse_is_repaired_is_a_flag_with_the_engine_s_default(capsys):
-    flags = ("--recompute-strategy", "cacheblend", "--recompute-overlap", "8", "--recompute-ratio", "0.25")
+    flags = (
+        "--recompute-strategy",
+        "cacheblend",
+        "--recompute-overlap",
+        "8",
+        "--recompute-ratio",
+        "0.25",
+    )
     assert parse(*flags).engine | {"disk_cache_dir": ""} == {
         "disk_cache_dir": "", "recompute_strategy": "cacheblend", "recompute_overlap": 8, "recompute_ratio": 0.25,
     }  # fmt: skip
@@ -158,8 +172,24 @@ def test_repeatable_flags_and_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_ADMIN_API_KEY", "f")
     (tmp_path / "keys").write_text("b\n")
     options = parse(
-        *("--api-key", "a", "--api-key-file", str(tmp_path / "keys"), "--host", "0.0.0.0", "--admin-api-key", "e"),
-        *("--allowed-host", "x.example", "--allowed-host", "y.example", "--cors-origin", "https://z.example"),
+        *(
+            "--api-key",
+            "a",
+            "--api-key-file",
+            str(tmp_path / "keys"),
+            "--host",
+            "0.0.0.0",
+            "--admin-api-key",
+            "e",
+        ),
+        *(
+            "--allowed-host",
+            "x.example",
+            "--allowed-host",
+            "y.example",
+            "--cors-origin",
+            "https://z.example",
+        ),
     )
     assert options.settings.api_keys == ("a", "b", "c", "d")
     assert options.settings.admin_api_keys == ("e", "f")
@@ -180,7 +210,10 @@ def test_warm_texts(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text("from a file")
     assert parse("--warm", "given", "--warm", f"@{file}").warm == ("given", "from a file")
-    assert parse("--warm-document", f"@{file}", "--warm-document", "two").warm_documents == ("from a file", "two")
+    assert parse("--warm-document", f"@{file}", "--warm-document", "two").warm_documents == (
+        "from a file",
+        "two",
+    )
     for flag in ("--warm", "--warm-document"):
         with pytest.raises(ConfigError, match="missing"):
             parse(flag, f"@{tmp_path / 'missing'}")
@@ -188,16 +221,32 @@ def test_warm_texts(tmp_path):
 
 def test_documents_are_warmed_for_each_key_as_the_flags_cut_them():
     text = "".join(f"Note {number} says that it is note {number}. " for number in range(5))
-    argv = ["--chunk-size", "48", "--overlap-k", "16", "--primer-tokens", "32", "--reuse-gate", "off"]
+    argv = [
+        "--chunk-size",
+        "48",
+        "--overlap-k",
+        "16",
+        "--primer-tokens",
+        "32",
+        "--reuse-gate",
+        "off",
+    ]
     options = parse(*argv, "--warm-document", text, "--api-key", "a" * 20, "--api-key", "b" * 20)
-    wanted = {name: options.engine[name] for name in ("chunk_size", "overlap_k", "primer_tokens", "reuse_gate")}
+    wanted = {
+        name: options.engine[name]
+        for name in ("chunk_size", "overlap_k", "primer_tokens", "reuse_gate")
+    }
     with fake_engine(128, **wanted) as engine:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
         prepare(engine, options.warm, options.warm_documents, tenants)
         prompt = [*range(20), *engine.tokenizer.encode(text, False), 7]
         for key in ("a" * 20, "b" * 20, "c" * 20):
             result = engine.generate(
-                prompt, 4, mode="chunk_kv_reuse", recompute_strategy="none", tenant=tenant_of_key(key)
+                prompt,
+                4,
+                mode="chunk_kv_reuse",
+                recompute_strategy="none",
+                tenant=tenant_of_key(key),
             )
             assert (result.reused_span_tokens > 100) == (key[0] != "c")
             assert list(result.output_token_ids) == expected_tokens(prompt, 4)
@@ -253,7 +302,15 @@ def help_of(capsys):
 
 def test_the_help_lists_choices_and_defaults(capsys):
     shown = help_of(capsys)
-    for flag in ("runner", "backend", "dtype", "weights", "rope-range", "reuse-gate", "speculation"):
+    for flag in (
+        "runner",
+        "backend",
+        "dtype",
+        "weights",
+        "rope-range",
+        "reuse-gate",
+        "speculation",
+    ):
         assert f"--{flag} {{{','.join(CHOICES[flag.replace('-', '_')])}}}" in shown
     assert "--recompute-strategy {none,selective,cacheblend,query}" in shown
     assert "--normalise KINDS what is put back" in shown
@@ -263,11 +320,17 @@ def test_the_help_lists_choices_and_defaults(capsys):
     for part in sections.split(" --")[1:]:
         name = part.split()[0]
         if name not in ("model-name", "redis-url", "no-pack-cache", "redis-trust"):
-            assert "default" in part or part.strip().removesuffix(" the engine:").endswith(")"), part
+            assert "default" in part or part.strip().removesuffix(" the engine:").endswith(")"), (
+                part
+            )
 
 
 def test_wrong_usage_is_one_line_and_where_help_is(capsys):
-    for argv, named in (["--modl", "x"], "--modl"), (["--log-level", "loud"], "loud"), (["--port", "many"], "many"):
+    for argv, named in (
+        (["--modl", "x"], "--modl"),
+        (["--log-level", "loud"], "loud"),
+        (["--port", "many"], "many"),
+    ):
         with pytest.raises(SystemExit):
             parse(*argv)
         first, second = capsys.readouterr().err.splitlines()
@@ -286,7 +349,9 @@ def test_serve_is_a_command_of_the_package(capsys):
 
 
 def run_code(code):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_a_missing_extra_is_named():
@@ -323,14 +388,21 @@ def test_a_model_may_have_several_names():
 def test_several_models_each_with_its_names(tmp_path):
     odd = tmp_path / "a=b"
     odd.mkdir()
-    options = parse_flags(["--model", str(odd), "-m", "coder, gpt-4o=owner/hub-model", "--model", "owner/another"], "x")
+    options = parse_flags(
+        ["--model", str(odd), "-m", "coder, gpt-4o=owner/hub-model", "--model", "owner/another"],
+        "x",
+    )
     assert (options.model, options.settings.model_names) == (str(odd), ("a=b",))
     assert options.others == (
         NamedModel(("coder", "gpt-4o"), "owner/hub-model"),
         NamedModel(("owner/another",), "owner/another"),
     )
     alone = parse_flags(["--model", "mine=owner/hub-model", "--model-name", "yours"], "x")
-    assert (alone.model, alone.settings.model_names, alone.others) == ("owner/hub-model", ("mine", "yours"), ())
+    assert (alone.model, alone.settings.model_names, alone.others) == (
+        "owner/hub-model",
+        ("mine", "yours"),
+        (),
+    )
     assert parse_flags(["--model", f"mine={DEMO_MODEL}"], "x").settings.model_names == ("mine",)
 
 
@@ -352,7 +424,8 @@ def test_models_that_cannot_be_told_apart_are_refused(argv, words):
 
 
 def test_the_first_model_stays_and_others_leave_unless_it_is_said():
-    default, said = parse_flags([], "x").settings, parse_flags(["--keep-alive", "60", "--max-model-bytes", "8e9"], "x")
+    default = parse_flags([], "x").settings
+    said = parse_flags(["--keep-alive", "60", "--max-model-bytes", "8e9"], "x")
     assert [default.keep_alive_of(number) for number in (0, 1, 2)] == [math.inf, 300, 300]
     assert [said.settings.keep_alive_of(number) for number in (0, 1)] == [60, 60]
     assert said.settings.max_model_bytes == 8_000_000_000

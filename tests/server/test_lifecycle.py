@@ -25,9 +25,20 @@ class Process:
     """`kvboost-server` in a process of its own; `lines` are what it logged so far."""
 
     def __init__(self, *flags):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVBOOST_API")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("KVBOOST_API")
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvboost_edge.server", "--port", "0", "--num-blocks", "512", *flags],
+            [
+                sys.executable,
+                "-m",
+                "kvboost_edge.server",
+                "--port",
+                "0",
+                "--num-blocks",
+                "512",
+                *flags,
+            ],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -43,7 +54,11 @@ class Process:
         self.lines.extend(iter(self.process.stderr.readline, ""))
 
     def url(self):
-        wait_until(lambda: self.process.poll() is not None or self._url() is not None, "the server to listen", 400)
+        wait_until(
+            lambda: self.process.poll() is not None or self._url() is not None,
+            "the server to listen",
+            400,
+        )
         found = self._url()
         assert found is not None, self.lines
         return found
@@ -77,12 +92,16 @@ def test_sigterm_drains_and_exits_with_0(tmp_path):
     (tmp_path / "prompt").write_text(text)
     (tmp_path / "keys").write_text("one\ntwo\n")
     with (
-        running("--warm", f"@{tmp_path / 'prompt'}", "--api-key-file", str(tmp_path / "keys")) as server,
+        running(
+            "--warm", f"@{tmp_path / 'prompt'}", "--api-key-file", str(tmp_path / "keys")
+        ) as server,
         httpx.Client(base_url=server.url(), timeout=60) as client,
     ):
         for key in ("one", "two"):
             client.headers["x-api-key"] = key
-            usage = client.post("/v1/completions", json={"prompt": text + "Hi", "max_tokens": 1}).json()["usage"]
+            usage = client.post(
+                "/v1/completions", json={"prompt": text + "Hi", "max_tokens": 1}
+            ).json()["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] > 0.8 * usage["prompt_tokens"]
         assert client.get("/ready").json() == {"status": "ready"}
         with client.stream("POST", "/v1/completions", json=TEXT) as stream:
@@ -102,7 +121,10 @@ def test_sigterm_drains_and_exits_with_0(tmp_path):
 
 
 def test_a_stream_only_gets_its_grace():
-    with running("--drain-seconds", "0.3") as server, httpx.Client(base_url=server.url(), timeout=60) as client:
+    with (
+        running("--drain-seconds", "0.3") as server,
+        httpx.Client(base_url=server.url(), timeout=60) as client,
+    ):
         body = {**TEXT, "max_tokens": 2000, "n": 16}  # some seconds of work
         with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
@@ -121,7 +143,9 @@ def test_a_second_sigterm_exits_at_once():
             lines = stream.iter_lines()  # while it is held, the client stays
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: any('"draining"' in line for line in server.lines), "the drain to begin", 60)
+            wait_until(
+                lambda: any('"draining"' in line for line in server.lines), "the drain to begin", 60
+            )
             server.process.send_signal(signal.SIGTERM)
             assert server.end() == 128 + signal.SIGTERM
 
@@ -130,7 +154,16 @@ def test_a_second_sigterm_exits_at_once():
 def in_a_terminal(*flags):
     """A server whose log goes to a terminal, and what stands there so far."""
     terminal, end = os.openpty()
-    argv = [sys.executable, "-m", "kvboost_edge.server", "--port", "0", "--num-blocks", "512", *flags]
+    argv = [
+        sys.executable,
+        "-m",
+        "kvboost_edge.server",
+        "--port",
+        "0",
+        "--num-blocks",
+        "512",
+        *flags,
+    ]
     process = subprocess.Popen(argv, cwd=ROOT, stderr=end, stdout=subprocess.DEVNULL)
     os.close(end)
     pieces = []
@@ -156,7 +189,9 @@ def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
         address = re.compile(r"^Open (http://127\.0\.0\.1:\d+)\r$", re.MULTILINE)
         wait_until(lambda: address.search("".join(pieces)), "the server to listen", 60)
         found = address.search("".join(pieces))
-        assert re.search(r"^\d\d:\d\d:\d\d loading model=kvboost-edge/demo\r$", "".join(pieces), re.MULTILINE)
+        assert re.search(
+            r"^\d\d:\d\d:\d\d loading model=kvboost-edge/demo\r$", "".join(pieces), re.MULTILINE
+        )
         body = {**TEXT, "max_tokens": 2000, "n": 16}
         with httpx.stream("POST", f"{found[1]}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()  # while it is held, the client stays
@@ -198,7 +233,9 @@ def test_a_port_in_use_is_one_line_and_1(live_server, kept_logging, capfd):
 
 def test_sigterm_while_the_model_loads_exits_with_0():
     with running() as server:
-        wait_until(lambda: any('"loading"' in line for line in server.lines), "the model to load", 60)
+        wait_until(
+            lambda: any('"loading"' in line for line in server.lines), "the model to load", 60
+        )
         server.process.send_signal(signal.SIGTERM)
         assert server.end() == 0
     shown = "".join(server.lines)
@@ -209,15 +246,31 @@ def test_sigterm_while_the_model_loads_exits_with_0():
 
 def test_two_models_in_one_process(tiny_model_dir, tmp_path):
     """The second is loaded by the first request for it, unloaded when it is idle, and finds its prompts on disk."""
-    flags = ("--model", "first=kvboost-edge/demo", "--model", f"second,other={tiny_model_dir}", "--keep-alive", "0.5")
-    body = {"model": "other", "prompt": "Once there was a word. " * 8, "max_tokens": 2, "temperature": 0}
+    flags = (
+        "--model",
+        "first=kvboost-edge/demo",
+        "--model",
+        f"second,other={tiny_model_dir}",
+        "--keep-alive",
+        "0.5",
+    )
+    body = {
+        "model": "other",
+        "prompt": "Once there was a word. " * 8,
+        "max_tokens": 2,
+        "temperature": 0,
+    }
     with (
         running(*flags, "--disk-cache-dir", str(tmp_path)) as server,
         httpx.Client(base_url=server.url(), timeout=60) as client,
     ):
 
         def state():
-            return next(one["state"] for one in client.get("/v1/models").json()["data"] if one["id"] == "second")
+            return next(
+                one["state"]
+                for one in client.get("/v1/models").json()["data"]
+                if one["id"] == "second"
+            )
 
         def ask():
             answer = client.post("/v1/completions", json=body)
@@ -235,7 +288,9 @@ def test_two_models_in_one_process(tiny_model_dir, tmp_path):
         assert server.end() == 0
     told = [json.loads(line) for line in server.lines]
     assert [one["model"] for one in told if one["event"] == "model loaded"] == ["second", "second"]
-    unloaded = [one for one in told if one["event"] == "model unloaded" and one["model"] == "second"]
+    unloaded = [
+        one for one in told if one["event"] == "model unloaded" and one["model"] == "second"
+    ]
     assert (unloaded[0]["why"], unloaded[0]["cache"]) == ("idle", "kept in its tiers")
     assert "Traceback" not in "".join(server.lines)
 
@@ -265,7 +320,11 @@ def test_a_download_that_does_not_end_does_not_keep_the_process(monkeypatch, tmp
     hub = ThreadingHTTPServer(("127.0.0.1", 0), DrippingHub)
     thread = threading.Thread(target=hub.serve_forever, args=(0.02,))
     thread.start()
-    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": tmp_path}
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": tmp_path,
+    }
     for name, value in environment.items():
         monkeypatch.setenv(name, str(value))
     flags = ("--model", "a=kvboost-edge/demo", "--model", "b=nobody/model", "--drain-seconds", "1")
@@ -273,10 +332,17 @@ def test_a_download_that_does_not_end_does_not_keep_the_process(monkeypatch, tmp
     try:
         with running(*flags) as server, httpx.Client(base_url=server.url(), timeout=60) as client:
             body = {"model": "b", "prompt": "Hello"}
-            asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions", json=body)))
+            asking = threading.Thread(
+                target=lambda: answers.append(client.post("/v1/completions", json=body))
+            )
             asking.start()
             assert DrippingHub.asked.wait(60)
-            assert client.post("/v1/completions", json={**body, "model": "a", "max_tokens": 1}).status_code == 200
+            assert (
+                client.post(
+                    "/v1/completions", json={**body, "model": "a", "max_tokens": 1}
+                ).status_code
+                == 200
+            )
             server.process.send_signal(signal.SIGTERM)
             asking.join()
             assert server.end() == 0
@@ -314,7 +380,15 @@ def test_the_deployment_files_name_flags_that_exist(name, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    of_others = {"--rm", "--now", "--system", "--uid", "--create-home", "--home-dir", "--no-cache-dir"}
+    of_others = {
+        "--rm",
+        "--now",
+        "--system",
+        "--uid",
+        "--create-home",
+        "--home-dir",
+        "--no-cache-dir",
+    }
     of_others |= {"--interval", "--timeout", "--start-period"}
     assert flags - of_others <= known
     assert "kvboost-server" in shown

@@ -28,7 +28,12 @@ def test_json_lines_hold_the_facts(lines):
     log_facts(logging.INFO, "request", status=200, ms=1.5, absent=None)
     (line,) = seen()
     fields = json.loads(line)
-    assert (fields["event"], fields["level"], fields["status"], fields["ms"]) == ("request", "info", 200, 1.5)
+    assert (fields["event"], fields["level"], fields["status"], fields["ms"]) == (
+        "request",
+        "info",
+        200,
+        1.5,
+    )
     assert "absent" not in fields
     assert fields["time"].endswith("Z")
 

@@ -26,11 +26,25 @@ def mostly_full(paths, *kept):
 
 
 CONTEXT = 60_000
-WORDS = ("mill", "water", "river", "a", "of", "house", "yesterday", "grinding", "corn.", "\n", "— é 漢字")
+WORDS = (
+    "mill",
+    "water",
+    "river",
+    "a",
+    "of",
+    "house",
+    "yesterday",
+    "grinding",
+    "corn.",
+    "\n",
+    "— é 漢字",
+)
 
 
 @pytest.mark.parametrize("path", TEXTS)
-async def test_long_bodies_are_read_and_tokenized_off_the_loop(tiny_app, tiny_engine, monkeypatch, path):
+async def test_long_bodies_are_read_and_tokenized_off_the_loop(
+    tiny_app, tiny_engine, monkeypatch, path
+):
     threads = {"read": set(), "tokenized": set()}
 
     def noting(kind, work):
@@ -63,7 +77,9 @@ def test_the_loop_goes_on_while_long_prompts_are_computed(server):
     def long(number):
         ids = rng.choices(range(256), k=context - 8)
         with server.client() as client:
-            answer = client.post("/v1/completions", json={"prompt": ids, "max_tokens": 8, "stream": True})
+            answer = client.post(
+                "/v1/completions", json={"prompt": ids, "max_tokens": 8, "stream": True}
+            )
             assert answer.status_code == 200
 
     def load():
@@ -86,7 +102,10 @@ def test_the_largest_messages_do_not_stop_the_loop(server):
     texts of special tokens in it."""
     message = {"role": "user", "content": "word " * 130}
     marked = {"role": "user", "content": "<|im_start|> " + "word " * 180_000}
-    bodies = [{"messages": [message] * 9_990, "max_tokens": 1}, {"messages": [marked] * 7, "max_tokens": 1}]
+    bodies = [
+        {"messages": [message] * 9_990, "max_tokens": 1},
+        {"messages": [marked] * 7, "max_tokens": 1},
+    ]
 
     def load():
         with server.client() as client:
@@ -108,12 +127,21 @@ def test_the_largest_messages_do_not_stop_the_loop(server):
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000,
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 200_000,
     ],
-    ids=["60,000 chunks of a byte", "100,000 chunks of 64", "50 MB refused", "pipelined", "200,000 headers"],
+    ids=[
+        "60,000 chunks of a byte",
+        "100,000 chunks of 64",
+        "50 MB refused",
+        "pipelined",
+        "200,000 headers",
+    ],
 )
 def test_no_bytes_stop_the_loop(server, data):
     def load():
         for _ in range(3):
-            with server.connect() as sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            with (
+                server.connect() as sock,
+                contextlib.suppress(BrokenPipeError, ConnectionResetError),
+            ):
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
                 raw_answer(sock)
@@ -123,12 +151,19 @@ def test_no_bytes_stop_the_loop(server, data):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("stream", "choices"), [(True, 10), *(pytest.param(one, 27, marks=pytest.mark.full) for one in (False, True))]
+    ("stream", "choices"),
+    [(True, 10), *(pytest.param(one, 27, marks=pytest.mark.full) for one in (False, True))],
 )
 def test_large_answers_do_not_stop_the_loop(server, stream, choices):
     """Echoed prompts with twenty log probabilities a token; with 27 choices as many as an answer may have."""
     rng = random.Random(2)
-    body = {"prompt": rng.choices(range(256), k=900), "max_tokens": 4, "echo": True, "logprobs": 20, "n": choices}
+    body = {
+        "prompt": rng.choices(range(256), k=900),
+        "max_tokens": 4,
+        "echo": True,
+        "logprobs": 20,
+        "n": choices,
+    }
     sizes = []
 
     def load():
@@ -145,7 +180,9 @@ def test_large_answers_do_not_stop_the_loop(server, stream, choices):
 @pytest.fixture(scope="module")
 def large():
     """A model that costs nothing, with a long context: what the server itself does remains."""
-    with fake_engine(num_blocks=8192, max_context=CONTEXT, max_batch_tokens=8192, debug_checks=False) as engine:
+    with fake_engine(
+        num_blocks=8192, max_context=CONTEXT, max_batch_tokens=8192, debug_checks=False
+    ) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         with serving(engine, model_name="kvboost-edge/demo", max_queue_tokens=1 << 24) as server:
             freeze_heap()
@@ -170,7 +207,9 @@ def test_the_loop_goes_on_while_every_api_tokenizes(server):
         threads = in_threads(long, 3)
         with server.client() as client:
             while any(thread.is_alive() for thread in threads):
-                assert client.post("/v1/messages/count_tokens", json=asked("/v1/messages", "x")).status_code in (
+                assert client.post(
+                    "/v1/messages/count_tokens", json=asked("/v1/messages", "x")
+                ).status_code in (
                     200,
                     400,
                 )
@@ -192,7 +231,14 @@ def many_messages(path, count):
     return asked(path, "", messages=turns + said(text))
 
 
-BAD = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/api/chat", "/v1/embeddings")
+BAD = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/api/chat",
+    "/v1/embeddings",
+)
 TALKING = [path for path in ASKED if "messages" in ASKED[path]("x")] + ["/v1/responses"]
 
 
@@ -205,14 +251,20 @@ def test_the_most_messages_do_not_stop_the_loop(server, path):
     def load():
         with server.client() as client:
             answer = client.post(path, content=content, timeout=120)
-            assert answer.status_code == 400 or path not in ("/v1/messages", "/v1/responses", "/api/chat")
+            assert answer.status_code == 400 or path not in (
+                "/v1/messages",
+                "/v1/responses",
+                "/api/chat",
+            )
 
     check(least_lag(server, load))
 
 
 def bad_bodies(path):
     """Bodies that cost a server far more than who sends them, for any route."""
-    field = next(name for name, value in ASKED[path]("hello").items() if "hello" in json.dumps(value))
+    field = next(
+        name for name, value in ASKED[path]("hello").items() if "hello" in json.dumps(value)
+    )
     names = ",".join(f'"unknown_{i}":1' for i in range(60_000))
     fields = ",".join(f'"unknown_{i}":1' for i in range(100))
     inside = {
@@ -228,7 +280,9 @@ def bad_bodies(path):
         "a depth of 100,000": "[" * 100_000 + "]" * 100_000,
     }
     bodies = {name: f'{{"{field}":{value},"x":1}}'.encode() for name, value in inside.items()}
-    bodies["500,000 biases"] = b'{"logit_bias":{' + ",".join(f'"{i}":1' for i in range(500_000)).encode() + b"}}"
+    bodies["500,000 biases"] = (
+        b'{"logit_bias":{' + ",".join(f'"{i}":1' for i in range(500_000)).encode() + b"}}"
+    )
     bodies["a depth of 100,000 objects"] = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     return {"60,000 unknown fields": b"{" + names.encode() + b"}", **bodies}
 
@@ -241,7 +295,8 @@ def listed(one, count):
 @pytest.mark.alone
 @pytest.mark.parametrize("path", mostly_full(TEXTS, *BAD))
 def test_no_bad_body_stops_the_loop(server, path):
-    bodies, seconds = bad_bodies(path), {}
+    bodies = bad_bodies(path)
+    seconds = {}
 
     def load():
         with server.client() as client:
@@ -280,13 +335,17 @@ def test_large_responses_are_remembered_shown_and_continued(large):
         with large.client() as client:
             last = None
             for _ in range(3):
-                answer = client.post("/v1/responses", json={**body, "previous_response_id": last}, timeout=120)
+                answer = client.post(
+                    "/v1/responses", json={**body, "previous_response_id": last}, timeout=120
+                )
                 last = answer.json().get("id", last)
                 body["input"] = said("more")
             for path in (f"/v1/responses/{last}", f"/v1/responses/{last}/input_items?limit=100"):
                 assert client.get(path).status_code == 200
             stream = client.post("/v1/responses", json={**body, "stream": True}, timeout=120)
-            assert b"response.completed" in stream.content or b"response.incomplete" in stream.content
+            assert (
+                b"response.completed" in stream.content or b"response.incomplete" in stream.content
+            )
 
     check(least_lag(large, load))
     wait_until(large.idle, "the server to be idle")
@@ -310,7 +369,8 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
         ]
     ).encode()
     answer = json.dumps({"output": [], "instructions": "i" * 1_000_000}).encode()
-    remembered, before = large.state.remembered, None
+    remembered = large.state.remembered
+    before = None
     for number in range(9):
         assert remembered.keep(None, f"resp_{number}", Turn(answer, sent, before))
         before = f"resp_{number}"
@@ -323,7 +383,10 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
                 assert client.get(f"/v1/responses/resp_{number}").status_code == 200
             asked = {"input": "x", "previous_response_id": before, "max_output_tokens": 1}
             refused = client.post("/v1/responses", json=asked, timeout=120)
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (
+                400,
+                "previous_response_id",
+            )
 
     try:
         check(least_lag(large, load))

@@ -32,7 +32,12 @@ def server(demo_engine):
     """A server of its own, so that its counters begin at zero."""
     with serving(demo_engine) as server, server.client() as client:
         demo_engine.reset_cache()
-        body = {"model": MODEL, "prompt": "Counted words of a prompt. " * 6, "max_tokens": 8, "ignore_eos": True}
+        body = {
+            "model": MODEL,
+            "prompt": "Counted words of a prompt. " * 6,
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         for _ in range(2):
             assert client.post("/v1/completions", json=body).status_code == 200
         assert client.get("/no-such-route").status_code == 404
@@ -54,12 +59,18 @@ def scrape(server, **options):
 
 def total(samples, name, **labels):
     wanted = set(labels.items())
-    found = [value for (sample, pairs), value in samples.items() if sample == name and wanted <= set(pairs)]
+    found = [
+        value
+        for (sample, pairs), value in samples.items()
+        if sample == name and wanted <= set(pairs)
+    ]
     assert found, name
     return sum(found)
 
 
-@pytest.mark.parametrize(("prefix", "names"), [("vllm", VLLM), ("llamacpp", LLAMACPP), ("kvboost", OURS)])
+@pytest.mark.parametrize(
+    ("prefix", "names"), [("vllm", VLLM), ("llamacpp", LLAMACPP), ("kvboost", OURS)]
+)
 def test_every_name_is_there(server, prefix, names):
     present = {name for name, _ in scrape(server)}
     assert {f"{prefix}:{name}" for name in names} <= present

@@ -14,7 +14,9 @@ EXAMPLES = re.findall(r"^(curl (?:[^\n]*\\\n)*[^\n]*)$", README, flags=re.MULTIL
 
 
 @pytest.mark.skipif(find_curl() is None and not must_run(), reason="curl is not installed")
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: re.search(r"8000(\S+)", text).group(1))
+@pytest.mark.parametrize(
+    "example", EXAMPLES, ids=lambda text: re.search(r"8000(\S+)", text).group(1)
+)
 def test_example_answers(example, live_server):
     command = example.replace("http://127.0.0.1:8000", live_server.base_url)
     done = subprocess.run(

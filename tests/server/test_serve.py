@@ -12,7 +12,14 @@ from helpers.server.live_servers import raw_answer, serving, wait_until
 from kvboost_edge.server import serve
 from kvboost_edge.server.serve import freeze_heap
 
-TEXT = {"prompt": "Hello", "max_tokens": 1900, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 5}
+TEXT = {
+    "prompt": "Hello",
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    "n": 8,
+    "stream": True,
+    "logprobs": 5,
+}
 LONG = {"content": "steady " * 5000, "with_pieces": True}
 
 
@@ -22,7 +29,9 @@ def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
     """The collector waits until what is new is a quarter of what it kept the last time: 75,000 objects here."""
     kept = [[number] for number in range(300_000)]
     full = []
-    gc.callbacks.append(watch := lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+    gc.callbacks.append(
+        watch := lambda phase, info: full.append(phase) if info["generation"] == 2 else None
+    )
     freeze_heap()
     full.clear()
     try:
@@ -57,7 +66,9 @@ def test_no_connection_outlives_the_server(demo_engine, monkeypatch, caplog, req
     with socket.socket() as sock:
         with serving(demo_engine) as server, caplog.at_level(logging.WARNING):
             # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
-            server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            server.server.servers[0].sockets[0].setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+            )
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             sock.settimeout(20)
             sock.connect((server.host, server.port))
@@ -65,7 +76,9 @@ def test_no_connection_outlives_the_server(demo_engine, monkeypatch, caplog, req
             wait_until(lambda: server.server.server_state.tasks, "the request in progress")
             if request_of is not half_a_body:
                 (connection,) = server.server.server_state.connections
-                wait_until(lambda: connection.flow.write_paused, "the answer to wait for its reader")
+                wait_until(
+                    lambda: connection.flow.write_paused, "the answer to wait for its reader"
+                )
         assert not server.server.server_state.connections
         raw_answer(sock)  # comes to its end
     assert [record.message for record in caplog.records] == ["connections cut off"]

@@ -44,7 +44,10 @@ def test_recent_speeds_and_totals_leave_cached_tokens_out(clock):
     speeds.observe(result(prompt=50, cached=10, prompt_ms=100.0, generated=2, decode_ms=50.0))
     assert speeds.recent() == (pytest.approx(60 / 0.2), pytest.approx(10 / 0.25))
     assert (speeds.prompt_tokens, speeds.output_tokens) == (60, 10)
-    assert (speeds.prompt_seconds, speeds.output_seconds) == (pytest.approx(0.2), pytest.approx(0.25))
+    assert (speeds.prompt_seconds, speeds.output_seconds) == (
+        pytest.approx(0.2),
+        pytest.approx(0.25),
+    )
 
 
 def test_what_ended_a_minute_ago_counts_in_the_totals_only(clock):

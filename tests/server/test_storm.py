@@ -46,12 +46,18 @@ def server(isolated_cache):
 
 
 def body_of(rng, path):
-    text = " ".join(rng.choices(("shared", "prefix", "words", "of", "a", "prompt"), k=rng.choice((3, 60, 400))))
+    text = " ".join(
+        rng.choices(("shared", "prefix", "words", "of", "a", "prompt"), k=rng.choice((3, 60, 400)))
+    )
     more = {}
     if path in GENERATING:
         more["stream"] = rng.random() < 0.6
     if path in OF_OPENAI:
-        more |= {"n": rng.choice((1, 1, 1, 3)), "temperature": rng.choice((0, 1)), "ignore_eos": True}
+        more |= {
+            "n": rng.choice((1, 1, 1, 3)),
+            "temperature": rng.choice((0, 1)),
+            "ignore_eos": True,
+        }
         more["kvboost"] = {"explain": rng.random() < 0.3}
     if path == "/v1/warm" and rng.random() < 0.5:
         more |= {"pin": True, "ttl": SHORT_SECONDS}
@@ -66,7 +72,10 @@ def request_of(rng):
     path = rng.choice(READ if rng.random() < 0.1 else PATHS)
     key = f"x-api-key: {rng.choice(KEYS)}"
     if path in READ:
-        return path, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\n\r\n".encode()
+        return (
+            path,
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\n\r\n".encode(),
+        )
     data = json.dumps(body_of(rng, path)).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\nContent-Length: {len(data)}"
     return path, f"{head}\r\n\r\n".encode() + data
@@ -74,7 +83,9 @@ def request_of(rng):
 
 def held_by(server):
     """What must be the same before and after: threads, files and sockets, blocks, tasks, connections, tickets."""
-    threads = sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_"))
+    threads = sorted(
+        thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")
+    )
     state = server.server.server_state
     stats = server.engine.paged_stats()
     return (
@@ -95,12 +106,14 @@ def held_by(server):
 
 def forget(server):
     """As if a day had gone by: what is remembered for a time is due, and the next request finds that out."""
-    remembered, doctor = server.state.remembered, server.state.doctor
+    remembered = server.state.remembered
+    doctor = server.state.doctor
     remembered.seconds = doctor.history.seconds = -1.0
     with server.client() as client:
         assert client.get("/v1/responses/resp_0").status_code == 404
         assert client.get("/v1/requests").json()["data"] == []
-    remembered.seconds, doctor.history.seconds = 24 * 3600.0, server.state.settings.request_history
+    remembered.seconds = 24 * 3600.0
+    doctor.history.seconds = server.state.settings.request_history
 
 
 def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):

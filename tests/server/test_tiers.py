@@ -5,7 +5,11 @@ import pytest
 from helpers.server.live_servers import ENGINE_OPTIONS, serving
 from kvboost_edge import CPUPagedEngine
 
-BODY = {"model": "kvboost-edge/demo", "prompt": "The mine of North Romin is nickel. " * 12, "max_tokens": 2}
+BODY = {
+    "model": "kvboost-edge/demo",
+    "prompt": "The mine of North Romin is nickel. " * 12,
+    "max_tokens": 2,
+}
 
 
 @pytest.fixture
@@ -14,7 +18,10 @@ def restarted(tmp_path):
     options = {**ENGINE_OPTIONS, "disk_cache_dir": tmp_path}
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
         engine.warm(BODY["prompt"])
-    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine, serving(engine) as server:
+    with (
+        CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine,
+        serving(engine) as server,
+    ):
         yield server
 
 
@@ -27,7 +34,8 @@ def test_an_answer_tells_what_came_from_disk_and_how_long_that_took(restarted):
         assert first["kvboost"]["load_ms"] > 0
         assert second["kvboost"]["hit_tokens"] == {"pool": cached}
         assert second["kvboost"]["load_ms"] == 0
-        blocks, stats = client.get("/v1/blocks").json(), client.get("/v1/stats").json()
+        blocks = client.get("/v1/blocks").json()
+        stats = client.get("/v1/stats").json()
     assert {name: tier["recent_hit_tokens"] for name, tier in blocks["tiers"].items()} == {
         "pool": cached,
         "disk": cached,

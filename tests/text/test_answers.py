@@ -22,9 +22,9 @@ def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(
     assert tokenizer.encode_chat(messages, find_answer=find) == plain
     assert asked == []
     special_id = tokenizer.codec.token_id(special)
-    assert plain.count(special_id) == tokenizer.encode_chat([{**messages[0], "content": "x y"}, *messages[1:]]).count(
-        special_id
-    )
+    assert plain.count(special_id) == tokenizer.encode_chat(
+        [{**messages[0], "content": "x y"}, *messages[1:]]
+    ).count(special_id)
     messages[0]["content"] = "x y"
     assert tokenizer.encode_chat(messages, find_answer=find) == tokenizer.encode_chat(messages)
     assert set(asked) == {"an answer"}
@@ -42,7 +42,10 @@ def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir, monkeypatch
     monkeypatch.setattr("kvboost_edge.text.tokenizer.encode_with_answers", search)
     messages = [{"role": "user", "content": "q"}]
     for number in range(40):
-        messages += [{"role": "assistant", "content": f"answer {number}"}, {"role": "user", "content": "go on"}]
+        messages += [
+            {"role": "assistant", "content": f"answer {number}"},
+            {"role": "user", "content": "go on"},
+        ]
     kept = {"answer 7": tokenizer.encode("answer 7", False)}
     assert tokenizer.encode_chat(messages, find_answer=kept.get) == tokenizer.encode_chat(messages)
     assert searched == [["answer 7"]]

@@ -14,7 +14,16 @@ MISTRAL = """{{ '<|begin|>' }}{% for m in messages %}{% if m.role == 'user' %}{{
 {%- else %}{{ m.content + '<|eot|>' }}{% endif %}{% endfor %}"""
 PLAIN = """{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"""
 STRICT = """{{ raise_exception('no messages please') }}"""
-SPECIALS = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>", "[INST]", "[/INST]"]
+SPECIALS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin|>",
+    "<|head|>",
+    "<|/head|>",
+    "<|eot|>",
+    "[INST]",
+    "[/INST]",
+]
 
 CHAT = [
     {"role": "system", "content": "You are kind."},
@@ -53,7 +62,9 @@ def test_each_message_of_the_user_is_found_and_nothing_that_looks_like_one(templ
     assert ids[: starts[-1]] == other[: starts[-1]]
 
 
-@pytest.mark.parametrize("template", [None, PLAIN, STRICT], ids=["none", "no special token", "refuses"])
+@pytest.mark.parametrize(
+    "template", [None, PLAIN, STRICT], ids=["none", "no special token", "refuses"]
+)
 def test_a_template_that_begins_them_with_no_special_token_has_none(template):
     tokenizer = tokenizer_of(template)
     assert user_starts(tokenizer, tokenizer.encode("user: <|im_start|>user")) == ()

@@ -27,7 +27,9 @@ TEMPLATES = {
 
 
 def make(source):
-    return ChatTemplate(source, model_name="tiny", variables={"bos_token": "<s>", "eos_token": "</s>"})
+    return ChatTemplate(
+        source, model_name="tiny", variables={"bos_token": "<s>", "eos_token": "</s>"}
+    )
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -47,8 +49,27 @@ def test_equals_transformers(name, prompt):
 @pytest.mark.parametrize(
     "name",
     [
-        *("self", "messages", "tools", "add_generation_prompt", "bos_token", "unknown_token", "loop", "caller"),
-        *("range", "namespace", "raise_exception", "strftime_now", "dict", "lipsum", "_private", "a b", ""),
+        *(
+            "self",
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "bos_token",
+            "unknown_token",
+            "loop",
+            "caller",
+        ),
+        *(
+            "range",
+            "namespace",
+            "raise_exception",
+            "strftime_now",
+            "dict",
+            "lipsum",
+            "_private",
+            "a b",
+            "",
+        ),
     ],
 )
 def test_a_variable_may_not_take_a_name_that_means_something(name):
@@ -101,7 +122,10 @@ def test_messages_are_copied():
     class Sly(str):
         secret = "leaked"
 
-    assert make("{{ messages[0].content.secret }}|").render([{"role": "user", "content": Sly("x")}]) == "|"
+    assert (
+        make("{{ messages[0].content.secret }}|").render([{"role": "user", "content": Sly("x")}])
+        == "|"
+    )
 
 
 def test_broken_template_names_the_model():

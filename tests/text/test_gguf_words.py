@@ -43,7 +43,11 @@ def test_words_are_llama_cpps(pre):
 def test_numbers_of_afmoe_end_in_threes():
     """As the ids of its published vocabulary do: "33333" is the token of "33", then that of "333"."""
     steps = gguf_tokenizer(metadata_of("afmoe"), name="m.gguf").codec._tokenizer.pre_tokenizer
-    for text, words in {"33333": ["33", "333"], "a1234567": ["a", "1", "234", "567"], "333": ["333"]}.items():
+    for text, words in {
+        "33333": ["33", "333"],
+        "a1234567": ["a", "1", "234", "567"],
+        "333": ["333"],
+    }.items():
         assert [word for word, _ in steps.pre_tokenize_str(text)] == words
 
 
@@ -63,12 +67,16 @@ def test_markers_of_channels_and_tools_are_text_that_a_reader_sees():
     ours = gguf_tokenizer(gemma4_metadata(), name="m.gguf")
     text = "<|turn>model\n<|channel>thought\nx<channel|><|tool_call>f{}<tool_call|><turn|>"
     ids = ours.encode(text, add_special_tokens=False)
-    assert ours.decode(ids, True) == "model\n<|channel>thought\nx<channel|><|tool_call>f{}<tool_call|>"
+    assert (
+        ours.decode(ids, True) == "model\n<|channel>thought\nx<channel|><|tool_call>f{}<tool_call|>"
+    )
     assert ours.decode(ids, False) == text
 
 
 def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
-    ours = gguf_tokenizer({**gemma4_metadata(), "tokenizer.ggml.add_bos_token": False}, name="m.gguf")
+    ours = gguf_tokenizer(
+        {**gemma4_metadata(), "tokenizer.ggml.add_bos_token": False}, name="m.gguf"
+    )
     assert ours.encode("a")[0] == 2
 
 
@@ -76,12 +84,20 @@ def test_the_bos_of_gemma4_is_added_even_where_the_file_denies_it():
     ("change", "message"),
     [
         ({"tokenizer.ggml.merges": None}, "merges is missing, but there are tokens such as"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "has the entry 'ab' .number 0., which is not two tokens"),
+        (
+            {"tokenizer.ggml.merges": ["ab"]},
+            "has the entry 'ab' .number 0., which is not two tokens",
+        ),
         ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix is true"),
-        ({"tokenizer.ggml.bos_token_id": None}, "bos_token_id is missing, but add_bos_token asks for it"),
+        (
+            {"tokenizer.ggml.bos_token_id": None},
+            "bos_token_id is missing, but add_bos_token asks for it",
+        ),
     ],
 )
 def test_what_gemma4_needs(change, message):
-    metadata = {key: value for key, value in {**gemma4_metadata(), **change}.items() if value is not None}
+    metadata = {
+        key: value for key, value in {**gemma4_metadata(), **change}.items() if value is not None
+    }
     with pytest.raises(ModelFormatError, match=message):
         gguf_tokenizer(metadata, name="m.gguf")

@@ -20,7 +20,10 @@ TEXTS = ("Hello world! 1234", "", " a\n\nb  ", "naïve 你好 🚀", "<|end|>x")
 @pytest.fixture(scope="module")
 def metadata(tiny_model_dir, tmp_path_factory):
     path = write_gguf(tiny_model_dir, tmp_path_factory.mktemp("gguf") / "m.gguf")
-    return {**(Checkpoint.open(path).gguf_metadata() or {}), "tokenizer.chat_template": "{{ eos_token }}ü"}
+    return {
+        **(Checkpoint.open(path).gguf_metadata() or {}),
+        "tokenizer.chat_template": "{{ eos_token }}ü",
+    }
 
 
 @pytest.fixture
@@ -45,15 +48,26 @@ def test_the_second_start_builds_nothing(built, tmp_path):
         assert second.encode(text) == first.encode(text)
         ids = first.encode(text)
         assert second.decode(ids, False) == first.decode(ids, False)
-    same = ("special_tokens", "chat_template", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-    assert {name: getattr(first, name) for name in same} == {name: getattr(second, name) for name in same}
+    same = (
+        "special_tokens",
+        "chat_template",
+        "vocab_size",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    assert {name: getattr(first, name) for name in same} == {
+        name: getattr(second, name) for name in same
+    }
     assert second.codec.stream_kind is first.codec.stream_kind
     assert isinstance(first.codec, FastCodec)
     assert isinstance(second.codec, FastCodec)
     assert second.codec.to_json() == first.codec.to_json()
 
 
-@pytest.mark.parametrize("how", ["byte", "cut", "empty", "version", "library", "model", "writable", "directory"])
+@pytest.mark.parametrize(
+    "how", ["byte", "cut", "empty", "version", "library", "model", "writable", "directory"]
+)
 def test_what_is_not_ours_is_built_again(
     how,
     built,
@@ -83,7 +97,10 @@ def test_what_is_not_ours_is_built_again(
         path.mkdir()
     key = KEY[:40] + "0" * 24 if how == "model" else KEY
     with caplog.at_level(logging.WARNING, logger="kvboost_edge"):
-        assert kept_tokenizer(key, build, name="m.gguf", cache_dir=tmp_path).encode(TEXTS[0]) == expected
+        assert (
+            kept_tokenizer(key, build, name="m.gguf", cache_dir=tmp_path).encode(TEXTS[0])
+            == expected
+        )
     assert len(calls) == 2
     assert ("built" in caplog.text) == (how not in ("library", "model"))
     if how != "directory":

@@ -31,7 +31,10 @@ def run(parts, stops):
     return "".join(shown), checker.stop, shown
 
 
-@given(parts=st.lists(st.text(alphabet="aab\n🙂", max_size=5), max_size=12), stops=st.lists(WORDS, max_size=3))
+@given(
+    parts=st.lists(st.text(alphabet="aab\n🙂", max_size=5), max_size=12),
+    stops=st.lists(WORDS, max_size=3),
+)
 @example(["aaa", "ab"], ["aab"])
 @example(["xabc"], ["abcd", "bc"])
 @example(["xabc"], ["abc", "bc"])
@@ -40,7 +43,11 @@ def test_equals_a_search_of_the_whole_text(parts, stops):
     assert (shown, stop) == cut("".join(parts), stops)
 
 
-@given(text=st.text(alphabet="aab", max_size=30), stops=st.lists(WORDS, min_size=1, max_size=3), size=st.integers(1, 7))
+@given(
+    text=st.text(alphabet="aab", max_size=30),
+    stops=st.lists(WORDS, min_size=1, max_size=3),
+    size=st.integers(1, 7),
+)
 def test_borders_of_tokens_do_not_matter(text, stops, size):
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     assert run(parts, stops)[:2] == run([text], stops)[:2]

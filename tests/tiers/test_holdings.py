@@ -22,11 +22,17 @@ def hash_of(number):
 
 def tier_with(held):
     tier = DictTier()
-    tier.blocks = {hash_of(number): (BlockAddress(hash_of(number), b"", b""), b"") for number in held}
+    tier.blocks = {
+        hash_of(number): (BlockAddress(hash_of(number), b"", b""), b"") for number in held
+    }
     return tier
 
 
-@given(numbers, st.lists(st.tuples(numbers, numbers, st.booleans(), st.booleans()), max_size=12), st.booleans())
+@given(
+    numbers,
+    st.lists(st.tuples(numbers, numbers, st.booleans(), st.booleans()), max_size=12),
+    st.booleans(),
+)
 def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     """Blocks that came are noted, those that left go without a word; `few`: only some are looked for again each time,
     and then what left is told within a few calls."""
@@ -34,7 +40,11 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     holdings = Holdings(tier)
     holdings.note([hash_of(9)])  # nobody has asked: nothing to remember
     first = holdings.take()
-    assert (first.is_whole, set(first.came), first.left) == (True, {hash_of(one) for one in held}, ())
+    assert (first.is_whole, set(first.came), first.left) == (
+        True,
+        {hash_of(one) for one in held},
+        (),
+    )
     told = set(first.came)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvboost_edge.tiers.holdings._ASKED_AGAIN", 2 if few else 100)
@@ -57,7 +67,8 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
 
 def test_what_a_tier_would_have_to_ask_for_is_not_told(monkeypatch):
     """A server's tier answers None for what it has not seen lately."""
-    tier, known = tier_with({1}), {hash_of(1)}
+    tier = tier_with({1})
+    known = {hash_of(1)}
     monkeypatch.setattr(tier, "holds", lambda prefix_hash: True if prefix_hash in known else None)
     holdings = Holdings(tier)
     assert holdings.take().came == (hash_of(1),)
@@ -72,7 +83,8 @@ def test_a_mover_tells_of_each_tier_that_works_and_once_of_one_that_failed():
         def write(self, blocks, payloads):
             raise RuntimeError("a fault")
 
-    near, far = DictTier("near"), Broken("far")
+    near = DictTier("near")
+    far = Broken("far")
     mover = HandMover([near, far, ClosedTier("closed", "why")], 8)
     mover.start(lambda piece: mover.release(piece))
     assert {name: held.is_whole for name, held in mover.take_held().items()} == dict.fromkeys(
@@ -113,7 +125,9 @@ def test_an_engine_tells_what_its_tiers_got_by_the_hashes_a_router_makes(kind, t
         if kind == "disk":
             tier.drop(list(expected)[:1])
             assert set(engine.take_tier_events()[kind].evicted) == set(list(expected)[:1])
-            assert set(engine.take_tier_events(whole=True)[kind].published) == expected - set(list(expected)[:1])
+            assert set(engine.take_tier_events(whole=True)[kind].published) == expected - set(
+                list(expected)[:1]
+            )
 
 
 def test_without_tiers_there_is_nothing_to_tell():

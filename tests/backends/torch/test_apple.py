@@ -26,7 +26,9 @@ def tried_anew():
     trial.cache_clear()
 
 
-@pytest.mark.parametrize(("built", "message"), [(False, "is built without it"), (True, "this Mac has no Metal device")])
+@pytest.mark.parametrize(
+    ("built", "message"), [(False, "is built without it"), (True, "this Mac has no Metal device")]
+)
 def test_a_machine_without_an_apple_gpu(built, message, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
@@ -61,7 +63,12 @@ def test_trials_are_small_enough_for_one_thread_and_leave_torchs_threads_as_they
         return TorchBackend(spec, num_blocks)
 
     assert "fails: no such device" in str(apple.find_fault(make, "cpu:0"))
-    assert apple.find_fault(lambda spec, num_blocks, device: make(spec, num_blocks, device="cpu"), "cpu:0") is None
+    assert (
+        apple.find_fault(
+            lambda spec, num_blocks, device: make(spec, num_blocks, device="cpu"), "cpu:0"
+        )
+        is None
+    )
     assert set(seen) == {1}
     assert threads == [3, 1, 3, 1, 3]
 
@@ -88,12 +95,19 @@ class Broken(TorchBackend):
 
 class Raising(TorchBackend):
     def attention(self, *args):
-        raise NotImplementedError("The operator 'aten::amax' is not currently implemented for the MPS device")
+        raise NotImplementedError(
+            "The operator 'aten::amax' is not currently implemented for the MPS device"
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Leaking, "away from the CPU's"), (Rounding, "0.01"), (Broken, "nan"), (Raising, "fails: The operator")],
+    [
+        (Leaking, "away from the CPU's"),
+        (Rounding, "0.01"),
+        (Broken, "nan"),
+        (Raising, "fails: The operator"),
+    ],
 )
 def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(kind, message, monkeypatch):
     def make(spec, num_blocks, *, device):
@@ -105,27 +119,35 @@ def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(kind, messag
     assert message in fault
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(apple, "find_fault", lambda maker, device: fault)
-    with pytest.raises(BackendUnavailable, match="device='mps' is not available: attention of torch"):
+    with pytest.raises(
+        BackendUnavailable, match="device='mps' is not available: attention of torch"
+    ):
         choose_backend("mps")
     chosen = choose_backend()
     assert chosen.device == "cpu"
     assert fault in chosen.reason
 
 
-@pytest.mark.parametrize(("bits", "per_block"), [((16, 16), 32768), ((8, 8), 8 * (128 * 16 + 384 + 128 * 16 + 64))])
+@pytest.mark.parametrize(
+    ("bits", "per_block"), [((16, 16), 32768), ((8, 8), 8 * (128 * 16 + 384 + 128 * 16 + 64))]
+)
 def test_tensors_of_the_pool_stay_below_four_gibibytes(bits, per_block):
     """Of the largest layer: 16 tokens of 8 heads of 128 channels, keys or values, or the codes of both."""
     spec = KVSpec(SPEC.layers, 16, "float16", bits)
     most = ((1 << 32) - 1) // per_block
     apple.check_buffers(spec, most)
-    with pytest.raises(CapacityError, match=rf"num_blocks={most + 1} x {per_block} bytes.*num_blocks={most}"):
+    with pytest.raises(
+        CapacityError, match=rf"num_blocks={most + 1} x {per_block} bytes.*num_blocks={most}"
+    ):
         apple.check_buffers(spec, most + 1)
     with pytest.raises(CapacityError, match="buffer of an Apple GPU"):
         FakeMpsBackend(spec, most + 1)
 
 
 def test_what_is_gathered_at_once_stays_below_four_gibibytes():
-    assert apple.most_slots(SPEC) * 8 * 128 * 4 < 1 << 32 <= (apple.most_slots(SPEC) + 1) * 8 * 128 * 4
+    assert (
+        apple.most_slots(SPEC) * 8 * 128 * 4 < 1 << 32 <= (apple.most_slots(SPEC) + 1) * 8 * 128 * 4
+    )
     layout = BatchLayout(
         np.arange(6, dtype=np.int32),
         np.full(5, 20, np.int32),

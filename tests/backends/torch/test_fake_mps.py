@@ -31,14 +31,25 @@ def some(*shape, dtype=torch.float32):
         (lambda: some(4, 4).to("cpu", torch.float64), "float64, which an Apple GPU has not"),
         (lambda: some(4, 4).to(torch.complex64), "complex64"),
         (lambda: torch.zeros(3, dtype=torch.float64, device=DEVICE), "float64"),
-        (lambda: torch._int_mm(some(32, 32, dtype=torch.int8), some(32, 32, dtype=torch.int8)), "_int_mm .*none for"),
+        (
+            lambda: torch._int_mm(some(32, 32, dtype=torch.int8), some(32, 32, dtype=torch.int8)),
+            "_int_mm .*none for",
+        ),
         (lambda: torch.linalg.eigvals(some(4, 4)), "none for MPS|other operators"),
         (lambda: torch.ones(4, dtype=torch.int64).to(DEVICE) + 1, "64-bit integers"),
-        (lambda: torch.ones(4, dtype=torch.int64).to(DEVICE) <= torch.ones(4, dtype=torch.int64).to(DEVICE), "64-bit"),
+        (
+            lambda: (
+                torch.ones(4, dtype=torch.int64).to(DEVICE)
+                <= torch.ones(4, dtype=torch.int64).to(DEVICE)
+            ),
+            "64-bit",
+        ),
         (lambda: some(2, 4, 4) @ some(2, 4, 4).transpose(1, 2), "strided memory"),
         (lambda: some(4) + torch.ones(4), "mixes the CPU's"),
         (
-            lambda: torch.nn.functional.scaled_dot_product_attention(*[some(1, 2, 4, 8)] * 3, is_causal=True),
+            lambda: torch.nn.functional.scaled_dot_product_attention(
+                *[some(1, 2, 4, 8)] * 3, is_causal=True
+            ),
             "scaled_dot_product|mul|other operators",
         ),
         (lambda: some(1, 1).expand(1 << 16, 1 << 16).clone(), "no buffer holds"),
@@ -58,14 +69,25 @@ def test_what_is_on_the_device_is_not_read_without_a_copy():
 
 def attended(bits, dtype):
     """A pass that fills blocks, and one that reads them."""
-    case = make_case(np.random.default_rng(0), ((20, 40), (1, 33)), kv_heads=2, per_group=3, dim=24, block_size=16)
+    case = make_case(
+        np.random.default_rng(0),
+        ((20, 40), (1, 33)),
+        kv_heads=2,
+        per_group=3,
+        dim=24,
+        block_size=16,
+    )
     backend = FakeMpsBackend(KVSpec((LayerKVSpec(2, 24),), 16, dtype, bits), 12)
     for spans in ([(0, 0, 20), (1, 0, 32)], case.spans):
         batch = backend.prepare(case.layout(spans))
-        keys, values = (torch.from_numpy(case.rows(rows, spans)) for rows in (case.keys, case.values))
+        keys, values = (
+            torch.from_numpy(case.rows(rows, spans)) for rows in (case.keys, case.values)
+        )
         backend.write_kv(0, keys, values, batch)
     params = AttentionParams(0.2, softcap=3.0, sinks=np.ones(6, np.float32))
-    out, _ = backend.attention(0, torch.from_numpy(case.rows(case.queries, case.spans)), batch, params)
+    out, _ = backend.attention(
+        0, torch.from_numpy(case.rows(case.queries, case.spans)), batch, params
+    )
     backend.close()
     return out.numpy()
 
@@ -82,8 +104,16 @@ def test_the_recorder_sees_what_the_backend_computes_with(bits, dtype):
     ("place", "fault"),
     [
         ("attend", lambda queries, *more: attend(queries.double(), *more)),
-        ("attend", lambda queries, keys, *more: attend(torch.special.airy_ai(queries), keys, *more)),
-        ("visible_slots", lambda group, chosen, window: visible_slots(group, chosen, window) & (group.rows.sum() > 0)),
+        (
+            "attend",
+            lambda queries, keys, *more: attend(torch.special.airy_ai(queries), keys, *more),
+        ),
+        (
+            "visible_slots",
+            lambda group, chosen, window: (
+                visible_slots(group, chosen, window) & (group.rows.sum() > 0)
+            ),
+        ),
     ],
     ids=["float64", "an operator without a kernel", "a sum of 64-bit integers"],
 )
@@ -95,7 +125,13 @@ def test_a_fault_planted_in_the_backend_is_found(place, fault, monkeypatch):
 
 def test_the_table_is_torchs_and_answers_what_is_known():
     assert len(read_table()) > 2000
-    known = {"bmm": True, "add.Tensor": True, "_int_mm": False, "linalg_eig": False, "no_such_operator": False}
+    known = {
+        "bmm": True,
+        "add.Tensor": True,
+        "_int_mm": False,
+        "linalg_eig": False,
+        "no_such_operator": False,
+    }
     assert {name: problem_of(name) is None for name in known} == known
     assert "scaled_dot_product" in str(problem_of("_scaled_dot_product_attention_math_for_mps"))
     assert all(name in read_table() for name in CALLEES)

@@ -36,7 +36,9 @@ def test_a_name_has_one_engine():
 )  # fmt: skip
 def test_another_configuration_under_the_same_name_is_a_value_error(config, metadata):
     engine = LMCacheEngineBuilder.get_or_create("a", CONFIG, METADATA)
-    with pytest.raises(ValueError, match=r"instance_id='a' exists with another configuration.*destroy it"):
+    with pytest.raises(
+        ValueError, match=r"instance_id='a' exists with another configuration.*destroy it"
+    ):
         LMCacheEngineBuilder.get_or_create("a", config, metadata)
     assert LMCacheEngineBuilder.get("a") is engine
 
@@ -68,7 +70,9 @@ def test_threads_that_ask_together_get_the_same_engine():
 
 
 def test_no_message_shows_a_password():
-    secret = LMCacheEngineConfig(4, backend="redis://u:hunter2@h", redis_secret="hunter2-hunter2-hunter2")
+    secret = LMCacheEngineConfig(
+        4, backend="redis://u:hunter2@h", redis_secret="hunter2-hunter2-hunter2"
+    )
     LMCacheEngineBuilder.get_or_create("a", secret, METADATA)
     with pytest.raises(ValueError) as caught:
         LMCacheEngineBuilder.get_or_create("a", CONFIG, METADATA)

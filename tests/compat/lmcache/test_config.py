@@ -10,7 +10,11 @@ GIB = 1 << 30
 
 def test_the_names_of_the_first_engine():
     config = LMCacheEngineConfig(chunk_size=16, save_decode_cache=True, backend="cpu")
-    assert (config.chunk_size, config.save_decode_cache, config.places) == (16, True, (("memory", "cpu"),))
+    assert (config.chunk_size, config.save_decode_cache, config.places) == (
+        16,
+        True,
+        (("memory", "cpu"),),
+    )
     assert LMCacheEngineConfig().places == (("memory", "memory"),)
     assert LMCacheEngineConfig(backend="file:///a/b").places == (("disk", "/a/b"),)
     assert LMCacheEngineConfig(backend=["memory", "file://b", "valkey://h"]).places == (
@@ -53,7 +57,9 @@ def test_bad_values_are_refused_by_name(options, message):
 )  # fmt: skip
 def test_bad_metadata_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
-        LMCacheEngineMetadata(**{"model_name": "m", "world_size": 1, "worker_id": 0, "fmt": "vllm", **change})
+        LMCacheEngineMetadata(
+            **{"model_name": "m", "world_size": 1, "worker_id": 0, "fmt": "vllm", **change}
+        )
 
 
 def test_no_two_metadata_have_one_space():
@@ -62,19 +68,30 @@ def test_no_two_metadata_have_one_space():
         for model in ("m", "m1", "m'1") for size in (1, 11) for worker in (0, 1, 11) for fmt in ("vllm", "huggingface")
     ]  # fmt: skip
     assert len(set(made)) == len(made)
-    assert LMCacheEngineMetadata("m", 1, 0, "vllm").space == LMCacheEngineMetadata("m", 1, 0, "vllm").space
+    assert (
+        LMCacheEngineMetadata("m", 1, 0, "vllm").space
+        == LMCacheEngineMetadata("m", 1, 0, "vllm").space
+    )
 
 
 def test_the_later_names_and_defaults():
     config = LMCacheEngineConfig.from_defaults()
-    assert (config.chunk_size, config.places, config.max_memory_bytes) == (256, (("memory", "memory"),), 5 * GIB)
+    assert (config.chunk_size, config.places, config.max_memory_bytes) == (
+        256,
+        (("memory", "memory"),),
+        5 * GIB,
+    )
     assert (config.save_decode_cache, config.save_unfull_chunk) == (False, False)
     config = LMCacheEngineConfig.from_defaults(
         chunk_size=64, local_cpu=False, local_disk="/d", max_local_disk_size=1.5, remote_url="redis://h",
         save_unfull_chunk=True, redis_trust=True,
     )  # fmt: skip
     assert (config.chunk_size, config.places) == (64, (("disk", "/d"), ("redis", "redis://h")))
-    assert (config.max_disk_bytes, config.save_unfull_chunk, config.redis_trust) == (1.5 * GIB, True, True)
+    assert (config.max_disk_bytes, config.save_unfull_chunk, config.redis_trust) == (
+        1.5 * GIB,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +111,11 @@ def test_the_environment_sets_what_from_defaults_takes():
         "LMCACHE_CHUNK_SIZE": "32", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5",
         "LMCACHE_LOCAL_DISK": "file:///d", "LMCACHE_MAX_LOCAL_DISK_SIZE": "2", "LMCACHE_LOG_LEVEL": "INFO", "PATH": "/",
     })  # fmt: skip
-    assert (config.chunk_size, config.max_memory_bytes, config.max_disk_bytes) == (32, GIB // 2, 2 * GIB)
+    assert (config.chunk_size, config.max_memory_bytes, config.max_disk_bytes) == (
+        32,
+        GIB // 2,
+        2 * GIB,
+    )
     assert config.places == (("memory", "memory"), ("disk", "/d"))
 
 

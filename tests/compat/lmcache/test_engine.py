@@ -19,7 +19,8 @@ from helpers.compat.lmcache_cases import (
 from helpers.raising import assert_raises
 from kvboost_edge.errors import RequestError
 
-T, F = True, False
+T = True
+F = False
 
 
 def mask(skipped, total):
@@ -89,7 +90,8 @@ def test_replaced_keys_and_values_may_be_of_another_type_and_shape(engine):
 
 def test_what_is_stored_without_waiting_is_there_in_the_end(engines):
     tokens = np.arange(11)
-    first, second = kv_of(tokens), kv_of(tokens, salt=0.5)
+    first = kv_of(tokens)
+    second = kv_of(tokens, salt=0.5)
     engine = engines()
     mine = kv_of(tokens)
     engine.store(tokens, mine, blocking=False)

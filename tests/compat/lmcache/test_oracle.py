@@ -83,7 +83,8 @@ def compare(engine, oracle, calls):
             if not blocking:  # what is asked next must not race with it
                 engine.store([9], kv_of([9]))
         elif name == "retrieve":
-            skipped, return_tuple = min(more[0], len(tokens)), more[1]
+            skipped = min(more[0], len(tokens))
+            return_tuple = more[1]
             found, ret_mask = engine.retrieve(
                 tokens, np.arange(len(tokens)) >= skipped, return_tuple
             )

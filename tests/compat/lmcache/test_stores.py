@@ -64,7 +64,8 @@ def test_of_a_sequence_longer_than_memory_its_head_stays():
 
 def test_a_replacement_that_finds_no_room_leaves_nothing_of_what_was_there():
     store = MemoryStore(250)
-    small, large = chunks_of(range(4))[0], chunks_of(range(4))[0]
+    small = chunks_of(range(4))[0]
+    large = chunks_of(range(4))[0]
     large = large._replace(data=np.zeros(300, np.uint8))
     assert store.put([small], [small.address], replace=False) == 1
     assert store.put([large], [large.address], replace=True) == 0
@@ -74,7 +75,8 @@ def test_a_replacement_that_finds_no_room_leaves_nothing_of_what_was_there():
 
 def test_pinned_chunks_stay_until_each_pin_is_given_up():
     store = MemoryStore(500)
-    old, new = chunks_of(range(8)), chunks_of(range(100, 116))
+    old = chunks_of(range(8))
+    new = chunks_of(range(100, 116))
     addresses = [chunk.address for chunk in old]
 
     def refill():
@@ -117,7 +119,9 @@ class FailingWrites:
     """A tier whose n-th written block is lost, as a full disk loses it."""
 
     def __init__(self, tier, lost):
-        self.tier, self.lost, self.name = tier, lost, "disk"
+        self.tier = tier
+        self.lost = lost
+        self.name = "disk"
 
     def write(self, blocks, payloads):
         done = 0
@@ -135,7 +139,8 @@ class FailingWrites:
 def test_a_failed_store_is_never_served(lost, replace, tmp_path):
     """Known fault: a store that failed was served later as good."""
     tier = DiskTier.open(tmp_path, SPACE)
-    before, after = chunks_of(range(12), 1), chunks_of(range(12), 2)
+    before = chunks_of(range(12), 1)
+    after = chunks_of(range(12), 2)
     addresses = [chunk.address for chunk in before]
     if replace:
         TierStore(tier).put(before, addresses, replace=False)

@@ -11,14 +11,24 @@ import torch
 from helpers.compat.lmcache_cases import equal, kv_of
 from kvboost_edge.errors import BackendUnavailable
 
-TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
+TYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.bool,
+]
 
 
 def tensors(tokens, dtype):
     """Like `kv_of`; not contiguous, and part of a graph where the type allows."""
     made = []
     for pair in kv_of(tokens):
-        plain = [torch.from_numpy(a).transpose(0, 2).contiguous().transpose(0, 2).to(dtype) for a in pair]
+        plain = [
+            torch.from_numpy(a).transpose(0, 2).contiguous().transpose(0, 2).to(dtype) for a in pair
+        ]
         made.append(tuple(t.requires_grad_() if t.is_floating_point() else t for t in plain))
     return tuple(made)
 
@@ -36,7 +46,11 @@ def test_tensors_come_back_as_they_were(engine, dtype):
     kv = tensors(tokens, dtype)
     engine.store(tokens, kv)
     found, ret_mask = engine.retrieve(tokens)
-    assert all(same(one, other) for a, b in zip(found, kv, strict=True) for one, other in zip(a, b, strict=True))
+    assert all(
+        same(one, other)
+        for a, b in zip(found, kv, strict=True)
+        for one, other in zip(a, b, strict=True)
+    )
     assert not found[0][0].requires_grad
     assert ret_mask.dtype == torch.bool
     assert ret_mask.tolist() == [True] * 11
@@ -61,13 +75,19 @@ def test_masks_are_tensors_where_the_tokens_are(engine):
 def test_arrays_and_tensors_of_one_sequence_are_not_mixed(engine):
     tokens = np.arange(8)
     engine.store(tokens[:4], kv_of(tokens[:4]))
-    engine.store(tokens, tuple(tuple(t[4:] for t in pair) for pair in tensors(tokens, torch.float32)), tokens >= 4)
+    engine.store(
+        tokens,
+        tuple(tuple(t[4:] for t in pair) for pair in tensors(tokens, torch.float32)),
+        tokens >= 4,
+    )
     found, ret_mask = engine.retrieve(tokens)
     assert equal(found, kv_of(tokens[:4]))
     assert ret_mask.tolist() == [True] * 4 + [False] * 4
 
 
-@pytest.mark.parametrize("make", [lambda t: t.to(torch.complex64), lambda t: t.to_sparse()], ids=["complex", "sparse"])
+@pytest.mark.parametrize(
+    "make", [lambda t: t.to(torch.complex64), lambda t: t.to_sparse()], ids=["complex", "sparse"]
+)
 def test_tensors_that_are_no_plain_numbers_are_refused(engine, make):
     odd = tuple(make(t.detach()) for t in tensors(np.arange(4), torch.float32)[0])
     with pytest.raises(ValueError, match="cannot be stored"):
@@ -75,7 +95,9 @@ def test_tensors_that_are_no_plain_numbers_are_refused(engine, make):
     assert engine.lookup(np.arange(4)) == 0
 
 
-def test_tensors_on_disk_without_torch_are_an_error_that_names_the_extra(engines, tmp_path, monkeypatch):
+def test_tensors_on_disk_without_torch_are_an_error_that_names_the_extra(
+    engines, tmp_path, monkeypatch
+):
     engine = engines(backend=f"file://{tmp_path}/t")
     engine.store([1, 2, 3], tensors([1, 2, 3], torch.bfloat16))
     monkeypatch.setitem(sys.modules, "torch", None)

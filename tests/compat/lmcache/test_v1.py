@@ -112,7 +112,8 @@ def test_a_search_range_names_where_to_look(make):
 def test_pinned_chunks_stay_in_memory_until_given_up(make):
     chunk = (LAYERS * 2 * HEADS * HEAD_SIZE * 4 * 4 + 16) / GIB
     engine = make(max_local_cpu_size=2.5 * chunk)
-    tokens, others = np.arange(8), np.arange(100, 140)
+    tokens = np.arange(8)
+    others = np.arange(100, 140)
     here = {"search_range": ["LocalCPUBackend"]}
     engine.store(tokens, kvcaches=kv_of(tokens))
     with pytest.raises(RequestError, match="lookup_id"):
@@ -128,7 +129,8 @@ def test_pinned_chunks_stay_in_memory_until_given_up(make):
 
 def test_a_sequence_is_cleared_everywhere_or_where_one_says(make):
     engine = make()
-    tokens, kept = np.arange(8), np.arange(50, 58)
+    tokens = np.arange(8)
+    kept = np.arange(50, 58)
     for each in (tokens, kept):
         engine.store(each, kvcaches=kv_of(each))
     assert engine.clear(tokens) == 4, "two chunks in two places"

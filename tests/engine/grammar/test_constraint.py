@@ -319,7 +319,9 @@ def test_nan_fails_the_request_alone(engine):
 
 
 def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
-    began, go, threads = threading.Event(), threading.Event(), list[str]()
+    began = threading.Event()
+    go = threading.Event()
+    threads = list[str]()
     read = Structures._read
 
     def slow(self):
@@ -353,7 +355,8 @@ def test_closing_while_the_vocabulary_is_read_leaves_no_thread():
 
 
 def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
-    compile_one, threads = Structures._compile, list[str]()
+    compile_one = Structures._compile
+    threads = list[str]()
 
     def noting(self, *given):
         threads.append(threading.current_thread().name)

@@ -36,18 +36,29 @@ def model(tmp_path, monkeypatch):
 
 
 def _fit(model, available, **options):
-    checkpoint, config = Checkpoint.open(model), EngineConfig.from_options(**options)
-    return plan_fit(checkpoint, config, select_path(checkpoint, config), checkpoint.summary(), available)
+    checkpoint = Checkpoint.open(model)
+    config = EngineConfig.from_options(**options)
+    return plan_fit(
+        checkpoint, config, select_path(checkpoint, config), checkpoint.summary(), available
+    )
 
 
 def test_what_is_planned_is_what_the_engine_takes(model):
-    for options in ({"num_blocks": 40}, {"max_cache_bytes": 3e6}, {"num_blocks": 40, "kv_cache_bits": 8}):
+    for options in (
+        {"num_blocks": 40},
+        {"max_cache_bytes": 3e6},
+        {"num_blocks": 40, "kv_cache_bits": 8},
+    ):
         fit = _fit(model, GB, weights="int4", **options)
         with CPUPagedEngine.from_pretrained(model, weights="int4", **options) as engine:
             stats = engine.paged_stats()
         assert fit.pool == stats["pool_bytes"]
         # The file has a header, and sections at multiples of 64.
-        assert 0 <= stats["weight_bytes"] - fit.info.weight_bytes < 0.01 * fit.info.weight_bytes + 10_000
+        assert (
+            0
+            <= stats["weight_bytes"] - fit.info.weight_bytes
+            < 0.01 * fit.info.weight_bytes + 10_000
+        )
         assert fit.needed == fit.info.weight_bytes + fit.pool
         assert fit.refusal == ""
         assert abs(fit.pool_tokens - 16 * stats["num_blocks"]) <= 16 * 4
@@ -57,7 +68,10 @@ def test_a_wrong_size_in_the_config_is_no_lack_of_memory(model):
     path = model / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**config, "moe_intermediate_size": 2**31}), encoding="utf-8")
-    with pytest.raises(ModelFormatError, match=r"model\.safetensors: tensor '.*' has shape .*, expected \(2147483648"):
+    with pytest.raises(
+        ModelFormatError,
+        match=r"model\.safetensors: tensor '.*' has shape .*, expected \(2147483648",
+    ):
         _fit(model, GB, weights="int4", num_blocks=40)
 
 
@@ -74,7 +88,10 @@ def test_weights_and_pool_together_are_refused_before_anything_is_packed(model, 
     asked = []
     with pytest.raises(CapacityError) as caught:
         CPUPagedEngine.from_pretrained(
-            model, weights="int4", num_blocks=400, progress=lambda done, total: asked.append((done, total))
+            model,
+            weights="int4",
+            num_blocks=400,
+            progress=lambda done, total: asked.append((done, total)),
         )
     assert str(caught.value) == refused
     assert not asked
@@ -98,16 +115,26 @@ def test_states_are_weighed_beside_weights_and_pool(hybrid):
             stats = engine.paged_stats()
         assert (fit.pool, fit.states) == (stats["pool_bytes"], stats["state_bytes"])
         assert fit.needed == fit.info.weight_bytes + fit.pool + fit.states
-        assert planned_memory(hybrid, EngineConfig.from_options(**{**options, **more})).nbytes == fit.needed
+        assert (
+            planned_memory(hybrid, EngineConfig.from_options(**{**options, **more})).nbytes
+            == fit.needed
+        )
         found.append(fit.states)
     assert 0 < found[1] < found[0] < found[3]
     assert found[2] <= 2_000_000
 
 
 @pytest.mark.parametrize("max_state_bytes", [1000, 1_000_000])
-def test_states_that_do_not_fit_are_refused_before_anything_is_packed(max_state_bytes, hybrid, monkeypatch):
+def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
+    max_state_bytes, hybrid, monkeypatch
+):
     """A budget below the batch's, and one for which there is no memory: with the numbers of both."""
-    options = {"weights": "int8", "num_blocks": 64, "max_num_seqs": 2, "max_state_bytes": max_state_bytes}
+    options = {
+        "weights": "int8",
+        "num_blocks": 64,
+        "max_num_seqs": 2,
+        "max_state_bytes": max_state_bytes,
+    }
     options["speculation"] = "on"  # else there would be fewer drafts
     available = GB
     if max_state_bytes > 1000:
@@ -122,7 +149,9 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_packed(max_state_
     assert "max_num_seqs" in refused
     monkeypatch.setattr(build, "available_on", lambda device: available)
     with pytest.raises(CapacityError) as caught:
-        CPUPagedEngine.from_pretrained(hybrid, progress=lambda *_: pytest.fail("it was packed"), **options)
+        CPUPagedEngine.from_pretrained(
+            hybrid, progress=lambda *_: pytest.fail("it was packed"), **options
+        )
     assert str(caught.value) == refused
     assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
 
@@ -138,9 +167,9 @@ def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid
     with CPUPagedEngine.from_pretrained(hybrid, **options) as engine:
         stats = engine.paged_stats()
     assert (stats["state_bytes"], stats["max_draft_tokens"]) == (fit.states, rows)
-    assert [record.message for record in caplog.records if "instead of 31" in record.message] == [fit.shortage] * (
-        rows < 31
-    )
+    assert [record.message for record in caplog.records if "instead of 31" in record.message] == [
+        fit.shortage
+    ] * (rows < 31)
     if rows < 31:
         asked = _fit(hybrid, GB, **options, max_draft_tokens=31).refusal
         assert "enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens" in asked
@@ -149,7 +178,9 @@ def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid
         assert str(caught.value) == asked
 
 
-def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(tmp_path, monkeypatch):
+def test_room_for_states_of_a_model_without_any_is_refused_before_anything_is_packed(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     path = save_tiny_model("llama", tmp_path / "model")
@@ -197,7 +228,9 @@ def test_every_format_is_weighed(model):
     found = format_bytes(Checkpoint.open(model))
     assert list(found) == list(WEIGHT_FORMATS)
     assert found["int4"] < found["int4-asym"] < found["int8"] < found["bf16"] < found["f32"]
-    assert all(found[weights] == _fit(model, GB, weights=weights).info.weight_bytes for weights in found)
+    assert all(
+        found[weights] == _fit(model, GB, weights=weights).info.weight_bytes for weights in found
+    )
 
 
 def test_where_packed_weights_go_is_known_without_reading_the_model(model, monkeypatch):
@@ -205,7 +238,9 @@ def test_where_packed_weights_go_is_known_without_reading_the_model(model, monke
         checkpoint = Checkpoint.open(model, cache_dir=cache_dir)
         with monkeypatch.context() as patch:
             fingerprints = sys.modules["kvboost_edge.models.fingerprint"]
-            patch.setattr(fingerprints, "digest_in_parts", lambda *_, **__: pytest.fail("the model was read"))
+            patch.setattr(
+                fingerprints, "digest_in_parts", lambda *_, **__: pytest.fail("the model was read")
+            )
             found = packed_place(checkpoint, "int4", checkpoint.summary().files, 2)
         assert found.peak < GB
         return found.is_there, found.path

@@ -15,7 +15,9 @@ from kvboost_edge.engine.memory import report as ledger
 from kvboost_edge.engine.memory.report import MemoryLedger
 from kvboost_edge.host.memory import Region
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell what is resident")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not tell what is resident"
+)
 
 
 def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
@@ -37,7 +39,9 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
     }  # fmt: skip
     regions.append(Region(0, 350))
     now[0] += 0.9
-    assert counted.snapshot()["other_bytes"] == 400  # a count stands for a hundred times what it took
+    assert (
+        counted.snapshot()["other_bytes"] == 400
+    )  # a count stands for a hundred times what it took
     now[0] += 0.2
     assert counted.snapshot()["other_bytes"] == 50
     now[0] += 1.1
@@ -60,7 +64,9 @@ def test_an_untouched_pool_is_not_resident(bits):
         assert stats["process_rss_bytes"] - stats["other_bytes"] < 20e6 + stats["weight_bytes"]
 
 
-def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(tiny_model_dir, tmp_path, monkeypatch):
+def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(
+    tiny_model_dir, tmp_path, monkeypatch
+):
     path = write_gguf(tiny_model_dir, tmp_path / "m.gguf", kind="Q8_0")
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     found = []
@@ -99,7 +105,9 @@ def test_first_and_later_starts_hold_little_beside_weights_and_pool(tmp_path):
     command = [sys.executable, "-c", _START, "kvboost-edge/demo"]
     environment = {**os.environ, "KVBOOST_EDGE_CACHE": str(tmp_path)}
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=200, env=environment
+        )
         other, rss, weights = json.loads(done.stdout)
         assert 30e6 < other < 190e6
         assert rss - weights - 64e6 < other <= rss - weights

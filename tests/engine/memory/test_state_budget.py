@@ -22,7 +22,9 @@ from kvboost_edge.runners.base import RunnerInfo
 MIB = 1 << 20
 # 8 heads of 128: 64 KiB to a block of 16 tokens in float16.
 LAYER = LayerKVSpec(8, 128)
-LARGE, SMALL = LayerStateSpec(3, 8192, 32, 128, 128, 64), LayerStateSpec(2, 2048)  # 2 MiB + 96 KiB; 16 KiB
+# 2 MiB + 96 KiB; 16 KiB
+LARGE = LayerStateSpec(3, 8192, 32, 128, 128, 64)
+SMALL = LayerStateSpec(2, 2048)
 DRAFTS = 31 * LARGE.draft_bytes
 
 
@@ -53,7 +55,9 @@ def test_the_sizes_of_the_models_that_the_defaults_were_made_for():
         ((SMALL,) * 9, 256, 4, (28, False, 4)),
     ],
 )
-def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(states, num_blocks, max_num_seqs, expected):
+def test_the_default_is_a_quarter_of_the_pool_and_enough_for_the_batch(
+    states, num_blocks, max_num_seqs, expected
+):
     config = EngineConfig(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
     sizes, num_seqs = plan_states(config, info_of(states), num_blocks, 1 << 34)
     assert (sizes.num_slots, sizes.every_block, num_seqs) == expected
@@ -70,7 +74,8 @@ def test_the_default_takes_no_more_than_there_is():
 @pytest.mark.parametrize("available", [1 << 34, 8 * MIB])
 def test_what_is_planned_is_what_would_be_taken_and_nothing_is_refused_for_room(available):
     """Of a model that does not fit beside others it is known what it needs: they may leave."""
-    config, info = EngineConfig(num_blocks=4096, max_num_seqs=4), info_of((LARGE,))
+    config = EngineConfig(num_blocks=4096, max_num_seqs=4)
+    info = info_of((LARGE,))
     sizes, _ = plan_states(config, info, 4096, 1 << 34)
     assert planned_states(config, info, available) == sizes
     assert state_bytes(info, sizes) == sizes.num_slots * LARGE.nbytes + DRAFTS
@@ -83,24 +88,31 @@ def test_where_memory_is_short_fewer_sequences_run_together():
     config = EngineConfig(num_blocks=256)
     pool = 256 * 64 * 1024
     for room, expected in ((12, 4), (10, 3), (6, 1)):
-        _, num_seqs = plan_states(config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes + DRAFTS)
+        _, num_seqs = plan_states(
+            config, info_of((LARGE,)), 256, pool + room * LARGE.nbytes + DRAFTS
+        )
         assert num_seqs == expected
     with pytest.raises(CapacityError, match=r"\(1 sequences need 1 x 2\.09 MiB\) and a pool of"):
         plan_states(config, info_of((LARGE,)), 256, pool + 6 * LARGE.nbytes - 1)
     asked = dataclasses.replace(config, speculation="on")
     with pytest.raises(
-        CapacityError, match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 MiB and a pool"
+        CapacityError,
+        match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 MiB and a pool",
     ):
         plan_states(asked, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
 
 
 def test_a_given_size_holds_what_it_holds():
-    config = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4)
+    config = EngineConfig(
+        num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS + 1, max_num_seqs=4
+    )
     sizes, num_seqs = plan_states(config, info_of((LARGE,)), 256, 1 << 34)
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (5, 31, 4)
     free = EngineConfig(num_blocks=256, max_state_bytes=6e6)
     assert plan_states(free, info_of((LARGE,)), 256, 1 << 34)[1] == 1
-    small = EngineConfig(num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4)
+    small = EngineConfig(
+        num_blocks=256, max_state_bytes=5 * LARGE.nbytes + DRAFTS - 1, max_num_seqs=4
+    )
     for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
         with pytest.raises(
             CapacityError,
@@ -110,21 +122,29 @@ def test_a_given_size_holds_what_it_holds():
             plan_states(dataclasses.replace(small, **asked), info_of((LARGE,)), 256, 1 << 34)
     for given, held in ((LARGE.nbytes + DRAFTS, 1), (DRAFTS, 0), (DRAFTS - 1, 0)):
         with pytest.raises(CapacityError, match=f"holds {held} states"):
-            plan_states(dataclasses.replace(free, max_state_bytes=given), info_of((LARGE,)), 256, 1 << 34)
+            plan_states(
+                dataclasses.replace(free, max_state_bytes=given), info_of((LARGE,)), 256, 1 << 34
+            )
 
 
 @pytest.mark.parametrize(("lack", "rows"), [(0, 31), (1, 30), (10, 21), (31, 0)])
 @pytest.mark.parametrize("max_num_seqs", [4, None])
 def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack, rows, max_num_seqs):
     """Whatever starts without drafts starts with the default, given a size or not."""
-    info, needed = info_of((LARGE,)), (5 if max_num_seqs else 2) * LARGE.nbytes
+    info = info_of((LARGE,))
+    needed = (5 if max_num_seqs else 2) * LARGE.nbytes
     room = needed + (31 - lack) * LARGE.draft_bytes
     given = EngineConfig(num_blocks=256, max_state_bytes=room, max_num_seqs=max_num_seqs)
     sizes, num_seqs = plan_states(given, info, 256, 1 << 34)
-    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (needed // LARGE.nbytes, rows, max_num_seqs or 1)
+    assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (
+        needed // LARGE.nbytes,
+        rows,
+        max_num_seqs or 1,
+    )
     pool = 256 * 64 * 1024
     slots = 4 + 2 * (max_num_seqs or 1)
-    free, available = dataclasses.replace(given, max_state_bytes=None), pool + slots * LARGE.nbytes
+    free = dataclasses.replace(given, max_state_bytes=None)
+    available = pool + slots * LARGE.nbytes
     sizes, num_seqs = plan_states(free, info, 256, available + (31 - lack) * LARGE.draft_bytes)
     assert (sizes.num_slots, sizes.num_draft_rows, num_seqs) == (slots, rows, max_num_seqs or 1)
 
@@ -132,23 +152,31 @@ def test_drafts_that_nobody_asked_for_take_what_room_there_is(lack, rows, max_nu
 @pytest.mark.parametrize("max_num_seqs", [1, 3, None])
 def test_what_starts_without_drafts_starts_with_the_default(max_num_seqs):
     """Every size near the least, and every memory near it."""
-    info, pool = info_of((LARGE,)), 256 * 64 * 1024
-    step, most = LARGE.nbytes // 7, 6 * LARGE.nbytes
+    info = info_of((LARGE,))
+    pool = 256 * 64 * 1024
+    step = LARGE.nbytes // 7
+    most = 6 * LARGE.nbytes
     starts = [0, 0]
     for given in (None, *range(LARGE.nbytes, most, step)):
         config = EngineConfig(num_blocks=256, max_state_bytes=given, max_num_seqs=max_num_seqs)
         for available in range(pool, pool + 2 * most, step):
             for way, speculation in enumerate(("off", "auto")):
                 with contextlib.suppress(CapacityError):
-                    plan_states(dataclasses.replace(config, speculation=speculation), info, 256, available)
+                    plan_states(
+                        dataclasses.replace(config, speculation=speculation), info, 256, available
+                    )
                     starts[way] += 1
             assert starts[0] <= starts[1]
     assert starts[0] > 100
 
 
-@pytest.mark.parametrize(("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"speculation": "off"}, 0), ({"max_draft_tokens": 7}, 7)]
+)
 def test_drafts_take_the_room_that_their_number_needs(options, expected):
-    config = EngineConfig(num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options)
+    config = EngineConfig(
+        num_blocks=256, max_state_bytes=6 * LARGE.nbytes, max_num_seqs=1, **options
+    )
     info = info_of((LARGE,))
     sizes, _ = plan_states(config, info, 256, 1 << 34)
     assert sizes.num_draft_rows == expected
@@ -178,7 +206,9 @@ def test_options_are_for_models_that_they_concern():
 
 def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
     parts = hybrid_parts(64, 12)
-    with CPUPagedEngine._from_parts(parts, EngineConfig(num_blocks=64, debug_checks=True)) as engine:
+    with CPUPagedEngine._from_parts(
+        parts, EngineConfig(num_blocks=64, debug_checks=True)
+    ) as engine:
         engine.generate(list(range(40)), max_new_tokens=3)
         stats = engine.paged_stats()
         assert (stats["state_slots"], stats["state_slots_used"]) == (12, 1)
@@ -204,13 +234,17 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
         request = engine._intake.read(text, {"max_draft_tokens": 31})
         assert request.max_draft_tokens == 3, "no more is proposed than can be tried"
         assert engine._intake.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
-    parts, config = hybrid_parts(64, 12, num_draft_rows=0), EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
+    parts = hybrid_parts(64, 12, num_draft_rows=0)
+    config = EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
     with CPUPagedEngine._from_parts(parts, config) as engine:
         assert engine.paged_stats()["max_draft_tokens"] == 0
         assert engine.generate(text, max_new_tokens=3).drafted_tokens == 0
-        assert engine.paged_stats()["draft_bytes"] == 0, "nothing is remembered for drafts that cannot be"
+        assert engine.paged_stats()["draft_bytes"] == 0, (
+            "nothing is remembered for drafts that cannot be"
+        )
         with pytest.raises(
-            RequestError, match=r"fill the memory for them, .*; enlarge max_state_bytes if .*, or lower .*, max_cache_b"
+            RequestError,
+            match=r"fill the memory for them, .*; enlarge max_state_bytes if .*, or lower .*, max_cache_b",
         ):
             engine.generate(text, speculation="on")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from engine.schedule.test_state_schedules import bench_of, computed_by
 
+from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT, Bench
 from helpers.engine.hand_mover import DictTier, HandMover
 from kvboost_edge.engine.offload.state_saving import SavedStates
@@ -32,7 +32,8 @@ class Saving(NamedTuple):
 
 
 def saving():
-    bench, tier = bench_of(), DictTier()
+    bench = bench_of()
+    tier = DictTier()
     spec = bench.parts.backend.spec
     assert spec.bytes_per_state == SIZE
     mover = HandMover([tier], spec.bytes_per_block, spec.bytes_per_state)
@@ -50,7 +51,9 @@ def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch):
     assert computed_by(one.bench, PROMPT)[0] == 100, "its state is kept once more"
     assert len(states.slots.snapshots()) == 1
     pool = one.bench.parts.backend.states
-    monkeypatch.setattr(pool, "read_slots", lambda slots: pytest.fail("what is there already was copied"))
+    monkeypatch.setattr(
+        pool, "read_slots", lambda slots: pytest.fail("what is there already was copied")
+    )
     assert one.save(None) == 0
 
 

@@ -4,8 +4,8 @@ A tier that cannot say what it has is asked; what it lost, or has damaged, costs
 """
 
 import pytest
-from engine.schedule.test_state_schedules import bench_of, computed_by
 
+from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.tiers import mover as mover_module
@@ -13,7 +13,9 @@ from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 PROMPT = list(range(100))  # six full blocks and four tokens
-HINTS = {"snapshot_hints": (35, 70)}  # states behind two and four blocks; and behind six, the prompt's end
+HINTS = {
+    "snapshot_hints": (35, 70)
+}  # states behind two and four blocks; and behind six, the prompt's end
 
 
 KEYS = list(bench_of().manager.content.keys_after(PROMPT, ROOT).keys)
@@ -46,7 +48,9 @@ def filled(*, knows):
 
 
 @pytest.mark.parametrize("knows", [True, False])
-@pytest.mark.parametrize(("length", "blocks"), [(100, 6), (96, 6), (95, 4), (64, 4), (63, 2), (32, 2), (31, 0)])
+@pytest.mark.parametrize(
+    ("length", "blocks"), [(100, 6), (96, 6), (95, 4), (64, 4), (63, 2), (32, 2), (31, 0)]
+)
 def test_blocks_come_up_to_the_deepest_state_and_no_further(knows, length, blocks):
     tier = filled(knows=knows)
     prompt = [*PROMPT[:length], 7, 7, 7]
@@ -116,7 +120,13 @@ def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_blo
 def test_of_blocks_that_are_partly_here_the_others_are_read(knows):
     tier = filled(knows=knows)
     bench = without_states(tier, 2)
-    bench.manager.reset([block_id for block_id in range(bench.manager.num_blocks) if is_one_of(bench, block_id, 5, 6)])
+    bench.manager.reset(
+        [
+            block_id
+            for block_id in range(bench.manager.num_blocks)
+            if is_one_of(bench, block_id, 5, 6)
+        ]
+    )
     computed, result = computed_by(bench, PROMPT)
     assert (computed, result.hit_tokens) == (4, {"pool": 64, "shelf": 32})
     assert (tier.num_read, tier.num_asked) == (3, not knows)
@@ -157,15 +167,20 @@ def test_behind_a_damaged_state_of_blocks_that_are_here_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(knows, monkeypatch):
+def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it_had_not_come(
+    knows, monkeypatch
+):
     tier = filled(knows=knows)
     bench = without_states(tier)
     states = bench.manager.states
     handle = bench.submit(PROMPT, 1)
     bench.step()
     bench.mover.pump()
-    (load,), has_room = bench.scheduler.loads, states.has_room
-    monkeypatch.setattr(states, "has_room", lambda table: table is not load.table and has_room(table))
+    (load,) = bench.scheduler.loads
+    has_room = states.has_room
+    monkeypatch.setattr(
+        states, "has_room", lambda table: table is not load.table and has_room(table)
+    )
     bench.run()
     assert (bench.answer(handle).cached_tokens, tier.num_read) == (0, 1)
     assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
@@ -182,31 +197,40 @@ def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is
 ):
     monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
-    prompt = [*PROMPT[:70], *range(100, 250)]  # 13 blocks that could be served: 13 and 12, 11 and 10, ..., 5 and 4
+    prompt = [
+        *PROMPT[:70],
+        *range(100, 250),
+    ]  # 13 blocks that could be served: 13 and 12, 11 and 10, ..., 5 and 4
     computed, _ = computed_by(bench_of(tiers=[tier]), prompt)
     assert (computed, tier.num_asked) == (220 - 64, 5)
 
 
 @pytest.mark.parametrize("gone", [(), (6,)])
-def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(gone, monkeypatch):
+def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(
+    gone, monkeypatch
+):
     monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
     tier.drop([block(1), *map(state, gone)])
     bench = bench_of(tiers=[tier])
-    monkeypatch.setattr(tier, "read", lambda blocks, into: pytest.fail("a block without those before it was read"))
+    monkeypatch.setattr(
+        tier, "read", lambda blocks, into: pytest.fail("a block without those before it was read")
+    )
     computed, result = computed_by(bench, PROMPT)
     assert (computed, result.cached_tokens, tier.num_asked) == (100, 0, 1)
 
 
 def test_what_a_near_tier_has_to_the_end_no_far_one_is_asked_for():
-    near, far = filled(knows=True), filled(knows=False)
+    near = filled(knows=True)
+    far = filled(knows=False)
     far.name = "far"
     _, result = computed_by(bench_of(tiers=[near, far]), PROMPT)
     assert (result.hit_tokens, far.num_asked) == ({"pool": 0, "shelf": 96}, 0)
 
 
 def test_blocks_of_one_tier_and_the_state_of_another_go_together():
-    near, far = filled(knows=True), filled(knows=False)
+    near = filled(knows=True)
+    far = filled(knows=False)
     far.name = "far"
     near.drop(map(state, (2, 4, 6)))
     far.drop(map(block, range(1, 4)))
@@ -226,10 +250,15 @@ def test_who_waits_for_a_load_that_brings_another_state_gets_one_of_its_own():
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(knows, monkeypatch):
+def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_its_own(
+    knows, monkeypatch
+):
     tier = filled(knows=knows)
     bench = bench_of(tiers=[tier])
-    handles = [bench.submit(prompt, 1) for prompt in (PROMPT, [*PROMPT[:40], *range(200, 230)], [*PROMPT, 7])]
+    handles = [
+        bench.submit(prompt, 1)
+        for prompt in (PROMPT, [*PROMPT[:40], *range(200, 230)], [*PROMPT, 7])
+    ]
     bench.step()
     pieces = []
     deliver = bench.mover._deliver
@@ -239,7 +268,9 @@ def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_
     for piece in blocks:
         deliver(piece)
     bench.step()
-    assert len(bench.scheduler.loads) == 1 + knows, "the third wants what the first one's load brings"
+    assert len(bench.scheduler.loads) == 1 + knows, (
+        "the third wants what the first one's load brings"
+    )
     monkeypatch.undo()
     deliver(last)
     bench.run()
@@ -261,7 +292,9 @@ def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkey
     handle = bench.submit(PROMPT, 1)
     bench.step()
     deliver = bench.mover._deliver
-    monkeypatch.setattr(bench.mover, "_deliver", lambda piece: deliver(piece) if piece.behind is None else None)
+    monkeypatch.setattr(
+        bench.mover, "_deliver", lambda piece: deliver(piece) if piece.behind is None else None
+    )
     bench.mover.pump()
     bench.step()
     (load,) = bench.scheduler.loads

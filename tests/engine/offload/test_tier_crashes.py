@@ -80,10 +80,13 @@ def cold():
 @pytest.mark.slow
 def test_after_a_crash_answers_and_logits_equal_cold_ones(crash, cold, tmp_path, scale):
     """Each width of the cache and each end; crashes in a row over one directory."""
-    draw, num_crashes, in_a_row = random.Random(0), scale(8, 200), scale(2, 5)
+    draw = random.Random(0)
+    num_crashes = scale(8, 200)
+    in_a_row = scale(2, 5)
     crashes = hits = 0
     for number in range(num_crashes):
-        bits, end_at = BITS[number // in_a_row % len(BITS)], ENDS[number % len(ENDS)]
+        bits = BITS[number // in_a_row % len(BITS)]
+        end_at = ENDS[number % len(ENDS)]
         directory = tmp_path / str(number // in_a_row)
         at = draw.randrange({"call": 120, "half a call": 120, "step": 150, "time": 400}[end_at])
         options = {**OPTIONS, "disk_cache_dir": str(directory), "kv_cache_bits": bits}

@@ -28,7 +28,8 @@ from kvboost_edge.tiers.disk import tier as module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
-SPACE, CAP = bytes(32), 1 << 20
+SPACE = bytes(32)
+CAP = 1 << 20
 HEADS = [[(7 * head + 3 * place) % 250 for place in range(80)] for head in range(2)]
 PROMPTS = [
     head[:length] + [tail] * (tail % 20)
@@ -107,7 +108,9 @@ class TieredMachine(RuleBasedStateMachine):
     )
     def trouble(self, after, fault):
         """The device fails from some call on, until it is well again."""
-        self.files.at, self.files.fault, self.files.lasting = self.files.calls + after, fault, True
+        self.files.at = self.files.calls + after
+        self.files.fault = fault
+        self.files.lasting = True
         self.work(3, 2)
         self.files.at = -1
         self.now += 60
@@ -147,11 +150,9 @@ class TieredMachine(RuleBasedStateMachine):
     )
     def crash(self, which, after, seed):
         """The process ends at some call of the system; part of the unsealed segment may not be there afterwards."""
-        self.files.at, self.files.fault, self.files.lasting = (
-            self.files.calls + after,
-            powers_off,
-            True,
-        )
+        self.files.at = self.files.calls + after
+        self.files.fault = powers_off
+        self.files.lasting = True
         store = self.tier._store
         assert store is not None
         try:

@@ -70,7 +70,9 @@ def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeyp
 
     with opened(tmp_path) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr("kvboost_edge.tiers.mover.np", types.SimpleNamespace(empty=empty, uint8=np.uint8))
+            patch.setattr(
+                "kvboost_edge.tiers.mover.np", types.SimpleNamespace(empty=empty, uint8=np.uint8)
+            )
             assert ask(engine, prompt(1)) == {"pool": 0}
         assert engine.paged_stats()["staging_bytes"] == 0
         engine.reset_cache()
@@ -86,7 +88,9 @@ def test_a_tier_that_is_refused_memory_is_used_again(call, tmp_path, monkeypatch
             patch.setattr(DiskTier, call, no_memory)
             ask(engine, prompt(1))
             ask(engine, prompt(2))
-            wait_until(lambda: caplog.records, "the tier to be refused")  # blocks are written behind the answer
+            wait_until(
+                lambda: caplog.records, "the tier to be refused"
+            )  # blocks are written behind the answer
         ask(engine, prompt(3))
         engine.reset_cache()
         assert ask(engine, prompt(1)) == {"pool": 0, "disk": 96}
@@ -136,16 +140,23 @@ def test_two_engines_on_one_directory_share_it(tmp_path):
 def test_a_directory_deleted_under_a_running_engine_is_said_once_and_begun_anew(tmp_path, caplog):
     with opened(tmp_path / "disk") as engine:
         ask(engine, prompt(1))
-        wait_until(lambda: engine.paged_stats()["tiers"]["disk"]["blocks"] == 6, "the prompt to be on disk")
+        wait_until(
+            lambda: engine.paged_stats()["tiers"]["disk"]["blocks"] == 6, "the prompt to be on disk"
+        )
         shutil.rmtree(tmp_path / "disk")
         engine.reset_cache()
         for number in range(8):
             ask(engine, prompt(number))
         assert_clean(engine)
-        wait_until(lambda: engine.paged_stats()["tiers"]["disk"]["blocks"] >= 42, "the prompts to be on disk")
+        wait_until(
+            lambda: engine.paged_stats()["tiers"]["disk"]["blocks"] >= 42,
+            "the prompts to be on disk",
+        )
         assert engine.paged_stats()["tiers"]["disk"]["state"] == ""
     assert sum("begins anew" in record.getMessage() for record in caplog.records) == 1
-    assert {record.levelname for record in caplog.records} == {"WARNING"}  # of a segment on its way, perhaps
+    assert {record.levelname for record in caplog.records} == {
+        "WARNING"
+    }  # of a segment on its way, perhaps
     with opened(tmp_path / "disk") as engine:
         assert [ask(engine, prompt(number)).get("disk", 0) for number in range(2, 8)] == [96] * 6
 
@@ -172,7 +183,9 @@ def test_cancels_and_resets_while_prefixes_are_on_their_way(tmp_path):
             for handle in handles[::2]:
                 handle.cancel()
             for handle, token_ids in list(zip(handles, prompts, strict=True))[1::2]:
-                assert list(handle.result(SECONDS).output_token_ids) == expected_tokens(token_ids, 3)
+                assert list(handle.result(SECONDS).output_token_ids) == expected_tokens(
+                    token_ids, 3
+                )
             for handle in handles:
                 handle.result(SECONDS)
         assert_clean(engine)

@@ -53,7 +53,8 @@ def test_full_blocks_are_kept_and_come_back(kind, num_blocks):
 
 
 def test_a_prefix_comes_from_the_pool_and_two_tiers():
-    near, far = DictTier("near"), DictTier("far", knows=False)
+    near = DictTier("near")
+    far = DictTier("far", knows=False)
     kept(PROMPT, tier=far)
     kept(PROMPT[:48], tier=near)
     bench = Bench(tiers=[near, far])
@@ -91,7 +92,8 @@ def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(rea
     tier.lost.add(b"hash")
     bench = Bench(tiers=[tier])
     table = BlockTable(0, b"root")
-    table.miss_reason, table.missed_hash = reason, b"hash"
+    table.miss_reason = reason
+    table.missed_hash = b"hash"
     assert bench.scheduler.loads.missed(table) == told
 
 
@@ -212,7 +214,9 @@ def test_after_a_failed_write_the_disk_is_tried_again(tmp_path):
     files = FaultyFiles()
     tier = DiskTier.open(tmp_path, bytes(32), max_bytes=1 << 20, files=files, clock=lambda: now[0])
     bench = Bench(tiers=[tier])
-    files.at, files.fault, files.lasting = files.calls, fails(errno.ENOSPC), True
+    files.at = files.calls
+    files.fault = fails(errno.ENOSPC)
+    files.lasting = True
     bench.ask(PROMPT, 1)
     files.at = -1
     assert (tier.stat().writable, tier.stat().written_blocks) == (False, 0)
@@ -331,7 +335,8 @@ def test_the_figures_name_the_tier(tmp_path):
         "kvboost-edge/demo", num_blocks=16, disk_cache_dir=tmp_path
     ) as engine:
         engine.warm(TOKENS[:80])
-        stats, cache = engine.paged_stats(), engine.cache_stats()
+        stats = engine.paged_stats()
+        cache = engine.cache_stats()
     assert stats["tiers"]["disk"]["read_blocks"] == cache["disk_hits"] == 4
     assert cache["disk_chunks"] >= 4
     assert cache["disk_budget_mb"] > 1

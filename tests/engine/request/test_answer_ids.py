@@ -7,14 +7,19 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.text.answers import encode_with_answers
 
-A, B = b"a" * 32, b"b" * 32
+A = b"a" * 32
+B = b"b" * 32
 
 
 def test_a_store_keeps_the_latest_of_each_root():
     store = AnswerStore()
     store.keep(A, A, "uti", [316, 89])
     store.keep(A, A, "uti", [42507])
-    assert (store.find(A, "uti"), store.find(B, "uti"), store.find(A, "ut")) == ([42507], None, None)
+    assert (store.find(A, "uti"), store.find(B, "uti"), store.find(A, "ut")) == (
+        [42507],
+        None,
+        None,
+    )
     store.keep(A, A, "x" * (1 << 20), [1])
     assert store.find(A, "x" * (1 << 20)) is None, "too large for all of it"
     for text, ids in (("", [1]), ("y", [])):
@@ -29,7 +34,8 @@ class Pairs:
     """A tokenizer of characters that makes one id (1000 + code) of a doubled one; single ids decode alike."""
 
     def encode(self, text, add_special_tokens=True):
-        ids, i = [], 0
+        ids = []
+        i = 0
         while i < len(text):
             doubled = text[i : i + 2] == text[i] * 2
             ids.append(ord(text[i]) + 1000 * doubled)
@@ -64,17 +70,24 @@ def test_kept_ids_stand_where_the_answer_stands_once(text, answers, kept, wanted
 
 def test_without_answers_the_ids_are_the_tokenizers():
     tokenizer = fake_tokenizer()
-    assert encode_with_answers("hello", ["el"], tokenizer, lambda text: None) == tokenizer.encode("hello")
+    assert encode_with_answers("hello", ["el"], tokenizer, lambda text: None) == tokenizer.encode(
+        "hello"
+    )
 
 
 def test_the_next_turn_of_a_chat_finds_the_whole_last_one():
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=200, seed=1) as engine:
         missed = 0
-        special = dict.fromkeys(engine._parts.eos_token_ids, -100.0)  # such as an answer's text does not show
+        special = dict.fromkeys(
+            engine._parts.eos_token_ids, -100.0
+        )  # such as an answer's text does not show
         for number in range(6):
             chat = [{"role": "user", "content": f"Tell me of {number}."}]
             first = engine.generate(chat, 60, temperature=1.5, logit_bias=special, tenant="a")
-            chat += [{"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And then?"}]
+            chat += [
+                {"role": "assistant", "content": first.output_text},
+                {"role": "user", "content": "And then?"},
+            ]
             kept = engine.kept_answers(tenant="a").find(first.output_text)
             assert kept == list(first.output_token_ids)
             assert engine.kept_answers().find(first.output_text) is None, "another tenant's"
@@ -96,6 +109,8 @@ def test_salts_of_one_tenant_do_not_push_out_another_s_answers():
         for number in range(90):
             engine.kept_answers(tenant="b", cache_salt=str(number)).keep("text", range(200_000))
         assert engine.kept_answers(tenant="b", cache_salt="89").find("text") is not None
-        assert engine.kept_answers(tenant="b", cache_salt="0").find("text") is None, "all together have a bound"
+        assert engine.kept_answers(tenant="b", cache_salt="0").find("text") is None, (
+            "all together have a bound"
+        )
         assert kept is not None
         assert engine.kept_answers(tenant="a").find(text) == kept

@@ -64,7 +64,8 @@ def test_a_single_token_does_not_wait_for_anothers_batch():
 @pytest.mark.parametrize("seed", range(12))
 def test_the_slower_half_gets_at_least_40_percent(seed):
     rng = random.Random(seed)
-    slots, budget = rng.choice((1, 2, 3, 5, 16)), rng.choice((4, 7, 16, 64))
+    slots = rng.choice((1, 2, 3, 5, 16))
+    budget = rng.choice((4, 7, 16, 64))
     bench = Shared(max_num_seqs=slots, max_batch_tokens=budget)
     prompt, count = rng.choice(((20, 40), (100, 4), (40, 120)))
     asked = {"a": rng.choice((40, 60)), "b": slots + rng.choice((1, 3))}
@@ -79,7 +80,11 @@ def test_the_slower_half_gets_at_least_40_percent(seed):
         for tenant in "ab":
             while bench.waiting_of(tenant) < 2:
                 bench.ask(tenant, rng.randrange(1, 2 * prompt), rng.randrange(1, 2 * count))
-    assert min(bench.computed.values()) >= 0.4 * bench.computed.total(), (slots, budget, bench.computed)
+    assert min(bench.computed.values()) >= 0.4 * bench.computed.total(), (
+        slots,
+        budget,
+        bench.computed,
+    )
 
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 12])
@@ -96,7 +101,9 @@ def test_decoding_and_filling_tenants_share_a_short_budget(budget):
     bench.computed.clear()
     for _ in range(60):
         bench.step()
-    assert min(bench.computed[b"a"], bench.computed[b"b"]) >= 0.4 * bench.computed.total(), bench.computed
+    assert min(bench.computed[b"a"], bench.computed[b"b"]) >= 0.4 * bench.computed.total(), (
+        bench.computed
+    )
 
 
 def test_a_running_book_is_interrupted_for_others_and_ends_as_if_alone():

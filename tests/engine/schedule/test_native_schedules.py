@@ -45,7 +45,11 @@ PROMPTS = _prompts()
 
 def params_of(prompt):
     """Half of the prompts are answered greedily, half at random with a seed of their own."""
-    drawn = {"temperature": 1.1, "top_p": 0.95, "seed": len(prompt)} if len(prompt) % 2 else {"temperature": 0.0}
+    drawn = (
+        {"temperature": 1.1, "top_p": 0.95, "seed": len(prompt)}
+        if len(prompt) % 2
+        else {"temperature": 0.0}
+    )
     return SamplingParams(max_new_tokens=NEW, logprobs=2, **drawn)
 
 
@@ -53,16 +57,21 @@ class Model:
     """A model, the results of its prompts alone, and tiers that schedules of equal widths share."""
 
     def __init__(self, machine, seed):
-        self.machine, self.is_hybrid = machine, machine.states is not None
+        self.machine = machine
+        self.is_hybrid = machine.states is not None
         self._cold = {bits: Cold(machine, bits) for bits in ALL_BITS}
         self.tiers = {bits: DictTier(losses=0.1, seed=seed) for bits in ALL_BITS}
 
     def alone(self, bits, prompt):
-        return self._cold[bits].answer(prompt, dataclasses.replace(params_of(prompt), prompt_logprobs=1))
+        return self._cold[bits].answer(
+            prompt, dataclasses.replace(params_of(prompt), prompt_logprobs=1)
+        )
 
     def bench(self, bits, seed, rng):
         """Most of them find what those before kept, as after a restart."""
-        states = StateSizes(rng.choice((9, 12, 40)), rng.choice((16, 1024)), rng.random() < 0.3, rng.choice((5, 31)))
+        states = StateSizes(
+            rng.choice((9, 12, 40)), rng.choice((16, 1024)), rng.random() < 0.3, rng.choice((5, 31))
+        )
         return NativeBench(
             self.machine,
             bits=bits,
@@ -77,10 +86,16 @@ class Model:
 
 def submit_moved(bench, text, rng):
     """Company whose keys are at other positions."""
-    tokens = [*(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 16, 23)))), *text, rng.randrange(VOCABULARY)]
+    tokens = [
+        *(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 16, 23)))),
+        *text,
+        rng.randrange(VOCABULARY),
+    ]
     params = SamplingParams(max_new_tokens=rng.choice((1, 9)), temperature=0.0)
     drafts = {"max_draft_tokens": rng.choice((0, 31)), "always_drafts": True}
-    return bench.submit(tokens, params, GenerationMode.CHUNK_KV_REUSE, repair=rng.choice(REPAIRS), **drafts)
+    return bench.submit(
+        tokens, params, GenerationMode.CHUNK_KV_REUSE, repair=rng.choice(REPAIRS), **drafts
+    )
 
 
 def submit_wanted(bench, prompt, rng):
@@ -105,9 +120,16 @@ def run_schedule(model, seed):
     """One random schedule, and what happened in it."""
     rng = random.Random(seed)
     bits = ALL_BITS[seed % 4]
-    prompts = rng.sample(PROMPTS, 2)  # few, so that some come again, and texts that go on inside an answer
-    prompts += [[*one, *model.alone(bits, one).output_token_ids[: rng.randrange(NEW)], 5, 6] for one in prompts]
-    expected = {tuple(prompt): model.alone(bits, prompt) for prompt in prompts}  # before the bench: it takes the runner
+    prompts = rng.sample(
+        PROMPTS, 2
+    )  # few, so that some come again, and texts that go on inside an answer
+    prompts += [
+        [*one, *model.alone(bits, one).output_token_ids[: rng.randrange(NEW)], 5, 6]
+        for one in prompts
+    ]
+    expected = {
+        tuple(prompt): model.alone(bits, prompt) for prompt in prompts
+    }  # before the bench: it takes the runner
     bench = model.bench(bits, seed, rng)
 
     def drafter(request):
@@ -121,7 +143,8 @@ def run_schedule(model, seed):
     wanted = []
     doomed = []
     moved = []
-    pending, idle = rng.randrange(4, 8), 0
+    pending = rng.randrange(4, 8)
+    idle = 0
     while pending or bench.scheduler.has_work or idle < 1:
         if pending and rng.random() < 0.8:
             pending -= 1
@@ -142,7 +165,11 @@ def run_schedule(model, seed):
     bench.run()
     results = [handle.result(0) for handle, _ in wanted]
     for result, (handle, prompt) in zip(results, wanted, strict=True):
-        assert_begins(result, expected[tuple(prompt)], f"seed {seed}, request {handle.index}, {len(prompt)} tokens")
+        assert_begins(
+            result,
+            expected[tuple(prompt)],
+            f"seed {seed}, request {handle.index}, {len(prompt)} tokens",
+        )
     bench.assert_clean()
     found = sum((Counter(result.hit_tokens) for result in results), Counter())
     found["preemptions"] = bench.scheduler.num_preemptions

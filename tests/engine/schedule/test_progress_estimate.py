@@ -139,7 +139,8 @@ def test_other_prompts_take_their_share():
     bench.step()
     short = bench.submit(range(100, 164), max_new_tokens=1)
     bench.step()
-    left, rest = long.progress(), short.progress()
+    left = long.progress()
+    rest = short.progress()
     assert (left.computed, rest.computed) == (64 + 16, 48)
     assert left.seconds_left == pytest.approx(
         flat(80, 250) + flat(48, 64)

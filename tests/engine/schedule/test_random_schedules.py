@@ -19,7 +19,10 @@ MODES = [
     (GenerationMode.BASELINE, None),
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.NONE)),
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=3)),
-    (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.5)),
+    (
+        GenerationMode.CHUNK_KV_REUSE,
+        Repair(strategy=RecomputeStrategy.CACHEBLEND, overlap=0, ratio=0.5),
+    ),
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.QUERY, overlap=0, ratio=0.5)),
 ]
 
@@ -32,9 +35,13 @@ class RandomSchedule:
     """Requests, cancels, resets, failed passes and slow tiers at random, over a small pool of one kind of model."""
 
     def __init__(self, kind, seed):
-        self.kind, self.rng, self.fails = kind, random.Random(seed), seed % 4 == 0
-        rng, max_num_seqs = self.rng, self.rng.choice((1, 2, 4, 8))
-        near, far = DictTier("near", losses=0.1, seed=seed), DictTier("far", knows=False, losses=0.1, seed=seed)
+        self.kind = kind
+        self.rng = random.Random(seed)
+        self.fails = seed % 4 == 0
+        rng = self.rng
+        max_num_seqs = self.rng.choice((1, 2, 4, 8))
+        near = DictTier("near", losses=0.1, seed=seed)
+        far = DictTier("far", knows=False, losses=0.1, seed=seed)
         self.bench = kind.bench(
             rng.choice((6, 7, 8, 40)),
             max_num_seqs + rng.choice((1, 2, 5, 40)),
@@ -47,8 +54,11 @@ class RandomSchedule:
         self.bench.scheduler.speculation._closes_blocks = rng.random() < 0.3
         draft_in_turn(self.bench)
         if self.fails:
-            self.bench.runner.on_forward, self.bench.runner.on_accept = self.fail_sometimes, self.fail_accepting
-        self.stems = [[rng.randrange(256) for _ in range(rng.choice((15, 16, 17, 32, 48)))] for _ in range(2)]
+            self.bench.runner.on_forward = self.fail_sometimes
+            self.bench.runner.on_accept = self.fail_accepting
+        self.stems = [
+            [rng.randrange(256) for _ in range(rng.choice((15, 16, 17, 32, 48)))] for _ in range(2)
+        ]
         self.known = []
         self.handles = []
         self.cancelled = []
@@ -81,7 +91,8 @@ class RandomSchedule:
     def submit(self):
         rng = self.rng
         mode, repair = rng.choice(MODES if self.kind is PLAIN else MODES[:5])
-        prompt, count = self.prompt(repair is not None), rng.choice((1, 3, 30, 50))
+        prompt = self.prompt(repair is not None)
+        count = rng.choice((1, 3, 30, 50))
         if len(prompt) + count - 1 > self.bench.manager.num_blocks * 16:
             with pytest.raises(CapacityError):
                 self.bench.submit(prompt, count)
@@ -90,14 +101,18 @@ class RandomSchedule:
         if self.kind is HYBRID:
             terms["snapshot_hints"] = tuple(rng.choices(range(len(prompt) + 5), k=2))
         stop_ids = frozenset({EOS_ID})
-        self.handles.append(self.bench.submit(prompt, count, mode, stop_ids, terms=terms, repair=repair))
+        self.handles.append(
+            self.bench.submit(prompt, count, mode, stop_ids, terms=terms, repair=repair)
+        )
         self.known.append(prompt + self.bench.runner.expected(prompt, count, stop_ids))
         if rng.random() < 0.15:
             self.cancelled.append(self.handles[-1])
 
     def run(self):
-        rng, bench = self.rng, self.bench
-        pending, idle = rng.randrange(3, 12), 0
+        rng = self.rng
+        bench = self.bench
+        pending = rng.randrange(3, 12)
+        idle = 0
         while pending or bench.scheduler.has_work or idle < 1:
             if pending and rng.random() < 0.4:
                 pending -= 1
@@ -113,7 +128,8 @@ class RandomSchedule:
 
     def outcome(self):
         """Check every answer and that nothing is held; count what happened, so that the test sees that all did."""
-        bench, found = self.bench, Counter(preemptions=self.bench.scheduler.num_preemptions)
+        bench = self.bench
+        found = Counter(preemptions=self.bench.scheduler.num_preemptions)
         for handle in self.handles:
             try:
                 result = bench.answer(handle)
@@ -121,12 +137,16 @@ class RandomSchedule:
                 found["failed"] += 1
                 continue
             found += Counter(result.hit_tokens)
-            found += Counter(spans=result.reused_span_tokens, missing_states=result.miss_reason == "state")
+            found += Counter(
+                spans=result.reused_span_tokens, missing_states=result.miss_reason == "state"
+            )
             assert (result.matched_tokens > result.cached_tokens) == (result.miss_reason == "state")
         assert bench.manager.used_block_count == bench.mover.staging_bytes == 0
         bench.manager.check_invariants([])
         speculation = bench.scheduler.speculation
-        found += Counter(right=speculation.num_accepted, wrong=speculation.num_drafted - speculation.num_accepted)
+        found += Counter(
+            right=speculation.num_accepted, wrong=speculation.num_drafted - speculation.num_accepted
+        )
         if (states := bench.manager.states) is not None:
             assert states.slots.num_used == sum(states.slots.counts().values())
             assert bench.runner.taken_in == speculation.num_accepted or self.fails
@@ -134,7 +154,15 @@ class RandomSchedule:
         return found
 
 
-EXPECTED = {"preemptions": 15, "pool": 2000, "near": 100, "far": 50, "failed": 20, "right": 400, "wrong": 400}
+EXPECTED = {
+    "preemptions": 15,
+    "pool": 2000,
+    "near": 100,
+    "far": 50,
+    "failed": 20,
+    "right": 400,
+    "wrong": 400,
+}
 OF_KIND = {PLAIN: {"spans": 50}, HYBRID: {"missing_states": 10, "replayed": 200, "saved": 150}}
 
 
@@ -146,7 +174,11 @@ def test_random_schedules_equal_single_runs(kind, scale):
         schedule = RandomSchedule(kind, seed)
         schedule.run()
         found += schedule.outcome()
-    lacking = {name: found[name] for name, least in (EXPECTED | OF_KIND[kind]).items() if found[name] <= least}
+    lacking = {
+        name: found[name]
+        for name, least in (EXPECTED | OF_KIND[kind]).items()
+        if found[name] <= least
+    }
     assert not lacking
 
 
@@ -161,7 +193,9 @@ def test_sampling_is_the_same_in_any_batch(kind, budget):
         bench.run()
         alone.append(handle.result(0).output_token_ids)
     bench = kind.bench(7, max_num_seqs=4, max_batch_tokens=budget)  # small enough to preempt
-    handles = [bench.submit(prompt, 44, seed=100 + i, **options) for i, prompt in enumerate(prompts)]
+    handles = [
+        bench.submit(prompt, 44, seed=100 + i, **options) for i, prompt in enumerate(prompts)
+    ]
     bench.run()
     assert [handle.result(0).output_token_ids for handle in handles] == alone
     assert len(set(alone)) == len(alone)
@@ -191,7 +225,9 @@ def test_a_waiting_prompt_is_looked_up_once_not_every_step(monkeypatch):
     handles = [bench.submit([*prefix, 200 + i], 1) for i in range(4)]
     assert bench.run() > 10
     assert all(handle.result(0).cached_tokens == 160 for handle in handles[1:])
-    assert [lookups.count(200 + i) for i in range(1, 4)] == [2] * 3  # when it came, and when its prefix was there
+    assert [lookups.count(200 + i) for i in range(1, 4)] == [
+        2
+    ] * 3  # when it came, and when its prefix was there
 
 
 def test_a_blocked_request_is_let_in_when_others_publish_what_it_needs():
@@ -291,7 +327,10 @@ def test_prefill_and_decode_both_advance_under_any_budget(budget):
     """Decodes never starve a prefill and a prefill never starves decodes."""
     bench = Bench(max_batch_tokens=budget)
     decoding = [bench.submit([i] * 3, 60) for i in range(3)]
-    while any(s.num_pending != 1 or s.num_tokens < 5 for s in bench.scheduler.running) or bench.scheduler.waiting:
+    while (
+        any(s.num_pending != 1 or s.num_tokens < 5 for s in bench.scheduler.running)
+        or bench.scheduler.waiting
+    ):
         bench.step()
     long_prompt = bench.submit(list(range(60)), 1)
     bench.step()
@@ -302,7 +341,9 @@ def test_prefill_and_decode_both_advance_under_any_budget(budget):
         steps += 1
     assert steps <= 4 * 60
     after = [s.num_tokens for s in bench.scheduler.running[:3]]
-    assert all(new > old for new, old in zip(after, before, strict=True)) or all(h.done for h in decoding)
+    assert all(new > old for new, old in zip(after, before, strict=True)) or all(
+        h.done for h in decoding
+    )
     bench.run()
 
 
@@ -373,13 +414,17 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens(kind):
     bench.run()
     first, second = map(bench.answer, handles)
     assert (first.preemptions, second.preemptions > 0) == (0, True)
-    assert (bench.manager.hit_tokens, bench.manager.miss_tokens) == (0, 60), "its own blocks are no hits"
+    assert (bench.manager.hit_tokens, bench.manager.miss_tokens) == (0, 60), (
+        "its own blocks are no hits"
+    )
 
 
 def test_a_request_that_fills_the_whole_pool_runs():
     bench = Bench(4)
     prompt = list(range(64))
-    for _ in range(2):  # the second time its prompt is cached and every block of the pool is its own
+    for _ in range(
+        2
+    ):  # the second time its prompt is cached and every block of the pool is its own
         bench.ask(prompt, 1)
     with pytest.raises(CapacityError, match=r"needs 5 blocks .* the pool has 4"):
         bench.submit(prompt, 2)

@@ -40,7 +40,8 @@ class Scan:
     """Somebody reads texts that never come again."""
 
     def __init__(self, engine):
-        self._engine, self._rng = engine, random.Random(1)
+        self._engine = engine
+        self._rng = random.Random(1)
 
     def __call__(self, texts=20, key=None, **terms):
         for number in itertools.count():
@@ -70,7 +71,8 @@ def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine):
 @pytest.mark.parametrize("key", ["fresh", "always the same"])
 def test_texts_that_never_come_again_gain_nothing_by_a_key(engine, key):
     """Neither with a new key each time nor with one for all: what is wanted again stays, whoever scans beside it."""
-    scan, manager = Scan(engine), engine._parts.manager
+    scan = Scan(engine)
+    manager = engine._parts.manager
     for _ in range(2):
         ask(engine, HEAD, cache_key="chat")
     scan(60, key)
@@ -87,7 +89,8 @@ def test_of_calls_that_part_their_common_beginning_is_kept(engine):
 
 
 def test_the_next_turn_finds_what_the_last_turns_had(engine):
-    scan, turn = Scan(engine), HEAD.copy()
+    scan = Scan(engine)
+    turn = HEAD.copy()
     found = []
     for number in range(4):
         found.append(ask(engine, turn, cache_key="chat"))
@@ -141,7 +144,11 @@ def test_what_is_remembered_of_keys_is_bounded_and_fair():
     for number in range(1000):
         assert keys.note(b"fresh %d" % number, b"", 3.0 + number, hashes) == 0
         assert len(keys) <= 8
-    assert [keys.note(b"again %d" % number, b"", 1e6, hashes) for number in range(3)] == [200, 200, 200]
+    assert [keys.note(b"again %d" % number, b"", 1e6, hashes) for number in range(3)] == [
+        200,
+        200,
+        200,
+    ]
     keys.note(b"mine", b"one", 0.0, hashes)
     for number in range(1000):
         keys.note(b"fresh %d" % number, b"two", 3.0 + number, hashes)
@@ -149,10 +156,15 @@ def test_what_is_remembered_of_keys_is_bounded_and_fair():
     assert all(len(chain.marks) <= 32 * 8 for calls in keys._calls.values() for chain in calls[1:])
 
 
-@pytest.mark.parametrize(("length", "other"), [(0, 9), (1, 1), (5, 40), (32, 33), (33, 20), (300, 1000), (1000, 300)])
+@pytest.mark.parametrize(
+    ("length", "other"), [(0, 9), (1, 1), (5, 40), (32, 33), (33, 20), (300, 1000), (1000, 300)]
+)
 def test_the_common_beginning_of_two_chains_is_never_too_long_and_little_too_short(length, other):
     def chain(number, shared, name):
-        return [(index if index < shared else 10_000 * name + index).to_bytes(32, "little") for index in range(number)]
+        return [
+            (index if index < shared else 10_000 * name + index).to_bytes(32, "little")
+            for index in range(number)
+        ]
 
     for shared in range(min(length, other) + 1):
         keys = CacheKeys()

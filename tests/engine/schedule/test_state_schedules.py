@@ -49,7 +49,13 @@ def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there():
     shorter = [bench.submit([*prefix[:100], 240 + i, *prefix], 1) for i in range(2)]
     other = [bench.submit([*range(50, 150), 240 + i, *prefix], 1) for i in range(3)]
     bench.run()
-    assert [bench.answer(handle).cached_tokens for handle in (*shorter, *other)] == [0, 96, 0, 96, 96]
+    assert [bench.answer(handle).cached_tokens for handle in (*shorter, *other)] == [
+        0,
+        96,
+        0,
+        96,
+        96,
+    ]
 
 
 def test_nobody_goes_on_from_another_tenants_state():
@@ -59,11 +65,20 @@ def test_nobody_goes_on_from_another_tenants_state():
         bench = bench_of(num_slots=num_slots, max_num_seqs=2)
         for tenant in ("one", "two", "one", "two"):
             computed, _ = computed_by(bench, prompt, 3, tenant=tenant)
-            assert computed == (52 if bench.num_requests <= 2 else 4), (bench.num_requests, num_slots)
-        handles = [bench.submit([*prompt[:40], 7], 3, tenant=tenant) for tenant in ("one", "three", "two", "")]
+            assert computed == (52 if bench.num_requests <= 2 else 4), (
+                bench.num_requests,
+                num_slots,
+            )
+        handles = [
+            bench.submit([*prompt[:40], 7], 3, tenant=tenant)
+            for tenant in ("one", "three", "two", "")
+        ]
         bench.run()
         results = [bench.answer(handle) for handle in handles]
-        assert [(result.matched_tokens, result.cached_tokens) for result in results] == [(32, 0), (0, 0)] * 2
+        assert [(result.matched_tokens, result.cached_tokens) for result in results] == [
+            (32, 0),
+            (0, 0),
+        ] * 2
 
 
 def test_a_backbone_serves_a_prompt_that_nobody_foresaw():
@@ -105,11 +120,15 @@ def test_the_state_of_a_request_that_fails_is_found_by_nobody():
 
 def test_a_runner_that_writes_into_a_snapshot_is_found_out():
     """By the checks of a bench, after the pass that did."""
-    bench, prompt = bench_of(), list(range(50))
+    bench = bench_of()
+    prompt = list(range(50))
     computed_by(bench, prompt)
-    backend, states = bench.parts.backend, bench.manager.states
+    backend = bench.parts.backend
+    states = bench.manager.states
     ((block_id, slot),) = states.slots.snapshots().items()
     bench.runner.on_forward = lambda batch: backend.write_state(slot, (1, 1))
     bench.submit([7, 8, 9], 1)
-    with pytest.raises(CacheCorruption, match=f"behind block {block_id}, in slot {slot}, was written while it was"):
+    with pytest.raises(
+        CacheCorruption, match=f"behind block {block_id}, in slot {slot}, was written while it was"
+    ):
         bench.run()

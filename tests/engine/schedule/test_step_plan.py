@@ -42,7 +42,9 @@ def rows(*likeliest):
 def drafted(sequence, *drafts):
     """The last token and drafts behind it, logits of each wanted."""
     start = sequence.num_tokens - 1
-    return ScheduledTokens(sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts), len(drafts))
+    return ScheduledTokens(
+        sequence, start, [sequence.token_ids[-1], *drafts], 1 + len(drafts), len(drafts)
+    )
 
 
 def next_of(sequence, limit):
@@ -60,7 +62,11 @@ def test_work_is_what_is_pending_up_to_the_limit():
     rest = next_of(sequence, 100)
     assert list(rest.token_ids) == [8, 9]
     assert sequence.take(rest, rows(20)) is None
-    assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.num_pending) == (20, 5, 1)
+    assert (sequence.token_ids[-1], sequence.num_computed_tokens, sequence.num_pending) == (
+        20,
+        5,
+        1,
+    )
 
 
 def test_rows_that_were_asked_for_are_kept():

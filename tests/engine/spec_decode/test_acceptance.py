@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-from engine.spec_decode.test_speculation import DRAFTS, SIZE, prompt
 
+from engine.spec_decode.test_speculation import DRAFTS, SIZE, prompt
 from helpers.engine.fake_hybrid import expected_hybrid, next_state
 from helpers.engine.fake_runner import ROOT, VOCAB_SIZE
 from helpers.engine.hostile_drafts import CutDrafter
@@ -20,14 +20,19 @@ def drafting(num_right, num_drafts=6, **options):
 
     def drafter(request):
         truth = [*request.prompt_ids, *expected_hybrid(request.prompt_ids, 100)]
-        return CutDrafter(truth, num_right, num_drafts, VOCAB_SIZE) if request.max_draft_tokens else None
+        return (
+            CutDrafter(truth, num_right, num_drafts, VOCAB_SIZE)
+            if request.max_draft_tokens
+            else None
+        )
 
     bench.scheduler.speculation.drafter = drafter
     return bench
 
 
 def assert_slots_are_of_what_is_computed(bench):
-    states, backend = bench.manager.states, bench.parts.backend
+    states = bench.manager.states
+    backend = bench.parts.backend
     for sequence in bench.scheduler.running:
         own = states._states[sequence.blocks._serial]
         expected = (0, 0)
@@ -38,7 +43,9 @@ def assert_slots_are_of_what_is_computed(bench):
 
 @pytest.mark.parametrize("num_right", range(7))
 @pytest.mark.parametrize("closes_blocks", [False, True])
-def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(num_right, closes_blocks):
+def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(
+    num_right, closes_blocks
+):
     bench = drafting(num_right)
     bench.scheduler.speculation._closes_blocks = closes_blocks
     handles = [bench.submit(prompt(number, 14 + number), 60, terms=DRAFTS) for number in range(3)]
@@ -68,7 +75,10 @@ def test_what_drafts_were_right_is_kept_where_blocks_end(num_right):
 def test_right_drafts_of_a_request_that_stores_nothing_publish_nothing():
     """Though they run over the ends of blocks."""
     bench = drafting(6)
-    assert bench.ask(prompt(1, 20), 40, terms={**DRAFTS, "stores_nothing": True}).accepted_tokens > SIZE
+    assert (
+        bench.ask(prompt(1, 20), 40, terms={**DRAFTS, "stores_nothing": True}).accepted_tokens
+        > SIZE
+    )
     states = bench.manager.states
     assert (bench.manager.content.under(ROOT), states.slots.num_used) == ([], 0)
 
@@ -122,7 +132,8 @@ def test_states_that_cannot_take_drafts_in_end_their_requests_and_nobody_finds_t
 
 
 def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
-    bench, token_ids = drafting(6), prompt(3, 20)
+    bench = drafting(6)
+    token_ids = prompt(3, 20)
 
     def fail():
         raise MemoryError
@@ -133,7 +144,8 @@ def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
 
 def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in():
     """The one that fails is first in the pass, and its slot may be given away before the others' states move on."""
-    token_ids, bad = prompt(9, 20), 251
+    token_ids = prompt(9, 20)
+    bad = 251
     bench = HYBRID.bench(64, 3)
 
     class Failing(CutDrafter):
@@ -172,8 +184,11 @@ def test_a_cancel_between_drafts_gives_everything_back():
 
 def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset():
     """As during a pass: whoever asks waits for neither."""
-    text, ended = [*range(60, 90)] * 3, []
-    with CPUPagedEngine._from_parts(HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
+    text = [*range(60, 90)] * 3
+    ended = []
+    with CPUPagedEngine._from_parts(
+        HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")
+    ) as engine:
         runner = engine._parts.runner
 
         def ask():
@@ -187,7 +202,9 @@ def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset
         engine.generate(text, max_new_tokens=40)
         runner.on_accept = ask
         result = engine.generate(text, max_new_tokens=40)
-        assert list(result.output_token_ids) == expected_hybrid(text, 40, engine._parts.eos_token_ids)
+        assert list(result.output_token_ids) == expected_hybrid(
+            text, 40, engine._parts.eos_token_ids
+        )
         assert result.accepted_tokens > 0
     assert ended == [True, True]
 
@@ -204,7 +221,8 @@ def test_a_reset_while_states_take_drafts_in_changes_no_answer(num_right):
 
 def test_rows_of_drafts_hold_no_number_before_a_pass():
     bench = drafting(6)
-    backend, seen = bench.parts.backend, []
+    backend = bench.parts.backend
+    seen = []
     bench.runner.on_forward = lambda batch: seen.append(backend.drafted(0).view("f4").copy())
     bench.ask(prompt(1, 9), 30, terms=DRAFTS)
     assert len(seen) > 5
@@ -213,14 +231,21 @@ def test_rows_of_drafts_hold_no_number_before_a_pass():
 
 def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot():
     text = [*range(60, 90)] * 3
-    with CPUPagedEngine._from_parts(HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")) as engine:
+    with CPUPagedEngine._from_parts(
+        HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")
+    ) as engine:
         result = engine.generate(text, max_new_tokens=40)
-        assert list(result.output_token_ids) == expected_hybrid(text, 40, engine._parts.eos_token_ids)
+        assert list(result.output_token_ids) == expected_hybrid(
+            text, 40, engine._parts.eos_token_ids
+        )
         assert engine.generate(text, max_new_tokens=40).drafted_tokens > 0
     parts = HYBRID.parts(64, 12, num_draft_rows=0)
-    with CPUPagedEngine._from_parts(parts, EngineConfig(num_blocks=64, speculation="off")) as engine:
+    with CPUPagedEngine._from_parts(
+        parts, EngineConfig(num_blocks=64, speculation="off")
+    ) as engine:
         with pytest.raises(
-            RequestError, match="speculation='on' is refused: the model keeps states, and the engine was"
+            RequestError,
+            match="speculation='on' is refused: the model keeps states, and the engine was",
         ):
             engine.generate(text, speculation="on")
         assert engine.generate(text, max_new_tokens=40, speculation="auto").drafted_tokens == 0

@@ -222,7 +222,8 @@ def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
 
 def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_ring():
     memory = Memory(most_automata_bytes=automaton_bytes(2048))
-    first, second = Drafter(b"a", memory, 2048), Drafter(b"a", memory, 2048)
+    first = Drafter(b"a", memory, 2048)
+    second = Drafter(b"a", memory, 2048)
     text = [*range(30), *range(30)]
     assert first.propose(text + text * 10, 4) is not None
     assert first.propose(text * 20, 4) is not None

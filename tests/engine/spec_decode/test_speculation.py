@@ -44,7 +44,9 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind):
     passes = {}
     for drafts in ("right", "wrong"):
         bench = drafting(kind, [drafts])
-        bench.runner.on_forward = lambda batch, drafts=drafts: passes.update({drafts: passes.get(drafts, 0) + 1})
+        bench.runner.on_forward = lambda batch, drafts=drafts: passes.update(
+            {drafts: passes.get(drafts, 0) + 1}
+        )
         bench.ask(prompt(0, 20), 64, terms=DRAFTS)
     assert passes["right"] < 16
     assert passes["wrong"] == 64
@@ -62,10 +64,16 @@ def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
         closes_blocks=rng.random() < 0.5,
     )
     prompts = [prompt(number % 3, rng.randrange(1, 50)) for number in range(6)]
-    handles, doomed = [], []
+    handles = []
+    doomed = []
     for number, token_ids in enumerate(prompts):
-        terms = {"max_draft_tokens": rng.choice((0, 1, 5, 31, 31)), "always_drafts": rng.random() < 0.7}
-        handles.append(bench.submit(token_ids, rng.randrange(1, 60), terms=terms, tenant="ab"[number % 2]))
+        terms = {
+            "max_draft_tokens": rng.choice((0, 1, 5, 31, 31)),
+            "always_drafts": rng.random() < 0.7,
+        }
+        handles.append(
+            bench.submit(token_ids, rng.randrange(1, 60), terms=terms, tenant="ab"[number % 2])
+        )
         if rng.random() < 0.2:
             doomed.append(handles[-1])
         for _ in range(rng.randrange(4)):
@@ -96,7 +104,9 @@ def test_only_a_certain_token_fills_a_block_that_closes(kind):
         starts = batch.layout.cu_seqlens_q.tolist()
         for first, stop in itertools.pairwise(starts):
             wanted = [row for row in batch.logit_rows.tolist() if first <= row < stop]
-            guesses = batch.positions[wanted[1:]]  # the first row that is wanted is the certain one's
+            guesses = batch.positions[
+                wanted[1:]
+            ]  # the first row that is wanted is the certain one's
             drafted += len(guesses)
             assert (guesses % SIZE != SIZE - 1).all()
 
@@ -117,7 +127,10 @@ def test_a_stop_inside_a_draft_ends_there(kind, drafts):
         by_id = bench.submit(token_ids, 40, stop_ids=frozenset({truth[at]}), terms=DRAFTS)
         limited = bench.submit(token_ids, at + 1, terms=DRAFTS)
         bench.run()
-        assert (bench.answer(by_id).finish_reason, bench.answer(limited).finish_reason) == ("stop", "length")
+        assert (bench.answer(by_id).finish_reason, bench.answer(limited).finish_reason) == (
+            "stop",
+            "length",
+        )
         longer = [*token_ids, *truth[: at + 1], 5, 6]
         assert bench.ask(longer, 3).cached_tokens == (len(longer) - 3) // SIZE * SIZE
 
@@ -126,7 +139,9 @@ def test_a_stop_string_inside_a_draft_cuts_the_text_where_it_would_alone(kind):
     token_ids = prompt(5, 20)
     text = kind.bench().ask(token_ids, 60).output_text
     pairs = (text[i : i + 2] for i in range(8, len(text) - 2))
-    stop = next(pair for pair in pairs if pair.isprintable() and "\N{REPLACEMENT CHARACTER}" not in pair)
+    stop = next(
+        pair for pair in pairs if pair.isprintable() and "\N{REPLACEMENT CHARACTER}" not in pair
+    )
     for drafts in KINDS:
         bench = drafting(kind, [drafts])
         handle = bench.submit(token_ids, 60, stop=(stop,), terms=DRAFTS)
@@ -147,7 +162,10 @@ def test_samples_penalties_and_log_probabilities_are_those_without_drafts(kind):
     assert truth.accepted_tokens == 0
     for drafts in KINDS:
         result = sampled(draft_in_turn(kind.bench(), [drafts], truth.output_token_ids))
-        assert (result.output_token_ids, result.logprobs) == (truth.output_token_ids, truth.logprobs)
+        assert (result.output_token_ids, result.logprobs) == (
+            truth.output_token_ids,
+            truth.logprobs,
+        )
         assert result.drafted_tokens > 0
 
 
@@ -155,7 +173,11 @@ def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_a
     token_ids = prompt(9, 20)
     bench = kind.bench()
     truth = bench.runner.expected(token_ids, 30)
-    bad = next(token_id for token_id in range(VOCAB_SIZE) if token_id not in truth and token_id not in token_ids)
+    bad = next(
+        token_id
+        for token_id in range(VOCAB_SIZE)
+        if token_id not in truth and token_id not in token_ids
+    )
 
     class Poisoned(HostileDrafter):
         def propose(self, known, most):
@@ -205,7 +227,10 @@ def test_a_request_that_generates_nothing_has_no_drafts():
     request_fields = []
     bench = drafting(PLAIN, ["right"])
     original = bench.scheduler.speculation.drafter
-    bench.scheduler.speculation.drafter = lambda request: (request_fields.append(request), original(request))[1]
+    bench.scheduler.speculation.drafter = lambda request: (
+        request_fields.append(request),
+        original(request),
+    )[1]
     _, rows = bench.submit_logits(prompt(1, 40), 10)
     bench.run()
     assert np.concatenate(rows).shape == (30, VOCAB_SIZE)

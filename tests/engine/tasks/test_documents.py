@@ -69,7 +69,8 @@ def test_what_documents_were_computed_behind_is_dropped():
 
 
 def test_documents_that_are_there_are_not_computed_again():
-    one, two = document(1, 60), document(2, 60)
+    one = document(1, 60)
+    two = document(2, 60)
     with engine_of() as engine:
         engine.warm(documents=[one, one])
         computed = runner_of(engine).computed
@@ -79,7 +80,8 @@ def test_documents_that_are_there_are_not_computed_again():
         assert engine.warm(documents=[one, two]).chunks_stored == 2
         assert runner_of(engine).computed == 2 * computed
         # What was served behind enough other tokens is as good; what had nothing before it is not.
-        three, four = document(3, 60), document(4, 60)
+        three = document(3, 60)
+        four = document(4, 60)
         engine.generate(document(8, 80) + three + [1] * 16, 1)
         engine.generate(four + [1] * 16, 1)
         computed = runner_of(engine).computed
@@ -172,7 +174,8 @@ def test_what_cannot_be_found_is_counted():
 
 
 def test_documents_that_a_tier_keeps_are_loaded_not_computed():
-    tier, texts = DictTier(), [document(n, 96) for n in (1, 2)]
+    tier = DictTier()
+    texts = [document(n, 96) for n in (1, 2)]
     with engine_of(tiers=[tier]) as engine:
         engine.warm(documents=texts)
     assert len(tier.blocks) == 2 * (4 + 6)
@@ -307,11 +310,13 @@ def test_engine_options_that_contradict_are_refused_before_a_model_is_looked_for
 
 def test_of_chains_computed_alone_only_what_follows_the_context_is_offered():
     bench = Bench()
-    behind, text = document(5, 48), document(1, 64)
+    behind = document(5, 48)
+    text = document(1, 64)
     lone = LoneRoot.of(ROOT, 3)
     assert lone == LoneRoot.of(ROOT, 3) != LoneRoot.of(ROOT, 2)
     bench.ask(behind + text, 1, terms={"root": lone})
-    content, harvest = bench.manager.content, bench.scheduler.sharing.harvest
+    content = bench.manager.content
+    harvest = bench.scheduler.sharing.harvest
     assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 4)
     assert harvest.context_of(text, ROOT) == 48
     assert harvest.context_of(text, lone) is None

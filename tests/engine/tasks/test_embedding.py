@@ -92,7 +92,8 @@ def test_mean_pooling_takes_all_states_whatever_the_cache_holds(tmp_path):
 
 
 def test_fewer_dimensions_are_the_first_ones_of_length_one(engine):
-    whole, few = engine.embed(TEXTS[:2], normalize=False), engine.embed(TEXTS[:2], dimensions=8)
+    whole = engine.embed(TEXTS[:2], normalize=False)
+    few = engine.embed(TEXTS[:2], dimensions=8)
     np.testing.assert_allclose(few, np.stack([unit(row[:8]) for row in whole]), atol=1e-6)
 
 

@@ -77,7 +77,8 @@ def test_reuse_is_tested_once_and_leaves_nothing(tests_run):
         assert verdict.num_tokens >= 30
         assert verdict.reused_share > 0.2
         with engine._core.reading():
-            manager, root = engine._parts.manager, engine._parts.root
+            manager = engine._parts.manager
+            root = engine._parts.root
             assert (
                 len(manager.content.under(root)) == manager.published_block_count >= before.count(1)
             )
@@ -193,7 +194,8 @@ def test_without_room_for_its_test_reuse_is_refused(options, words):
 
 def test_an_engine_that_is_closed_ends_its_test():
     engine = engine_of()
-    go, begun = threading.Event(), threading.Event()
+    go = threading.Event()
+    begun = threading.Event()
 
     def hold(batch):
         begun.set()
@@ -232,7 +234,8 @@ def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
 @pytest.mark.parametrize(("times", "passes"), [(3, True), (5, False)])
 def test_what_others_drive_out_of_the_pool_proves_nothing(times, passes, monkeypatch, tests_run):
     """The documents are computed again, so many times; then the request is refused and the next one tries."""
-    left, logits = iter(range(times)), Gate.logits
+    left = iter(range(times))
+    logits = Gate.logits
     with engine_of() as engine:
 
         def robbed(self, *arguments):

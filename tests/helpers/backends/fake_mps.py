@@ -22,14 +22,38 @@ from torch.utils._pytree import tree_iter, tree_map
 from helpers.backends.mps_kernels import problem_of
 from kvboost_edge.backends.torch_backend import TorchBackend
 
-__all__ = ["DEVICE", "FakeMps", "FakeMpsBackend", "Refused", "counting", "fake_device", "place", "recorded"]
+__all__ = [
+    "DEVICE",
+    "FakeMps",
+    "FakeMpsBackend",
+    "Refused",
+    "counting",
+    "fake_device",
+    "place",
+    "recorded",
+]
 
 DEVICE = "mps:0"  # without a number torch asks for the device itself
 MOST_BYTES = 1 << 32
 # Dtypes that Metal has not.
-_FOREIGN = {torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64}
+_FOREIGN = {
+    torch.float64,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+}
 # Where 64-bit integers are: arguments that are indices, by position, and operators that only move what they are given.
-_INDICES = {"embedding": 1, "index.Tensor": 1, "index_put_": 1, "index_copy_": 2, "index_select": 2, "gather": 2}
+_INDICES = {
+    "embedding": 1,
+    "index.Tensor": 1,
+    "index_put_": 1,
+    "index_copy_": 2,
+    "index_select": 2,
+    "gather": 2,
+}
 _MOVES = {
     "_to_copy", "_unsafe_view", "alias", "arange", "arange.start_step", "clone", "detach", "expand", "index.Tensor",
     "select.int", "slice.Tensor", "unsqueeze", "view",
@@ -68,7 +92,11 @@ class FakeMps(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> FakeMps:
         self: FakeMps = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
         )
         self.inner = inner
         return self
@@ -108,7 +136,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     leaves = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     held = [isinstance(leaf, FakeMps) for leaf in leaves]
     is_here = any(held) or (target is not None and target.type == "mps")
-    name = func._schema.name.removeprefix("aten::") + (f".{func._overloadname}" * (func._overloadname != "default"))
+    name = func._schema.name.removeprefix("aten::") + (
+        f".{func._overloadname}" * (func._overloadname != "default")
+    )
     if is_here and problem_of(name) is not None and _is_composite(func):
         with fake_device():
             return func.decompose(*args, **kwargs)
@@ -129,7 +159,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _is_composite(func: Any) -> bool:
     """Whether it is nothing but other operators, which torch calls for it on every device; not taken apart where no
     gradient can be asked for."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
 
 
 def place(model: torch.nn.Module) -> None:
@@ -151,14 +183,22 @@ def _check(name: str, args: Sequence[Any], leaves: list[torch.Tensor], held: lis
     problem = problem_of(name)
     if problem is not None:
         raise Refused(problem)
-    strangers = [leaf for leaf, is_held in zip(leaves, held, strict=True) if not is_held and leaf.dim()]
+    strangers = [
+        leaf for leaf, is_held in zip(leaves, held, strict=True) if not is_held and leaf.dim()
+    ]
     if strangers and name not in ("_to_copy", "copy_"):
         raise Refused(f"{name} mixes the CPU's tensors with the GPU's")
     for leaf in leaves:
         if isinstance(leaf, FakeMps):
             _check_tensor(name, leaf)
-    indices = set() if name not in _INDICES else {id(leaf) for leaf in tree_iter(args[_INDICES[name]])}
-    wide = [leaf for leaf in leaves if leaf.dtype == torch.int64 and leaf.dim() and id(leaf) not in indices]
+    indices = (
+        set() if name not in _INDICES else {id(leaf) for leaf in tree_iter(args[_INDICES[name]])}
+    )
+    wide = [
+        leaf
+        for leaf in leaves
+        if leaf.dtype == torch.int64 and leaf.dim() and id(leaf) not in indices
+    ]
     if _counting and name in _COUNTED:
         wide = [leaf for leaf in wide if _inner(leaf).abs().amax() >= _EXACT]
     if wide and name not in _MOVES:
@@ -180,13 +220,19 @@ class FakeMpsBackend(TorchBackend):
     """The torch backend on the fake device, with the CPU's tensors in and out."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with mock.patch.object(torch.backends.mps, "is_available", return_value=True), torch.no_grad(), fake_device():
+        with (
+            mock.patch.object(torch.backends.mps, "is_available", return_value=True),
+            torch.no_grad(),
+            fake_device(),
+        ):
             super().__init__(*args, **{**kwargs, "device": DEVICE})
 
     def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: Any) -> None:
         super().write_kv(layer, keys.to(DEVICE), values.to(DEVICE), batch)
 
-    def attention(self, layer: int, queries: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention(
+        self, layer: int, queries: torch.Tensor, *more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = super().attention(layer, queries.to(DEVICE), *more)
         assert isinstance(out, FakeMps)
         assert isinstance(lse, FakeMps)

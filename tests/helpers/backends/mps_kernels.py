@@ -79,4 +79,6 @@ def problem_of(name: str) -> str | None:
         return f"{name} has kernels for {', '.join(sorted(keys))}, none for MPS"
     if name not in CALLEES:
         return f"{name} is written in terms of other operators; say in CALLEES which"
-    return next((problem for callee in CALLEES[name] if (problem := problem_of(callee)) is not None), None)
+    return next(
+        (problem for callee in CALLEES[name] if (problem := problem_of(callee)) is not None), None
+    )

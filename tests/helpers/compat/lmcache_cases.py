@@ -9,20 +9,42 @@ import numpy as np
 from helpers.tiers.redis_cases import SECRET
 from kvboost_edge.compat.lmcache import LMCacheEngine, LMCacheEngineConfig, LMCacheEngineMetadata
 
-__all__ = ["BACKENDS", "HEADS", "HEAD_SIZE", "LAYERS", "equal", "kv_of", "kv_slice", "make_engine", "num_tokens_of"]
+__all__ = [
+    "BACKENDS",
+    "HEADS",
+    "HEAD_SIZE",
+    "LAYERS",
+    "equal",
+    "kv_of",
+    "kv_slice",
+    "make_engine",
+    "num_tokens_of",
+]
 
-LAYERS, HEADS, HEAD_SIZE = 2, 3, 4
+LAYERS = 2
+HEADS = 3
+HEAD_SIZE = 4
 BACKENDS = ("memory", "disk", "memory over disk", "redis")
 
 
-def make_engine(backend: Any = "memory", chunk_size: int = 4, fmt: str = "vllm", **more: Any) -> LMCacheEngine:
+def make_engine(
+    backend: Any = "memory", chunk_size: int = 4, fmt: str = "vllm", **more: Any
+) -> LMCacheEngine:
     """An engine over a backend as LMCacheEngineConfig takes it."""
-    names = {name: more.pop(name) for name in ("model_name", "world_size", "worker_id") if name in more}
-    metadata = LMCacheEngineMetadata(**{"model_name": "model", "world_size": 1, "worker_id": 0, "fmt": fmt, **names})
-    return LMCacheEngine(LMCacheEngineConfig(chunk_size, backend=backend, redis_secret=SECRET, **more), metadata)
+    names = {
+        name: more.pop(name) for name in ("model_name", "world_size", "worker_id") if name in more
+    }
+    metadata = LMCacheEngineMetadata(
+        **{"model_name": "model", "world_size": 1, "worker_id": 0, "fmt": fmt, **names}
+    )
+    return LMCacheEngine(
+        LMCacheEngineConfig(chunk_size, backend=backend, redis_secret=SECRET, **more), metadata
+    )
 
 
-def kv_of(tokens: Any, fmt: str = "vllm", dtype: Any = np.float32, salt: float = 0.0) -> tuple[Any, ...]:
+def kv_of(
+    tokens: Any, fmt: str = "vllm", dtype: Any = np.float32, salt: float = 0.0
+) -> tuple[Any, ...]:
     """(k, v) of each layer, every element of its own: by token, position, layer, head, channel."""
     ids = np.asarray(tokens, np.float64)
     count = len(ids)
@@ -37,7 +59,9 @@ def kv_of(tokens: Any, fmt: str = "vllm", dtype: Any = np.float32, salt: float =
 
 def kv_slice(kv: Any, start: int, end: int, fmt: str = "vllm") -> tuple[Any, ...]:
     """The tokens [start, end) of what `kv_of` made."""
-    return tuple(tuple(a[start:end] if fmt == "vllm" else a[:, start:end] for a in pair) for pair in kv)
+    return tuple(
+        tuple(a[start:end] if fmt == "vllm" else a[:, start:end] for a in pair) for pair in kv
+    )
 
 
 def num_tokens_of(kv: Any, fmt: str = "vllm") -> int:
@@ -49,5 +73,6 @@ def equal(one: Any, other: Any) -> bool:
     """Same layers, types, shapes, bits."""
     flat = [[np.asarray(a) for pair in kv for a in pair] for kv in (one, other)]
     return len(flat[0]) == len(flat[1]) and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() for a, b in zip(*flat, strict=True)
+        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in zip(*flat, strict=True)
     )

@@ -15,7 +15,18 @@ import numpy.typing as npt
 
 from helpers.cuda.on_cpu import BF16, F16, AttentionParams, Form, Library, Schedule
 
-__all__ = ["Call", "Case", "Result", "bound_of_error", "check", "from_bits", "make_inputs", "oracle", "run", "to_bits"]
+__all__ = [
+    "Call",
+    "Case",
+    "Result",
+    "bound_of_error",
+    "check",
+    "from_bits",
+    "make_inputs",
+    "oracle",
+    "run",
+    "to_bits",
+]
 
 Bits = npt.NDArray[np.uint16]
 Doubles = npt.NDArray[np.float64]
@@ -123,14 +134,17 @@ def oracle(case: Case, form: Form, inputs: Inputs) -> list[Expected]:
     for (len_q, len_k), q, k, v in zip(case.lens, *inputs[:3], strict=True):
         group = case.heads[0] // case.heads[1]
         keys, values = (np.repeat(from_bits(x, form.dtype), group, axis=1) for x in (k, v))
-        queries, scale = from_bits(q, form.dtype), softmax_scale(case, form)
+        queries = from_bits(q, form.dtype)
+        scale = softmax_scale(case, form)
         scores = np.einsum("ihd,jhd->hij", queries, keys) * scale
         most = np.einsum("ihd,jhd->hij", np.abs(queries), np.abs(keys)).max(axis=2, initial=0).T
         if case.softcap > 0:
             scores = case.softcap * np.tanh(scores / case.softcap)
         scores = np.where(visible(case, len_q, len_k), scores, -np.inf)
         if inputs.sinks is not None:
-            sinks = np.broadcast_to(inputs.sinks.astype(np.float64)[:, None, None], (case.heads[0], len_q, 1))
+            sinks = np.broadcast_to(
+                inputs.sinks.astype(np.float64)[:, None, None], (case.heads[0], len_q, 1)
+            )
             scores = np.concatenate([scores, sinks], axis=2)
         top = scores.max(axis=2, initial=-np.inf, keepdims=True)
         weights = np.exp(scores - np.where(np.isinf(top), 0, top))
@@ -185,7 +199,9 @@ def _rows(case: Case, tensor: _Tensor, which: int) -> list[npt.NDArray[Any]]:
 def _places(case: Case) -> npt.NDArray[np.int32]:
     """Where in a batch of keys each sequence's lie."""
     num = len(case.lens)
-    return np.arange(num, 0, -1, dtype=np.int32) if case.is_indexed else np.arange(num, dtype=np.int32)
+    return (
+        np.arange(num, 0, -1, dtype=np.int32) if case.is_indexed else np.arange(num, dtype=np.int32)
+    )
 
 
 def _starts(lens: list[int]) -> npt.NDArray[np.int32]:
@@ -213,7 +229,12 @@ def _in_blocks(case: Case, inputs: Inputs, rng: np.random.Generator) -> _Blocks:
             tokens = slice(index * size, min((index + 1) * size, len_k))
             if not seen[tokens].any():
                 continue
-            if sequence and index < case.shared and table[0, index] >= 0 and tokens.stop <= case.lens[0][1]:
+            if (
+                sequence
+                and index < case.shared
+                and table[0, index] >= 0
+                and tokens.stop <= case.lens[0][1]
+            ):
                 table[sequence, index] = table[0, index]
                 continue
             table[sequence, index] = next(ids)
@@ -226,10 +247,13 @@ class Call:
     """The arrays of one launch; they must outlive it."""
 
     def __init__(self, case: Case, form: Form, inputs: Inputs, seed: int = 0) -> None:
-        self.case, self.inputs = case, inputs
-        lens_q, lens_k = [pair[0] for pair in case.lens], [pair[1] for pair in case.lens]
+        self.case = case
+        self.inputs = inputs
+        lens_q = [pair[0] for pair in case.lens]
+        lens_k = [pair[1] for pair in case.lens]
         num_q_heads, num_kv_heads = case.heads
-        dim, num = inputs.q[0].shape[2], len(case.lens)
+        dim = inputs.q[0].shape[2]
+        num = len(case.lens)
         batch_q, rows_q = (1, sum(lens_q)) if case.is_flat else (num, max(lens_q))
         self.total_q = sum(lens_q)
         self.q = _empty(batch_q, rows_q, num_q_heads, dim, case.is_strided)
@@ -240,16 +264,22 @@ class Call:
         if case.block_size:
             self.k, self.v, self.table = _in_blocks(case, inputs, np.random.default_rng(seed + 1))
         else:
-            batch_k, rows_k = (1, sum(lens_k)) if case.is_flat else (num + case.is_indexed, max(lens_k) + 3)
-            self.k, self.v = (_empty(batch_k, rows_k, num_kv_heads, dim, case.is_strided) for _ in range(2))
+            batch_k, rows_k = (
+                (1, sum(lens_k)) if case.is_flat else (num + case.is_indexed, max(lens_k) + 3)
+            )
+            self.k, self.v = (
+                _empty(batch_k, rows_k, num_kv_heads, dim, case.is_strided) for _ in range(2)
+            )
             for tensor, sequences in ((self.k, inputs.k), (self.v, inputs.v)):
                 for view, rows in zip(_rows(case, tensor, 1), sequences, strict=True):
                     view[:] = rows
         # flat: [rows, heads]; batched: [batch, heads, rows], as flash-attn returns it
         shape = (rows_q, num_q_heads) if case.is_flat else (num, num_q_heads, rows_q)
         self.lse = np.full(shape, np.nan, dtype=np.float32)
-        self.starts_q, self.starts_k = _starts(lens_q), _starts(lens_k)
-        self.used, self.places = np.array(lens_k, dtype=np.int32), _places(case)
+        self.starts_q = _starts(lens_q)
+        self.starts_k = _starts(lens_k)
+        self.used = np.array(lens_k, dtype=np.int32)
+        self.places = _places(case)
         parts = (case.num_splits, self.total_q, num_q_heads)
         self.partial_out = np.full((*parts, dim), np.nan, dtype=np.float32)
         self.partial_lse = np.full(parts, np.nan, dtype=np.float32)
@@ -278,7 +308,8 @@ class Call:
             setattr(params, name, tensor.array.ctypes.data)
             for axis, stride in zip(("batch", "row", "head"), tensor.strides, strict=True):
                 setattr(params, f"{name}_{axis}_stride", stride)
-        heads, rows = case.heads[0], params.seqlen_q
+        heads = case.heads[0]
+        rows = params.seqlen_q
         strides = (0, heads, 1) if case.is_flat else (heads * rows, 1, rows)
         params.lse_batch_stride, params.lse_row_stride, params.lse_head_stride = strides
         if case.is_flat:
@@ -290,17 +321,22 @@ class Call:
         if case.is_indexed:
             params.cache_batch_idx = self.places.ctypes.data
         if self.table is not None:
-            params.block_table, params.block_table_stride = self.table.ctypes.data, self.table.shape[1]
+            params.block_table = self.table.ctypes.data
+            params.block_table_stride = self.table.shape[1]
         if self.inputs.sinks is not None:
             params.sinks = self.inputs.sinks.ctypes.data
         if case.num_splits > 1:
-            params.partial_out, params.partial_lse = self.partial_out.ctypes.data, self.partial_lse.ctypes.data
+            params.partial_out = self.partial_out.ctypes.data
+            params.partial_lse = self.partial_lse.ctypes.data
         return params
 
     def result(self) -> Result:
         out = _rows(self.case, self.out, 0)
         if self.case.is_flat:
-            lse = [self.lse[start:stop] for start, stop in zip(self.starts_q, self.starts_q[1:], strict=False)]
+            lse = [
+                self.lse[start:stop]
+                for start, stop in zip(self.starts_q, self.starts_q[1:], strict=False)
+            ]
         else:
             lse = [self.lse[i, :, :len_q].T for i, (len_q, _) in enumerate(self.case.lens)]
         return Result([np.array(rows) for rows in out], [np.array(rows) for rows in lse])
@@ -312,7 +348,9 @@ class Call:
         return bool((self.out.array != NAN_BITS).any())
 
 
-def run(kernels: Library, case: Case, form: Form, inputs: Inputs, schedule: Schedule, seed: int = 0) -> Result:
+def run(
+    kernels: Library, case: Case, form: Form, inputs: Inputs, schedule: Schedule, seed: int = 0
+) -> Result:
     """One launch on arrays of its own."""
     call = Call(case, form, inputs, seed)
     kernels.attention(call.params, form, schedule)
@@ -330,6 +368,7 @@ def check(case: Case, form: Form, expected: list[Expected], result: Result) -> N
         is_empty = np.isinf(exact.lse)
         np.testing.assert_array_equal(lse[is_empty], -np.inf, err_msg=f"{case} {form}")
         error = (
-            np.abs(lse[~is_empty] - exact.lse[~is_empty]) / (3e-6 + 1e-6 * np.abs(exact.lse) + exact.noise)[~is_empty]
+            np.abs(lse[~is_empty] - exact.lse[~is_empty])
+            / (3e-6 + 1e-6 * np.abs(exact.lse) + exact.noise)[~is_empty]
         )
         assert error.max(initial=0) <= 1, (case, form, error.max())

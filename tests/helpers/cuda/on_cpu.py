@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "cuda_ext" / "kvboost_edge_cuda" / "csrc"
 SHIM = ROOT / "tests" / "cuda_ext"
 HEAD_DIMS = (64, 96, 128, 256)
-F16, BF16 = 0, 1
+F16 = 0
+BF16 = 1
 _FLAGS = (
     *(
         "-std=c++20",
@@ -82,9 +83,17 @@ class AttentionParams(ctypes.Structure):
     """As in params.cuh, which says what each field means."""
 
     _fields_ = (
-        *_pointers("q k v out lse cu_seqlens_q cu_seqlens_k seqused_k block_table cache_batch_idx sinks".split()),
+        *_pointers(
+            "q k v out lse cu_seqlens_q cu_seqlens_k seqused_k block_table cache_batch_idx sinks".split()
+        ),
         *_pointers("partial_out partial_lse".split()),
-        *_strides([f"{tensor}_{axis}" for tensor in "q k v out lse".split() for axis in "batch row head".split()]),
+        *_strides(
+            [
+                f"{tensor}_{axis}"
+                for tensor in "q k v out lse".split()
+                for axis in "batch row head".split()
+            ]
+        ),
         *_strides(["block_table"]),
         ("total_q", ctypes.c_longlong),
         *_ints("batch seqlen_q seqlen_k num_q_heads num_kv_heads head_dim block_size".split()),
@@ -108,7 +117,10 @@ class WriteKVParams(ctypes.Structure):
 class CopyBlocksParams(ctypes.Structure):
     """As in params.cuh."""
 
-    _fields_ = (*_pointers("pools block_bytes pairs".split()), *_ints("num_pools num_pairs".split()))
+    _fields_ = (
+        *_pointers("pools block_bytes pairs".split()),
+        *_ints("num_pools num_pairs".split()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,14 +142,20 @@ class Library:
             getattr(self._functions, name).restype = ctypes.c_char_p
         self._functions.size_of.restype = ctypes.c_longlong
         sizes = [self._functions.size_of(i) for i in range(3)]
-        own = [ctypes.sizeof(struct) for struct in (AttentionParams, WriteKVParams, CopyBlocksParams)]
+        own = [
+            ctypes.sizeof(struct) for struct in (AttentionParams, WriteKVParams, CopyBlocksParams)
+        ]
         if sizes != own:
             raise TypeError(f"params.cuh has structs of {sizes} bytes, their mirror here {own}")
 
     def attention(self, params: AttentionParams, form: Form, schedule: Schedule) -> None:
         """One launch of attention_mma or attention_wmma; with splits, merge_splits after it."""
         p = ctypes.byref(params)
-        _check(self._functions.attention(p, int(form.is_wmma), form.dtype, form.head_dim, form.warps_m, schedule))
+        _check(
+            self._functions.attention(
+                p, int(form.is_wmma), form.dtype, form.head_dim, form.warps_m, schedule
+            )
+        )
         if params.num_splits > 1:
             _check(self._functions.merge(p, form.dtype, schedule))
 
@@ -157,9 +175,14 @@ def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path
     """The shared library of one C++ file, compiled unless the same text was compiled before; it lies in build/."""
     compiler = find_compiler()
     if compiler is None:
-        raise FileNotFoundError("g++ with its address sanitizer is not installed: it compiles the CUDA kernels here")
+        raise FileNotFoundError(
+            "g++ with its address sanitizer is not installed: it compiles the CUDA kernels here"
+        )
     command = [compiler, *_FLAGS, "-DKVBOOST_EDGE_CUDA_ON_CPU", f"-I{include}", f"-I{SHIM}", *flags]
-    texts = [path.read_bytes() for path in (source, *sorted(include.glob("*.cuh")), *sorted(SHIM.glob("*.h")))]
+    texts = [
+        path.read_bytes()
+        for path in (source, *sorted(include.glob("*.cuh")), *sorted(SHIM.glob("*.h")))
+    ]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     digest = hashlib.sha256(b"\0".join([repr(command).encode(), version, *texts])).hexdigest()[:16]
     path = ROOT / "build" / "cuda_on_cpu" / f"{source.stem}-{digest}.so"
@@ -173,7 +196,9 @@ def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path
 
 
 @functools.cache
-def library(head_dims: tuple[int, ...] = HEAD_DIMS, flags: tuple[str, ...] = (), include: Path = CSRC) -> Library:
+def library(
+    head_dims: tuple[int, ...] = HEAD_DIMS, flags: tuple[str, ...] = (), include: Path = CSRC
+) -> Library:
     """The kernels for these head dims."""
     chosen = f"-DHEAD_DIMS={','.join(map(str, head_dims))}"
     return Library(built(SHIM / "launches.cpp", (chosen, *flags), include))

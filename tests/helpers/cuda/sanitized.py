@@ -46,8 +46,11 @@ def attend() -> int:
 
 def run_faulty(name: str) -> None:
     functions = ctypes.CDLL(str(built(SHIM / "faulty.cpp", ASAN_FLAGS)))
-    given, out = np.zeros(32 * 128, dtype=np.uint16), np.zeros(128, dtype=np.uint32)
-    functions.run_faulty(name.encode(), ctypes.c_void_p(given.ctypes.data), ctypes.c_void_p(out.ctypes.data), 0, 0)
+    given = np.zeros(32 * 128, dtype=np.uint16)
+    out = np.zeros(128, dtype=np.uint32)
+    functions.run_faulty(
+        name.encode(), ctypes.c_void_p(given.ctypes.data), ctypes.c_void_p(out.ctypes.data), 0, 0
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ __all__ = ["CAN_RUN", "DEVICE", "ON_GPU", "StandIn", "needs_kernels", "standing_
 ON_GPU = os.environ.get("KVBOOST_EDGE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 CAN_RUN = ON_GPU or find_compiler() is not None or must_run()
-needs_kernels = pytest.mark.skipif(not CAN_RUN, reason="no g++ compiles the CUDA kernels for this processor")
+needs_kernels = pytest.mark.skipif(
+    not CAN_RUN, reason="no g++ compiles the CUDA kernels for this processor"
+)
 if not ON_GPU:
     sys.path.insert(0, str(ROOT / "cuda_ext"))  # the package is not installed where there is no GPU
 
@@ -53,7 +55,8 @@ class StandIn:
     @contextlib.contextmanager
     def of(self, major: int) -> Iterator[None]:
         """A device of this compute capability: below 8 the wmma kernels run, else the mma kernels."""
-        before, self._major.value = self._major.value, major
+        before = self._major.value
+        self._major.value = major
         try:
             yield
         finally:
@@ -80,12 +83,22 @@ def standing_in() -> Iterator[tuple[Any, StandIn | None]]:
 def _loaded() -> StandIn:
     kernels = built(SHIM / "launches.cpp", (f"-DHEAD_DIMS={','.join(map(str, HEAD_DIMS))}",))
     sources = [CSRC / "binding.cpp", SHIM / "launch_on_cpu.cpp"]
-    texts = [path.read_bytes() for path in (*sources, *sorted(CSRC.glob("*.h")), CSRC / "params.cuh")]
-    digest = hashlib.sha256(b"\0".join([torch.__version__.encode(), kernels.name.encode(), *texts])).hexdigest()[:16]
+    texts = [
+        path.read_bytes() for path in (*sources, *sorted(CSRC.glob("*.h")), CSRC / "params.cuh")
+    ]
+    digest = hashlib.sha256(
+        b"\0".join([torch.__version__.encode(), kernels.name.encode(), *texts])
+    ).hexdigest()[:16]
     path = ROOT / "build" / "cuda_on_cpu" / f"binding-{digest}.so"
     if not path.exists():
         flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-DKVBOOST_EDGE_CUDA_DEVICE=CPU"]
-        command = ["g++", *flags, *(f"-I{folder}" for folder in _INCLUDES), *map(str, sources), str(kernels)]
+        command = [
+            "g++",
+            *flags,
+            *(f"-I{folder}" for folder in _INCLUDES),
+            *map(str, sources),
+            str(kernels),
+        ]
         command += [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
         with tempfile.TemporaryDirectory(dir=kernels.parent) as folder:
             made = Path(folder) / path.name

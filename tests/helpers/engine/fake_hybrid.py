@@ -38,7 +38,9 @@ def next_state(state: State, token_id: int) -> State:
     return (state[0] * 1_000_003 + token_id + 1) % _MODULUS, state[1] + 1
 
 
-def state_logits(state: State, token_ids: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def state_logits(
+    state: State, token_ids: Sequence[int] | npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
     """Logits [VOCAB_SIZE] behind these tokens, whose state this is."""
     return token_logits([*state, *token_ids])
 
@@ -47,7 +49,8 @@ def expected_hybrid(
     prompt_ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
     """The greedy output, computed without any engine."""
-    ids, state = list(prompt_ids), ZEROS
+    ids = list(prompt_ids)
+    state = ZEROS
     for token_id in ids:
         state = next_state(state, token_id)
     for _ in range(max_new_tokens):
@@ -63,7 +66,9 @@ class HybridBackend(FakeBackend):
 
     states: StatePool
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int, num_draft_rows: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, num_draft_rows: int
+    ) -> None:
         super().__init__(num_blocks, block_size)
         self.spec = dataclasses.replace(self.spec, states=(SPEC,))
         self.states = StatePool(self.spec.states, num_slots, num_draft_rows)
@@ -100,18 +105,27 @@ class HybridRunner(FakeRunner):
         """Like a compiled pass: all states are read before the first is written."""
         if self.on_forward is not None:
             self.on_forward(batch)
-        layout, backend = batch.layout, self.backend
+        layout = batch.layout
+        backend = self.backend
         pool = backend.states
-        check_layout(layout, backend.spec.block_size, backend.num_blocks, pool.num_slots, pool.num_draft_rows)
-        states = [ZEROS if slot < 0 else backend.read_state(slot) for slot in layout.states.state_in.tolist()]
-        starts, ends = layout.cu_seqlens_q.tolist(), _certain_ends(layout)
+        check_layout(
+            layout, backend.spec.block_size, backend.num_blocks, pool.num_slots, pool.num_draft_rows
+        )
+        states = [
+            ZEROS if slot < 0 else backend.read_state(slot)
+            for slot in layout.states.state_in.tolist()
+        ]
+        starts = layout.cu_seqlens_q.tolist()
+        ends = _certain_ends(layout)
         drafts = itertools.count()
         for sequence, state in enumerate(states):
             for row in range(starts[sequence], starts[sequence + 1]):
                 state = self._states[row] = next_state(state, int(batch.token_ids[row]))
                 if row >= ends[sequence]:
                     backend.drafted(next(drafts))[:] = batch.token_ids[row]
-            backend.write_state(int(layout.states.state_out[sequence]), self._states[ends[sequence] - 1])
+            backend.write_state(
+                int(layout.states.state_out[sequence]), self._states[ends[sequence] - 1]
+            )
         for sequence, rows, slot in layout.states.saves.tolist():
             backend.write_state(slot, self._states[starts[sequence] + rows - 1])
         self.saved += len(layout.states.saves)
@@ -119,14 +133,20 @@ class HybridRunner(FakeRunner):
         self.computed += len(batch.token_ids)
         return np.stack([self._row(batch, int(row)) for row in batch.logit_rows])
 
-    def accept_drafts(self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates) -> None:
+    def accept_drafts(
+        self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
+    ) -> None:
         if self.on_accept is not None:
             self.on_accept()
-        backend, first = self.backend, 0
+        backend = self.backend
+        first = 0
         wanted = {(sequence, rows): slot for sequence, rows, slot in states.saves.tolist()}
         read = [backend.read_state(int(slot)) for slot in states.state_in]
-        for sequence, (end, stop) in enumerate(zip(_certain_ends(layout), layout.cu_seqlens_q[1:], strict=True)):
-            state, count = read[sequence], int(accepted[sequence])
+        for sequence, (end, stop) in enumerate(
+            zip(_certain_ends(layout), layout.cu_seqlens_q[1:], strict=True)
+        ):
+            state = read[sequence]
+            count = int(accepted[sequence])
             assert count <= stop - end
             for row in range(count):
                 state = next_state(state, int(backend.drafted(first + row)[0]))
@@ -167,4 +187,6 @@ def hybrid_parts(
     backend = HybridBackend(num_blocks, 16, num_slots, num_draft_rows)
     sizes = StateSizes(num_slots, interval, every_block, num_draft_rows)
     manager = KVCacheManager(num_blocks, 16, policy=TenantFloors, state_sizes=sizes)
-    return dataclasses.replace(fake_parts(num_blocks), backend=backend, runner=HybridRunner(backend), manager=manager)
+    return dataclasses.replace(
+        fake_parts(num_blocks), backend=backend, runner=HybridRunner(backend), manager=manager
+    )

@@ -90,9 +90,13 @@ class FakeBackend:
     states: Any = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.spec = KVSpec((LayerKVSpec(1, 1),), block_size, "float32")  # 8 bytes a token: its id and its position
+        self.spec = KVSpec(
+            (LayerKVSpec(1, 1),), block_size, "float32"
+        )  # 8 bytes a token: its id and its position
         self.num_blocks = num_blocks
-        self.tokens, self.positions = (np.full((num_blocks, block_size), POISON, np.int64) for _ in range(2))
+        self.tokens, self.positions = (
+            np.full((num_blocks, block_size), POISON, np.int64) for _ in range(2)
+        )
         self.closed = False
 
     @property
@@ -114,22 +118,29 @@ class FakeBackend:
         self.tokens.reshape(-1)[batch.slot_mapping] = keys
         self.positions.reshape(-1)[batch.slot_mapping] = values
 
-    def attention(self, layer: int, queries: Any, batch: Any, params: AttentionParams) -> tuple[Any, Any]:
+    def attention(
+        self, layer: int, queries: Any, batch: Any, params: AttentionParams
+    ) -> tuple[Any, Any]:
         raise AssertionError("the fake runner reads the pool itself")
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        both = np.stack([self.tokens[list(block_ids)], self.positions[list(block_ids)]], axis=1).astype("<i4")
+        both = np.stack(
+            [self.tokens[list(block_ids)], self.positions[list(block_ids)]], axis=1
+        ).astype("<i4")
         return both.reshape(len(block_ids), -1).view(np.uint8)
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         both = data.view("<i4").reshape(len(block_ids), 2, -1)
-        self.tokens[list(block_ids)], self.positions[list(block_ids)] = both[:, 0], both[:, 1]
+        self.tokens[list(block_ids)] = both[:, 0]
+        self.positions[list(block_ids)] = both[:, 1]
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
         self.tokens[list(block_ids)] = POISON
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        return [zlib.crc32(self.tokens[b].tobytes() + self.positions[b].tobytes()) for b in block_ids]
+        return [
+            zlib.crc32(self.tokens[b].tobytes() + self.positions[b].tobytes()) for b in block_ids
+        ]
 
     def close(self) -> None:
         self.closed = True
@@ -142,7 +153,9 @@ class FakeRunner:
     expected = staticmethod(expected_tokens)
 
     def __init__(self, backend: FakeBackend, max_context: int = CONTEXT) -> None:
-        self.info = RunnerInfo("fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec)
+        self.info = RunnerInfo(
+            "fake", "fake", "float32", VOCAB_SIZE, max_context, 1000, backend.spec
+        )
         self.backend = backend
         self.moved_keys_refusal: str | None = None
         self.on_forward: Callable[[ForwardBatch], None] | None = None
@@ -157,7 +170,8 @@ class FakeRunner:
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
         if self.on_forward is not None:
             self.on_forward(batch)
-        backend, layout = self.backend, batch.layout
+        backend = self.backend
+        layout = batch.layout
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         self.computed += len(batch.token_ids)
         self.batches.append(len(layout.seq_lens))
@@ -171,18 +185,23 @@ class FakeRunner:
         assert (self.backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
         return np.random.default_rng(len(slots)).random(len(rows), dtype=np.float32)
 
-    def masses(self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys) -> npt.NDArray[np.float32]:
+    def masses(
+        self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
+    ) -> npt.NDArray[np.float32]:
         """The same for what is stored; nothing where nobody asks."""
         self._look(batch)
         positions = self.backend.positions.reshape(-1)[stored.slots]
         assert (positions + stored.deltas == stored.positions).all()
         assert len(rows) == 0 or batch.positions[rows].min() > stored.positions.max()
         self.asked += len(rows)
-        return len(rows) * np.random.default_rng(len(stored.slots)).random(len(stored.slots), dtype=np.float32)
+        return len(rows) * np.random.default_rng(len(stored.slots)).random(
+            len(stored.slots), dtype=np.float32
+        )
 
     def _look(self, batch: ForwardBatch) -> None:
         """Store the tokens, once it was seen that all before them is there."""
-        backend, layout = self.backend, batch.layout
+        backend = self.backend
+        layout = batch.layout
         backend.write_kv(0, batch.token_ids, batch.positions, layout)
         for sequence, length in enumerate(layout.seq_lens.tolist()):
             tokens, positions = self._read(layout, sequence, length)
@@ -206,15 +225,20 @@ class FakeRunner:
     def _read(self, layout: BatchLayout, sequence: int, length: int) -> tuple[Any, Any]:
         """Tokens and positions [length] of a sequence, those at other positions moved to where they are used."""
         size = self.backend.spec.block_size
-        tokens, positions = np.full(length, POISON), np.full(length, POISON)
+        tokens = np.full(length, POISON)
+        positions = np.full(length, POISON)
         rows = [[sequence, 0, 0, 0, 0]] if layout.parts is None else layout.parts.tolist()
         parts = [part for part in (Part(*row) for row in rows) if part.sequence == sequence]
-        for part, end in zip(parts, [*(other.valid_from for other in parts[1:]), length], strict=True):
+        for part, end in zip(
+            parts, [*(other.valid_from for other in parts[1:]), length], strict=True
+        ):
             slots = np.arange(part.valid_from, min(end, length)) - part.first_position
             blocks = layout.block_tables[sequence][part.first_index + slots // size]
             assert (blocks >= 0).all(), "a block of the sequence is missing from its table"
             tokens[part.valid_from : end] = self.backend.tokens[blocks, slots % size]
-            positions[part.valid_from : end] = self.backend.positions[blocks, slots % size] + part.delta
+            positions[part.valid_from : end] = (
+                self.backend.positions[blocks, slots % size] + part.delta
+            )
         return tokens, positions
 
     def close(self) -> None:
@@ -244,7 +268,9 @@ def fake_parts(
     return EngineParts(
         runner=FakeRunner(backend, max_context),
         backend=backend,
-        manager=KVCacheManager(num_blocks, block_size, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks),
+        manager=KVCacheManager(
+            num_blocks, block_size, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks
+        ),
         tokenizer=fake_tokenizer(),
         eos_token_ids=frozenset({EOS_ID}),
         root=ROOT,
@@ -262,7 +288,14 @@ def fake_engine(
     """A running engine around a `FakeRunner`, debug checks on, reuse untested unless asked for; close it."""
     config = EngineConfig.from_options(**{"debug_checks": True, "reuse_gate": "off", **options})
     return CPUPagedEngine._from_parts(
-        fake_parts(num_blocks, config.block_size, max_context, config.max_num_seqs, config.max_pinned_blocks, tiers),
+        fake_parts(
+            num_blocks,
+            config.block_size,
+            max_context,
+            config.max_num_seqs,
+            config.max_pinned_blocks,
+            tiers,
+        ),
         config,
     )
 
@@ -287,18 +320,27 @@ class Bench:
         parts: EngineParts | None = None,
     ) -> None:
         self.parts = parts or fake_parts(num_blocks)
-        self.manager, self.runner = self.parts.manager, self.parts.runner
-        self.mover = HandMover(tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state)
+        self.manager = self.parts.manager
+        self.runner = self.parts.runner
+        self.mover = HandMover(
+            tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state
+        )
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
         )
-        sequences = Sequences(self.parts.tokenizer, self.scheduler.speculation, VOCAB_SIZE, self.parts.eos_token_ids)
-        self.core = EngineCore(self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks)
+        sequences = Sequences(
+            self.parts.tokenizer, self.scheduler.speculation, VOCAB_SIZE, self.parts.eos_token_ids
+        )
+        self.core = EngineCore(
+            self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks
+        )
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
         self.num_requests = 0
-        self._asked: dict[int, tuple[Any, ...]] = {}  # what `answer` needs of a request, by its index
+        self._asked: dict[
+            int, tuple[Any, ...]
+        ] = {}  # what `answer` needs of a request, by its index
 
     def submit(
         self,
@@ -346,7 +388,9 @@ class Bench:
         )
         return self.core.submit(request)
 
-    def ask(self, prompt_ids: Sequence[int], max_new_tokens: int = 8, *args: Any, **options: Any) -> GenerationResult:
+    def ask(
+        self, prompt_ids: Sequence[int], max_new_tokens: int = 8, *args: Any, **options: Any
+    ) -> GenerationResult:
         """Run one more request to its end; `submit` has the arguments, `answer` the result."""
         handle = self.submit(prompt_ids, max_new_tokens, *args, **options)
         self.run()
@@ -355,9 +399,12 @@ class Bench:
     def answer(self, handle: RequestHandle) -> GenerationResult:
         """Result of a greedy request whose tokens are the expected ones, or the first of them if it was cut short."""
         result = handle.result(0)
-        tokens, expected = list(result.output_token_ids), self.runner.expected(*self._asked[handle.index])
+        tokens = list(result.output_token_ids)
+        expected = self.runner.expected(*self._asked[handle.index])
         is_whole = result.finish_reason not in ("cancelled", "timeout")
-        assert tokens == (expected if is_whole else expected[: len(tokens)]), f"request {handle.index}"
+        assert tokens == (expected if is_whole else expected[: len(tokens)]), (
+            f"request {handle.index}"
+        )
         return result
 
     def submit_logits(
@@ -388,7 +435,8 @@ class Bench:
         return worked
 
     def check(self) -> None:
-        running, loads = self.scheduler.running, self.scheduler.loads
+        running = self.scheduler.running
+        loads = self.scheduler.loads
         tables = [s.table for s in running if s.table is not None] + [load.table for load in loads]
         self.manager.check_invariants(tables)
         assert all(loads.of(load.sequence) is load for load in loads)
@@ -414,7 +462,9 @@ def hold_passes(engine: CPUPagedEngine, go: threading.Event) -> None:
     runner_of(engine).on_forward = hold
 
 
-def checked(engine: CPUPagedEngine, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> GenerationResult:
+def checked(
+    engine: CPUPagedEngine, prompt: Sequence[int], max_new_tokens: int, **options: Any
+) -> GenerationResult:
     """The result of a greedy request, whose tokens are the expected ones."""
     result = engine.generate(prompt, max_new_tokens, **options)
     assert list(result.output_token_ids) == expected_tokens(prompt, max_new_tokens)

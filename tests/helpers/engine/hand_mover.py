@@ -12,14 +12,19 @@ from kvboost_edge.tiers.mover import Mover, Piece
 class DictTier:
     """Blocks in a dict. knows: whether `holds` can tell. losses: chance that a block is gone when it is read."""
 
-    def __init__(self, name: str = "shelf", *, knows: bool = True, losses: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, name: str = "shelf", *, knows: bool = True, losses: float = 0.0, seed: int = 0
+    ) -> None:
         self.name = name
         self.blocks: dict[bytes, tuple[BlockAddress, bytes]] = {}
-        self.writable, self.closed = True, False
+        self.writable = True
+        self.closed = False
         self.touched: list[bytes] = []
         self.lost: set[bytes] = set()
         self.num_read = self.num_written = self.num_asked = 0
-        self._knows, self._losses, self._rng = knows, losses, random.Random(seed)
+        self._knows = knows
+        self._losses = losses
+        self._rng = random.Random(seed)
 
     def begin(self) -> None:
         pass
@@ -57,7 +62,9 @@ class DictTier:
         for address, payload in zip(blocks, payloads, strict=True):
             data = bytes(payload)
             known = self.blocks.setdefault(address.prefix_hash, (address, data))
-            assert known == (address, data), "equal addresses hold equal bytes, whoever computed them"
+            assert known == (address, data), (
+                "equal addresses hold equal bytes, whoever computed them"
+            )
             self.num_written += 1
         return len(blocks)
 

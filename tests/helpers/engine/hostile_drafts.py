@@ -19,7 +19,9 @@ class HostileDrafter(Drafter):
 
     def __init__(self, kind: str, truth: Sequence[int], vocab_size: int, seed: int) -> None:
         super().__init__(b"", Memory())
-        self._kind, self._truth, self._vocab_size = kind, list(truth), vocab_size
+        self._kind = kind
+        self._truth = list(truth)
+        self._vocab_size = vocab_size
         self._random = random.Random(seed)
         self.outcomes: list[tuple[int, int]] = []
 
@@ -44,9 +46,13 @@ class HostileDrafter(Drafter):
 class CutDrafter(Drafter):
     """Proposes so many tokens as come, and then wrong ones up to `num_drafts`."""
 
-    def __init__(self, truth: Sequence[int], num_right: int, num_drafts: int, vocab_size: int) -> None:
+    def __init__(
+        self, truth: Sequence[int], num_right: int, num_drafts: int, vocab_size: int
+    ) -> None:
         super().__init__(b"", Memory())
-        self._truth, self._num_right, self._num_drafts = list(truth), num_right, num_drafts
+        self._truth = list(truth)
+        self._num_right = num_right
+        self._num_drafts = num_drafts
         self._vocab_size = vocab_size
         self.outcomes: list[tuple[int, int]] = []
 
@@ -78,7 +84,10 @@ def hostile(
 def draft_in_turn(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[int] = ()) -> Bench:
     """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it is not the greedy."""
     bench.scheduler.speculation.drafter = hostile(
-        lambda request: [*request.prompt_ids, *(answer or bench.runner.expected(request.prompt_ids, 200))],
+        lambda request: [
+            *request.prompt_ids,
+            *(answer or bench.runner.expected(request.prompt_ids, 200)),
+        ],
         lambda request: kinds[request.index % len(kinds)],
         VOCAB_SIZE,
     )

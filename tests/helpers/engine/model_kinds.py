@@ -20,7 +20,11 @@ class ModelKind(enum.Enum):
 
     def parts(self, num_blocks: int = 64, num_slots: int = 40, **states: Any) -> EngineParts:
         """Make the parts of an engine. A plain model has no use for what is said about states."""
-        return fake_parts(num_blocks) if self is PLAIN else hybrid_parts(num_blocks, num_slots, **states)
+        return (
+            fake_parts(num_blocks)
+            if self is PLAIN
+            else hybrid_parts(num_blocks, num_slots, **states)
+        )
 
     def bench(
         self,
@@ -33,7 +37,11 @@ class ModelKind(enum.Enum):
         **options: Any,
     ) -> Bench:
         """Make an engine that is stepped by hand."""
-        states = {"interval": interval, "every_block": every_block, "num_draft_rows": num_draft_rows}
+        states = {
+            "interval": interval,
+            "every_block": every_block,
+            "num_draft_rows": num_draft_rows,
+        }
         return Bench(parts=self.parts(num_blocks, num_slots, **states), **options)
 
     def cached(self, length: int) -> int:

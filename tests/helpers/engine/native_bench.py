@@ -38,8 +38,12 @@ class Machine:
     """Runners and backends over one model directory, made once: a schedule gets a fresh manager over an old pool, so
     whatever former schedules left in memory is in its way. `states` of benches that do not say themselves."""
 
-    def __init__(self, directory: Path, weights: str = "int8", states: StateSizes | None = None) -> None:
-        self._directory, self._weights, self.states = directory, weights, states
+    def __init__(
+        self, directory: Path, weights: str = "int8", states: StateSizes | None = None
+    ) -> None:
+        self._directory = directory
+        self._weights = weights
+        self.states = states
         self._runners: dict[tuple[Bits, int], NativeRunner] = {}
         self._backends: dict[tuple[Bits, int, int, int, int, int], CPUBackend] = {}
 
@@ -87,8 +91,12 @@ class NativeBench:
     ) -> None:
         states = machine.states if states is None else states
         runner, self.backend = machine.parts(bits, threads, num_blocks, max_num_seqs + 1, states)
-        self.manager = KVCacheManager(num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states)
-        self.mover = HandMover(tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state)
+        self.manager = KVCacheManager(
+            num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states
+        )
+        self.mover = HandMover(
+            tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state
+        )
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
         self.scheduler = Scheduler(
             self.manager,
@@ -97,7 +105,9 @@ class NativeBench:
             loads=loads,
             closes_blocks=bits != (16, 16),
         )
-        sequences = Sequences(fake_tokenizer(), self.scheduler.speculation, runner.info.vocab_size, frozenset())
+        sequences = Sequences(
+            fake_tokenizer(), self.scheduler.speculation, runner.info.vocab_size, frozenset()
+        )
         self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))
@@ -112,13 +122,21 @@ class NativeBench:
     ) -> RequestHandle:
         return self.core.submit(self._request(prompt_ids, params, mode, fields))
 
-    def submit_logits(self, token_ids: Sequence[int], start: int = 0) -> tuple[RequestHandle, list[Floats]]:
+    def submit_logits(
+        self, token_ids: Sequence[int], start: int = 0
+    ) -> tuple[RequestHandle, list[Floats]]:
         params = SamplingParams(max_new_tokens=0)
         fields = {"logits_start": start}
-        return self.core.submit_logits(self._request(token_ids, params, GenerationMode.PREFIX_CACHE, fields))
+        return self.core.submit_logits(
+            self._request(token_ids, params, GenerationMode.PREFIX_CACHE, fields)
+        )
 
     def _request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, mode: GenerationMode, fields: dict[str, Any]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        mode: GenerationMode,
+        fields: dict[str, Any],
     ) -> Request:
         self._num_requests += 1
         count = params.max_new_tokens or 0
@@ -153,7 +171,9 @@ class NativeBench:
                     return
         raise AssertionError(f"not done after {limit} steps")
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **fields: Any) -> GenerationResult:
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, **fields: Any
+    ) -> GenerationResult:
         handle = self.submit(prompt_ids, params, **fields)
         self.run()
         return handle.result(0)
@@ -177,7 +197,8 @@ class Cold:
     """
 
     def __init__(self, machine: Machine, bits: Bits) -> None:
-        self._machine, self._bits = machine, bits
+        self._machine = machine
+        self._bits = bits
         self._logits: dict[tuple[int, ...], Floats] = {}
         self._answers: dict[tuple[tuple[int, ...], str], GenerationResult] = {}
 
@@ -195,7 +216,9 @@ class Cold:
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> GenerationResult:
         key = tuple(prompt_ids), repr(params)
         if key not in self._answers:
-            self._answers[key] = self._bench().generate(prompt_ids, params, mode=GenerationMode.BASELINE)
+            self._answers[key] = self._bench().generate(
+                prompt_ids, params, mode=GenerationMode.BASELINE
+            )
         return self._answers[key]
 
 

@@ -51,7 +51,12 @@ def _hybrid(family: str, wide: Mapping[str, Any], **in_blocks: Any) -> Kind:
     return Kind(family, {}, in_blocks, {"hidden_size": 256, **wide}, states=True)
 
 
-_EXPERTS = {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 64}
+_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 12,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 64,
+}
 _QWEN3 = {"hidden_size": 64, "intermediate_size": 96}
 _DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "intermediate_size": 256}
 _SPACE = {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64}
@@ -63,7 +68,9 @@ KINDS: dict[str, Kind] = {
         {"hidden_size": 96, "intermediate_size": 1056},
         {"hidden_size": 256, "intermediate_size": 1280},
     ),
-    "qwen3": Kind("qwen3", {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}, _QWEN3, _WIDE),
+    "qwen3": Kind(
+        "qwen3", {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}, _QWEN3, _WIDE
+    ),
     "qwen3_moe": Kind(
         "qwen3_moe",
         {"hidden_size": 80, "num_hidden_layers": 2},
@@ -89,38 +96,59 @@ KINDS: dict[str, Kind] = {
     ),
     "granitemoehybrid-h": _hybrid("granitemoehybrid-h", _SPACE),
     "granitemoehybrid-groups": _hybrid("granitemoehybrid-groups", _SPACE, mamba_conv_bias=True),
-    "granitemoehybrid-experts": _hybrid("granitemoehybrid-experts", {**_SPACE, "intermediate_size": 256}),
-    "nemotron_h": _hybrid("nemotron_h", {"intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64}),
+    "granitemoehybrid-experts": _hybrid(
+        "granitemoehybrid-experts", {**_SPACE, "intermediate_size": 256}
+    ),
+    "nemotron_h": _hybrid(
+        "nemotron_h", {"intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64}
+    ),
     "nemotron_h-moe": _hybrid(
         "nemotron_h-moe",
-        {"intermediate_size": 256, "moe_intermediate_size": 256, "mamba_head_dim": 64, "head_dim": 64},
+        {
+            "intermediate_size": 256,
+            "moe_intermediate_size": 256,
+            "mamba_head_dim": 64,
+            "head_dim": 64,
+        },
         layers_block_type=["full_attention", "moe", "linear_attention", "linear_attention"],
         use_conv_bias=True,
     ),
-    "falcon_h1": _hybrid("falcon_h1", {"intermediate_size": 256, "mamba_d_ssm": 256, "mamba_d_head": 64}),
+    "falcon_h1": _hybrid(
+        "falcon_h1", {"intermediate_size": 256, "mamba_d_ssm": 256, "mamba_d_head": 64}
+    ),
 }
 
 
 def needs_torch(kind: str, weights: str) -> bool:
     """Whether making the model takes torch, or the gguf package."""
     numpy_alone = kind in ("qwen2", "qwen3", "qwen3_moe", "gpt_oss")
-    return not numpy_alone or (weights in FORMATS and weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4"))
+    return not numpy_alone or (
+        weights in FORMATS and weights.isupper() and (kind, weights) != ("gpt_oss", "MXFP4")
+    )
 
 
 def machine_of(kind: str, weights: str, folder: Path, states: StateSizes = STATES) -> Machine:
     """Runners of a model, which is written into `folder` where it is not there yet."""
-    made, is_file = KINDS[kind], weights.isupper()
+    made = KINDS[kind]
+    is_file = weights.isupper()
     wide = is_file and "K" in weights
     fields = {**made.fields, **(made.in_blocks if is_file else {}), **(made.wide if wide else {})}
     if (kind, weights) == ("gpt_oss", "MXFP4"):
-        path, is_file = _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True}), False
+        path = _saved("gpt_oss", folder / f"{kind}-mxfp4", {**made.fields, "mxfp4": True})
+        is_file = False
         weights = "auto"
     else:
-        path = _saved(made.family, folder / f"{kind}-{'wide' if wide else 'in-blocks' if is_file else 'plain'}", fields)
+        path = _saved(
+            made.family,
+            folder / f"{kind}-{'wide' if wide else 'in-blocks' if is_file else 'plain'}",
+            fields,
+        )
     if is_file:
         from helpers.gguf.writer import write_gguf
 
-        path = write_gguf(path, folder / f"{kind}-{weights}.gguf", kind=_k_mix if weights == "K_MIX" else weights)
+        path = write_gguf(
+            path, folder / f"{kind}-{weights}.gguf", kind=_k_mix if weights == "K_MIX" else weights
+        )
         weights = "auto"
     return Machine(path, weights, states if made.states else None)
 

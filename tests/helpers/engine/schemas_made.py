@@ -17,7 +17,12 @@ def made_schema(seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     schema = _any(rng, 3) if seed % 7 == 0 else (_object(rng, 3) if seed % 2 else _array(rng, 3))
     if seed % 5 == 0:
-        return {"$defs": {"part": _plain(rng)}, "type": "array", "items": {"$ref": "#/$defs/part"}, "maxItems": 2}
+        return {
+            "$defs": {"part": _plain(rng)},
+            "type": "array",
+            "items": {"$ref": "#/$defs/part"},
+            "maxItems": 2,
+        }
     if seed % 11 == 0:
         return {"anyOf": [schema, {"type": "null"}]}
     return schema
@@ -46,7 +51,12 @@ def _array(rng: random.Random, depth: int) -> dict[str, Any]:
         parts = [_any(rng, depth - 1) for _ in range(rng.randint(1, 2))]
         return {"type": "array", "prefixItems": parts, "items": False, "minItems": len(parts)}
     least = rng.randint(0, 2)
-    return {"type": "array", "items": _any(rng, depth - 1), "minItems": least, "maxItems": least + rng.randint(0, 1)}
+    return {
+        "type": "array",
+        "items": _any(rng, depth - 1),
+        "minItems": least,
+        "maxItems": least + rng.randint(0, 1),
+    }
 
 
 def _plain(rng: random.Random) -> dict[str, Any]:
@@ -63,9 +73,19 @@ def _plain(rng: random.Random) -> dict[str, Any]:
             {"type": "string", "pattern": rng.choice(_PATTERNS)},
             {"type": "string", "format": "date"},
             {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 60)},
-            {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + 9, "multipleOf": number},
+            {
+                "type": "integer",
+                "exclusiveMinimum": low,
+                "exclusiveMaximum": low + 9,
+                "multipleOf": number,
+            },
             {"type": "number", "minimum": 0, "maximum": number},
             {"type": ["string", "null"], "maxLength": 3},
-            {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "string", "maxLength": 2}]},
+            {
+                "anyOf": [
+                    {"type": "integer", "minimum": 0, "maximum": 9},
+                    {"type": "string", "maxLength": 2},
+                ]
+            },
         ]
     )

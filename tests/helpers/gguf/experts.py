@@ -28,7 +28,8 @@ def merged_experts(tensors: Tensors) -> Tensors:
         elif name.endswith("block_sparse_moe.input_linear.weight"):
             base = name.removesuffix("input_linear.weight")
             gate, up = np.split(values, 2, axis=-2)
-            found[f"{base}experts.w1.weight"], found[f"{base}experts.w3.weight"] = gate, up
+            found[f"{base}experts.w1.weight"] = gate
+            found[f"{base}experts.w3.weight"] = up
         elif name.endswith("e_score_correction_bias"):
             found[name.replace("_bias", ".bias")] = values.squeeze()
         else:

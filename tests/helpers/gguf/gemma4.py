@@ -37,8 +37,10 @@ def makers_config(config: Config) -> dict[str, Any]:
 def write_gemma4_sizes(writer: GGUFWriter, config: Config) -> None:
     """The keys of `Gemma4Model.set_gguf_parameters`; those of `Gemma3Model` are there already."""
     config = makers_config(config)
-    layers, shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
-    full, local = config["global_head_dim"], config["head_dim"]
+    layers = config["num_hidden_layers"]
+    shared = config["num_kv_shared_layers"]
+    full = config["global_head_dim"]
+    local = config["head_dim"]
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_sliding_window(config["sliding_window"])

@@ -89,8 +89,10 @@ def arch_of(config: Config) -> MODEL_ARCH:
 
 def tiled_heads(values: np.ndarray, axis: int, config: Config, dim: int) -> np.ndarray:
     """Value heads of `dim` entries each along an axis, from the order of key heads into that of tiles."""
-    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    before, behind = values.shape[:axis], values.shape[axis + 1 :]
+    keys = config["linear_num_key_heads"]
+    heads = config["linear_num_value_heads"]
+    before = values.shape[:axis]
+    behind = values.shape[axis + 1 :]
     cut = values.reshape(*before, keys, heads // keys, dim, *behind)
     return np.ascontiguousarray(cut.swapaxes(axis, axis + 1)).reshape(values.shape)
 
@@ -121,10 +123,8 @@ def _changed(name: str, values: np.ndarray, config: Config) -> np.ndarray:
 
 
 def _with_tiled_heads(name: str, values: np.ndarray, config: Config) -> np.ndarray:
-    keys, dim = (
-        config["linear_num_key_heads"] * config["linear_key_head_dim"],
-        config["linear_value_head_dim"],
-    )
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    dim = config["linear_value_head_dim"]
     if "in_proj_qkv" in name or "conv1d" in name:
         return np.concatenate([values[: 2 * keys], tiled_heads(values[2 * keys :], 0, config, dim)])
     if "in_proj_z" in name:
@@ -155,10 +155,8 @@ def write_hybrid_sizes(writer: GGUFWriter, config: Config) -> None:
     if config["model_type"] in _OWN_SIZES:
         _OWN_SIZES[config["model_type"]](writer, config)
         return
-    rope, attends = (
-        config["rope_parameters"],
-        [kind == "full_attention" for kind in config["layer_types"]],
-    )
+    rope = config["rope_parameters"]
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
     write_sizes(
         writer,
         config,
@@ -221,7 +219,8 @@ def _lfm2_width(config: Config) -> int:
     width = config["intermediate_size"]
     if config["model_type"] == "lfm2_moe" or not config["block_auto_adjust_ff_dim"]:
         return int(width)
-    width, multiple = int(2 * width / 3), config["block_multiple_of"]
+    width = int(2 * width / 3)
+    multiple = config["block_multiple_of"]
     if config["block_ffn_dim_multiplier"] is not None:
         width = int(config["block_ffn_dim_multiplier"] * width)
     return int(multiple * ((width + multiple - 1) // multiple))

@@ -206,8 +206,10 @@ def gguf_tensors(model_dir: Path) -> Tensors:
 
 
 def _llama3_factors(rope: Config, dim: int) -> np.ndarray:
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    old, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low = rope["low_freq_factor"]
+    high = rope["high_freq_factor"]
+    old = rope["original_max_position_embeddings"]
+    factor = rope["factor"]
     found = []
     for wavelength in 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim):
         smooth = np.clip((old / wavelength - low) / (high - low), 0, 1)
@@ -430,7 +432,8 @@ def _write_tokenizer(
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     types = [TOKEN_TYPES.UNUSED] * vocab_size
     for token, index in state["model"]["vocab"].items():
-        tokens[index], types[index] = token, TOKEN_TYPES.NORMAL
+        tokens[index] = token
+        types[index] = TOKEN_TYPES.NORMAL
     for token in state["added_tokens"]:
         tokens[token["id"]] = token["content"]
         types[token["id"]] = TOKEN_TYPES.CONTROL if token["special"] else TOKEN_TYPES.USER_DEFINED

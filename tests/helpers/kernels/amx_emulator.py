@@ -25,10 +25,14 @@ from kvboost_edge.kernels.vectors import fetch_add
 
 __all__ = ["counts", "install"]
 
-_REGISTERS, _THREADS, _ROWS, _WIDTH = 8, 64, 16, 64
+_REGISTERS = 8
+_THREADS = 64
+_ROWS = 16
+_WIDTH = 64
 _PALETTE_BYTES = 64
 # ucontext_t of glibc and musl: registers of the thread in the order of the kernel's, RIP the 17th of them.
-_FIRST_REGISTER, _RIP = 5, 5 + 16
+_FIRST_REGISTER = 5
+_RIP = 5 + 16
 # Where the kernel keeps each general register, by its number in an instruction: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI.
 _PLACES = (13, 14, 12, 11, 15, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7)
 
@@ -46,7 +50,9 @@ class _Tiles:
     """The tile registers of all threads, in memory that lives as long as the process."""
 
     bytes = np.zeros((_THREADS, _REGISTERS, _ROWS, _WIDTH), np.uint8)
-    shapes = np.zeros((_THREADS, _REGISTERS, 2), np.int64)  # rows, bytes a row; no rows: not configured
+    shapes = np.zeros(
+        (_THREADS, _REGISTERS, 2), np.int64
+    )  # rows, bytes a row; no rows: not configured
     owners = np.zeros(_THREADS, np.int64)
     counts = np.zeros(6, np.int64)  # of each instruction
 
@@ -55,9 +61,11 @@ _BYTES, _SHAPES, _OWNERS, _COUNTS = (
     array.ctypes.data for array in (_Tiles.bytes, _Tiles.shapes, _Tiles.owners, _Tiles.counts)
 )
 _pthread_self = ctypes.CDLL(None).pthread_self
-_pthread_self.restype, _pthread_self.argtypes = ctypes.c_int64, []
+_pthread_self.restype = ctypes.c_int64
+_pthread_self.argtypes = []
 _abort = ctypes.CDLL(None).abort
-_abort.restype, _abort.argtypes = None, []
+_abort.restype = None
+_abort.argtypes = []
 _PLACE_TABLE = np.array(_PLACES)
 CONFIGURE, RELEASE, ZERO, LOAD, STORE, MULTIPLY = range(6)
 
@@ -93,8 +101,12 @@ def _storer(bits: int) -> Any:
     return store
 
 
-_load8, _load32, _load64 = _loader(8), _loader(32), _loader(64)
-_store8, _store32, _store64 = _storer(8), _storer(32), _storer(64)
+_load8 = _loader(8)
+_load32 = _loader(32)
+_load64 = _loader(64)
+_store8 = _storer(8)
+_store32 = _storer(32)
+_store64 = _storer(64)
 _inline = numba.njit(error_model="numpy", inline="never")
 
 
@@ -104,7 +116,9 @@ def _claim(typing: Any, address: Any, value: Any) -> Any:
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         pointer = b.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        pair = b.cmpxchg(pointer, ir.Constant(ir.IntType(64), 0), arguments[1], "acq_rel", "acquire")
+        pair = b.cmpxchg(
+            pointer, ir.Constant(ir.IntType(64), 0), arguments[1], "acq_rel", "acquire"
+        )
         return b.extract_value(pair, 0)
 
     return types.int64(types.int64, types.int64), codegen
@@ -135,8 +149,11 @@ def _register(context: int, number: int) -> int:
 @_inline
 def _memory(context: int, at: int, rex: int, length: int) -> tuple[int, int, int]:
     """Of the operand in memory whose ModRM byte is at `at`: address, stride, bytes the operand takes in the code."""
-    mod, low = _byte(at) >> 6, _byte(at) & 7
-    size, stride, address = 1, 0, 0
+    mod = _byte(at) >> 6
+    low = _byte(at) & 7
+    size = 1
+    stride = 0
+    address = 0
     base = low | (rex & 1) << 3
     if low == 4:
         both = _byte(at + 1)
@@ -164,7 +181,8 @@ def _configure(thread: int, address: int) -> None:
     if _byte(address) != 1:
         _abort()
     for offset in range(1, _PALETTE_BYTES):
-        is_width, is_rows = 16 <= offset < 32, 48 <= offset < 56
+        is_width = 16 <= offset < 32
+        is_rows = 48 <= offset < 56
         if not is_width and not is_rows and _byte(address + offset) != 0:
             _abort()
     for number in range(_REGISTERS):
@@ -204,7 +222,8 @@ def _move(thread: int, number: int, address: int, stride: int, to_memory: bool) 
         _clear(thread, number)
     for row in range(rows):
         for column in range(width):
-            own, other = _tile(thread, number) + row * _WIDTH + column, address + row * stride + column
+            own = _tile(thread, number) + row * _WIDTH + column
+            other = address + row * stride + column
             if to_memory:
                 _store8(other, _load8(own))
             else:
@@ -236,16 +255,24 @@ def _multiply(thread: int, out: int, left: int, right: int) -> None:
 @_inline
 def _step(context: int) -> None:
     """Do what the instruction at the thread's place says, and go on behind it."""
-    at, thread = _load64(context + 8 * _RIP), _thread()
-    first, second = _byte(at + 1), _byte(at + 2)
-    if _byte(at) != 0xC4 or first & 0x9F != 0x82 or second & 0x84 != 0:  # three-byte VEX, map 0F 38, R, W and L 0
+    at = _load64(context + 8 * _RIP)
+    thread = _thread()
+    first = _byte(at + 1)
+    second = _byte(at + 2)
+    if (
+        _byte(at) != 0xC4 or first & 0x9F != 0x82 or second & 0x84 != 0
+    ):  # three-byte VEX, map 0F 38, R, W and L 0
         _abort()
     rex = (~first >> 5 & 7) & 3  # X and B, for an index and a base
-    code, prefix, operands = _byte(at + 3), second & 3, at + 4
+    code = _byte(at + 3)
+    prefix = second & 3
+    operands = at + 4
     if code != 0x5E and second & 0x78 != 0x78:  # a third operand where there is none
         _abort()
-    number, is_memory = _byte(operands) >> 3 & 7, _byte(operands) >> 6 != 3
-    length, what = 5, -1
+    number = _byte(operands) >> 3 & 7
+    is_memory = _byte(operands) >> 6 != 3
+    length = 5
+    what = -1
     if is_memory:
         address, stride, size = _memory(context, operands, rex, 4)
         length = 4 + size
@@ -276,7 +303,8 @@ def install() -> None:
     """Let this process run tile instructions."""
     handler = numba.cfunc(types.void(types.int32, types.int64, types.int64))(_handle)
     install.handler = handler  # type: ignore[attr-defined] # must outlive the call
-    siginfo, nodefer = 4, 0x40000000
+    siginfo = 4
+    nodefer = 0x40000000
     action = _SigAction(handler=handler.address, flags=siginfo | nodefer)
     if ctypes.CDLL(None).sigaction(signal.SIGILL, ctypes.byref(action), None) != 0:
         raise OSError("sigaction refused the handler of SIGILL")

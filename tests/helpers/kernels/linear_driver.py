@@ -23,7 +23,8 @@ class Program:
     """One or more operations over buffers of this test."""
 
     def __init__(self, tokens: int, matrix: int = 0) -> None:
-        self.tokens, self.matrix = tokens, matrix
+        self.tokens = tokens
+        self.matrix = matrix
         self.buffers = np.zeros(lt.B_TABLES + 2, np.int64)
         self.arrays: list[npt.NDArray[np.generic]] = []
         self.ops: list[npt.NDArray[np.int64]] = []
@@ -33,7 +34,9 @@ class Program:
         self.arrays.append(array)
         self.buffers[number] = array.ctypes.data
 
-    def add(self, code: int, fields: dict[int, int], params: dict[int, float] | None = None) -> None:
+    def add(
+        self, code: int, fields: dict[int, int], params: dict[int, float] | None = None
+    ) -> None:
         row = np.zeros(lt.NUM_FIELDS, np.int64)
         row[lt.F_OP] = code
         floats = np.zeros(lt.NUM_PARAMS, np.float32)
@@ -55,7 +58,9 @@ class Program:
         count = len(self.ops)
         counters = np.zeros(lt.COUNTERS_PER_OP * (count + 1), np.int64)
         table = np.array(self.ops), np.array(self.params)
-        job = lt.ProgramJob(*table, self.buffers, counters, self.kernels(), 0, count, self.tokens, self.matrix)
+        job = lt.ProgramJob(
+            *table, self.buffers, counters, self.kernels(), 0, count, self.tokens, self.matrix
+        )
         team = KernelTeam(threads)
         team.run(run_program, job, counters, lt.COUNTERS_PER_OP * count, threads)
         team.close()
@@ -94,7 +99,8 @@ def run_linear(
 ) -> tuple[Floats, npt.NDArray[np.uint8]]:
     """The result, and the panel of quantized tokens."""
     tokens, inputs = x.shape
-    groups, padded = -(-inputs // 32), -(-rows // 16) * 16
+    groups = -(-inputs // 32)
+    padded = -(-rows // 16) * 16
     program = Program(tokens, extra.matrix)
     wide = np.zeros((tokens, groups * 32), np.float32)
     wide[:, :inputs] = x
@@ -113,9 +119,23 @@ def run_linear(
     quantized = {lt.F_QUANT: NUMBERS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
     if kind not in ("f32", "bf16"):
         program.add(lt.OP_QUANT, {**source, **quantized, lt.F_COUNT: inputs})
-    weights = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[kind], lt.F_UNIT: 3, lt.F_PANEL_IN: lt.B_PANEL}
-    target = {lt.F_DST: lt.B_WIDE, lt.F_DST_STEP: padded, lt.F_COUNT: rows, lt.F_INPUTS: inputs, lt.F_FINE_IN: fine}
-    rest = {lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data, lt.F_ADD: int(extra.add is not None)}
+    weights = {
+        **matrix_fields(program, packed),
+        lt.F_KIND: NUMBERS[kind],
+        lt.F_UNIT: 3,
+        lt.F_PANEL_IN: lt.B_PANEL,
+    }
+    target = {
+        lt.F_DST: lt.B_WIDE,
+        lt.F_DST_STEP: padded,
+        lt.F_COUNT: rows,
+        lt.F_INPUTS: inputs,
+        lt.F_FINE_IN: fine,
+    }
+    rest = {
+        lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data,
+        lt.F_ADD: int(extra.add is not None),
+    }
     program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})
     program.run(extra.threads)
     return out[:, :rows], panel

@@ -21,12 +21,23 @@ from kvboost_edge.kernels.reference.gate import gated_rows
 from kvboost_edge.kernels.reference.scan import DeltaSteps, delta_rows, delta_steps
 from kvboost_edge.kernels.reference.ssd import SsdSteps, ssd_rows, ssd_steps
 
-__all__ = ["SSD_EPS", "Conv", "Delta", "DeltaShape", "Mixer", "Ssd", "SsdShape", "State", "assert_same"]
+__all__ = [
+    "SSD_EPS",
+    "Conv",
+    "Delta",
+    "DeltaShape",
+    "Mixer",
+    "Ssd",
+    "SsdShape",
+    "State",
+    "assert_same",
+]
 
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.floating[Any]]
 Fields = Mapping[int, int]
-DELTA_EPS, SSD_EPS = 1e-6, 1e-5
+DELTA_EPS = 1e-6
+SSD_EPS = 1e-5
 
 
 class State(NamedTuple):
@@ -53,13 +64,20 @@ class Mixer(abc.ABC):
 
     def __init__(self, spec: LayerStateSpec, columns: int, width: int, bias: bool) -> None:
         self.specs = (LayerStateSpec(3, 16), spec)
-        self.taps, self.channels, self.columns, self.width = spec.taps, spec.channels, columns, width
+        self.taps = spec.taps
+        self.channels = spec.channels
+        self.columns = columns
+        self.width = width
         self.rng = np.random.default_rng([spec.channels, columns])
         self.weights = self.rng.standard_normal((self.taps + 1, self.channels)).astype(np.float32)
         self.bias = self.rng.standard_normal(self.channels).astype(np.float32) if bias else None
 
     def rows(self, count: int, seed: int = 0) -> Floats:
-        return np.random.default_rng([count, seed]).standard_normal((count, self.columns)).astype(np.float32)
+        return (
+            np.random.default_rng([count, seed])
+            .standard_normal((count, self.columns))
+            .astype(np.float32)
+        )
 
     def empty(self, rows: Numbers) -> State:
         """The state before any row, in their dtype."""
@@ -71,16 +89,24 @@ class Mixer(abc.ABC):
     def expected(self, rows: Numbers, before: State | None = None) -> tuple[Numbers, State]:
         """Results [tokens, width], and the state behind them, in the dtype of `rows`."""
 
-    def run(self, rows: Floats, pieces: Sequence[Piece], pool: StatePool, threads: int = 1) -> Floats:
+    def run(
+        self, rows: Floats, pieces: Sequence[Piece], pool: StatePool, threads: int = 1
+    ) -> Floats:
         """Results of the pieces of `rows`, one behind another."""
-        step, out_step = self.columns + 5, self.width + 16
+        step = self.columns + 5
+        out_step = self.width + 16
         wide, out = (np.full((len(rows), size), np.nan, np.float32) for size in (step, out_step))
         wide[:, : self.columns] = rows
         program = Program(len(rows))
         program.buffer(lt.B_WIDE, wide)
         program.buffer(lt.B_NORMED, out)
         add_states(program, pieces, pool)
-        fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: step, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: out_step}
+        fields = {
+            lt.F_SRC: lt.B_WIDE,
+            lt.F_SRC_STEP: step,
+            lt.F_DST: lt.B_NORMED,
+            lt.F_DST_STEP: out_step,
+        }
         fields |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
         self.mix(program, pool, fields)
         program.run(threads)
@@ -98,8 +124,13 @@ class Mixer(abc.ABC):
         written: Sequence[int] | None = None,
     ) -> None:
         """Let the states of the pieces take in so many of the drafts run last. saves: (piece, drafts, slot)."""
-        program, first = accepting(pieces, pool, accepted, saves, written), pool.draft_offset(1) // 4
-        fields = {lt.F_SRC: lt.B_DRAFTS, lt.F_SRC_STEP: pool.draft_row_bytes // 4, lt.F_SRC_FIRST: first}
+        program = accepting(pieces, pool, accepted, saves, written)
+        first = pool.draft_offset(1) // 4
+        fields = {
+            lt.F_SRC: lt.B_DRAFTS,
+            lt.F_SRC_STEP: pool.draft_row_bytes // 4,
+            lt.F_SRC_FIRST: first,
+        }
         self.turn(program, pool, {**fields, lt.F_BY_FIRST: first + self.channels})
         program.run(threads)
 
@@ -117,13 +148,17 @@ class Mixer(abc.ABC):
 
     def state(self, pool: StatePool, slot: int) -> State:
         """What a slot holds."""
-        spec, tiles = self.specs[1], pool.matrices(slot, 1).transpose(0, 2, 1, 3)
-        return State(pool.tail(slot, 1).copy(), tiles.reshape(spec.heads, spec.key_dim, spec.value_dim))
+        spec = self.specs[1]
+        tiles = pool.matrices(slot, 1).transpose(0, 2, 1, 3)
+        return State(
+            pool.tail(slot, 1).copy(), tiles.reshape(spec.heads, spec.key_dim, spec.value_dim)
+        )
 
     def put(self, pool: StatePool, slot: int, state: State) -> None:
         spec = self.specs[1]
         tiles = state.matrices.reshape(spec.heads, spec.key_dim, spec.value_dim // 16, 16)
-        pool.tail(slot, 1)[:], pool.matrices(slot, 1)[:] = state.tail, tiles.transpose(0, 2, 1, 3)
+        pool.tail(slot, 1)[:] = state.tail
+        pool.matrices(slot, 1)[:] = tiles.transpose(0, 2, 1, 3)
 
 
 def _address(array: Floats | None) -> int:
@@ -159,7 +194,8 @@ class Scan(Mixer):
         width = spec.heads * spec.value_dim
         self.gates = spec.channels + width
         super().__init__(spec, self.gates + spec.gates, width, bias)
-        self.key_heads, self.shared = key_heads, key_heads * spec.key_dim
+        self.key_heads = key_heads
+        self.shared = key_heads * spec.key_dim
         self.decay = -np.exp(self.rng.uniform(-3, 2, spec.heads)).astype(np.float32)
         self.dt_bias = self.rng.standard_normal(spec.heads).astype(np.float32)
 
@@ -170,20 +206,29 @@ class Scan(Mixer):
     def mix(self, program: Program, pool: StatePool, fields: Fields) -> None:
         self.turn(program, pool, {**fields, lt.F_BY_FIRST: self.gates})
         own, params = self.own()[lt.OP_GATE]
-        program.add(lt.OP_GATE, {**fields, **self.heads(), lt.F_SRC_FIRST: self.channels, **own}, params)
+        program.add(
+            lt.OP_GATE, {**fields, **self.heads(), lt.F_SRC_FIRST: self.channels, **own}, params
+        )
 
     def turn(self, program: Program, pool: StatePool, fields: Fields) -> None:
         spec = self.specs[1]
-        sizes = {lt.B_QUERY: self.shared, lt.B_KEY: self.shared, lt.B_VALUE: self.width + 2 * spec.heads}
+        sizes = {
+            lt.B_QUERY: self.shared,
+            lt.B_KEY: self.shared,
+            lt.B_VALUE: self.width + 2 * spec.heads,
+        }
         for number, size in sizes.items():
             program.buffer(number, np.full(program.tokens * size, np.nan, np.float32))
         fields = {**fields, **self.convolution(pool)}
         own = self.own()
-        (of_steps, params), (of_scan, _) = own[lt.OP_STEPS], own[lt.OP_SCAN]
+        (of_steps, params) = own[lt.OP_STEPS]
+        (of_scan, _) = own[lt.OP_SCAN]
         decays = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data}
         program.add(lt.OP_STEPS, {**fields, **self.heads(), **decays, **of_steps}, params)
         program.add(lt.OP_TAILS, fields)
-        program.add(lt.OP_SCAN, {**self.heads(), lt.F_STATE: pool.offset(1) + spec.tail_bytes, **of_scan})
+        program.add(
+            lt.OP_SCAN, {**self.heads(), lt.F_STATE: pool.offset(1) + spec.tail_bytes, **of_scan}
+        )
 
     def heads(self) -> dict[int, int]:
         spec = self.specs[1]
@@ -214,7 +259,10 @@ class Delta(Scan):
         """mixed: what the convolution leaves."""
         keys, values, dim, _, _ = self.shape
         q, k = mixed[:, : 2 * keys * dim].reshape(len(rows), 2, keys, dim).swapaxes(0, 1)
-        gates = rows[:, self.gates : self.gates + values], rows[:, self.gates + values : self.gates + 2 * values]
+        gates = (
+            rows[:, self.gates : self.gates + values],
+            rows[:, self.gates + values : self.gates + 2 * values],
+        )
         return delta_steps(q, k, gates, self.decay, self.dt_bias, DELTA_EPS)
 
     def expected(self, rows: Numbers, before: State | None = None) -> tuple[Numbers, State]:
@@ -232,7 +280,8 @@ class Delta(Scan):
         return (silu_rows(gates) * normed).reshape(len(rows), self.width), State(tail, matrices)
 
     def own(self) -> dict[int, tuple[Fields, dict[int, float]]]:
-        shape, (q_norm, k_norm) = self.shape, (norm.ctypes.data for norm in self.norms)
+        shape = self.shape
+        (q_norm, k_norm) = (norm.ctypes.data for norm in self.norms)
         return {
             lt.OP_STEPS: ({lt.F_Q_NORM: q_norm, lt.F_K_NORM: k_norm}, {lt.P_EPS: DELTA_EPS / shape.key_dim}),
             lt.OP_SCAN: ({lt.F_TILED: int(shape.tiled)}, {}),
@@ -262,7 +311,11 @@ class Ssd(Scan):
         channels = heads * width + 2 * groups * dim
         super().__init__(LayerStateSpec(3, channels, heads, dim, width, heads), groups, bias)
         self.skip = self.rng.standard_normal(heads).astype(np.float32)
-        self.norm = None if shape.norm == "none" else self.rng.standard_normal(self.width).astype(np.float32)
+        self.norm = (
+            None
+            if shape.norm == "none"
+            else self.rng.standard_normal(self.width).astype(np.float32)
+        )
 
     def steps(self, mixed: Numbers, rows: Numbers) -> SsdSteps:
         """mixed: what the convolution leaves."""
@@ -278,15 +331,23 @@ class Ssd(Scan):
         mixed = silu_rows(sums)
         values = mixed[:, : self.width].reshape(len(rows), shape.heads, shape.value_dim)
         out, matrices = ssd_rows(self.steps(mixed, rows), values, self.skip, matrices)
-        gates, first = rows[:, self.channels : self.gates], shape.norm == "gated_before"
+        gates = rows[:, self.channels : self.gates]
+        first = shape.norm == "gated_before"
         flat = out.reshape(len(rows), self.width)
-        return gated_rows(flat, gates, self.norm, shape.groups, SSD_EPS, gate_first=first), State(tail, matrices)
+        return gated_rows(flat, gates, self.norm, shape.groups, SSD_EPS, gate_first=first), State(
+            tail, matrices
+        )
 
     def own(self) -> dict[int, tuple[Fields, dict[int, float]]]:
-        groups, norm, (least, most) = self.shape.groups, self.shape.norm, self.shape.limit
+        groups = self.shape.groups
+        norm = self.shape.norm
+        (least, most) = self.shape.limit
         rule = {lt.F_RULE: lt.RULES["ssd"]}
         gate = {lt.F_WEIGHT: _address(self.norm), lt.F_WEIGHT_STEP: self.width // groups}
-        gate |= {lt.F_GATE_FIRST: int(norm == "gated_before"), lt.F_GROUPS: 0 if norm == "none" else groups}
+        gate |= {
+            lt.F_GATE_FIRST: int(norm == "gated_before"),
+            lt.F_GROUPS: 0 if norm == "none" else groups,
+        }
         return {
             lt.OP_STEPS: (rule, {lt.P_LEAST: least, lt.P_MOST: most}),
             lt.OP_SCAN: ({**rule, lt.F_SKIP: self.skip.ctypes.data}, {}),

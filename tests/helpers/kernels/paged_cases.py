@@ -40,7 +40,9 @@ def attend_densely(
 ) -> tuple[np.ndarray, np.ndarray]:
     """One sequence: queries [n, heads, dim] at the last n positions of keys and values [tokens, kv_heads, dim]."""
     repeats = queries.shape[1] // keys.shape[1]
-    wide_keys, wide_values = (np.repeat(x.astype(np.float64), repeats, axis=1) for x in (keys, values))
+    wide_keys, wide_values = (
+        np.repeat(x.astype(np.float64), repeats, axis=1) for x in (keys, values)
+    )
     scores = np.einsum("qhd,khd->hqk", queries.astype(np.float64), wide_keys) * params.softmax_scale
     if params.softcap:
         scores = params.softcap * np.tanh(scores / params.softcap)
@@ -69,38 +71,58 @@ class Case:
     @property
     def whole(self) -> BatchLayout:
         """All tokens are new."""
-        return self.layout([(sequence, 0, total) for sequence, (_, total) in enumerate(self.lengths)])
+        return self.layout(
+            [(sequence, 0, total) for sequence, (_, total) in enumerate(self.lengths)]
+        )
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
         """The new tokens: (sequence, first position, position after the last)."""
-        return [(sequence, total - new, total) for sequence, (new, total) in enumerate(self.lengths)]
+        return [
+            (sequence, total - new, total) for sequence, (new, total) in enumerate(self.lengths)
+        ]
 
     def layout(self, spans: Sequence[tuple[int, int, int]]) -> BatchLayout:
         """A batch of tokens [start, stop) of some of the sequences; the rest of a sequence does not exist yet."""
-        slots = [slots_of(self.tables[seq], np.arange(start, stop), self.block_size) for seq, start, stop in spans]
+        slots = [
+            slots_of(self.tables[seq], np.arange(start, stop), self.block_size)
+            for seq, start, stop in spans
+        ]
         starts = np.cumsum([0] + [stop - start for _, start, stop in spans]).astype(np.int32)
         ends = np.array([stop for _, _, stop in spans], np.int32)
-        return BatchLayout(starts, ends, self.tables[[seq for seq, _, _ in spans]], np.concatenate(slots))
+        return BatchLayout(
+            starts, ends, self.tables[[seq for seq, _, _ in spans]], np.concatenate(slots)
+        )
 
     def rows(self, arrays: list[np.ndarray], spans: Sequence[tuple[int, int, int]]) -> np.ndarray:
         """The rows of a batch out of the queries, keys or values of all tokens."""
         return np.concatenate([arrays[seq][start:stop] for seq, start, stop in spans])
 
-    def expected(self, spans: Sequence[tuple[int, int, int]], params: Any, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    def expected(
+        self, spans: Sequence[tuple[int, int, int]], params: Any, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Dense attention over keys and values as `dtype` stores them: (out, lse) in float64."""
-        keys, values = ([round_to(array, dtype) for array in arrays] for arrays in (self.keys, self.values))
+        keys, values = (
+            [round_to(array, dtype) for array in arrays] for arrays in (self.keys, self.values)
+        )
         results = [
-            attend_densely(self.queries[seq][start:stop], keys[seq][:stop], values[seq][:stop], params)
+            attend_densely(
+                self.queries[seq][start:stop], keys[seq][:stop], values[seq][:stop], params
+            )
             for seq, start, stop in spans
         ]
-        return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
+        return np.concatenate([out for out, _ in results]), np.concatenate(
+            [lse for _, lse in results]
+        )
 
 
 def poisoned_pool(blocks: int, heads: int, dim: int, size: int, dtype: str) -> KVPool:
     """Keys and values that are all NaN."""
     kind = NUMPY_DTYPES[dtype]
-    pool = KVPool(aligned_empty((blocks, heads, dim, size), kind), aligned_empty((blocks, heads, size, dim), kind))
+    pool = KVPool(
+        aligned_empty((blocks, heads, dim, size), kind),
+        aligned_empty((blocks, heads, size, dim), kind),
+    )
     for array in pool:
         array.view(np.uint8)[...] = 0xFF
     return pool
@@ -127,7 +149,9 @@ def make_case(
         table[:count] = [free.pop() for _ in range(count)]
     totals = [total for _, total in lengths]
     shape = (kv_heads, dim)
-    queries = [random_rows(rng, total, kv_heads * per_group, dim) * np.float32(2.0) for total in totals]
+    queries = [
+        random_rows(rng, total, kv_heads * per_group, dim) * np.float32(2.0) for total in totals
+    ]
     keys, values = ([random_rows(rng, total, *shape) for total in totals] for _ in range(2))
     return Case(tuple(lengths), block_size, tables, queries, keys, values)
 
@@ -141,7 +165,9 @@ def num_blocks_for(lengths: Sequence[tuple[int, int]], block_size: int) -> int:
     return sum(-(-total // block_size) for _, total in lengths) + 3
 
 
-def assert_close(got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]) -> None:
+def assert_close(
+    got: tuple[np.ndarray, np.ndarray], expected: tuple[np.ndarray, np.ndarray]
+) -> None:
     """out and lse within 1e-5."""
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-5, atol=1e-5)

@@ -30,10 +30,14 @@ def _torch(device: str) -> Callable[..., Backend]:
         class OnArrays(FakeMpsBackend if device == "mps" else TorchBackend):  # type: ignore[misc]
             array_kind = "numpy"
 
-            def write_kv(self, layer: int, keys: np.ndarray, values: np.ndarray, batch: Any) -> None:
+            def write_kv(
+                self, layer: int, keys: np.ndarray, values: np.ndarray, batch: Any
+            ) -> None:
                 super().write_kv(layer, torch.from_numpy(keys), torch.from_numpy(values), batch)
 
-            def attention(self, layer: int, queries: np.ndarray, *more: Any) -> tuple[np.ndarray, np.ndarray]:
+            def attention(
+                self, layer: int, queries: np.ndarray, *more: Any
+            ) -> tuple[np.ndarray, np.ndarray]:
                 out, lse = super().attention(layer, torch.from_numpy(queries), *more)
                 return out.numpy(), lse.numpy()
 
@@ -54,7 +58,9 @@ KINDS = [(name, bits) for name in MAKERS for bits in BIT_PAIRS if name in KERNEL
 Span = tuple[int, int, int]  # sequence, first position, position after the last
 
 
-def make_backend(name: str, case: Case, bits: tuple[int, int], *, num_open: int = 17, threads: int = 1) -> Backend:
+def make_backend(
+    name: str, case: Case, bits: tuple[int, int], *, num_open: int = 17, threads: int = 1
+) -> Backend:
     """A poisoned pool with room for the case and three blocks more."""
     _, heads, dim = case.keys[0].shape
     spec = KVSpec((LayerKVSpec(heads, dim),), case.block_size, "float16", bits)
@@ -71,7 +77,9 @@ def write(backend: Backend, case: Case, spans: Sequence[Span]) -> None:
     backend.write_kv(0, case.rows(case.keys, spans), case.rows(case.values, spans), batch)
 
 
-def run(backend: Backend, case: Case, spans: Sequence[Span], params: AttentionParams) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    backend: Backend, case: Case, spans: Sequence[Span], params: AttentionParams
+) -> tuple[np.ndarray, np.ndarray]:
     """A pass: tokens written, attention of the same tokens."""
     batch = backend.prepare(case.layout(spans))
     backend.write_kv(0, case.rows(case.keys, spans), case.rows(case.values, spans), batch)
@@ -90,12 +98,15 @@ def run_all(
             rows = slice(at, at + stop - start)
             parts[sequence].append((out[rows], lse[rows]))
             at = rows.stop
-    return [tuple(np.concatenate(list(arrays)) for arrays in zip(*part, strict=True)) for part in parts]  # type: ignore[misc]
+    return [
+        tuple(np.concatenate(list(arrays)) for arrays in zip(*part, strict=True)) for part in parts
+    ]  # type: ignore[misc]
 
 
 def random_passes(rng: np.random.Generator, case: Case, longest: int) -> list[list[Span]]:
     """All tokens of all sequences in passes of random make-up."""
-    done, passes = [0] * len(case.lengths), []
+    done = [0] * len(case.lengths)
+    passes = []
     while any(at < total for at, (_, total) in zip(done, case.lengths, strict=True)):
         spans = []
         for sequence, (_, total) in enumerate(case.lengths):
@@ -114,18 +125,28 @@ def whole(case: Case) -> list[Span]:
 
 def before_new(case: Case) -> list[Span]:
     """The tokens before the new ones."""
-    return [(sequence, 0, total - new) for sequence, (new, total) in enumerate(case.lengths) if total > new]
+    return [
+        (sequence, 0, total - new)
+        for sequence, (new, total) in enumerate(case.lengths)
+        if total > new
+    ]
 
 
-def decoded(keys: np.ndarray, values: np.ndarray, size: int, bits: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def decoded(
+    keys: np.ndarray, values: np.ndarray, size: int, bits: tuple[int, int]
+) -> tuple[np.ndarray, np.ndarray]:
     """One sequence's keys and values [tokens, heads, dim] as its full blocks decode, float64; the rest as it is."""
     tokens, heads, dim = keys.shape
-    layout, full = code_layout(size, dim, bits), tokens // size
-    shorts = [x[: full * size].astype(np.float16).reshape(full, size, heads, dim) for x in (keys, values)]
+    layout = code_layout(size, dim, bits)
+    full = tokens // size
+    shorts = [
+        x[: full * size].astype(np.float16).reshape(full, size, heads, dim) for x in (keys, values)
+    ]
     pool = KVPool(shorts[0].transpose(0, 2, 3, 1), shorts[1].transpose(0, 2, 1, 3))
     codes = np.zeros((full, heads, layout.nbytes), np.uint8)
     quantize_blocks(pool, np.arange(full), codes, np.arange(full), layout)
-    out_keys, out_values = keys.astype(np.float64), values.astype(np.float64)
+    out_keys = keys.astype(np.float64)
+    out_values = values.astype(np.float64)
     for block in range(full):
         rows = slice(block * size, block * size + size)
         for head in range(heads):
@@ -137,22 +158,38 @@ def expected(
     case: Case, spans: Sequence[Span], params: AttentionParams, bits: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Dense float64 attention: decoded blocks before a query's own one, float16 within it."""
-    size, results = case.block_size, []
+    size = case.block_size
+    results = []
     for sequence, start, stop in spans:
         coded = decoded(case.keys[sequence], case.values[sequence], size, bits)
-        shorts = [x.astype(np.float16).astype(np.float64) for x in (case.keys[sequence], case.values[sequence])]
+        shorts = [
+            x.astype(np.float16).astype(np.float64)
+            for x in (case.keys[sequence], case.values[sequence])
+        ]
         for position in range(start, stop):
             own = position // size * size
             keys, values = (
-                np.concatenate([old[:own], new[own : position + 1]]) for old, new in zip(coded, shorts, strict=True)
+                np.concatenate([old[:own], new[own : position + 1]])
+                for old, new in zip(coded, shorts, strict=True)
             )
-            results.append(attend_densely(case.queries[sequence][position : position + 1], keys, values, params))
+            results.append(
+                attend_densely(
+                    case.queries[sequence][position : position + 1], keys, values, params
+                )
+            )
     return np.concatenate([out for out, _ in results]), np.concatenate([lse for _, lse in results])
 
 
 def form_and_digest() -> tuple[str, str]:
     """The form of this process's byte dot product, and a digest of what attention gives with each pair of bits."""
-    case = make_case(np.random.default_rng(0), ((1, 30), (3, 600)), kv_heads=2, per_group=7, dim=64, block_size=16)
+    case = make_case(
+        np.random.default_rng(0),
+        ((1, 30), (3, 600)),
+        kv_heads=2,
+        per_group=7,
+        dim=64,
+        block_size=16,
+    )
     digest = hashlib.sha256()
     for bits in BIT_PAIRS:
         backend = make_backend("cpu", case, bits)

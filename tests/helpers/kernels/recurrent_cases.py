@@ -28,7 +28,9 @@ class Piece(NamedTuple):
     drafts: int = 0
 
 
-def poisoned_pool(specs: Sequence[LayerStateSpec], num_slots: int, num_draft_rows: int = 0) -> StatePool:
+def poisoned_pool(
+    specs: Sequence[LayerStateSpec], num_slots: int, num_draft_rows: int = 0
+) -> StatePool:
     pool = StatePool(specs, num_slots, num_draft_rows)
     pool.poison(range(num_slots))
     pool.poison_drafts()
@@ -40,7 +42,9 @@ def layout_of(pieces: Sequence[Piece], num_slots: int, num_draft_rows: int = 0) 
     lengths = [piece.rows for piece in pieces]
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     width = max(1, -(-max(lengths) // 16))
-    saves = [(index, rows, slot) for index, piece in enumerate(pieces) for rows, slot in piece.saves]
+    saves = [
+        (index, rows, slot) for index, piece in enumerate(pieces) for rows, slot in piece.saves
+    ]
     states = PassStates(
         np.array([piece.read for piece in pieces], np.int32),
         np.array([piece.write for piece in pieces], np.int32),
@@ -59,7 +63,9 @@ def layout_of(pieces: Sequence[Piece], num_slots: int, num_draft_rows: int = 0) 
 
 
 def add_states(program: Program, pieces: Sequence[Piece], pool: StatePool) -> None:
-    numbers: npt.NDArray[np.int64] = pass_states(layout_of(pieces, pool.num_slots, pool.num_draft_rows), pool)
+    numbers: npt.NDArray[np.int64] = pass_states(
+        layout_of(pieces, pool.num_slots, pool.num_draft_rows), pool
+    )
     program.buffer(lt.B_STATES, numbers)
     program.buffers[lt.B_SEQUENCES] = len(pieces)
 
@@ -80,5 +86,6 @@ def accepting(
     rows = accepted_rows(layout, pool, np.array(accepted, np.int32), states)
     program = Program(rows.num_rows)
     program.buffer(lt.B_STATES, rows.numbers)
-    program.buffers[lt.B_SEQUENCES], program.buffers[lt.B_DRAFTS] = np.count_nonzero(accepted), rows.drafts
+    program.buffers[lt.B_SEQUENCES] = np.count_nonzero(accepted)
+    program.buffers[lt.B_DRAFTS] = rows.drafts
     return program

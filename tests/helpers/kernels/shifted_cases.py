@@ -25,7 +25,9 @@ class Row(NamedTuple):
         return self._replace(start=self.stop - count)
 
     def slots(self, size: int) -> np.ndarray:
-        indices, offsets = entry_of(np.array(self.parts, np.int32), 0, np.arange(self.start, self.stop), size)
+        indices, offsets = entry_of(
+            np.array(self.parts, np.int32), 0, np.arange(self.start, self.stop), size
+        )
         return np.array(self.table, np.int64)[indices] * size + offsets
 
 
@@ -33,7 +35,8 @@ class Pieces:
     """`take(count)` gives so many free blocks."""
 
     def __init__(self, size: int, take: Callable[[int], list[int]]) -> None:
-        self.size, self._take = size, take
+        self.size = size
+        self._take = take
         self.table: list[int] = []
         self.parts: list[Part] = []
         self.length = 0
@@ -76,10 +79,15 @@ def layout_of(rows: Sequence[Row], size: int) -> BatchLayout:
         np.array([row.stop for row in rows], np.int32),
         tables,
         np.concatenate([row.slots(size) for row in rows]),
-        np.array([part._replace(sequence=index) for index, row in enumerate(rows) for part in row.parts], np.int32),
+        np.array(
+            [part._replace(sequence=index) for index, row in enumerate(rows) for part in row.parts],
+            np.int32,
+        ),
     )
 
 
 def with_deltas(row: Row, change: Callable[[int], int]) -> Row:
     """The row with other deltas, where it has any."""
-    return row._replace(parts=[part._replace(delta=part.delta and change(part.delta)) for part in row.parts])
+    return row._replace(
+        parts=[part._replace(delta=part.delta and change(part.delta)) for part in row.parts]
+    )

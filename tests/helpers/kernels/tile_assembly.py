@@ -30,7 +30,9 @@ def tile_module(tiles: IntTiles, triple: str) -> str:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), "tile")
     builder = ir.IRBuilder(function.append_basic_block())
     count = len(Tile._fields)
-    tile, panel, target = Tile(*function.args[:count]), function.args[count], Target(*function.args[count + 1 :])
+    tile = Tile(*function.args[:count])
+    panel = function.args[count]
+    target = Target(*function.args[count + 1 :])
     tiles.emit(builder, tile, panel, target)
     builder.ret_void()
     return str(module)
@@ -45,7 +47,9 @@ def compiled_tile(text: str, functions: dict[str, Any]) -> tuple[Callable[..., N
         binding.add_symbol(f"emulated_{name}", ctypes.cast(function, ctypes.c_void_p).value)
     target = binding.Target.from_default_triple()
     features = binding.get_host_cpu_features().flatten()
-    machine = target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features, opt=1)
+    machine = target.create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features, opt=1
+    )
     engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
     engine.finalize_object()
     arguments = [ctypes.c_int64] * (len(Tile._fields) + len(Target._fields)) + [ctypes.c_float]
@@ -59,20 +63,31 @@ def tile_assembly(tiles: IntTiles, triple: str, cpu: str, *, optimize: bool = Fa
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
     parsed = binding.parse_assembly(tile_module(tiles, triple))
     if optimize:
-        passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
+        passes = binding.create_pass_builder(
+            machine, binding.create_pipeline_tuning_options(speed_level=3)
+        )
         passes.getModulePassManager().run(parsed, passes)
     return str(machine.emit_assembly(parsed))
 
 
 def product_of(
-    run: Callable[..., None], tiles: IntTiles, groups: int, count: int, panels: int = 1, *, add: bool = False
+    run: Callable[..., None],
+    tiles: IntTiles,
+    groups: int,
+    count: int,
+    panels: int = 1,
+    *,
+    add: bool = False,
 ) -> npt.NDArray[np.float32]:
     """float32 [tokens, rows]: so many tiles of random weights, with extremes among them, against a panel; or a tile
     against so many panels."""
-    kind, rng = tiles.kind, np.random.default_rng(tiles.kind)
+    kind = tiles.kind
+    rng = np.random.default_rng(tiles.kind)
     extreme = groups // 15 * group_bytes(kind)
     sizes = [groups * group_bytes(kind), groups * SCALE_BYTES, max(minima_bytes(kind, groups), 2)]
-    weights, scales, minima = (rng.integers(0, 256, (count, size), dtype=np.uint8) for size in sizes)
+    weights, scales, minima = (
+        rng.integers(0, 256, (count, size), dtype=np.uint8) for size in sizes
+    )
     weights[:, :extreme] = rng.choice(np.array([0, 255], np.uint8), (count, extreme))
     minima[:] = rng.standard_normal((count, sizes[2] // 2)).astype(np.float16).view(np.uint8)
     if kind not in BLOCK_KINDS:
@@ -88,6 +103,10 @@ def product_of(
         *(array.strides[0] for array in (weights, scales, minima)),
         groups, panels if panels > 1 else count // tiles.tiles, panel.nbytes // panels if panels > 1 else 0,
     )  # fmt: skip
-    run(*where, panel.ctypes.data, *Target(out.ctypes.data, out.strides[0], 64, bias.ctypes.data, int(add), 0.5))
+    run(
+        *where,
+        panel.ctypes.data,
+        *Target(out.ctypes.data, out.strides[0], 64, bias.ctypes.data, int(add), 0.5),
+    )
     assert np.isfinite(out).all()
     return out

@@ -34,7 +34,8 @@ def in_blocks(kind: str, inputs: int) -> int:
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     """Rows of random bits with ordinary float16 numbers, uint8 [rows, bytes]; the first block of row 0 is at the
     extremes: the largest codes, and scales of the largest magnitude."""
-    rng, number = np.random.default_rng(seed), BLOCK_FORMATS[kind]
+    rng = np.random.default_rng(seed)
+    number = BLOCK_FORMATS[kind]
     nbytes = BLOCK_BYTES[number]
     raw = rng.integers(0, 256, (rows * blocks, nbytes), dtype=np.uint8)
     raw[0] = 255
@@ -46,7 +47,9 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
     return raw.reshape(rows, -1)
 
 
-def random_weights(kind: str, rows: int, inputs: int, seed: int = 0, spread: float = 1.0) -> PackedRows:
+def random_weights(
+    kind: str, rows: int, inputs: int, seed: int = 0, spread: float = 1.0
+) -> PackedRows:
     """A packed matrix: of formats of files random codes, else normal numbers times `spread`."""
     if kind in BLOCK_FORMATS:
         return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), NUMBERS[kind])
@@ -58,7 +61,8 @@ def random_weights(kind: str, rows: int, inputs: int, seed: int = 0, spread: flo
 
 def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
     """Random codes of int4t, and tables that differ from tile to tile, with both ends of a byte in each."""
-    rng, parts = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    parts = []
     for start in range(0, rows, 16):
         count = min(16, rows - start)
         table = rng.integers(-128, 128, 16).astype(np.int8)
@@ -71,7 +75,8 @@ def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
 
 def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool = False) -> Floats:
     """float32 [tokens, rows]: what the specification makes of tokens and a packed matrix."""
-    inputs, minima = x.shape[1], None
+    inputs = x.shape[1]
+    minima = None
     if kind not in INTEGERS:
         stored = packed.codes.view(np.float32 if kind == "f32" else np.uint16)
         return reference.linear_float(x, reference.unpack_floats(stored, rows, inputs))

@@ -6,7 +6,8 @@ from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 
-ROOT, OTHER = b"r" * 32, b"o" * 32
+ROOT = b"r" * 32
+OTHER = b"o" * 32
 B = 4  # tokens in a block
 
 # What the counts of a cache of a hundred pages are when nothing is attached.
@@ -20,7 +21,9 @@ BASELINE = {
 }
 
 
-def prefill(manager: KVCacheManager, tokens: list[int], root: bytes = ROOT, *, use_cache: bool = True) -> BlockTable:
+def prefill(
+    manager: KVCacheManager, tokens: list[int], root: bytes = ROOT, *, use_cache: bool = True
+) -> BlockTable:
     """Open, extend, compute and commit a whole prompt."""
     table = manager.open_table(tokens, root, use_cache=use_cache)
     manager.extend(table, len(tokens))

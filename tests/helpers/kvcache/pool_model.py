@@ -12,7 +12,18 @@ from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import chain_hash, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = ["POISON", "ROOTS", "Asking", "Live", "Prefix", "cut_hash", "go_over", "held", "picks", "tokens_lists"]
+__all__ = [
+    "POISON",
+    "ROOTS",
+    "Asking",
+    "Live",
+    "Prefix",
+    "cut_hash",
+    "go_over",
+    "held",
+    "picks",
+    "tokens_lists",
+]
 
 Prefix = tuple[bytes, tuple[int, ...]]
 POISON: Prefix = (b"poison", ())
@@ -50,7 +61,11 @@ class Live:
 
 
 def go_over(
-    seq: Live, cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]], before: list[int], num_full: int, size: int
+    seq: Live,
+    cached: dict[tuple[Any, tuple[int, ...]], tuple[int, int]],
+    before: list[int],
+    num_full: int,
+    size: int,
 ) -> None:
     """What a table that uses the cache holds of full blocks after a commit is what others find, in its own blocks or
     theirs; a block that it had copied is published again by the copy if it was evicted meanwhile."""
@@ -79,7 +94,9 @@ def held(manager: KVCacheManager) -> set[bytes]:
     """The hashes of all published blocks, block by block, and of the states behind them, slot by slot."""
     keys = [manager.content.key(block_id) for block_id in range(manager.num_blocks)]
     kept = () if manager.states is None else manager.states.slots.snapshots()
-    states = {state_hash(key.prefix_hash) for block_id in kept if (key := keys[block_id]) is not None}
+    states = {
+        state_hash(key.prefix_hash) for block_id in kept if (key := keys[block_id]) is not None
+    }
     return states | {key.prefix_hash for key in keys if key is not None}
 
 
@@ -100,6 +117,8 @@ class Asking(RuleBasedStateMachine):
         assert not set(events.published) & set(events.evicted)
         assert events.is_whole or self.asked
         assert events.is_whole or not whole
-        self.told = set(events.published) | (set() if events.is_whole else self.told - set(events.evicted))
+        self.told = set(events.published) | (
+            set() if events.is_whole else self.told - set(events.evicted)
+        )
         self.asked = True
         assert self.told == held(self.manager)

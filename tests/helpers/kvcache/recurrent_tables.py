@@ -35,7 +35,9 @@ class Kept(NamedTuple):
         return {**inside, self.stop - self.start: self.plan.write} if self.plan.keeps else inside
 
 
-def run_pass(manager: KVCacheManager, table: BlockTable, tokens: list[int], stop: int | None = None) -> Kept:
+def run_pass(
+    manager: KVCacheManager, table: BlockTable, tokens: list[int], stop: int | None = None
+) -> Kept:
     """One pass up to `stop`, all there are without one."""
     stop = len(tokens) if stop is None else stop
     manager.extend(table, stop)
@@ -45,7 +47,9 @@ def run_pass(manager: KVCacheManager, table: BlockTable, tokens: list[int], stop
     return Kept(plan, start, stop)
 
 
-def cold(manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints: tuple[int, ...] = ()) -> Kept:
+def cold(
+    manager: KVCacheManager, tokens: list[int], *others: BlockTable, hints: tuple[int, ...] = ()
+) -> Kept:
     """A whole prompt in one pass, and its table freed; `others` are live."""
     table = manager.open_table(tokens, ROOT, hints=hints)
     plan = run_pass(manager, table, tokens)

@@ -24,7 +24,9 @@ def _words(codes: np.ndarray, order: tuple[int, ...] | range) -> np.ndarray:
     return packed.view(np.int32)
 
 
-def quantize_dir(directory: Path, method: str, *, group: int, symmetric: bool, seed: int = 0, **settings: Any) -> Codes:
+def quantize_dir(
+    directory: Path, method: str, *, group: int, symmetric: bool, seed: int = 0, **settings: Any
+) -> Codes:
     """Replace the layers' matrices of a float model directory by random codes; returns them by module as
     (codes [out, in], scales [out, groups], zeros [out, groups])."""
     rng = np.random.default_rng(seed)
@@ -37,7 +39,9 @@ def quantize_dir(directory: Path, method: str, *, group: int, symmetric: bool, s
         outputs, inputs = tensors.pop(name).shape
         groups = -(-inputs // group)
         codes = rng.integers(0, 16, (outputs, inputs))
-        zeros = np.full((outputs, groups), 8) if symmetric else rng.integers(1, 16, (outputs, groups))
+        zeros = (
+            np.full((outputs, groups), 8) if symmetric else rng.integers(1, 16, (outputs, groups))
+        )
         scales = (rng.uniform(0.5, 1.5, (outputs, groups)) / 5 / inputs**0.5).astype(np.float16)
         known[module] = codes, scales, zeros
         if method == "awq":
@@ -52,6 +56,11 @@ def quantize_dir(directory: Path, method: str, *, group: int, symmetric: bool, s
         tensors[f"{module}.scales"] = np.ascontiguousarray(scales.T)
     save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": group, **settings}
+    config["quantization_config"] = {
+        "quant_method": method,
+        "bits": 4,
+        "group_size": group,
+        **settings,
+    }
     (directory / "config.json").write_text(json.dumps(config))
     return known

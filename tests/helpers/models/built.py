@@ -20,13 +20,20 @@ from typing import Any
 __all__ = ["ROOT", "copy_of"]
 
 ROOT = Path(__file__).parents[3] / "build" / "test-models"
-SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "text" / "byte_level.py")
+SOURCES = (
+    *sorted(Path(__file__).parent.glob("*.py")),
+    Path(__file__).parents[1] / "text" / "byte_level.py",
+)
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
-LARGEST = 16 << 20  # bytes: a larger model is built for each test, or the folder would take half a gigabyte
+LARGEST = (
+    16 << 20
+)  # bytes: a larger model is built for each test, or the folder would take half a gigabyte
 A_DAY = 86400.0
 
 
-def copy_of(directory: Path, make: Callable[[Path], object], *arguments: Any, root: Path = ROOT) -> Path:
+def copy_of(
+    directory: Path, make: Callable[[Path], object], *arguments: Any, root: Path = ROOT
+) -> Path:
     """Fill `directory` with the files that `make` writes into a folder; it is called for new arguments only.
 
     Its result depends on the arguments, which JSON can hold, on the helpers for models and on the packages' versions.

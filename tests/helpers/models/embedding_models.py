@@ -24,17 +24,31 @@ def make_embedding_model(
     """Modules, pooling, matrices with so many outputs, and a tokenizer that ends each text by <eos> (and begins it by
     <bos>)."""
     folders = [f"{number}_Dense" for number, _ in enumerate(dense, 2)]
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *((folder, "Dense") for folder in folders)]
+    kinds = [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+        *((folder, "Dense") for folder in folders),
+    ]
     kinds.append((f"{2 + len(dense)}_Normalize", "Normalize"))
     modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+        {
+            "idx": number,
+            "name": str(number),
+            "path": path,
+            "type": f"sentence_transformers.models.{name}",
+        }
         for number, (path, name) in enumerate(kinds)
     ]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
-    switches = {f"pooling_mode_{name}": name == kind for name in ("cls_token", "mean_tokens", "lasttoken")}
-    (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **switches}))
-    inputs, rng = HIDDEN, np.random.default_rng(5)
+    switches = {
+        f"pooling_mode_{name}": name == kind for name in ("cls_token", "mean_tokens", "lasttoken")
+    }
+    (directory / "1_Pooling/config.json").write_text(
+        json.dumps({"word_embedding_dimension": HIDDEN, **switches})
+    )
+    inputs = HIDDEN
+    rng = np.random.default_rng(5)
     for folder, outputs in zip(folders, dense, strict=True):
         (directory / folder).mkdir()
         weight = (rng.standard_normal((outputs, inputs)) / np.sqrt(inputs)).astype(np.float32)
@@ -53,11 +67,18 @@ def _end_texts(directory: Path, begins: bool) -> None:
     single = [*([begin] if begins else []), {"Sequence": {"id": "A", "type_id": 0}}, end]
     special = {name: {"id": name, "ids": [number], "tokens": [name]}
                for name, number in (("<bos>", BOS_ID), ("<eos>", EOS_ID))}  # fmt: skip
-    template = {"type": "TemplateProcessing", "pair": [], "single": single, "special_tokens": special}
+    template = {
+        "type": "TemplateProcessing",
+        "pair": [],
+        "single": single,
+        "special_tokens": special,
+    }
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": template}))
 
 
-def save_two_way_model(directory: Path, *, dense: Sequence[int] = DENSE, **overrides: object) -> Path:
+def save_two_way_model(
+    directory: Path, *, dense: Sequence[int] = DENSE, **overrides: object
+) -> Path:
     """A tiny model of EmbeddingGemma's family: attention both ways, the mean, matrices behind it."""
     directory.mkdir(exist_ok=True)
     save_tiny_model("gemma3", directory, use_bidirectional_attention=True, **overrides)

@@ -26,7 +26,8 @@ class FakeHub:
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        self.name, self.files = name, dict(files)
+        self.name = name
+        self.files = dict(files)
         self.asked: list[tuple[str, str, str | None]] = []
         self.cut: int | None = None
         self.damaged = False
@@ -65,9 +66,16 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self._json([hub.entry(name, sibling=False) for name in hub.files])
             elif path in (f"/api/models/{hub.name}", f"/api/models/{hub.name}/revision/main"):
                 self._json(
-                    {"id": hub.name, "sha": COMMIT, "siblings": [hub.entry(name, sibling=True) for name in hub.files]}
+                    {
+                        "id": hub.name,
+                        "sha": COMMIT,
+                        "siblings": [hub.entry(name, sibling=True) for name in hub.files],
+                    }
                 )
-            elif path.startswith(resolve) and path.removeprefix(resolve).partition("/")[2] in hub.files:
+            elif (
+                path.startswith(resolve)
+                and path.removeprefix(resolve).partition("/")[2] in hub.files
+            ):
                 self._file(path.removeprefix(resolve).partition("/")[2])
             else:
                 self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
@@ -76,7 +84,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
         def _file(self, name: str) -> None:
-            data, wanted = hub.files[name], self.headers.get("Range")
+            data = hub.files[name]
+            wanted = self.headers.get("Range")
             hub.asked.append((self.command, name, wanted))
             headers = {
                 "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes",
@@ -90,20 +99,27 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
         def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
             self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body)), "Connection": "close"}.items():
+            for name, value in {
+                **headers,
+                "Content-Length": str(len(body)),
+                "Connection": "close",
+            }.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "HEAD":
                 return
             if hub.cut is not None and len(body) > hub.cut:
-                body, hub.cut = body[: hub.cut], None
+                body = body[: hub.cut]
+                hub.cut = None
             self.wfile.write(body)
 
     return Handler
 
 
 @contextlib.contextmanager
-def fake_hub(name: str, files: Mapping[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+def fake_hub(
+    name: str, files: Mapping[str, bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FakeHub]:
     """A hub that the client of this process asks, with its cache in `cache`."""
     hub = FakeHub(name, files)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
@@ -112,7 +128,11 @@ def fake_hub(name: str, files: Mapping[str, bytes], cache: Path, monkeypatch: py
     thread.start()
     endpoint = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     try:
         yield hub

@@ -41,10 +41,25 @@ def save_gpt_oss(
     markers  special tokens that the tokenizer gets on top; the last two end an answer.  template: of the chat
     """
     directory.mkdir(exist_ok=True)
-    config = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **COMMON_FIELDS, **SIZES, **overrides}
-    config = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": True, "dtype": "float32", **config}
+    config = {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        **COMMON_FIELDS,
+        **SIZES,
+        **overrides,
+    }
+    config = {
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "dtype": "float32",
+        **config,
+    }
     if mxfp4:
-        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["lm_head"],
+        }
     tensors = _tensors(np.random.default_rng(seed), config, mxfp4=mxfp4)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -58,7 +73,9 @@ def save_gpt_oss(
 
 def _add_markers(directory: Path, markers: Sequence[str], template: str) -> None:
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in markers])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in markers]
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
@@ -73,15 +90,25 @@ def random_blocks(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np
     return blocks, rng.integers(121, 126, shape, dtype=np.uint8)
 
 
-def _tensors(rng: np.random.Generator, config: dict[str, Any], *, mxfp4: bool) -> dict[str, np.ndarray]:
-    hidden, width, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
-    heads, dim, vocab = config["num_attention_heads"], config["head_dim"], config["vocab_size"]
-    queries, keys = heads * dim, config["num_key_value_heads"] * dim
+def _tensors(
+    rng: np.random.Generator, config: dict[str, Any], *, mxfp4: bool
+) -> dict[str, np.ndarray]:
+    hidden = config["hidden_size"]
+    width = config["intermediate_size"]
+    experts = config["num_local_experts"]
+    heads = config["num_attention_heads"]
+    dim = config["head_dim"]
+    vocab = config["vocab_size"]
+    queries = heads * dim
+    keys = config["num_key_value_heads"] * dim
 
     def noise(gain: float, *shape: int) -> np.ndarray:
         return (gain * rng.standard_normal(shape)).astype(np.float32)
 
-    found = {"model.embed_tokens.weight": noise(1, vocab, hidden), "lm_head.weight": noise(hidden**-0.5, vocab, hidden)}
+    found = {
+        "model.embed_tokens.weight": noise(1, vocab, hidden),
+        "lm_head.weight": noise(hidden**-0.5, vocab, hidden),
+    }
     found["model.norm.weight"] = 1 + noise(0.2, hidden)
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}."
@@ -95,10 +122,15 @@ def _tensors(rng: np.random.Generator, config: dict[str, Any], *, mxfp4: bool) -
         found[f"{layer}self_attn.sinks"] = noise(1.0, heads)
         found[f"{layer}mlp.router.weight"] = noise(hidden**-0.5, experts, hidden)
         found[f"{layer}mlp.router.bias"] = noise(0.3, experts)
-        for name, rows, inputs in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        for name, rows, inputs in (
+            ("gate_up_proj", 2 * width, hidden),
+            ("down_proj", hidden, width),
+        ):
             whole = f"{layer}mlp.experts.{name}"
             if mxfp4:
-                found[f"{whole}_blocks"], found[f"{whole}_scales"] = random_blocks(rng, experts, rows, inputs // 32)
+                found[f"{whole}_blocks"], found[f"{whole}_scales"] = random_blocks(
+                    rng, experts, rows, inputs // 32
+                )
             else:
                 found[whole] = noise(4 * inputs**-0.5, experts, inputs, rows)
             found[f"{whole}_bias"] = noise(1.0, experts, rows)

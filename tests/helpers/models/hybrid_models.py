@@ -6,7 +6,12 @@ from typing import Any
 
 __all__ = ["HYBRIDS", "HYBRID_NESTED"]
 
-_CONV, _DELTA, _SPACE, _FULL, _MLP, _MOE = "conv", "linear_attention", "mamba", "full_attention", "mlp", "moe"
+_CONV = "conv"
+_DELTA = "linear_attention"
+_SPACE = "mamba"
+_FULL = "full_attention"
+_MLP = "mlp"
+_MOE = "moe"
 
 _LFM2 = {
     "num_hidden_layers": 5,
@@ -89,7 +94,12 @@ _GRANITE = {
 HYBRIDS: dict[str, dict[str, Any]] = {
     # Two thirds of 96, times 1.4, up to the next multiple of 32: 96 again.
     "lfm2": {**_LFM2, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.4},
-    "lfm2-plain": {**_LFM2, "block_auto_adjust_ff_dim": False, "conv_L_cache": 5, "tie_word_embeddings": False},
+    "lfm2-plain": {
+        **_LFM2,
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 5,
+        "tie_word_embeddings": False,
+    },
     "lfm2_moe": {
         **_LFM2,
         "num_experts": 12,
@@ -110,7 +120,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _QWEN35_MOE,
     "falcon_h1": _FALCON,
     # A norm on either side of the gate, of groups.
-    "falcon_h1-before": {**_FALCON, "mamba_rms_norm": True, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    "falcon_h1-before": {
+        **_FALCON,
+        "mamba_rms_norm": True,
+        "mamba_n_groups": 1,
+        "tie_word_embeddings": True,
+    },
     "falcon_h1-after": {
         **_FALCON,
         "num_hidden_layers": 2,
@@ -153,7 +168,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
     },
 }
-_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
 HYBRID_NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lfm2_vl": (
         "lfm2",

@@ -21,7 +21,9 @@ def add(store: Path, path: str, data: bytes = DATA, **layer: Any) -> Path:
     blob.write_bytes(data)
     manifest = store / "manifests" / path
     manifest.parent.mkdir(parents=True, exist_ok=True)
-    others = [{"mediaType": "application/vnd.ollama.image.template", "digest": f"sha256:{'0' * 64}"}]
+    others = [
+        {"mediaType": "application/vnd.ollama.image.template", "digest": f"sha256:{'0' * 64}"}
+    ]
     entry = {"mediaType": MODEL, "digest": f"sha256:{digest}", "size": len(data), **layer}
     manifest.write_text(json.dumps({"schemaVersion": 2, "layers": [*others, entry]}))
     return blob

@@ -30,7 +30,9 @@ __all__ = [
 VOCAB_SIZE = 300  # 256 bytes, 5 special tokens, the rest ids without a token
 CONTEXT = 512
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
-PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
+PAD_ID = 256
+BOS_ID = 257
+EOS_ID = 258
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
@@ -50,12 +52,22 @@ COMMON_FIELDS: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "tie_word_embeddings": False,
 }
-_WRITTEN_OUT = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "dtype": "float32"}
+_WRITTEN_OUT = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "dtype": "float32",
+}
 # model_type -> (architecture, biases of queries, keys and values, norms of query and key heads, other config fields)
 _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", False, False, {}),
     "qwen2": ("Qwen2ForCausalLM", True, False, {}),
-    "minicpm": ("MiniCPMForCausalLM", False, False, {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}),
+    "minicpm": (
+        "MiniCPMForCausalLM",
+        False,
+        False,
+        {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
+    ),
     "qwen3": ("Qwen3ForCausalLM", False, True, {"head_dim": 32}),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
@@ -72,17 +84,28 @@ _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
 }
 
 
-def save_tiny_checkpoint(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+def save_tiny_checkpoint(
+    model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any
+) -> Path:
     """Write a complete model directory (float32 safetensors) and return its path. `overrides` are config fields.
 
     Weights have unit gain, queries and keys more, so that attention is sharp; norms and biases are not neutral.
     """
     directory = Path(directory)
     architecture, has_bias, has_head_norm, extra = _FAMILIES[model_type]
-    config = {"model_type": model_type, "architectures": [architecture], **COMMON_FIELDS, **_WRITTEN_OUT, **extra}
+    config = {
+        "model_type": model_type,
+        "architectures": [architecture],
+        **COMMON_FIELDS,
+        **_WRITTEN_OUT,
+        **extra,
+    }
     config |= overrides
     rng = np.random.default_rng(seed)
-    tensors = {name: _values(rng, name, shape) for name, shape in _shapes(config, has_bias, has_head_norm).items()}
+    tensors = {
+        name: _values(rng, name, shape)
+        for name, shape in _shapes(config, has_bias, has_head_norm).items()
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     for name, content in (("config.json", config), ("generation_config.json", generation)):
@@ -91,12 +114,20 @@ def save_tiny_checkpoint(model_type: str, directory: Path | str, *, seed: int = 
     return directory
 
 
-def _shapes(config: dict[str, Any], has_bias: bool, has_head_norm: bool) -> dict[str, tuple[int, ...]]:
-    hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+def _shapes(
+    config: dict[str, Any], has_bias: bool, has_head_norm: bool
+) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    wide = config["intermediate_size"]
+    heads = config["num_attention_heads"]
     dim = config.get("head_dim") or hidden // heads
-    queries, keys = heads * dim, config["num_key_value_heads"] * dim
+    queries = heads * dim
+    keys = config["num_key_value_heads"] * dim
     vocab = (config["vocab_size"], hidden)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab, "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": vocab,
+        "model.norm.weight": (hidden,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = vocab
     for index in range(config["num_hidden_layers"]):
@@ -106,14 +137,18 @@ def _shapes(config: dict[str, Any], has_bias: bool, has_head_norm: bool) -> dict
             if has_bias:
                 shapes[f"{layer}self_attn.{name}_proj.bias"] = (rows,)
         shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, queries)
-        experts, mlps = config.get("num_experts", 0), [f"{layer}mlp."]
+        experts = config.get("num_experts", 0)
+        mlps = [f"{layer}mlp."]
         if experts:
-            wide, mlps = config["moe_intermediate_size"], [f"{layer}mlp.experts.{index}." for index in range(experts)]
+            wide = config["moe_intermediate_size"]
+            mlps = [f"{layer}mlp.experts.{index}." for index in range(experts)]
             shapes[f"{layer}mlp.gate.weight"] = (experts, hidden)
         for mlp in mlps:
             shapes |= {f"{mlp}{name}_proj.weight": (wide, hidden) for name in ("gate", "up")}
             shapes[f"{mlp}down_proj.weight"] = (hidden, wide)
-        shapes |= {f"{layer}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{layer}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")
+        }
         if has_head_norm:
             shapes |= {f"{layer}self_attn.{name}_norm.weight": (dim,) for name in ("q", "k")}
     return shapes
@@ -123,7 +158,9 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
     noise = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
         # Norms of heads more than double: they set the sharpness of attention in place of the projections.
-        return (np.float32(2.0 if "self_attn" in name else 1.0) + np.float32(0.2) * noise).astype(np.float32)
+        return (np.float32(2.0 if "self_attn" in name else 1.0) + np.float32(0.2) * noise).astype(
+            np.float32
+        )
     if name.endswith("bias"):
         return np.float32(0.3) * noise
     if "embed" in name:
@@ -135,7 +172,9 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 def save_tokenizer(directory: Path) -> None:
     """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds <bos>."""
     tokenizer = byte_level()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS_ID)]
     )
@@ -149,4 +188,6 @@ def save_tokenizer(directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2), encoding="utf-8"
+    )

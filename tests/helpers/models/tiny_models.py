@@ -48,7 +48,11 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.25,
+        },
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     },
     "tie_word_embeddings": True,
@@ -151,7 +155,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {
         "head_dim": 16,
         "attention_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.5,
+        },
     },
     "granite": {
         "embedding_multiplier": 3.0,
@@ -243,11 +251,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {
         "head_dim": 16,
         # With 16 channels this alpha makes a base that float32 has exactly, as GGUF needs it.
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 128.0, "factor": 1.0},
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1000.0,
+            "alpha": 128.0,
+            "factor": 1.0,
+        },
     },
     "stablelm": {
         "use_qkv_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.25,
+        },
     },
     "starcoder2": {"sliding_window": 24},
     "gpt_neox": {"num_key_value_heads": None, "hidden_act": "gelu"},
@@ -318,7 +335,9 @@ def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> P
     model_type = model_type.partition("-")[0]
     fields = {"model_type": text_type, **COMMON_FIELDS, **fields, **overrides}
     tied = fields["tie_word_embeddings"]
-    config = AutoConfig.for_model(model_type, text_config=fields, vision_config=vision, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(
+        model_type, text_config=fields, vision_config=vision, tie_word_embeddings=tied
+    )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -332,9 +351,16 @@ def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> Pre
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {"model_type": model_type, **COMMON_FIELDS, **{**FAMILIES, **HYBRIDS}.get(model_type, {}), **overrides}
+    fields = {
+        "model_type": model_type,
+        **COMMON_FIELDS,
+        **{**FAMILIES, **HYBRIDS}.get(model_type, {}),
+        **overrides,
+    }
     hf_type = fields.pop("model_type").partition("-")[0]
-    fields = {name: value for name, value in fields.items() if value is not None or name in overrides}
+    fields = {
+        name: value for name, value in fields.items() if value is not None or name in overrides
+    }
     config = AutoConfig.for_model(hf_type, **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -372,11 +398,17 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif name.endswith("proj_bias"):
             weight.copy_(noise)
         elif model.config.model_type == "gpt_oss" and "experts" in name:
-            weight.copy_(4 * noise / weight.shape[1] ** 0.5)  # so that gates are limited; columns are outputs
+            weight.copy_(
+                4 * noise / weight.shape[1] ** 0.5
+            )  # so that gates are limited; columns are outputs
         elif "embed" in name:
             weight.copy_(noise if not model.config.tie_word_embeddings else 0.1 * noise)
         else:
-            gain = 1.6 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value")) else 1.0
+            gain = (
+                1.6
+                if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key_value"))
+                else 1.0
+            )
             weight.copy_(gain * noise / weight.shape[-1] ** 0.5)
     for name, number in model.named_buffers():
         if name.endswith("layer_scalar"):
@@ -385,24 +417,34 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
             number.copy_(0.3 * torch.randn(number.shape, generator=generator))
 
 
-def save_tiny_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+def save_tiny_model(
+    model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any
+) -> Path:
     """Write a complete model directory (safetensors) and return its path."""
     return _save(build_tiny_model, Path(directory), model_type, seed, overrides)
 
 
-def save_nested_model(model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any) -> Path:
+def save_nested_model(
+    model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any
+) -> Path:
     """As `save_tiny_model`, of a model that `build_nested_model` makes."""
     return _save(build_nested_model, Path(directory), model_type, seed, overrides)
 
 
 def _save(
-    build: Callable[..., PreTrainedModel], directory: Path, model_type: str, seed: int, overrides: dict[str, Any]
+    build: Callable[..., PreTrainedModel],
+    directory: Path,
+    model_type: str,
+    seed: int,
+    overrides: dict[str, Any],
 ) -> Path:
     def save(folder: Path) -> None:
         from transformers import GenerationConfig
 
         model = build(model_type, seed=seed, **overrides)
-        model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+        model.generation_config = GenerationConfig(
+            bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+        )
         model.save_pretrained(folder)
         save_tokenizer(folder)
 

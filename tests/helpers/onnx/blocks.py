@@ -36,16 +36,22 @@ def quantize(weights: Array, form: Form) -> tuple[Array, Array, Array | None]:
     padded = np.zeros((rows, blocks * form.block), dtype=np.float32)
     padded[:, :inputs] = weights
     grouped = padded.reshape(rows, blocks, form.block)
-    top, middle = (1 << form.bits) - 1, 1 << (form.bits - 1)
+    top = (1 << form.bits) - 1
+    middle = 1 << (form.bits - 1)
     kind = np.float16 if form.halves else np.float32
     if not form.zeros:
-        largest = np.take_along_axis(grouped, np.abs(grouped).argmax(axis=2)[..., None], axis=2)[..., 0]
+        largest = np.take_along_axis(grouped, np.abs(grouped).argmax(axis=2)[..., None], axis=2)[
+            ..., 0
+        ]
         scales = (largest / -middle).astype(kind)
         zeros = np.full(scales.shape, middle, dtype=np.float32)
     else:
-        low, high = np.minimum(grouped.min(axis=2), 0), np.maximum(grouped.max(axis=2), 0)
+        low = np.minimum(grouped.min(axis=2), 0)
+        high = np.maximum(grouped.max(axis=2), 0)
         scales = ((high - low) / top).astype(kind)
-        zeros = np.rint(-low / np.where(scales == 0, 1, scales).astype(np.float32)).astype(np.float32)
+        zeros = np.rint(-low / np.where(scales == 0, 1, scales).astype(np.float32)).astype(
+            np.float32
+        )
     wide = np.where(scales == 0, 1, scales).astype(np.float32)[..., None]
     codes = np.clip(np.rint(grouped / wide) + zeros[..., None], 0, top).astype(np.uint8)
     return codes, scales, zeros if form.zeros else None

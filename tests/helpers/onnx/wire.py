@@ -16,7 +16,16 @@ __all__ = [
     "BFLOAT16", "Weights", "blob", "damaged", "graph_of", "message", "model", "node", "number", "tensor", "value",
 ]  # fmt: skip
 
-NUMBERS = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "float64": 11}
+NUMBERS = {
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "float64": 11,
+}
 BFLOAT16 = 16
 
 
@@ -50,7 +59,9 @@ def tensor(name: str, array: np.ndarray, *, kind: int | None = None) -> bytes:
     """A TensorProto with its data inside. `kind`: the number of its type, where NumPy has none."""
     kind = kind or NUMBERS[array.dtype.name]
     dims = [number(1, size) for size in array.shape]
-    return message(*dims, number(2, kind), blob(8, name), blob(9, np.ascontiguousarray(array).tobytes()))
+    return message(
+        *dims, number(2, kind), blob(8, name), blob(9, np.ascontiguousarray(array).tobytes())
+    )
 
 
 class Weights:
@@ -66,8 +77,14 @@ class Weights:
             self.messages.append(tensor(name, array, kind=kind))
             return name
         raw = np.ascontiguousarray(array).tobytes()
-        entries = {"location": self.location, "offset": str(len(self.data)), "length": str(len(raw))}
-        self.messages.append(self.outside(name, array.shape, kind or NUMBERS[array.dtype.name], entries))
+        entries = {
+            "location": self.location,
+            "offset": str(len(self.data)),
+            "length": str(len(raw)),
+        }
+        self.messages.append(
+            self.outside(name, array.shape, kind or NUMBERS[array.dtype.name], entries)
+        )
         self.data += raw
         return name
 
@@ -78,13 +95,17 @@ class Weights:
         return message(*fields, number(2, kind), blob(8, name), number(14, 1))
 
 
-def node(op: str, inputs: Iterable[str], outputs: Iterable[str], domain: str = "", **attributes: Any) -> bytes:
+def node(
+    op: str, inputs: Iterable[str], outputs: Iterable[str], domain: str = "", **attributes: Any
+) -> bytes:
     fields = [blob(1, name) for name in inputs]
     fields += [blob(2, name) for name in outputs]
     fields += [blob(4, op), blob(7, domain)]
     first = next(iter(outputs), "")
     fields += [blob(3, f"/{first}/{op}")]
-    return message(*fields, *(blob(5, attribute(name, value)) for name, value in attributes.items()))
+    return message(
+        *fields, *(blob(5, attribute(name, value)) for name, value in attributes.items())
+    )
 
 
 def attribute(name: str, value: Any) -> bytes:
@@ -110,15 +131,25 @@ def value(name: str, kind: str, shape: Sequence[int | str]) -> bytes:
 
 
 def graph_of(
-    nodes: Iterable[bytes], weights: Iterable[bytes], inputs: Iterable[bytes], outputs: Iterable[bytes]
+    nodes: Iterable[bytes],
+    weights: Iterable[bytes],
+    inputs: Iterable[bytes],
+    outputs: Iterable[bytes],
 ) -> bytes:
     parts = ((1, nodes), (5, weights), (11, inputs), (12, outputs))
-    return message(blob(2, "graph"), *(blob(field, item) for field, items in parts for item in items))
+    return message(
+        blob(2, "graph"), *(blob(field, item) for field, items in parts for item in items)
+    )
 
 
 def model(graph: bytes, *, opset: int = 21) -> bytes:
-    opsets = [message(blob(1, ""), number(2, opset)), message(blob(1, "com.microsoft"), number(2, 1))]
-    return message(number(1, 10), blob(2, "tests"), blob(7, graph), *(blob(8, item) for item in opsets))
+    opsets = [
+        message(blob(1, ""), number(2, opset)),
+        message(blob(1, "com.microsoft"), number(2, 1)),
+    ]
+    return message(
+        number(1, 10), blob(2, "tests"), blob(7, graph), *(blob(8, item) for item in opsets)
+    )
 
 
 def damaged(file: bytes, rng: random.Random) -> bytes:

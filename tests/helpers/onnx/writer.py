@@ -24,7 +24,9 @@ from helpers.onnx.blocks import Form, dequantize, packed_codes, quantize
 __all__ = ["Decoder", "write_onnx"]
 
 MICROSOFT = "com.microsoft"
-FLOAT, HALF = 1, 10  # ONNX's numbers of types
+# ONNX's numbers of types
+FLOAT = 1
+HALF = 10
 Array = np.ndarray
 
 
@@ -32,7 +34,9 @@ class Decoder:
     """The nodes and weights of one model on their way into a file."""
 
     def __init__(self, model: PreTrainedModel, form: Form) -> None:
-        self.hf, self.config, self.form = model, model.config, form
+        self.hf = model
+        self.config = model.config
+        self.form = form
         location = (
             ("model.onnx.data" if form.genai else "model_q4.onnx_data") if form.external else None
         )
@@ -43,10 +47,8 @@ class Decoder:
         }
         self.kind = str(self.config.model_type)
         self.layers = int(self.config.num_hidden_layers)
-        self.heads, self.kv_heads = (
-            int(self.config.num_attention_heads),
-            int(self.config.num_key_value_heads),
-        )
+        self.heads = int(self.config.num_attention_heads)
+        self.kv_heads = int(self.config.num_key_value_heads)
         self.hidden = int(self.config.hidden_size)
         self.eps = float(self.config.rms_norm_eps)
         self.dim = int(getattr(self.config, "head_dim", None) or self.hidden // self.heads)
@@ -86,7 +88,8 @@ class Decoder:
         self, source: str, name: str, weights: Array, bias: Array | None = None
     ) -> tuple[str, Array]:
         """source @ weights^T + bias; the name of the result, and the weights as they are in the file."""
-        form, kind = self.form, np.float16 if self.form.halves else np.float32
+        form = self.form
+        kind = np.float16 if self.form.halves else np.float32
         inputs = [source]
         if not form.bits:
             stored = weights.astype(kind)
@@ -219,10 +222,8 @@ class Decoder:
 
     def tables(self, index: int) -> tuple[str, str]:
         """Names of the tables of rope of a layer, by transformers' own frequencies."""
-        rotary, kind = (
-            self.hf.model.rotary_emb,
-            self.layer_kind(index) if self.kind == "gemma3_text" else "",
-        )
+        rotary = self.hf.model.rotary_emb
+        kind = self.layer_kind(index) if self.kind == "gemma3_text" else ""
         prefix = f"{kind}_" if kind else ""
         frequencies = getattr(rotary, f"{prefix}inv_freq").numpy().astype(np.float32)
         factor = float(getattr(rotary, f"{prefix}attention_scaling"))
@@ -244,7 +245,8 @@ class Decoder:
         shape = self.op("Shape", ["attention_mask"], "/lengths/Shape")
         width = self.op("Gather", [shape, self.integer(1)], "/lengths/Gather", axis=0)
         lengths = [last, self.op("Cast", [width], "/lengths/total", to=6)]
-        stream, branch = self.lookup(), ""
+        stream = self.lookup()
+        branch = ""
         for index in range(self.layers):
             stream, branch = self.layer(index, stream, branch, lengths)
         value, _ = self.add_and_norm(stream, branch, "model.norm")
@@ -294,7 +296,8 @@ class Decoder:
         if f"{layer}gate_up_proj.weight" in self.state:
             wide = int(self.config.intermediate_size)
             both = self.project(value, [f"{layer}gate_up_proj"], f"{layer}gate_up_proj")
-            gate, up = f"/{layer}Split/0", f"/{layer}Split/1"
+            gate = f"/{layer}Split/0"
+            up = f"/{layer}Split/1"
             sizes = self.integers(wide, wide)
             self.nodes.append(wire.node("Split", [both, sizes], [gate, up], axis=-1))
         else:

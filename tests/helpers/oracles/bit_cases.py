@@ -15,7 +15,9 @@ Logits = npt.NDArray[np.float32]
 PROMPT = np.random.default_rng(7).integers(0, 256, 61).tolist()
 
 
-def native_logits(path: Path, weights: str = "f32", *, chunk: int = 23, num_threads: int = 1) -> Logits:
+def native_logits(
+    path: Path, weights: str = "f32", *, chunk: int = 23, num_threads: int = 1
+) -> Logits:
     """Of PROMPT, through the native runner."""
     runner = NativeRunner.from_dir(path, weights=weights, num_threads=num_threads)
     driver = PagedDriver(runner, CPUBackend(runner.info.kv_spec, 32, num_threads=num_threads))

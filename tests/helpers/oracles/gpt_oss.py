@@ -43,17 +43,27 @@ class GptOssOracle:
         return self._norm(x, "model.norm") @ self.tensors["lm_head.weight"].T
 
     def _norm(self, x: Floats, name: str) -> Floats:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.eps) * self.tensors[f"{name}.weight"]
+        return (
+            x
+            / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.eps)
+            * self.tensors[f"{name}.weight"]
+        )
 
     def _linear(self, x: Floats, name: str) -> Floats:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors[f"{name}.bias"]
 
     def _attended(self, x: Floats, index: int) -> Floats:
-        spec, own, name = self.spec, self.spec.layers[index], f"model.layers.{index}.self_attn."
+        spec = self.spec
+        own = self.spec.layers[index]
+        name = f"model.layers.{index}.self_attn."
         q, k, v = (
-            self._linear(x, f"{name}{one}_proj").reshape(len(x), -1, own.head_dim).transpose(1, 0, 2) for one in "qkv"
+            self._linear(x, f"{name}{one}_proj")
+            .reshape(len(x), -1, own.head_dim)
+            .transpose(1, 0, 2)
+            for one in "qkv"
         )
-        q, k = self._turned(q), self._turned(k)
+        q = self._turned(q)
+        k = self._turned(k)
         k, v = (each.repeat(len(q) // len(k), axis=0) for each in (k, v))
         back = np.arange(len(x))[:, None] - np.arange(len(x))
         seen = (back >= 0) & (back < (own.window or len(x)))
@@ -62,25 +72,39 @@ class GptOssOracle:
         both = np.concatenate([scores, sinks], axis=2)
         powers = np.exp(both - both.max(-1, keepdims=True))
         attended = (powers / powers.sum(-1, keepdims=True))[:, :, :-1] @ v
-        return self._linear(attended.transpose(1, 0, 2).reshape(len(x), spec.num_heads * own.head_dim), f"{name}o_proj")
+        return self._linear(
+            attended.transpose(1, 0, 2).reshape(len(x), spec.num_heads * own.head_dim),
+            f"{name}o_proj",
+        )
 
     def _turned(self, rows: Floats) -> Floats:
         rope = self.spec.ropes[0]
         angles = np.arange(rows.shape[1])[:, None] * np.array(rope.frequencies)
-        cos, sin = np.cos(angles) * rope.factor, np.sin(angles) * rope.factor
+        cos = np.cos(angles) * rope.factor
+        sin = np.sin(angles) * rope.factor
         low, high = np.split(rows, 2, axis=2)
         return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=2)
 
     def _mixed(self, x: Floats, index: int) -> Floats:
-        experts, name = self.spec.experts, f"model.layers.{index}."
+        experts = self.spec.experts
+        name = f"model.layers.{index}."
         assert experts is not None
         normed = self._norm(x, f"{name}post_attention_layernorm")
-        chosen, shares = route_rows(self._linear(normed, f"{name}mlp.router"), Routing(experts.used, "chosen"))
+        chosen, shares = route_rows(
+            self._linear(normed, f"{name}mlp.router"), Routing(experts.used, "chosen")
+        )
 
         def mlp(expert: int, rows: Floats) -> Floats:
-            gate, up, down = (f"{name}mlp.experts.{expert}.{part}_proj." for part in ("gate", "up", "down"))
-            both = [np.concatenate([self.tensors[f"{one}{what}"] for one in (gate, up)]) for what in ("weight", "bias")]
-            own = ExpertWeights(both[0], self.tensors[f"{down}weight"], both[1], self.tensors[f"{down}bias"])
+            gate, up, down = (
+                f"{name}mlp.experts.{expert}.{part}_proj." for part in ("gate", "up", "down")
+            )
+            both = [
+                np.concatenate([self.tensors[f"{one}{what}"] for one in (gate, up)])
+                for what in ("weight", "bias")
+            ]
+            own = ExpertWeights(
+                both[0], self.tensors[f"{down}weight"], both[1], self.tensors[f"{down}bias"]
+            )
             found: Floats = expert_rows(rows, own, _limited_swiglu)
             return found
 
@@ -89,7 +113,8 @@ class GptOssOracle:
 
 
 def _limited_swiglu(gate: Floats, up: Floats) -> Floats:
-    gate, up = np.minimum(gate, 7.0), np.clip(up, -7.0, 7.0)
+    gate = np.minimum(gate, 7.0)
+    up = np.clip(up, -7.0, 7.0)
     return (up + 1.0) * gate / (1.0 + np.exp(-1.702 * gate))
 
 

@@ -21,7 +21,8 @@ class ExactGranite(ExactHybrid):
 
     def logits(self, ids: list[int]) -> Doubles:
         """float64 [len(ids), vocabulary]."""
-        config, residual = self.config, self.config["residual_multiplier"]
+        config = self.config
+        residual = self.config["residual_multiplier"]
         x = self.tensors["model.embed_tokens.weight"][ids] * config["embedding_multiplier"]
         for index, kind in enumerate(config["layer_types"]):
             layer = f"model.layers.{index}."
@@ -36,32 +37,45 @@ class ExactGranite(ExactHybrid):
         if not name.endswith("mamba.in_proj.weight"):
             return super()._stored(name, value, weights)
         heads = self.config["mamba_n_heads"]
-        return np.concatenate([super()._stored(name, value[:-heads], weights), value[-heads:].astype(np.float64)])
+        return np.concatenate(
+            [super()._stored(name, value[:-heads], weights), value[-heads:].astype(np.float64)]
+        )
 
     def _mlp(self, x: Doubles, layer: str) -> Doubles:
         gate, up = np.split(self._linear(x, f"{layer}shared_mlp.input_linear"), 2, axis=1)
         return self._linear(silu_rows(gate) * up, f"{layer}shared_mlp.output_linear")
 
     def _space(self, x: Doubles, layer: str) -> Doubles:
-        layer, config, count = f"{layer}mamba.", self.config, len(x)
+        layer = f"{layer}mamba."
+        config = self.config
+        count = len(x)
         heads, dim, groups = (config[f"mamba_{name}"] for name in ("n_heads", "d_head", "n_groups"))
-        width, state = heads * dim, config["mamba_d_state"]
+        width = heads * dim
+        state = config["mamba_d_state"]
         rows = self._linear(x, f"{layer}in_proj")
         z, mixed, steps = np.split(rows, [width, 2 * width + 2 * groups * state], axis=1)
         taps = self._taps(f"{layer}conv1d")
         sums, _ = conv_rows(mixed, np.zeros((len(taps) - 1, taps.shape[1])), taps)
         bias = self.tensors.get(f"{layer}conv1d.bias", np.zeros(taps.shape[1]))
-        values, keys, queries = np.split(silu_rows(sums + bias), [width, width + groups * state], axis=1)
+        values, keys, queries = np.split(
+            silu_rows(sums + bias), [width, width + groups * state], axis=1
+        )
         keys, queries = (part.reshape(count, groups, state) for part in (keys, queries))
-        decay, dt_bias, skip = (self.tensors[f"{layer}{name}"] for name in ("A_log", "dt_bias", "D"))
+        decay, dt_bias, skip = (
+            self.tensors[f"{layer}{name}"] for name in ("A_log", "dt_bias", "D")
+        )
         done = ssd_steps(queries, keys, steps, -np.exp(decay), dt_bias, _NO_LIMIT)
-        out, _ = ssd_rows(done, values.reshape(count, heads, dim), skip, np.zeros((heads, state, dim)))
+        out, _ = ssd_rows(
+            done, values.reshape(count, heads, dim), skip, np.zeros((heads, state, dim))
+        )
         weight = self.tensors[f"{layer}norm.weight"]
         gated = gated_rows(out.reshape(count, width), z, weight, groups, self.eps, gate_first=True)
         return self._linear(gated.astype(np.float64), f"{layer}out_proj")
 
     def _attention(self, x: Doubles, layer: str) -> Doubles:
-        layer, config, count = f"{layer}self_attn.", self.config, len(x)
+        layer = f"{layer}self_attn."
+        config = self.config
+        count = len(x)
         parts = (self._linear(x, f"{layer}{name}_proj") for name in "qkv")
         dim = config["hidden_size"] // config["num_attention_heads"]
         q, k, v = (part.reshape(count, -1, dim).transpose(1, 0, 2) for part in parts)

@@ -25,7 +25,9 @@ class ExactHybrid:
     """A text model of dense layers, saved by transformers; `weights` as the native runner takes it."""
 
     def __init__(self, directory: Path, weights: str) -> None:
-        self.config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        self.config: dict[str, Any] = json.loads(
+            (directory / "config.json").read_text(encoding="utf-8")
+        )
         self.is_delta = self.config["model_type"] == "qwen3_5_text"
         self.eps = self.config["norm_eps" if "norm_eps" in self.config else "rms_norm_eps"]
         tensors = load_file(directory / "model.safetensors")
@@ -41,12 +43,20 @@ class ExactHybrid:
     def logits(self, ids: list[int]) -> Doubles:
         """float64 [len(ids), vocabulary]."""
         x = self.tensors["model.embed_tokens.weight"][ids]
-        in_norm, mlp_norm, last = ("input_layernorm", "post_attention_layernorm", "model.norm")
+        in_norm = "input_layernorm"
+        mlp_norm = "post_attention_layernorm"
+        last = "model.norm"
         if not self.is_delta:
-            in_norm, mlp_norm, last = ("operator_norm", "ffn_norm", "model.embedding_norm")
+            in_norm = "operator_norm"
+            mlp_norm = "ffn_norm"
+            last = "model.embedding_norm"
         for index, kind in enumerate(self.config["layer_types"]):
             layer = f"model.layers.{index}."
-            mix = {"conv": self._conv, "linear_attention": self._delta, "full_attention": self._attention}[kind]
+            mix = {
+                "conv": self._conv,
+                "linear_attention": self._delta,
+                "full_attention": self._attention,
+            }[kind]
             x = x + mix(self._norm(x, layer + in_norm), layer)
             x = x + self._mlp(self._norm(x, layer + mlp_norm), layer)
         head = "lm_head" if "lm_head.weight" in self.tensors else "model.embed_tokens"
@@ -79,15 +89,22 @@ class ExactHybrid:
         return self._linear(c * sums, f"{layer}conv.out_proj")
 
     def _delta(self, x: Doubles, layer: str) -> Doubles:
-        layer, config, count = f"{layer}linear_attn.", self.config, len(x)
-        heads, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        layer = f"{layer}linear_attn."
+        config = self.config
+        count = len(x)
+        heads = config["linear_num_key_heads"]
+        dim = config["linear_key_head_dim"]
         of_values = (count, config["linear_num_value_heads"], config["linear_value_head_dim"])
         taps = self._taps(f"{layer}conv1d")
-        sums, _ = conv_rows(self._linear(x, f"{layer}in_proj_qkv"), np.zeros((len(taps) - 1, taps.shape[1])), taps)
+        sums, _ = conv_rows(
+            self._linear(x, f"{layer}in_proj_qkv"), np.zeros((len(taps) - 1, taps.shape[1])), taps
+        )
         mixed = silu_rows(sums)
         q, k = mixed[:, : 2 * heads * dim].reshape(count, 2, heads, dim).swapaxes(0, 1)
         gates = self._linear(x, f"{layer}in_proj_b"), self._linear(x, f"{layer}in_proj_a")
-        steps = delta_steps(q, k, gates, -np.exp(self.tensors[f"{layer}A_log"]), self.tensors[f"{layer}dt_bias"])
+        steps = delta_steps(
+            q, k, gates, -np.exp(self.tensors[f"{layer}A_log"]), self.tensors[f"{layer}dt_bias"]
+        )
         state = np.zeros((of_values[1], dim, of_values[2]))
         out, _ = delta_rows(steps, mixed[:, 2 * heads * dim :].reshape(of_values), state)
         z = self._linear(x, f"{layer}in_proj_z").reshape(of_values)
@@ -95,29 +112,46 @@ class ExactHybrid:
         return self._linear(gated.reshape(count, -1), f"{layer}out_proj")
 
     def _attention(self, x: Doubles, layer: str) -> Doubles:
-        layer, config, count = f"{layer}self_attn.", self.config, len(x)
+        layer = f"{layer}self_attn."
+        config = self.config
+        count = len(x)
         heads = config["num_attention_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // heads
-        queries, gates = self._linear(x, f"{layer}q_proj").reshape(count, heads, -1), None
+        queries = self._linear(x, f"{layer}q_proj").reshape(count, heads, -1)
+        gates = None
         if self.is_delta:
             queries, gates = queries[..., :dim], queries[..., dim:]
-        keys, values = (self._linear(x, f"{layer}{name}_proj").reshape(count, -1, dim) for name in "kv")
+        keys, values = (
+            self._linear(x, f"{layer}{name}_proj").reshape(count, -1, dim) for name in "kv"
+        )
         norms = ("q_norm", "k_norm") if self.is_delta else ("q_layernorm", "k_layernorm")
-        q, k = (self._turned(self._norm(r, layer + name)) for r, name in zip((queries, keys), norms, strict=True))
+        q, k = (
+            self._turned(self._norm(r, layer + name))
+            for r, name in zip((queries, keys), norms, strict=True)
+        )
         q, k, v = (each.transpose(1, 0, 2) for each in (q, k, values))
         k, v = (each.repeat(heads // len(k), axis=0) for each in (k, v))
-        scores = np.where(np.tri(count, dtype=bool), q @ k.transpose(0, 2, 1) / np.sqrt(dim), -np.inf)
+        scores = np.where(
+            np.tri(count, dtype=bool), q @ k.transpose(0, 2, 1) / np.sqrt(dim), -np.inf
+        )
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out = (weights / weights.sum(-1, keepdims=True) @ v).transpose(1, 0, 2)
         if gates is not None:
             out = out / (1 + np.exp(-gates))
-        return self._linear(out.reshape(count, -1), f"{layer}{'o_proj' if self.is_delta else 'out_proj'}")
+        return self._linear(
+            out.reshape(count, -1), f"{layer}{'o_proj' if self.is_delta else 'out_proj'}"
+        )
 
     def _turned(self, x: Doubles) -> Doubles:
         """Rope of rows [tokens, heads, dim]."""
         rope = self.config["rope_parameters"]
         width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
-        angles = np.arange(len(x))[:, None, None] * rope["rope_theta"] ** (-np.arange(0, width, 2) / width)
-        low, high, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
-        cos, sin = np.cos(angles), np.sin(angles)
+        angles = np.arange(len(x))[:, None, None] * rope["rope_theta"] ** (
+            -np.arange(0, width, 2) / width
+        )
+        low = x[..., : width // 2]
+        high = x[..., width // 2 : width]
+        rest = x[..., width:]
+        cos = np.cos(angles)
+        sin = np.sin(angles)
         return np.concatenate([low * cos - high * sin, high * cos + low * sin, rest], -1)

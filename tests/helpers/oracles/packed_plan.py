@@ -32,7 +32,10 @@ def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
     plan = pack_plan(spec, "f32")
     with checkpoint.open_source() as source:
         check_tensors(plan, source)
-        return spec, {entry.name: read_rows(Piece(entry, 0, entry.rows), source) + _offset(entry) for entry in plan}
+        return spec, {
+            entry.name: read_rows(Piece(entry, 0, entry.rows), source) + _offset(entry)
+            for entry in plan
+        }
 
 
 def _offset(entry: PackEntry) -> np.float64:
@@ -43,7 +46,11 @@ def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -
     """float64 [tokens, vocab]."""
     hidden = weights["embed"][np.asarray(token_ids)].astype(np.float64) * spec.embedding_factor
     for index, layer in enumerate(spec.layers):
-        own = {name.partition(".")[2]: value for name, value in weights.items() if name.startswith(f"layer{index}.")}
+        own = {
+            name.partition(".")[2]: value
+            for name, value in weights.items()
+            if name.startswith(f"layer{index}.")
+        }
         if layer.attends or layer.keeps_state:
             normed = _norm(hidden, own["attn_in"], spec.eps)
         if layer.attends:
@@ -51,18 +58,24 @@ def hybrid_logits(spec: ModelSpec, weights: Weights, token_ids: Sequence[int]) -
             hidden = hidden + spec.residual_factor * spec.factors.attention_out * attended
         if layer.keeps_state:
             assert spec.mixer is not None
-            mixed = _MIXERS[spec.mixer.kind](spec.mixer, _multiplied(spec, own), normed, spec.eps) @ own["mixer_out"].T
+            mixed = (
+                _MIXERS[spec.mixer.kind](spec.mixer, _multiplied(spec, own), normed, spec.eps)
+                @ own["mixer_out"].T
+            )
             hidden = hidden + spec.residual_factor * spec.factors.mixer_out * mixed
         if "mlp_in" in own:
             normed = spec.factors.mlp * _norm(hidden, own["mlp_in"], spec.eps)
-            hidden = hidden + spec.residual_factor * spec.factors.mlp_out * _mlp(spec, index, own, normed)
+            hidden = hidden + spec.residual_factor * spec.factors.mlp_out * _mlp(
+                spec, index, own, normed
+            )
     head = weights["embed" if spec.tied else "head"]
     return _norm(hidden, weights["norm"], spec.eps) @ head.T * spec.logit_factor
 
 
 def _multiplied(spec: ModelSpec, own: Weights) -> Weights:
     """A mixer's weights with what their results are multiplied with."""
-    factors, mixer = spec.factors, spec.mixer
+    factors = spec.factors
+    mixer = spec.mixer
     assert mixer is not None
     if mixer.kind != "ssd":
         return own
@@ -92,19 +105,26 @@ def _silu(values: Doubles) -> Doubles:
 
 
 def _attention(spec: ModelSpec, own: Weights, normed: Doubles, rope: int) -> Doubles:
-    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    heads = spec.num_heads
+    kv_heads = spec.num_kv_heads
+    dim = spec.head_dim
     rows = spec.factors.attention * normed @ own["qkv"].T
-    query, key, value, gate = np.split(rows, np.cumsum([heads * dim, kv_heads * dim, kv_heads * dim]), axis=1)
+    query, key, value, gate = np.split(
+        rows, np.cumsum([heads * dim, kv_heads * dim, kv_heads * dim]), axis=1
+    )
     query, key, value = (part.reshape(len(rows), -1, dim) for part in (query, key, value))
     frequencies = np.array(spec.ropes[rope].frequencies if rope >= 0 else [], dtype=np.float64)
     if "q_norm" in own:
-        query, key = _norm(query, own["q_norm"], spec.eps), _norm(key, own["k_norm"], spec.eps)
+        query = _norm(query, own["q_norm"], spec.eps)
+        key = _norm(key, own["k_norm"], spec.eps)
     query, key = (_turned(part, frequencies) for part in (query, key))
     key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
     scores = np.einsum("ihd,jhd->hij", query, key) * spec.softmax_scale
     scores = np.where(np.tri(len(rows), dtype=bool), scores, -np.inf)
     shares = np.exp(scores - scores.max(axis=2, keepdims=True))
-    out = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=2, keepdims=True), value).reshape(len(rows), -1)
+    out = np.einsum("hij,jhd->ihd", shares / shares.sum(axis=2, keepdims=True), value).reshape(
+        len(rows), -1
+    )
     return out * _sigmoid(gate) if spec.family.output_gate else out
 
 
@@ -112,8 +132,14 @@ def _turned(rows: Doubles, frequencies: Doubles) -> Doubles:
     """Pairs (i, i + half) of [tokens, heads, dim] turned by their positions."""
     angles = np.arange(len(rows))[:, None, None] * frequencies
     half = len(frequencies)
-    first, second, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
-    turned = (first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles), rest)
+    first = rows[..., :half]
+    second = rows[..., half : 2 * half]
+    rest = rows[..., 2 * half :]
+    turned = (
+        first * np.cos(angles) - second * np.sin(angles),
+        second * np.cos(angles) + first * np.sin(angles),
+        rest,
+    )
     return np.concatenate(turned, axis=-1)
 
 
@@ -121,12 +147,15 @@ def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
     """Each channel's weighted sum of its inputs, the oldest with the first tap; zeros stand before the text."""
     taps = taps.reshape(mixer.taps + 1, mixer.channels)
     before = np.concatenate([np.zeros((mixer.taps, mixer.channels)), rows])
-    return np.array([(before[at : at + mixer.taps + 1] * taps).sum(axis=0) for at in range(len(rows))])
+    return np.array(
+        [(before[at : at + mixer.taps + 1] * taps).sum(axis=0) for at in range(len(rows))]
+    )
 
 
 def _ssd(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
     """Mamba2: a state of each head, its rows those of B and C, its columns those of x."""
-    rows, width = normed @ own["mixer_in"].T, mixer.value_heads * mixer.value_dim
+    rows = normed @ own["mixer_in"].T
+    width = mixer.value_heads * mixer.value_dim
     mixed, z = np.split(rows, [mixer.channels], axis=1)
     mixed = _silu(_convolved(mixer, own["conv"], mixed) + own.get("conv_bias", 0.0))
     x, b, c = np.split(mixed, [width, width + mixer.key_heads * mixer.key_dim], axis=1)
@@ -145,7 +174,9 @@ def _ssd(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
         return flat * _silu(z)
     gated = flat * _silu(z) if mixer.norm == "gated_before" else flat
     groups = gated.reshape(len(rows), mixer.norm_groups, -1)
-    flat = _norm(groups, own["mixer_norm"].reshape(mixer.norm_groups, -1), eps).reshape(len(rows), width)
+    flat = _norm(groups, own["mixer_norm"].reshape(mixer.norm_groups, -1), eps).reshape(
+        len(rows), width
+    )
     return flat if mixer.norm == "gated_before" else flat * _silu(z)
 
 
@@ -155,13 +186,22 @@ def _short_conv(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doub
 
 
 def _delta(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
-    rows, gates = normed @ own["mixer_in"].T, normed @ own["mixer_gates"].T
+    rows = normed @ own["mixer_in"].T
+    gates = normed @ own["mixer_gates"].T
     mixed, z = np.split(rows, [mixer.channels], axis=1)
     keys = mixer.key_heads * mixer.key_dim
-    query, key, value = np.split(_silu(_convolved(mixer, own["conv"], mixed)), [keys, 2 * keys], axis=1)
+    query, key, value = np.split(
+        _silu(_convolved(mixer, own["conv"], mixed)), [keys, 2 * keys], axis=1
+    )
     of_value = np.arange(mixer.value_heads)
-    of_key = of_value % mixer.key_heads if mixer.tiled_heads else of_value // (mixer.value_heads // mixer.key_heads)
-    query, key = (_unit(part.reshape(len(rows), -1, mixer.key_dim))[:, of_key] for part in (query, key))
+    of_key = (
+        of_value % mixer.key_heads
+        if mixer.tiled_heads
+        else of_value // (mixer.value_heads // mixer.key_heads)
+    )
+    query, key = (
+        _unit(part.reshape(len(rows), -1, mixer.key_dim))[:, of_key] for part in (query, key)
+    )
     value = value.reshape(len(rows), -1, mixer.value_dim)
     share, step = np.split(gates, 2, axis=1)
     decay = np.exp(own["decay"] * np.log1p(np.exp(step + own["dt_bias"])))
@@ -170,9 +210,13 @@ def _delta(mixer: Mixer, own: Weights, normed: Doubles, eps: float) -> Doubles:
     for at in range(len(rows)):
         state = state * decay[at][:, None, None]
         known = np.einsum("hkv,hk->hv", state, key[at])
-        state = state + np.einsum("hk,hv->hkv", key[at], _sigmoid(share[at])[:, None] * (value[at] - known))
+        state = state + np.einsum(
+            "hk,hv->hkv", key[at], _sigmoid(share[at])[:, None] * (value[at] - known)
+        )
         out.append(np.einsum("hkv,hk->hv", state, query[at]) / np.sqrt(mixer.key_dim))
-    gated = _norm(np.array(out), own["mixer_norm"], eps) * _silu(z.reshape(len(rows), -1, mixer.value_dim))
+    gated = _norm(np.array(out), own["mixer_norm"], eps) * _silu(
+        z.reshape(len(rows), -1, mixer.value_dim)
+    )
     return gated.reshape(len(rows), -1)
 
 
@@ -187,7 +231,8 @@ _MIXERS = {"conv": _short_conv, "delta": _delta, "ssd": _ssd}
 
 
 def _mlp(spec: ModelSpec, index: int, own: Weights, rows: Doubles) -> Doubles:
-    experts, way_in = spec.experts, spec.family.way_in
+    experts = spec.experts
+    way_in = spec.family.way_in
     activate = _gated if spec.family.gated else _squared
     if experts is None or not experts.sparse[index]:
         return activate(rows @ own[way_in].T) @ own["down"].T

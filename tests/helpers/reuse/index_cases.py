@@ -12,7 +12,8 @@ from kvboost_edge.reuse.finding import find_runs
 from kvboost_edge.reuse.runs import Run
 from kvboost_edge.reuse.spans import SpanIndex
 
-ROOT, OTHER = b"r" * 32, b"o" * 32
+ROOT = b"r" * 32
+OTHER = b"o" * 32
 
 
 class Offered:
@@ -25,27 +26,44 @@ class Offered:
 
     def offer(self, block: StoredBlock) -> StoredBlock:
         tokens = encode_tokens(block.tokens)
-        self.index.offer(block.root, block.block_id, block.serial, block.parent_serial, tokens, block.first_position)
+        self.index.offer(
+            block.root,
+            block.block_id,
+            block.serial,
+            block.parent_serial,
+            tokens,
+            block.first_position,
+        )
         self.blocks.append(block)
         return block
 
     def make(
-        self, tokens: Sequence[int], parent: StoredBlock | None = None, root: bytes = ROOT, first_position: int = 0
+        self,
+        tokens: Sequence[int],
+        parent: StoredBlock | None = None,
+        root: bytes = ROOT,
+        first_position: int = 0,
     ) -> StoredBlock:
         """A block never seen before, not offered yet."""
         if parent is not None:
-            root, first_position = parent.root, parent.first_position + len(parent.tokens)
+            root = parent.root
+            first_position = parent.first_position + len(parent.tokens)
         parent_serial = ROOT_SERIAL if parent is None else parent.serial
         serial = len(self.ever) + 1
-        self.ever.append(StoredBlock(root, self.free_id(), serial, parent_serial, tuple(tokens), first_position))
+        self.ever.append(
+            StoredBlock(root, self.free_id(), serial, parent_serial, tuple(tokens), first_position)
+        )
         return self.ever[-1]
 
     def free_id(self) -> int:
         return min(set(range(self.index.num_blocks)) - {block.block_id for block in self.blocks})
 
-    def chain(self, tokens: Sequence[int], root: bytes = ROOT, parent: StoredBlock | None = None) -> list[StoredBlock]:
+    def chain(
+        self, tokens: Sequence[int], root: bytes = ROOT, parent: StoredBlock | None = None
+    ) -> list[StoredBlock]:
         """Offer the full blocks of a text, one behind another."""
-        size, made = self.index.block_size, []
+        size = self.index.block_size
+        made = []
         for start in range(0, len(tokens) - size + 1, size):
             parent = self.offer(self.make(tokens[start : start + size], parent, root))
             made.append(parent)
@@ -55,7 +73,9 @@ class Offered:
         self.index.withdraw(block.block_id)
         self.blocks.remove(block)
 
-    def find(self, prompt: Sequence[int], start: int = 0, root: bytes = ROOT, least: int = 1) -> list[Run]:
+    def find(
+        self, prompt: Sequence[int], start: int = 0, root: bytes = ROOT, least: int = 1
+    ) -> list[Run]:
         """`find_runs`, compared with the oracle and with the tokens themselves."""
         found = find_runs(prompt, start, self.index, root, least)
         assert [stored(run) for run in found] == slow_scan(self.blocks, prompt, start, root, least)
@@ -78,7 +98,11 @@ class Offered:
 
 def stored(run: Run) -> StoredRun:
     """A run as the oracle tells it."""
-    slots = [(piece.block_id, slot) for piece in run.pieces for slot in range(piece.valid_from, piece.valid_to)]
+    slots = [
+        (piece.block_id, slot)
+        for piece in run.pieces
+        for slot in range(piece.valid_from, piece.valid_to)
+    ]
     assert len(slots) == run.length
     return StoredRun(run.prompt_start, run.context, tuple(slots))
 

@@ -39,7 +39,8 @@ class PagedDriver:
     layout: BatchLayout
 
     def __init__(self, runner: Runner, backend: Backend) -> None:
-        self.runner, self.backend = runner, backend
+        self.runner = runner
+        self.backend = backend
         self.manager = KVCacheManager(backend.num_blocks, backend.spec.block_size)
         self.live: list[Sequence_] = []
         backend.release_blocks(range(backend.num_blocks))  # what another driver left begun
@@ -68,12 +69,20 @@ class PagedDriver:
         return [logits[first:stop] for first, stop in itertools.pairwise(starts)]
 
     def step_for(
-        self, work: Sequence[tuple[Sequence_, int]], logit_rows: Sequence[int], state_rows: Sequence[int] = ()
+        self,
+        work: Sequence[tuple[Sequence_, int]],
+        logit_rows: Sequence[int],
+        state_rows: Sequence[int] = (),
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """One pass over the next `count` tokens of each sequence; logits and states of these rows of the pass."""
-        copies, token_ids, positions, slots, starts = [], [], [], [], [0]
+        copies = []
+        token_ids = []
+        positions = []
+        slots = []
+        starts = [0]
         for sequence, count in work:
-            table, start = sequence.table, sequence.table.num_computed_tokens
+            table = sequence.table
+            start = sequence.table.num_computed_tokens
             copies += self.manager.extend(table, start + count)
             token_ids += sequence.token_ids[start : start + count]
             positions += range(start, start + count)
@@ -92,7 +101,9 @@ class PagedDriver:
             states=self.states(work),
         )
         states = np.full((len(state_rows), self.runner.info.hidden_size), np.nan, np.float32)
-        rows, of_states = (np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows))
+        rows, of_states = (
+            np.array(list(each), dtype=np.int64) for each in (logit_rows, state_rows)
+        )
         tokens = np.array(token_ids, np.int64), np.array(positions, np.int64)
         batch = ForwardBatch(*tokens, layout, rows, of_states, states)
         self.layout, logits = layout, self.runner.forward(batch).copy()
@@ -114,7 +125,10 @@ class PagedDriver:
         return np.concatenate(parts)
 
     def decode(
-        self, sequences: Sequence[Sequence_], last_logits: Sequence[npt.NDArray[np.float32]], steps: int
+        self,
+        sequences: Sequence[Sequence_],
+        last_logits: Sequence[npt.NDArray[np.float32]],
+        steps: int,
     ) -> None:
         """Greedy decoding of several sequences in one batch; appends to their tokens."""
         rows = list(last_logits)

@@ -54,5 +54,7 @@ class StateDriver(PagedDriver):
             own = self.slots[id(sequence)][1]
             self.slots[id(sequence)] = (own, own)
         read, written = (np.array(each, np.int32) for each in zip(*both, strict=True))
-        certain = np.array([count - self.drafts.pop(id(sequence), 0) for sequence, count in work], np.int32)
+        certain = np.array(
+            [count - self.drafts.pop(id(sequence), 0) for sequence, count in work], np.int32
+        )
         return PassStates(read, written, np.array(saves, np.int32).reshape(-1, 3), certain)

@@ -41,12 +41,18 @@ class Running:
             drain_seconds=self.options.settings.drain_seconds,
         )
         serve.run(application, name=self.name, route_prefix=None)
-        wait_until(lambda: not before & self.pool._replicas.usable, "the replicas of before to be gone", 120)
+        wait_until(
+            lambda: not before & self.pool._replicas.usable,
+            "the replicas of before to be gone",
+            120,
+        )
         self.wait_for(workers)
 
     def wait_for(self, count: int) -> None:
         """Until the pool uses so many replicas, and each answers."""
-        wait_until(lambda: len(self.pool._replicas.usable) == count, f"{count} replicas to be used", 120)
+        wait_until(
+            lambda: len(self.pool._replicas.usable) == count, f"{count} replicas to be used", 120
+        )
         wait_until(lambda: len(self.pool.replicas()) == count, f"{count} replicas to answer", 60)
 
     def pids(self) -> dict[str, int]:
@@ -59,15 +65,28 @@ class Running:
     def idle(self) -> bool:
         """No replica runs or holds anything."""
         stats = [view.paged_stats() for view in self.pool.replicas().values()]
-        return not any(one["used_blocks"] or one["num_running"] or one["num_waiting"] for one in stats)
+        return not any(
+            one["used_blocks"] or one["num_running"] or one["num_waiting"] for one in stats
+        )
 
 
 def options_of(*flags: str) -> Any:
     """Of a command with these flags, for replicas small enough to share this machine."""
     from kvboost_edge.server.flags import parse_flags
 
-    argv = ["--num-blocks", "512", "--num-threads", "1", "--disk-cache-dir", "off", "--reuse-gate", "off"]
-    return parse_flags([*argv, "--max-batch-size", "8", "--workers", "2", "--drain-seconds", "20", *flags], "test")
+    argv = [
+        "--num-blocks",
+        "512",
+        "--num-threads",
+        "1",
+        "--disk-cache-dir",
+        "off",
+        "--reuse-gate",
+        "off",
+    ]
+    return parse_flags(
+        [*argv, "--max-batch-size", "8", "--workers", "2", "--drain-seconds", "20", *flags], "test"
+    )
 
 
 @contextlib.contextmanager
@@ -79,7 +98,10 @@ def running_replicas(options: Any, name: str) -> Iterator[Running]:
 
     config = EngineConfig.from_options(**options.engine)
     tokenizer, digest = open_tokenizer(options.model, config)
-    with deployed(options, name, 1) as handle, pooled(handle, name, tokenizer, digest, config) as pool:
+    with (
+        deployed(options, name, 1) as handle,
+        pooled(handle, name, tokenizer, digest, config) as pool,
+    ):
         found = Running(pool, name, options)
         found.wait_for(options.workers)
         yield found

@@ -26,7 +26,11 @@ ASKED: dict[str, Callable[[str], Json]] = {
     "/v1/messages": lambda text: {"messages": said(text), "max_tokens": 2},
     "/v1/messages/count_tokens": lambda text: {"messages": said(text)},
     "/v1/responses": lambda text: {"input": text, "max_output_tokens": 2},
-    "/api/chat": lambda text: {"model": MODEL, "messages": said(text), "options": {"num_predict": 2}},
+    "/api/chat": lambda text: {
+        "model": MODEL,
+        "messages": said(text),
+        "options": {"num_predict": 2},
+    },
     "/api/generate": lambda text: {"model": MODEL, "prompt": text, "options": {"num_predict": 2}},
     "/api/show": lambda text: {"model": MODEL},
     "/completion": lambda text: {"prompt": text, "n_predict": 2},
@@ -59,7 +63,9 @@ TEXTS = [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
 _ROUTES = [(route.path, route.methods) for router in ROUTERS for route in router.routes]
 PATHS = tuple(dict.fromkeys(path for path, methods in _ROUTES if "POST" in methods))
 READ = tuple(
-    dict.fromkeys((path, method) for path, methods in _ROUTES for method in sorted(methods - {"POST", "HEAD"}))
+    dict.fromkeys(
+        (path, method) for path, methods in _ROUTES for method in sorted(methods - {"POST", "HEAD"})
+    )
 )
 """The server's own routes: paths that take a body, and (path, method) of those that take none."""
 

@@ -14,14 +14,17 @@ from kvboost_edge.server.settings import ServerSettings
 
 __all__ = ["CHAT", "COMPLETIONS", "EXPLAIN", "SYSTEM", "app_of", "ask", "complete"]
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 EXPLAIN = {"kvboost": {"explain": True}}
 SYSTEM = "You are a helper of few words. Today is {}. Answer in English, in short sentences."
 
 
 @asynccontextmanager
 async def app_of(engine: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with app_client(create_app(engine, ServerSettings(model_name="fake", **settings))) as client:
+    async with app_client(
+        create_app(engine, ServerSettings(model_name="fake", **settings))
+    ) as client:
         yield client
 
 
@@ -40,7 +43,9 @@ async def ask(app: httpx.AsyncClient, *said: str, **more: Any) -> dict[str, Any]
 
 async def complete(app: httpx.AsyncClient, prompt: Any, **more: Any) -> dict[str, Any]:
     headers = more.pop("headers", {})
-    answer = await app.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2, **EXPLAIN, **more}, headers=headers)
+    answer = await app.post(
+        COMPLETIONS, json={"prompt": prompt, "max_tokens": 2, **EXPLAIN, **more}, headers=headers
+    )
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()["kvboost"]["cache"]
     return found

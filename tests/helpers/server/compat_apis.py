@@ -19,12 +19,23 @@ MODEL = "fake"
 Json = dict[str, Any]
 
 # Names of members that differ between two answers to one question.
-_PASSING = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "timings", "generation_settings"}
+_PASSING = {
+    "id",
+    "call_id",
+    "item_id",
+    "created",
+    "created_at",
+    "completed_at",
+    "timings",
+    "generation_settings",
+}
 _PASSING |= {f"{name}_duration" for name in ("total", "load", "prompt_eval", "eval")} | {"kvboost"}
 
 
 _ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-ANSWERS = {route.path: route.responses[200]["model"] for route in _ROUTES if route.include_in_schema}
+ANSWERS = {
+    route.path: route.responses[200]["model"] for route in _ROUTES if route.include_in_schema
+}
 """The model of the OpenAPI document for the answers of each path."""
 
 
@@ -106,7 +117,9 @@ class Api:
 
     def choice(self, choice):
         named = choice not in ("auto", "none", "required")
-        return {"tool_choice": {"type": "function", "function": {"name": choice}} if named else choice}
+        return {
+            "tool_choice": {"type": "function", "function": {"name": choice}} if named else choice
+        }
 
     def one_call(self, body):
         """At most one call in the answer."""
@@ -120,7 +133,9 @@ class Api:
 
     async def ask(self, app, body, *, streams=False):
         """The whole answer, or what the events of a stream add up to."""
-        answer = await app.post(self.path, json={**body, "stream": streams, **(self.streamed() if streams else {})})
+        answer = await app.post(
+            self.path, json={**body, "stream": streams, **(self.streamed() if streams else {})}
+        )
         assert answer.status_code == 200, answer.text
         if streams:
             return self.gather(self.events(answer))
@@ -180,7 +195,8 @@ class Chat(Api):
         reason = None
         for event in events:
             for choice in event["choices"]:
-                reason, delta = choice["finish_reason"] or reason, choice["delta"]
+                reason = choice["finish_reason"] or reason
+                delta = choice["delta"]
                 for name in ("content", "reasoning_content"):
                     if delta.get(name):
                         message[name] = message.get(name, "") + delta[name]
@@ -188,21 +204,32 @@ class Chat(Api):
                     calls = message.setdefault("tool_calls", [])
                     if "id" in call:
                         assert call["index"] == len(calls)
-                        calls.append({"id": call["id"], "type": call["type"], "function": dict(call["function"])})
+                        calls.append(
+                            {
+                                "id": call["id"],
+                                "type": call["type"],
+                                "function": dict(call["function"]),
+                            }
+                        )
                     else:
                         assert call["function"].keys() == {"arguments"}
-                        calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+                        calls[call["index"]]["function"]["arguments"] += call["function"][
+                            "arguments"
+                        ]
         if "tool_calls" in message:
             message["content"] = message["content"] or None
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
         return {**events[-1], "object": "chat.completion", "choices": [choice]}
 
     def said(self, answer):
-        (choice,), usage = answer["choices"], answer["usage"]
+        (choice,) = answer["choices"]
+        usage = answer["usage"]
         message = choice["message"]
         functions = [call["function"] for call in message.get("tool_calls", ())]
         # Some templates want ids of nine letters and digits.
-        assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in message.get("tool_calls", ()))
+        assert all(
+            len(call["id"]) == 9 and call["id"].isalnum() for call in message.get("tool_calls", ())
+        )
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         thought = message.get("reasoning_content", "")
         assert (usage["completion_tokens_details"]["reasoning_tokens"] > 0) == bool(thought)
@@ -213,7 +240,10 @@ class Chat(Api):
         )  # fmt: skip
 
     def parts(self, thought, text, name, values):
-        call = {"type": "function", "function": {"name": name, "arguments": json.dumps(values, ensure_ascii=False)}}
+        call = {
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(values, ensure_ascii=False)},
+        }
         return {"role": "assistant", "content": text, "refusal": None, "reasoning_content": thought,
                 "tool_calls": [call]}  # fmt: skip
 
@@ -239,7 +269,8 @@ class Completions(Api):
         return {**events[-1], "choices": [choice]}
 
     def said(self, answer):
-        (choice,), usage = answer["choices"], answer["usage"]
+        (choice,) = answer["choices"]
+        usage = answer["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return Said("", choice["text"], [], choice["finish_reason"], usage["prompt_tokens"], cached,
                     usage["completion_tokens"])  # fmt: skip
@@ -249,21 +280,37 @@ class Messages(Api):
     path = "/v1/messages"
     places = {"limit": "max_tokens", "stop": "stop_sequences", "form": "output_config"}
     plain = {"temperature": 0, "max_tokens": 300}
-    reasons = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "length", "tool_use": "tool_calls"}
+    reasons = {
+        "end_turn": "stop",
+        "stop_sequence": "stop",
+        "max_tokens": "length",
+        "tool_use": "tool_calls",
+    }
 
     def tools(self, tools):
         functions = [tool["function"] for tool in tools]
-        return [{"name": one["name"], "input_schema": one.get("parameters", {"type": "object"})} for one in functions]
+        return [
+            {"name": one["name"], "input_schema": one.get("parameters", {"type": "object"})}
+            for one in functions
+        ]
 
     def choice(self, choice):
         kinds = {"auto": "auto", "none": "none", "required": "any"}
-        return {"tool_choice": {"type": kinds[choice]} if choice in kinds else {"type": "tool", "name": choice}}
+        return {
+            "tool_choice": {"type": kinds[choice]}
+            if choice in kinds
+            else {"type": "tool", "name": choice}
+        }
 
     def one_call(self, body):
         return {**body, "tool_choice": {**body["tool_choice"], "disable_parallel_tool_use": True}}
 
     def thinks(self, thinks):
-        return {"thinking": {"type": "enabled", "budget_tokens": 1024} if thinks else {"type": "disabled"}}
+        return {
+            "thinking": {"type": "enabled", "budget_tokens": 1024}
+            if thinks
+            else {"type": "disabled"}
+        }
 
     def form(self, schema):
         return {"format": {"type": "json_schema", "schema": schema}}
@@ -278,14 +325,16 @@ class Messages(Api):
         arguments = {}
         is_open = False
         for event in events[1:-2]:
-            kind, at = event["type"].removeprefix("content_block_"), event["index"]
+            kind = event["type"].removeprefix("content_block_")
+            at = event["index"]
             assert (at, is_open) == (len(message["content"]) - (kind != "start"), kind != "start")
             is_open = kind != "stop"
             if kind == "start":
                 message["content"].append(event["content_block"])
             elif kind == "delta":
                 delta = dict(event["delta"])
-                sort, ((name, text),) = delta.pop("type").removesuffix("_delta"), delta.items()
+                sort = delta.pop("type").removesuffix("_delta")
+                ((name, text),) = delta.items()
                 if sort == "input_json":
                     arguments[at] = arguments.get(at, "") + text
                 else:
@@ -294,13 +343,28 @@ class Messages(Api):
         for at, text in arguments.items():
             message["content"][at]["input"] = json.loads(text) if _is_whole(text) else {}
         assert not is_open
-        for name in ("input_tokens", "cache_creation", "cache_creation_input_tokens", "cache_read_input_tokens"):
+        for name in (
+            "input_tokens",
+            "cache_creation",
+            "cache_creation_input_tokens",
+            "cache_read_input_tokens",
+        ):
             assert message["usage"][name] == events[-2]["usage"][name]
-        last = {name: value for name, value in events[-2].items() if name not in ("type", "delta", "usage")}
-        return {**message, **last, **events[-2]["delta"], "usage": {**message["usage"], **events[-2]["usage"]}}
+        last = {
+            name: value
+            for name, value in events[-2].items()
+            if name not in ("type", "delta", "usage")
+        }
+        return {
+            **message,
+            **last,
+            **events[-2]["delta"],
+            "usage": {**message["usage"], **events[-2]["usage"]},
+        }
 
     def said(self, answer):
-        blocks, usage = answer["content"], answer["usage"]
+        blocks = answer["content"]
+        usage = answer["usage"]
         cached = usage["cache_read_input_tokens"]
         thought = "".join(one.get("thinking", "") for one in blocks)
         assert (usage["output_tokens_details"]["thinking_tokens"] > 0) == bool(thought)
@@ -318,7 +382,10 @@ class Messages(Api):
         calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
         sent = [{"type": "tool_result", "tool_use_id": call, "content": text}
                 for call, text in zip(calls, results, strict=True)]  # fmt: skip
-        said = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": sent}]
+        said = [
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": sent},
+        ]
         return {**body, "messages": [*body["messages"], *said]}
 
     def parts(self, thought, text, name, values):
@@ -359,7 +426,10 @@ class Responses(Api):
         return events
 
     def gather(self, events):
-        assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+        assert [event["type"] for event in events[:2]] == [
+            "response.created",
+            "response.in_progress",
+        ]
         answer = events[-1]["response"]
         assert events[-1]["type"] == f"response.{answer['status']}"
         assert answer["id"] == events[0]["response"]["id"]
@@ -379,7 +449,9 @@ class Responses(Api):
                     assert event["content_index"] == len(items[-1]["content"])
                     items[-1]["content"].append(event["part"])
                 case "output_text.delta" | "reasoning_text.delta":
-                    items[event["output_index"]]["content"][event["content_index"]]["text"] += event["delta"]
+                    items[event["output_index"]]["content"][event["content_index"]]["text"] += (
+                        event["delta"]
+                    )
                 case "function_call_arguments.delta":
                     items[event["output_index"]]["arguments"] += event["delta"]
                 case "output_text.done" | "reasoning_text.done":
@@ -435,7 +507,12 @@ class Responses(Api):
 
 class OllamaChat(Api):
     path = "/api/chat"
-    places = {"limit": "options.num_predict", "seed": "options.seed", "stop": "options.stop", "form": "format"}
+    places = {
+        "limit": "options.num_predict",
+        "seed": "options.seed",
+        "stop": "options.stop",
+        "form": "format",
+    }
     places |= {"temperature": "options.temperature"}
     plain = {"model": MODEL, "options": {"temperature": 0}}
     has = frozenset({"tools", "thinks"})
@@ -452,8 +529,13 @@ class OllamaChat(Api):
         messages = [line["message"] for line in events]
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         thought = "".join(message.get("thinking", "") for message in messages)
-        message = {"role": "assistant", "content": "".join(message["content"] for message in messages)}
-        message |= {name: value for name, value in (("thinking", thought), ("tool_calls", calls)) if value}
+        message = {
+            "role": "assistant",
+            "content": "".join(message["content"] for message in messages),
+        }
+        message |= {
+            name: value for name, value in (("thinking", thought), ("tool_calls", calls)) if value
+        }
         return {**events[-1], "message": message}
 
     def said(self, answer):
@@ -467,9 +549,15 @@ class OllamaChat(Api):
     @staticmethod
     def _told(answer, thought, text, calls):
         cached = sum(answer["kvboost"]["hit_tokens"].values())
-        assert answer["total_duration"] >= answer["prompt_eval_duration"] + answer["eval_duration"] > 10_000
+        assert (
+            answer["total_duration"]
+            >= answer["prompt_eval_duration"] + answer["eval_duration"]
+            > 10_000
+        )
         reason = "tool_calls" if calls else answer["done_reason"]
-        return Said(thought, text, calls, reason, answer["prompt_eval_count"], cached, answer["eval_count"])
+        return Said(
+            thought, text, calls, reason, answer["prompt_eval_count"], cached, answer["eval_count"]
+        )
 
     def next_turn(self, body, answer, results):
         """Results are found in the order of their calls."""
@@ -494,7 +582,9 @@ class OllamaGenerate(OllamaChat):
 
     def gather(self, events):
         assert [line["done"] for line in events] == [False] * (len(events) - 1) + [True]
-        thought, text = ("".join(line.get(name, "") for line in events) for name in ("thinking", "response"))
+        thought, text = (
+            "".join(line.get(name, "") for line in events) for name in ("thinking", "response")
+        )
         return {**events[-1], "response": text, **({"thinking": thought} if thought else {})}
 
     def said(self, answer):
@@ -513,7 +603,11 @@ class LlamaCompletion(Api):
     def gather(self, events):
         assert [one["stop"] for one in events] == [False] * (len(events) - 1) + [True]
         tokens = [token for one in events for token in one["tokens"]]
-        return {**events[-1], "content": "".join(one["content"] for one in events), "tokens": tokens}
+        return {
+            **events[-1],
+            "content": "".join(one["content"] for one in events),
+            "tokens": tokens,
+        }
 
     def stopped_by(self, answer):
         return answer["stopping_word"] or None
@@ -534,5 +628,15 @@ def _is_whole(text):
     return True
 
 
-_ALL = (*(Chat(), Completions(), Messages(), Responses(), OllamaChat(), OllamaGenerate(), LlamaCompletion()),)
+_ALL = (
+    *(
+        Chat(),
+        Completions(),
+        Messages(),
+        Responses(),
+        OllamaChat(),
+        OllamaGenerate(),
+        LlamaCompletion(),
+    ),
+)
 APIS = {api.path: api for api in _ALL}

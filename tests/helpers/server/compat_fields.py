@@ -10,8 +10,13 @@ __all__ = ["REFUSED", "TAKEN"]
 
 Json = dict[str, Any]
 
-CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
-OLLAMA, GENERATE, LLAMA = "/api/chat", "/api/generate", "/completion"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
+OLLAMA = "/api/chat"
+GENERATE = "/api/generate"
+LLAMA = "/completion"
 ASK = [{"role": "user", "content": "hello"}]
 
 
@@ -56,8 +61,16 @@ _OF_BOTH = [
     *_PROGRESS,
     ({"response_format": {"type": "xml"}}, "response_format", "must be"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "an object"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format", "an object"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+        "response_format",
+        "an object",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format",
+        "an object",
+    ),
     ({"response_format": "json"}, "response_format", "must be"),
     ({"json_schema": 3}, "json_schema", "an object"),
     ({"guided_json": 3}, "guided_json"),
@@ -69,9 +82,16 @@ _OF_BOTH = [
     ({"guided_regex": "("}, "", "regex is not supported"),
     ({"kvboost": {"speculation": "often"}}, "kvboost", "speculation"),
     *(({"kvboost": {"mode": mode}}, "kvboost", "kvboost.mode") for mode in ("chunks", 1)),
-    *(({"kvboost": {**_REUSE, name: value}}, "kvboost", f"kvboost.{name}") for name, value in _NO_REUSE),
+    *(
+        ({"kvboost": {**_REUSE, name: value}}, "kvboost", f"kvboost.{name}")
+        for name, value in _NO_REUSE
+    ),
     ({"kvboost": {"recompute_ratio": 0.1}}, "kvboost", "kvboost.recompute_ratio"),
-    ({"kvboost": {"mode": "prefix_cache", "recompute_overlap": 0}}, "kvboost", "kvboost.recompute_overlap"),
+    (
+        {"kvboost": {"mode": "prefix_cache", "recompute_overlap": 0}},
+        "kvboost",
+        "kvboost.recompute_overlap",
+    ),
     *several("kvboost", "chunk_kv_reuse", []),
     ({"kvboost": {"max_draft_tokens": 64}}, "kvboost", "max_draft_tokens"),
     # Of other servers, with what to use here.
@@ -88,9 +108,23 @@ _OF_BOTH = [
     ({"repeat_penalty": "x"}, "repetition_penalty"),
     # What compiling would cost too much.
     ({"json_schema": {"type": "integer", "multipleOf": 999_983}}, "", "multipleOf 999983"),
-    ({"json_schema": {"anyOf": [{"const": f"{number:09}"} for number in range(9000)]}}, "", "objects"),
+    (
+        {"json_schema": {"anyOf": [{"const": f"{number:09}"} for number in range(9000)]}},
+        "",
+        "objects",
+    ),
 ]
-_TEMPLATE_NAMES = ("self", "messages", "raise_exception", "namespace", "range", "loop", "bos_token", "a" * 65, "")
+_TEMPLATE_NAMES = (
+    "self",
+    "messages",
+    "raise_exception",
+    "namespace",
+    "range",
+    "loop",
+    "bos_token",
+    "a" * 65,
+    "",
+)
 _TEMPLATE_VALUES = ("\ud800", "x" * 4097, 2**60, {"b": 1}, None)
 
 REFUSED: dict[str, list[Any]] = {
@@ -123,7 +157,13 @@ REFUSED: dict[str, list[Any]] = {
         *several("prompt_cache_retention", "1h", "24H", "", 24, True),
         ({"model": "\udfff"}, "model"),
         *several("cache_salt", "\udfff", "", "x" * 257),
-        *several("metadata", {str(number): "x" for number in range(17)}, {"x" * 65: "x"}, {"": "x"}, {"x": "x" * 513}),
+        *several(
+            "metadata",
+            {str(number): "x" for number in range(17)},
+            {"x" * 65: "x"},
+            {"": "x"},
+            {"x": "x" * 513},
+        ),
         *several("metadata", {"x": "\ud800"}, {"\ud800": "x"}, {"x": 1}),
         *several("seed", -(2**63) - 1, 2**63),
         ({"tool_choice": 0}, "tool_choice"),
@@ -145,24 +185,48 @@ REFUSED: dict[str, list[Any]] = {
         messages("messages.0", "hello"),
         messages("messages.0.role", {"content": "x"}),
         messages("messages.0.content", {"role": "user"}),
-        *(messages("messages.0.content", {"role": "user", "content": given}) for given in (None, 5, [], ["x"])),
-        *(messages("messages.0.content", *user(given)) for given in ({"type": "text"}, {"type": "text", "text": 5})),
+        *(
+            messages("messages.0.content", {"role": "user", "content": given})
+            for given in (None, 5, [], ["x"])
+        ),
+        *(
+            messages("messages.0.content", *user(given))
+            for given in ({"type": "text"}, {"type": "text", "text": 5})
+        ),
         messages("messages.0.content", *user({"type": "image_url", "image_url": {"url": "x"}})),
         messages("messages.0.content", {"role": "user", "content": "\ud800"}),
         messages("messages.0.tool_call_id", {"role": "tool", "content": "x"}),
         messages("messages.0.tool_call_id", {"role": "user", "content": "x", "tool_call_id": "1"}),
         messages("messages.0.role", {"role": "function", "content": "x"}),
         messages("messages.0.role", {"role": "king", "content": "x"}),
-        messages("messages.1.tool_calls", *ASK, {"role": "assistant", "content": "x", "tool_calls": [{}]}),
+        messages(
+            "messages.1.tool_calls", *ASK, {"role": "assistant", "content": "x", "tool_calls": [{}]}
+        ),
         messages("messages.0.name", {"role": "user", "content": "x", "name": ""}),
         messages("messages.0.colour", {"role": "user", "content": "x", "colour": "red"}),
-        messages("messages.0.unknown_0", *[{**ASK[0], **{f"unknown_{number}": 1 for number in range(100)}}] * 50),
+        messages(
+            "messages.0.unknown_0",
+            *[{**ASK[0], **{f"unknown_{number}": 1 for number in range(100)}}] * 50,
+        ),
         ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages", "tool_call_id"),
         ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages", "content"),
-        ({"messages": [{**ASK[0], "tool_calls": [{"function": {"name": "a"}}]}]}, "messages", "role"),
-        ({"messages": [*ASK, {"role": "assistant", "tool_calls": [_BROKEN]}]}, "messages", "arguments"),
         (
-            {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]}]},
+            {"messages": [{**ASK[0], "tool_calls": [{"function": {"name": "a"}}]}]},
+            "messages",
+            "role",
+        ),
+        (
+            {"messages": [*ASK, {"role": "assistant", "tool_calls": [_BROKEN]}]},
+            "messages",
+            "arguments",
+        ),
+        (
+            {
+                "messages": [
+                    *ASK,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}]},
+                ]
+            },
             "messages",
             "results",
         ),
@@ -173,12 +237,28 @@ REFUSED: dict[str, list[Any]] = {
         ({"json_schema": {"$ref": "#"}}, "", "not supported"),
         ({"suffix": "x"}, "suffix"),
         ({"store": True}, "store"),
-        *several("prompt", "", [], [""], ["a", 1], [1, "a"], [[]], [[1], []], [[1], "a"], [-1], [2**31], [1.0], [True]),
+        *several(
+            "prompt",
+            "",
+            [],
+            [""],
+            ["a", 1],
+            [1, "a"],
+            [[]],
+            [[1], []],
+            [[1], "a"],
+            [-1],
+            [2**31],
+            [1.0],
+            [True],
+        ),
         *several("prompt", {}, 5, "\ud800", ["a"] * 257, [10**6]),
         *several("max_tokens", 0),
         *several("best_of", 0),
         *several("stop", [1], "", ["x"] * 65, "x" * 1025, "\udfff"),
-        *several("logit_bias", {"a": 1}, {"-1": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"10000000": 1}),
+        *several(
+            "logit_bias", {"a": 1}, {"-1": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"10000000": 1}
+        ),
         *several("logit_bias", {str(number): 1 for number in range(1025)}),
         *several("stop_token_ids", [10**7], [-1], ["1"], [1.5], 5, [0] * 1025),
         *several("metadata", []),
@@ -192,7 +272,10 @@ REFUSED: dict[str, list[Any]] = {
         *_PROGRESS,
         ({"messages": user(_IMAGE)}, "'image' are not built"),
         ({"messages": user({"type": "document"})}, "'document' are not built"),
-        ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "'server_tool_use'"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "content": [{"type": "server_tool_use"}]}]},
+            "'server_tool_use'",
+        ),
         ({"messages": user({**_RESULT, "content": [_IMAGE]})}, "'image' are not built"),
         ({"messages": user(_CALL)}, "'tool_use' are not built here in this place"),
         ({"messages": [*ASK, {"role": "assistant", "content": [_RESULT]}]}, "'tool_result'"),
@@ -204,7 +287,10 @@ REFUSED: dict[str, list[Any]] = {
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"messages": user({**_RESULT, "tool_use_id": "x" * 300})}, "256"),
-        ({"messages": [*ASK, {"role": "assistant", "content": [{**_CALL, "name": "no name"}]}]}, "name"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "content": [{**_CALL, "name": "no name"}]}]},
+            "name",
+        ),
         ({"messages": [{"role": "user", "content": "y" * 8000}]}, "context is 8000"),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
@@ -223,7 +309,10 @@ REFUSED: dict[str, list[Any]] = {
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "x"}, "container"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management",
+        ),
         ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "ttl"),
         ({"system": [{**text("x"), "cache_control": {"type": "ephemeral"}}] * 5}, "5 places"),
@@ -231,17 +320,37 @@ REFUSED: dict[str, list[Any]] = {
     ],
     RESPONSES: [
         *_NO_PROGRESS,
-        *several("input", [], None, [{"role": "tool", "content": "x"}], [{"type": "item_reference", "id": "x"}]),
+        *several(
+            "input",
+            [],
+            None,
+            [{"role": "tool", "content": "x"}],
+            [{"type": "item_reference", "id": "x"}],
+        ),
         *several("input", [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]),
         *several("input", [{"type": "function_call_output", "call_id": "x", "output": "y"}]),
-        *several("input", [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "{"}]),
-        *several("input", [{"role": "user", "content": "\ud800"}], user({"type": "input_image", "image_url": "data:"})),
+        *several(
+            "input", [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "{"}]
+        ),
+        *several(
+            "input",
+            [{"role": "user", "content": "\ud800"}],
+            user({"type": "input_image", "image_url": "data:"}),
+        ),
         ({"input": [{"role": "user", "content": "x" * 9000}]}, "input", "context"),
         *several("max_output_tokens", 10**6, 0),
         *several("max_tokens", 5),
-        *several("tools", [{"type": "web_search"}], [function("x")], [{"type": "function", "name": "x y"}]),
+        *several(
+            "tools",
+            [{"type": "web_search"}],
+            [function("x")],
+            [{"type": "function", "name": "x y"}],
+        ),
         *several("tool_choice", "required", {"type": "web_search"}),
-        ({"tools": _RESPONSES[:1], "tool_choice": {"type": "function", "name": "clock"}}, "tool_choice"),
+        (
+            {"tools": _RESPONSES[:1], "tool_choice": {"type": "function", "name": "clock"}},
+            "tool_choice",
+        ),
         *several("text", {"format": {"type": "json_schema"}}, {"verbosity": "low"}),
         *several("truncation", "auto"),
         *several("include", ["message.output_text.logprobs"]),
@@ -258,7 +367,10 @@ REFUSED: dict[str, list[Any]] = {
         ({"messages": [{**ASK[0], "images": ["aGk="]}]}, "images"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [function("x", arguments="{}")]}]}, "arguments"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [function("x", arguments="{}")]}]},
+            "arguments",
+        ),
         ({"messages": [*ASK, {"role": "tool", "content": "rain"}]}, "no call before it waits"),
         ({"options": {"num_ctx": 10**6}}, "options.num_ctx"),
         ({"options": {"num_predict": -3}}, "options.num_predict"),
@@ -301,7 +413,13 @@ REFUSED: dict[str, list[Any]] = {
 }
 """Of each path: fields, the field at fault ("": none is named), and words of the message."""
 
-_ANSWERED = {"role": "assistant", "content": "hi", "refusal": None, "annotations": None, "audio": None}
+_ANSWERED = {
+    "role": "assistant",
+    "content": "hi",
+    "refusal": None,
+    "annotations": None,
+    "audio": None,
+}
 _ANSWERED |= {"function_call": None, "tool_calls": None}
 _NEUTRAL = {
     "user": "somebody",

@@ -68,22 +68,40 @@ class LiveServer:
     def request_bytes(self, path: str, body: dict[str, Any], *headers: str) -> bytes:
         """A whole POST request as bytes."""
         text = json.dumps(body).encode()
-        lines = [f"POST {path} HTTP/1.1", f"Host: {self.host}:{self.port}", "Content-Type: application/json"]
-        lines += [f"Content-Length: {len(text)}", *(f"{name}: {value}" for name, value in self.headers.items())]
+        lines = [
+            f"POST {path} HTTP/1.1",
+            f"Host: {self.host}:{self.port}",
+            "Content-Type: application/json",
+        ]
+        lines += [
+            f"Content-Length: {len(text)}",
+            *(f"{name}: {value}" for name, value in self.headers.items()),
+        ]
         return "\r\n".join([*lines, *headers, "", ""]).encode() + text
 
     def idle(self) -> bool:
         """Nothing is in flight, running, waiting or referenced; what somebody pinned may stay."""
         stats = self.engine.paged_stats()
         admission = self.state.admission
-        figures = (stats["used_blocks"] - stats["pinned_blocks"], stats["num_running"], stats["num_waiting"])
-        return not any(figures) and not admission.sequences and not admission.tokens and not admission.tickets
+        figures = (
+            stats["used_blocks"] - stats["pinned_blocks"],
+            stats["num_running"],
+            stats["num_waiting"],
+        )
+        return (
+            not any(figures)
+            and not admission.sequences
+            and not admission.tokens
+            and not admission.tickets
+        )
 
 
 def app_client(app: Any, key: str = "") -> httpx.AsyncClient:
     """A client of the app over ASGI, with an API key if one is given."""
     headers = {"x-api-key": key} if key else {}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost", headers=headers)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=app), base_url="http://localhost", headers=headers
+    )
 
 
 class HeldForward:
@@ -122,7 +140,9 @@ def serving(
     from kvboost_edge.server.serve import DrainingServer, bind
     from kvboost_edge.server.settings import ServerSettings
 
-    chosen = ServerSettings(**{"port": 0, "model_name": "kvboost-edge/demo", "max_batch_size": 8, **settings})
+    chosen = ServerSettings(
+        **{"port": 0, "model_name": "kvboost-edge/demo", "max_batch_size": 8, **settings}
+    )
     listener = bind(chosen)
     host, port = listener.getsockname()[:2]
     app = create_app(engine, chosen, source, others, budget)

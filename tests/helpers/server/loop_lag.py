@@ -47,14 +47,17 @@ class LagMeter:
 
     async def _measure(self) -> None:
         while self._is_on:
-            due, computed = self._loop.time() + TICK, time.process_time()
+            due = self._loop.time() + TICK
+            computed = time.process_time()
             await asyncio.sleep(TICK)
             self.late.append(min(self._loop.time() - due, time.process_time() - computed))
 
 
 def lags(seconds: list[float]) -> str:
     """For people."""
-    shown = {f"p{share}": f"{1e3 * np.percentile(seconds, share):.1f}" for share in (50, 90, 99, 100)}
+    shown = {
+        f"p{share}": f"{1e3 * np.percentile(seconds, share):.1f}" for share in (50, 90, 99, 100)
+    }
     return f"{len(seconds)} samples, milliseconds: {shown}"
 
 

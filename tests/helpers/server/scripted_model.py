@@ -81,11 +81,15 @@ TEMPLATE = """
 {% endif %}
 {%- endif %}"""
 _WORDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
-_TURN, _NO_THOUGHTS = "<|assistant|>", "<think>\n\n</think>\n\n"
+_TURN = "<|assistant|>"
+_NO_THOUGHTS = "<think>\n\n</think>\n\n"
 
 
 def _hermes(calls: Sequence[Call]) -> str:
-    made = [json.dumps({"name": name, "arguments": values}, ensure_ascii=False) for name, values in calls]
+    made = [
+        json.dumps({"name": name, "arguments": values}, ensure_ascii=False)
+        for name, values in calls
+    ]
     return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in made)
 
 
@@ -95,7 +99,10 @@ def _gemma(calls: Sequence[Call]) -> str:
             return f"[{','.join(map(value, one))}]"
         return f'<|"|>{one}<|"|>' if isinstance(one, str) else str(one)
 
-    made = [(name, ",".join(f"{key}:{value(one)}" for key, one in values.items())) for name, values in calls]
+    made = [
+        (name, ",".join(f"{key}:{value(one)}" for key, one in values.items()))
+        for name, values in calls
+    ]
     return "".join(f"<|tool_call>call:{name}{{{values}}}<tool_call|>" for name, values in made)
 
 
@@ -103,7 +110,10 @@ def _lfm2(calls: Sequence[Call]) -> str:
     def value(one: Any) -> str:
         return repr(one) if isinstance(one, str) else json.dumps(one)
 
-    made = [f"{name}({','.join(f'{key}={value(one)}' for key, one in values.items())})" for name, values in calls]
+    made = [
+        f"{name}({','.join(f'{key}={value(one)}' for key, one in values.items())})"
+        for name, values in calls
+    ]
     return f"<|tool_call_start|>[{', '.join(made)}]<|tool_call_end|>"
 
 
@@ -171,7 +181,15 @@ FORMATS = {
         ("<|start|>assistant",),
         _harmony,
         "<|channel|>commentary to=",
-        ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+        (
+            "<|start|>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|end|>",
+            "<|call|>",
+            "<|return|>",
+        ),
         thought="<|channel|>analysis<|message|>{}<|end|><|start|>assistant",
         said="<|channel|>commentary<|message|>{}<|end|><|start|>assistant",
         text="<|channel|>final<|message|>{}",
@@ -194,10 +212,17 @@ class Speaker:
 
     def logits(self, token_ids: Any) -> Any:
         self.seen = np.asarray(token_ids).tolist()
-        ids, whole = self._letters(self.seen), self._letters(self._ids(self.text))
-        ends = [end for opening in self.openings for end in _ends(ids, self._letters(self._ids(opening)))]
+        ids = self._letters(self.seen)
+        whole = self._letters(self._ids(self.text))
+        ends = [
+            end
+            for opening in self.openings
+            for end in _ends(ids, self._letters(self._ids(opening)))
+        ]
         # A turn may hold what opens one: it begins where all that follows was said.
-        begin = min((end for end in ends if whole.startswith(ids[end:])), default=max(ends, default=0))
+        begin = min(
+            (end for end in ends if whole.startswith(ids[end:])), default=max(ends, default=0)
+        )
         done = len(ids) - begin
         row = np.zeros(fake_runner.VOCAB_SIZE, np.float32)
         row[self.ends[not self.text.endswith("}")]] = 5.0
@@ -230,9 +255,13 @@ def scripted(
     patch.setattr(fake_runner, "fake_tokenizer", lambda: _with_markers(raw, form.markers))
     patch.setattr(fake_runner, "VOCAB_SIZE", 260 + len(form.markers))
     parts = fake_runner.fake_parts(num_blocks, max_context=max_context)
-    ends = frozenset(parts.tokenizer.encode(end, False)[0] for end in form.ends) or parts.eos_token_ids
+    ends = (
+        frozenset(parts.tokenizer.encode(end, False)[0] for end in form.ends) or parts.eos_token_ids
+    )
     config = EngineConfig.from_options(debug_checks=True, reuse_gate="off")
-    with CPUPagedEngine._from_parts(dataclasses.replace(parts, eos_token_ids=ends), config) as engine:
+    with CPUPagedEngine._from_parts(
+        dataclasses.replace(parts, eos_token_ids=ends), config
+    ) as engine:
         engine.tokenizer.chat_template = form.template
         speaker = Speaker(engine, form)
         patch.setattr(fake_runner, "token_logits", speaker.logits)
@@ -241,5 +270,7 @@ def scripted(
 
 def _with_markers(raw: str, markers: Sequence[str]) -> Tokenizer:
     backend = fake_runner.RawTokenizer.from_str(raw)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in markers])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in markers]
+    )
     return Tokenizer.from_transformers(backend)

@@ -13,16 +13,28 @@ from kvboost_edge.server.models.served import ModelSource
 
 __all__ = ["ASKED", "OPTIONS", "CountedSource"]
 
-OPTIONS: dict[str, Any] = {"num_blocks": 64, "backend": "cpu", "dtype": "float32", "reuse_gate": "off"}
+OPTIONS: dict[str, Any] = {
+    "num_blocks": 64,
+    "backend": "cpu",
+    "dtype": "float32",
+    "reuse_gate": "off",
+}
 
-ASKED = {"prompt": "Once there was a word. " * 8, "max_tokens": 8, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+ASKED = {
+    "prompt": "Once there was a word. " * 8,
+    "max_tokens": 8,
+    "temperature": 0,
+    "logprobs": 2,
+    "ignore_eos": True,
+}
 
 
 class CountedSource:
     """A model directory; `loads` counts how often it was loaded. While it is held, loading waits."""
 
     def __init__(self, path: Path, **options: Any) -> None:
-        self.path, self.options = path, {**OPTIONS, **options}
+        self.path = path
+        self.options = {**OPTIONS, **options}
         self.loads = 0
         self._free = threading.Event()
         self._free.set()

@@ -46,7 +46,10 @@ async def _visit(server: Any, request_of: Requests, rng: random.Random) -> str:
         answer = await asyncio.wait_for(reader.read(), 120)
         status = answer[9:12].decode()
         assert status in ("200", "400", "404", "503"), (path, answer[:2000])
-        assert not [word for word in (b"engine stopped", b"Traceback") if word in answer], (path, answer[:2000])
+        assert not [word for word in (b"engine stopped", b"Traceback") if word in answer], (
+            path,
+            answer[:2000],
+        )
         return status
     finally:
         if rng.random() < 0.5:

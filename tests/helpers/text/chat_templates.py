@@ -307,11 +307,15 @@ TEMPLATES = {
     "gemma4": GEMMA4,
     "escaped": ESCAPED,
 }
-CALLING = [name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")]
+CALLING = [
+    name for name in TEMPLATES if name not in ("smollm2", "switched", "python-like", "channels")
+]
 
 # What a message's calls begin and end with.
 ENDS = {
-    **dict.fromkeys(("hermes", "qwen3", "qwen3-coder", "glm", "qwen3.5"), ("<tool_call>", "</tool_call>")),
+    **dict.fromkeys(
+        ("hermes", "qwen3", "qwen3-coder", "glm", "qwen3.5"), ("<tool_call>", "</tool_call>")
+    ),
     "llama3": ("{", "}"),
     "mistral-v3": ("[TOOL_CALLS]", "]"),
     "mistral-v11": ("[TOOL_CALLS]", "}"),
@@ -327,11 +331,35 @@ ENDS = {
 }
 # Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
 MARKERS = (
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<｜tool▁calls▁begin｜>", "<|args|>"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[CALL_ID]",
+        "[ARGS]",
+        "<｜tool▁calls▁begin｜>",
+        "<|args|>",
+    ),
     *("<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     *("<arg_key>", "</arg_key>"),
-    *("<arg_value>", "</arg_value>", "<|tool_call|>", "<|/tool_call|>", "<think>", "</think>", "<|calls_end|>"),
-    *("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    *(
+        "<arg_value>",
+        "</arg_value>",
+        "<|tool_call|>",
+        "<|/tool_call|>",
+        "<think>",
+        "</think>",
+        "<|calls_end|>",
+    ),
+    *(
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        '<|"|>',
+        "<|channel>",
+        "<channel|>",
+    ),
 )
 TOOLS = [
     Tool(
@@ -375,12 +403,20 @@ def written(name: str, calls: Calls) -> str:
         {
             "id": f"idid{number:05}",
             "type": "function",
-            "function": {"name": tool, "arguments": json.dumps(arguments) if name == "deepseek" else arguments},
+            "function": {
+                "name": tool,
+                "arguments": json.dumps(arguments) if name == "deepseek" else arguments,
+            },
         }
         for number, (tool, arguments) in enumerate(calls)
     ]
-    messages = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "", "tool_calls": given}]
-    messages = messages if format_of(name).shows_calls else with_calls_written(messages, KEYWORD_CALLS)
+    messages = [
+        {"role": "user", "content": "asked"},
+        {"role": "assistant", "content": "", "tool_calls": given},
+    ]
+    messages = (
+        messages if format_of(name).shows_calls else with_calls_written(messages, KEYWORD_CALLS)
+    )
     text = template(name).render(messages, add_generation_prompt=False).rpartition("asked")[2]
     begin, end = ENDS[name]
     return text[text.index(begin) : text.rindex(end) + len(end)]
@@ -388,7 +424,9 @@ def written(name: str, calls: Calls) -> str:
 
 @functools.cache
 def template(name: str) -> ChatTemplate:
-    return ChatTemplate(TEMPLATES[name], model_name=name, variables={"bos_token": "<s>", "eos_token": "</s>"})
+    return ChatTemplate(
+        TEMPLATES[name], model_name=name, variables={"bos_token": "<s>", "eos_token": "</s>"}
+    )
 
 
 @functools.cache

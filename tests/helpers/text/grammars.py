@@ -20,12 +20,19 @@ DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 class Vocabulary:
     """The demo model's tokens and more of them, `special` ones or ordinary; the token `end` ends an answer."""
 
-    def __init__(self, special: Sequence[str] = (), ordinary: Sequence[str] = (), end: str = "<|end|>") -> None:
+    def __init__(
+        self, special: Sequence[str] = (), ordinary: Sequence[str] = (), end: str = "<|end|>"
+    ) -> None:
         raw = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
         raw.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ordinary])
-        raw.add_special_tokens([tokenizers.AddedToken(text, normalized=False) for text in (*special, end)])
-        self.codec, self.end = FastCodec(raw), raw.token_to_id(end)
-        self.known = LLTokenizer(self.codec.to_json(), n_vocab=self.codec.vocab_size, eos_token=[self.end])
+        raw.add_special_tokens(
+            [tokenizers.AddedToken(text, normalized=False) for text in (*special, end)]
+        )
+        self.codec = FastCodec(raw)
+        self.end = raw.token_to_id(end)
+        self.known = LLTokenizer(
+            self.codec.to_json(), n_vocab=self.codec.vocab_size, eos_token=[self.end]
+        )
 
     def matcher(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self.known, LLMatcher.grammar_from_lark(grammar), log_level=0)
@@ -34,17 +41,26 @@ class Vocabulary:
 
     def takes(self, grammar: str, text: str) -> bool:
         """Whether a whole answer may be this text."""
-        matcher, ids = self.matcher(grammar), self.codec.encode(text, False)
+        matcher = self.matcher(grammar)
+        ids = self.codec.encode(text, False)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def sample(
-        self, grammar: str, seed: int, wanted: Sequence[str], *, often: float = 0.3, ends: float = 0.3, most: int = 300
+        self,
+        grammar: str,
+        seed: int,
+        wanted: Sequence[str],
+        *,
+        often: float = 0.3,
+        ends: float = 0.3,
+        most: int = 300,
     ) -> tuple[str, bool]:
         """Noise that fits, and whether it ended.
 
         often: how often one of the texts that are `wanted` comes where it may; ends: how often the end does.
         """
-        matcher, choose = self.matcher(grammar), random.Random(seed)
+        matcher = self.matcher(grammar)
+        choose = random.Random(seed)
         ids: list[int] = []
         while len(ids) < most and not matcher.is_stopped():
             text = self.codec.encode(choose.choice(wanted), False)
@@ -53,7 +69,11 @@ class Vocabulary:
             else:
                 bits = int.from_bytes(matcher.compute_bitmask(), "little")
                 allowed = [i for i in range(self.codec.vocab_size) if bits >> i & 1]
-                step = [self.end if self.end in allowed and choose.random() < ends else choose.choice(allowed)]
+                step = [
+                    self.end
+                    if self.end in allowed and choose.random() < ends
+                    else choose.choice(allowed)
+                ]
             if step == [self.end]:
                 return self.codec.decode(ids, False), True
             assert matcher.consume_tokens(step), matcher.get_error()

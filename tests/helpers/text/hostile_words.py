@@ -52,7 +52,15 @@ GEMMA4_TEXTS = [
     "\x00\x7f\x1b",
     "zzz qqq \U0001f9ff",
 ]
-_VISIBLE = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
+_VISIBLE = [
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+]
 _CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"]
 
 
@@ -64,9 +72,13 @@ def _byte_letters(text: str) -> str:
 
 def _every_piece(lines: list[str]) -> tuple[list[str], list[str]]:
     """All pieces of the lines, short ones first, and all ways to merge two of them to a third."""
-    found = {line[a:b] for line in lines for a in range(len(line)) for b in range(a + 1, len(line) + 1)}
+    found = {
+        line[a:b] for line in lines for a in range(len(line)) for b in range(a + 1, len(line) + 1)
+    }
     tokens = sorted(found, key=lambda piece: (len(piece), piece))
-    return tokens, [f"{token[:cut]} {token[cut:]}" for token in tokens for cut in range(1, len(token))]
+    return tokens, [
+        f"{token[:cut]} {token[cut:]}" for token in tokens for cut in range(1, len(token))
+    ]
 
 
 def metadata_of(pre: str) -> dict[str, Any]:
@@ -99,7 +111,12 @@ def gemma4_metadata() -> dict[str, Any]:
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
     ends = ["\n" * count for count in range(1, 6)]
     tokens = [*_CONTROL, *_VISIBLE, *(f"<0x{byte:02X}>" for byte in range(256)), *ends, *learned]
-    types = [3] * len(_CONTROL) + [4] * len(_VISIBLE) + [6] * 256 + [1] * (len(tokens) - len(_CONTROL + _VISIBLE) - 256)
+    types = (
+        [3] * len(_CONTROL)
+        + [4] * len(_VISIBLE)
+        + [6] * 256
+        + [1] * (len(tokens) - len(_CONTROL + _VISIBLE) - 256)
+    )
     return {
         "general.architecture": "gemma4",
         "tokenizer.ggml.model": "gemma4",

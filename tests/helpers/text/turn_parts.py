@@ -14,10 +14,16 @@ __all__ = ["arguments_of", "calls_of", "parts_of"]
 
 
 def parts_of(
-    form: TurnFormat | str, *texts: str, tools: Sequence[Tool] = TOOLS, reasoning: str = "closed", calls: bool = True
+    form: TurnFormat | str,
+    *texts: str,
+    tools: Sequence[Tool] = TOOLS,
+    reasoning: str = "closed",
+    calls: bool = True,
 ) -> list[Part]:
     """Of a text in pieces; a family's name stands for its format."""
-    parser = TurnParser(format_of(form) if isinstance(form, str) else form, tools, reasoning=reasoning, calls=calls)
+    parser = TurnParser(
+        format_of(form) if isinstance(form, str) else form, tools, reasoning=reasoning, calls=calls
+    )
     parts = [part for text in texts for part in parser.push(text)]
     return folded([*parts, *parser.close()])
 
@@ -31,5 +37,9 @@ def calls_of(parts: Sequence[Part]) -> Calls:
     starts = [part for part in parts if isinstance(part, CallStart)]
     arguments = [part for part in parts if isinstance(part, CallArguments)]
     assert len(starts) + len(arguments) == len(parts)
-    assert [part.index for part in starts] == [part.index for part in arguments] == list(range(len(starts)))
+    assert (
+        [part.index for part in starts]
+        == [part.index for part in arguments]
+        == list(range(len(starts)))
+    )
     return [(start.name, given) for start, given in zip(starts, arguments_of(parts), strict=True)]

@@ -39,7 +39,9 @@ def crashing(code: str) -> Iterator[Callable[..., bool]]:
     tests = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code + _LOOP], env=environment, **pipes) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code + _LOOP], env=environment, **pipes
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
 

@@ -39,7 +39,12 @@ class FaultyFiles(Files):
     becomes of the `at`-th call (from 0 on), or of all from there on if `lasting`. `names`: the calls that count."""
 
     def __init__(
-        self, at: int = -1, fault: Callable[..., Any] | None = None, *, lasting: bool = False, names: Any = CALLS
+        self,
+        at: int = -1,
+        fault: Callable[..., Any] | None = None,
+        *,
+        lasting: bool = False,
+        names: Any = CALLS,
     ) -> None:
         self.calls = 0
         self.trace: list[str] = []

@@ -38,7 +38,9 @@ class RedisServer:
 
     def client(self, **options: object) -> redis.Redis:
         """A connection of the test's own, without any of the tier's code."""
-        return redis.Redis(unix_socket_path=f"{self.folder}/s", socket_timeout=10, protocol=2, **options)  # type: ignore[arg-type]
+        return redis.Redis(
+            unix_socket_path=f"{self.folder}/s", socket_timeout=10, protocol=2, **options
+        )  # type: ignore[arg-type]
 
     def kill(self) -> None:
         """End it as a power cut would; what it held is gone."""
@@ -56,7 +58,9 @@ class RedisServer:
 
 
 @contextmanager
-def running_redis(*options: str, tcp: bool = False, folder: Path | None = None) -> Iterator[RedisServer]:
+def running_redis(
+    *options: str, tcp: bool = False, folder: Path | None = None
+) -> Iterator[RedisServer]:
     """Start one in a folder of its own (sockets' paths are short), or again in the folder of one that was killed."""
     program = find_redis()
     if program is None:

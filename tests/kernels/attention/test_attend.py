@@ -21,7 +21,17 @@ Span = tuple[int, int, int]  # sequence, first position, position after the last
 Result = tuple[np.ndarray, np.ndarray]
 
 # Decode and prefill, deep and shallow, around tiles of 64 and partitions of 512.
-LENGTHS = ((1, 1), (63, 63), (1, 65), (70, 600), (1, 1100), (5, 513), (130, 130), (1, 512), (3, 1537))
+LENGTHS = (
+    (1, 1),
+    (63, 63),
+    (1, 65),
+    (70, 600),
+    (1, 1100),
+    (5, 513),
+    (130, 130),
+    (1, 512),
+    (3, 1537),
+)
 OPTIONS = {
     "plain": AttentionOptions(0.2),
     "window 1": AttentionOptions(0.2, window=1),
@@ -30,7 +40,9 @@ OPTIONS = {
     "window 700": AttentionOptions(0.2, window=700),
     "softcap": AttentionOptions(0.2, softcap=3.0),
     "sinks": AttentionOptions(0.2, sinks=np.array([-30, -1, 0, 1, 2, 30], np.float32)),
-    "all": AttentionOptions(0.2, window=530, softcap=6.0, sinks=np.array([3, 2, 1, 0, -1, -2], np.float32)),
+    "all": AttentionOptions(
+        0.2, window=530, softcap=6.0, sinks=np.array([3, 2, 1, 0, -1, -2], np.float32)
+    ),
     "both ways": AttentionOptions(0.2, ahead=1 << 30),
     "both ways, window": AttentionOptions(0.2, window=33, ahead=32),
     "both ways, wide window": AttentionOptions(0.2, window=520, ahead=519, softcap=3.0),
@@ -57,7 +69,9 @@ def ragged(seed, lengths=LENGTHS, *, dim=32, block_size=16):
 
 def empty_pool(case, dtype="float32"):
     _, heads, dim = case.keys[0].shape
-    return poisoned_pool(num_blocks_for(case.lengths, case.block_size), heads, dim, case.block_size, dtype)
+    return poisoned_pool(
+        num_blocks_for(case.lengths, case.block_size), heads, dim, case.block_size, dtype
+    )
 
 
 def write(case, pool, spans):
@@ -96,16 +110,24 @@ def test_head_dims(dim):
     """Channels are summed in panels of 64, 32 and 16, and what is left over is padded."""
     case = ragged(2, ((40, 90), (1, 70)), dim=dim)
     options = AttentionOptions(dim**-0.5)
-    assert_close(attend(case, filled_pool(case), case.spans, options), case.expected(case.spans, options, "float32"))
+    assert_close(
+        attend(case, filled_pool(case), case.spans, options),
+        case.expected(case.spans, options, "float32"),
+    )
 
 
-@pytest.mark.parametrize(("kv_heads", "per_group"), [(1, 1), (4, 1), (1, 5), (2, 16), (1, 71), (8, 2)])
+@pytest.mark.parametrize(
+    ("kv_heads", "per_group"), [(1, 1), (4, 1), (1, 5), (2, 16), (1, 71), (8, 2)]
+)
 def test_groups_of_heads(kv_heads, per_group):
     lengths = ((30, 80), (1, 70))
     sizes = {"kv_heads": kv_heads, "per_group": per_group, "dim": 16, "block_size": 16}
     case = make_case(np.random.default_rng(3), lengths, **sizes)
     options = AttentionOptions(0.25, window=40)
-    assert_close(attend(case, filled_pool(case), case.spans, options), case.expected(case.spans, options, "float32"))
+    assert_close(
+        attend(case, filled_pool(case), case.spans, options),
+        case.expected(case.spans, options, "float32"),
+    )
 
 
 def test_the_specification_itself_equals_dense_attention():
@@ -138,10 +160,14 @@ def test_a_row_alone_equals_the_row_in_any_batch(options, dtype, dim, two_thread
     row = 0
     for sequence, start, stop in case.spans:
         expected = tuple(part[row : row + stop - start] for part in together)
-        assert_same_bits(attend(case, pool, [(sequence, start, stop)], options, two_threads), expected)
+        assert_same_bits(
+            attend(case, pool, [(sequence, start, stop)], options, two_threads), expected
+        )
         for position in {start, (start + stop) // 2, stop - 1}:
             alone = attend(case, pool, [(sequence, position, position + 1)], options, two_threads)
-            assert_same_bits(alone, tuple(part[position - start : position - start + 1] for part in expected))
+            assert_same_bits(
+                alone, tuple(part[position - start : position - start + 1] for part in expected)
+            )
         row += stop - start
     order = np.random.default_rng(6).permutation(len(case.spans))
     shuffled = attend(case, pool, [case.spans[i] for i in order], options, two_threads)
@@ -151,34 +177,43 @@ def test_a_row_alone_equals_the_row_in_any_batch(options, dtype, dim, two_thread
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("name", "dtype", "dim"), [("plain", "float32", 32), ("all", "float16", 40)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "dim"), [("plain", "float32", 32), ("all", "float16", 40)]
+)
 def test_chunks_equal_the_whole(name, dtype, dim, seed, two_threads):
     """Written and computed in random chunks, beside another sequence's, into memory full of NaN."""
     case = ragged(7, ((700, 700), (620, 620)), dim=dim)
     options = OPTIONS[name]
     whole = attend(case, filled_pool(case, dtype), case.spans, options, two_threads)
     rng = np.random.default_rng(seed)
-    pool, results = empty_pool(case, dtype), ([], [])
+    pool = empty_pool(case, dtype)
+    results = ([], [])
     done = [0, 0]
     while done != [700, 620]:
         steps = [
             min(int(rng.choice([1, 7, 16, 50, 64, 200, 511])), end - at)
             for at, end in zip(done, (700, 620), strict=True)
         ]
-        spans = [(sequence, done[sequence], done[sequence] + steps[sequence]) for sequence in range(2)]
+        spans = [
+            (sequence, done[sequence], done[sequence] + steps[sequence]) for sequence in range(2)
+        ]
         write(case, pool, [span for span in spans if span[1] < span[2]])
         out, lse = attend(case, pool, spans, options, two_threads if rng.random() < 0.5 else None)
         for sequence, rows in enumerate((slice(0, steps[0]), slice(steps[0], None))):
             results[sequence].append((out[rows], lse[rows]))
             done[sequence] += steps[sequence]
     chunks = [*results[0], *results[1]]
-    assert_same_bits((np.concatenate([out for out, _ in chunks]), np.concatenate([lse for _, lse in chunks])), whole)
+    assert_same_bits(
+        (np.concatenate([out for out, _ in chunks]), np.concatenate([lse for _, lse in chunks])),
+        whole,
+    )
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
 def test_where_blocks_lie_and_how_large_they_are_changes_no_bit(block_size):
     lengths = ((1, 600), (40, 70))
-    small, large = ragged(8, lengths), ragged(9, lengths, block_size=block_size)
+    small = ragged(8, lengths)
+    large = ragged(9, lengths, block_size=block_size)
     for name in ("queries", "keys", "values"):
         getattr(large, name)[:] = getattr(small, name)
     for options in OPTIONS.values():
@@ -203,10 +238,14 @@ def test_blocks_before_the_window_are_not_read(window, dtype, two_threads):
 
 @pytest.mark.parametrize("name", ["both ways", "both ways, window", "both ways, wide window"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(name, dtype, two_threads):
+def test_a_sequence_that_looks_both_ways_is_the_same_alone_and_in_any_batch(
+    name, dtype, two_threads
+):
     case = ragged(14, ((1100, 1100), (3, 3), (64, 64), (65, 65), (600, 600)))
-    pool, options = filled_pool(case, dtype), OPTIONS[name]
-    together, row = attend(case, pool, case.spans, options, two_threads), 0
+    pool = filled_pool(case, dtype)
+    options = OPTIONS[name]
+    together = attend(case, pool, case.spans, options, two_threads)
+    row = 0
     for span in case.spans:
         expected = tuple(part[row : row + span[2]] for part in together)
         for space in (None, two_threads):
@@ -221,7 +260,8 @@ def test_what_is_behind_a_window_that_looks_ahead_is_not_read(ahead, two_threads
     options = AttentionOptions(0.2, window=ahead + 1, ahead=ahead)
     expected = attend(case, filled_pool(case), case.spans, options)
     for sequence, total in ((0, 1300), (2, 700)):
-        span, at = (sequence, total - 100, total), sum(stop for _, stop in case.lengths[:sequence])
+        span = (sequence, total - 100, total)
+        at = sum(stop for _, stop in case.lengths[:sequence])
         low = max(0, total - 100 - ahead)
         for rows in (case.keys, case.values):
             kept = rows[sequence][:low].copy()
@@ -237,7 +277,12 @@ def test_parts_are_not_looked_at_from_before():
     parts = np.zeros((1, 6), np.int32)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, parts)
     with pytest.raises(ConfigError, match="ahead=3"):
-        paged_attention(case.rows(case.queries, case.spans), filled_pool(case), batch, AttentionOptions(0.2, ahead=3))
+        paged_attention(
+            case.rows(case.queries, case.spans),
+            filled_pool(case),
+            batch,
+            AttentionOptions(0.2, ahead=3),
+        )
 
 
 def test_the_future_is_not_read():
@@ -246,10 +291,13 @@ def test_the_future_is_not_read():
     expected = attend(case, filled_pool(case), case.spans, options)
     for changed in (150, 170, 199):
         for rows in (case.keys, case.values):
-            rows[0][changed:] = random_rows(np.random.default_rng(changed), *rows[0][changed:].shape)
+            rows[0][changed:] = random_rows(
+                np.random.default_rng(changed), *rows[0][changed:].shape
+            )
         got = attend(case, filled_pool(case), case.spans, options)
         assert_same_bits(
-            tuple(part[: changed - 100] for part in got), tuple(part[: changed - 100] for part in expected)
+            tuple(part[: changed - 100] for part in got),
+            tuple(part[: changed - 100] for part in expected),
         )
         assert (got[0][changed - 100 :] != expected[0][changed - 100 :]).all(axis=(1, 2)).all()
         expected = got
@@ -258,11 +306,16 @@ def test_the_future_is_not_read():
 def test_parts_over_disjoint_keys_merge_to_the_whole():
     """A decode row over the first 37 blocks and over the rest, merged, equals the row over all."""
     case = ragged(12, ((1, 1000),))
-    pool, options, cut = filled_pool(case), AttentionOptions(0.2), 37
+    pool = filled_pool(case)
+    options = AttentionOptions(0.2)
+    cut = 37
     whole = attend(case, pool, case.spans, options)
     query = case.queries[0][-1:]
     parts = []
-    for table, length in ((case.tables[:, :cut], cut * 16), (case.tables[:, cut:], 1000 - cut * 16)):
+    for table, length in (
+        (case.tables[:, :cut], cut * 16),
+        (case.tables[:, cut:], 1000 - cut * 16),
+    ):
         batch = PagedBatch(np.array([0, 1], np.int32), np.array([length], np.int32), table)
         parts.append(paged_attention(query, pool, batch, options))
     assert_close(merge_state(*parts[0], *parts[1]), whole)
@@ -272,7 +325,8 @@ def test_sinks_of_minus_infinity_are_no_sinks():
     case = ragged(13, ((4, 90),))
     none = AttentionOptions(0.2, sinks=np.full(6, -np.inf, np.float32))
     assert_same_bits(
-        attend(case, filled_pool(case), case.spans, none), attend(case, filled_pool(case), case.spans, OPTIONS["plain"])
+        attend(case, filled_pool(case), case.spans, none),
+        attend(case, filled_pool(case), case.spans, OPTIONS["plain"]),
     )
 
 
@@ -282,7 +336,12 @@ def test_scores_of_any_size_stay_finite(scale):
     case = ragged(14, ((1, 700),))
     case.keys[0] *= np.linspace(0.1, 1.0, 700, dtype=np.float32)[:, None, None]
     out, lse = attend(case, filled_pool(case), case.spans, AttentionOptions(scale))
-    scores = np.einsum("hd,thd->ht", case.queries[0][-1].astype(np.float64), np.repeat(case.keys[0], 3, axis=1)) * scale
+    scores = (
+        np.einsum(
+            "hd,thd->ht", case.queries[0][-1].astype(np.float64), np.repeat(case.keys[0], 3, axis=1)
+        )
+        * scale
+    )
     best = scores.argmax(axis=1)
     gap = np.diff(np.sort(scores, axis=1)[:, -2:]).ravel()
     assert (gap > 20).any()
@@ -304,7 +363,11 @@ def test_a_wide_spread_below_zero_underflows_to_nothing():
 
 def test_a_workspace_serves_calls_of_any_size(two_threads):
     options = AttentionOptions(0.2)
-    for seed, dim, lengths in ((16, 16, ((1, 20),)), (17, 96, ((200, 900), (1, 2000))), (18, 16, ((1, 20),))):
+    for seed, dim, lengths in (
+        (16, 16, ((1, 20),)),
+        (17, 96, ((200, 900), (1, 2000))),
+        (18, 16, ((1, 20),)),
+    ):
         case = ragged(seed, lengths, dim=dim)
         got = attend(case, filled_pool(case), case.spans, options, two_threads)
         assert_close(got, case.expected(case.spans, options, "float32"))
@@ -322,4 +385,9 @@ def test_queries_that_do_not_fit_the_pool_are_refused():
 def test_sinks_that_do_not_fit_the_heads_are_refused():
     case = ragged(20, ((1, 20),))
     with pytest.raises(ConfigError, match=r"sinks .*6"):
-        attend(case, filled_pool(case), case.spans, AttentionOptions(0.2, sinks=np.zeros(5, np.float32)))
+        attend(
+            case,
+            filled_pool(case),
+            case.spans,
+            AttentionOptions(0.2, sinks=np.zeros(5, np.float32)),
+        )

@@ -27,8 +27,11 @@ def random_batch(rng):
 @pytest.mark.parametrize("seed", range(30))
 def test_the_plan_covers_every_span_of_every_row_once(seed):
     rng = np.random.default_rng(seed)
-    batch, per_kv, heads = random_batch(rng), int(rng.choice([1, 3, 8, 100])), int(rng.integers(1, 9))
-    window, threads = int(rng.choice([0, 1, 100, 512, 1000])), int(rng.integers(1, 9))
+    batch = random_batch(rng)
+    per_kv = int(rng.choice([1, 3, 8, 100]))
+    heads = int(rng.integers(1, 9))
+    window = int(rng.choice([0, 1, 100, 512, 1000]))
+    threads = int(rng.integers(1, 9))
     plan = plan_work(batch, per_kv, heads, window, threads)
     assert plan.items.dtype == np.int32
     assert plan.items.flags.c_contiguous
@@ -38,12 +41,16 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
         assert 0 < item.num_rows <= plan.tile_rows
         assert item.first_partition < item.end_partition
         for row in range(item.first_row, item.first_row + item.num_rows):
-            done.setdefault((item.sequence, row), []).extend(range(item.first_partition, item.end_partition))
+            done.setdefault((item.sequence, row), []).extend(
+                range(item.first_partition, item.end_partition)
+            )
         if item.split >= 0:
             assert item.end_partition == item.first_partition + 1
             splits.setdefault(item.split, []).append(item)
     lengths = np.diff(batch.cu_seqlens_q)
-    assert set(done) == {(sequence, row) for sequence, length in enumerate(lengths) for row in range(length)}
+    assert set(done) == {
+        (sequence, row) for sequence, length in enumerate(lengths) for row in range(length)
+    }
     for (sequence, row), partitions in done.items():
         position = int(batch.seq_lens[sequence] - lengths[sequence]) + row
         seen = range(max(0, position - window + 1) if window else 0, position + 1)
@@ -53,11 +60,21 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
     assert sorted(splits) == list(range(plan.num_splits))
     partials = []
     for members in splits.values():
-        assert len({member._replace(first_partition=0, end_partition=0, ordinal=0) for member in members}) == 1
+        assert (
+            len(
+                {
+                    member._replace(first_partition=0, end_partition=0, ordinal=0)
+                    for member in members
+                }
+            )
+            == 1
+        )
         assert len(members) == members[0].num_partitions
         in_order = sorted(members, key=lambda member: member.ordinal)
         assert [member.ordinal for member in in_order] == list(range(len(members)))
-        assert [member.first_partition for member in in_order] == sorted(m.first_partition for m in members)
+        assert [member.first_partition for member in in_order] == sorted(
+            m.first_partition for m in members
+        )
         partials.extend(range(members[0].first_partial, members[0].first_partial + len(members)))
     assert sorted(partials) == list(range(plan.num_partials)), "partial results do not overlap"
     if threads == 1:
@@ -65,9 +82,13 @@ def test_the_plan_covers_every_span_of_every_row_once(seed):
 
 
 def test_a_window_leaves_out_the_spans_before_it():
-    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
+    batch = PagedBatch(
+        np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32)
+    )
     items = plan_work(batch, 1, 1, 100, 4).items
-    assert [(item.first_partition, item.end_partition) for item in (Item(*row) for row in items)] == [(9, 10)]
+    assert [
+        (item.first_partition, item.end_partition) for item in (Item(*row) for row in items)
+    ] == [(9, 10)]
 
 
 @pytest.mark.parametrize("window", [0, 1, 64, 100, 512, 513, 1000])
@@ -75,36 +96,69 @@ def test_a_window_leaves_out_the_spans_before_it():
 def test_steps_of_decoding_share_plans_and_see_what_they_must(window, new):
     plans = {}
     for length in range(new, 4 * PARTITION):
-        batch = PagedBatch(np.array([0, new], np.int32), np.array([length], np.int32), np.zeros((1, 1), np.int32))
+        batch = PagedBatch(
+            np.array([0, new], np.int32), np.array([length], np.int32), np.zeros((1, 1), np.int32)
+        )
         plan = plan_work(batch, 4, 2, window, 2)
         plans[id(plan)] = plan
         items = [Item(*row) for row in plan.items.tolist()]
-        seen = sorted(one for item in items for one in range(item.first_partition, item.end_partition))
+        seen = sorted(
+            one for item in items for one in range(item.first_partition, item.end_partition)
+        )
         first = max(0, length - new - window + 1) // PARTITION if window else 0
         assert seen == list(range(first, (length - 1) // PARTITION + 1))
-    assert len(plans) <= 4 * PARTITION // 64 + 4, "one for each tile, and where a partition falls behind the window"
+    assert len(plans) <= 4 * PARTITION // 64 + 4, (
+        "one for each tile, and where a partition falls behind the window"
+    )
 
 
 def test_a_long_decode_is_split_over_the_threads():
-    batch = PagedBatch(np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32))
+    batch = PagedBatch(
+        np.array([0, 1], np.int32), np.array([10 * PARTITION], np.int32), np.zeros((1, 1), np.int32)
+    )
     assert len(plan_work(batch, 4, 1, 0, 2).items) == 10
     assert len(plan_work(batch, 4, 1, 0, 1).items) == 1
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(np.float32, KIND_F32), (np.float16, KIND_F16), (np.uint16, KIND_BF16)])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(np.float32, KIND_F32), (np.float16, KIND_F16), (np.uint16, KIND_BF16)]
+)
 def test_kinds_of_pools(dtype, kind):
-    assert storage_kind(KVPool(np.zeros((2, 1, 24, 16), dtype), np.zeros((2, 1, 16, 24), dtype))) == kind
+    assert (
+        storage_kind(KVPool(np.zeros((2, 1, 24, 16), dtype), np.zeros((2, 1, 16, 24), dtype)))
+        == kind
+    )
 
 
 @pytest.mark.parametrize(
     ("keys", "values", "message"),
     [
         (np.zeros((2, 1, 24, 16)), np.zeros((2, 1, 16, 24)), "float64"),
-        (np.zeros((2, 1, 24, 16), np.float32), np.zeros((2, 1, 16, 24), np.float16), "must both be one of"),
-        (np.zeros((4, 1, 24, 16), np.float32)[::2], np.zeros((2, 1, 16, 24), np.float32), "C-contiguous"),
-        (np.zeros((2, 1, 24, 16), np.float32), np.zeros((4, 1, 16, 24), np.float32)[::2], "C-contiguous"),
-        (np.zeros((2, 1, 24, 16), np.float32), np.zeros((2, 1, 24, 16), np.float32), "blocks, heads, block, dim"),
-        (np.zeros((2, 1, 24, 8), np.float32), np.zeros((2, 1, 8, 24), np.float32), "multiple of 16"),
+        (
+            np.zeros((2, 1, 24, 16), np.float32),
+            np.zeros((2, 1, 16, 24), np.float16),
+            "must both be one of",
+        ),
+        (
+            np.zeros((4, 1, 24, 16), np.float32)[::2],
+            np.zeros((2, 1, 16, 24), np.float32),
+            "C-contiguous",
+        ),
+        (
+            np.zeros((2, 1, 24, 16), np.float32),
+            np.zeros((4, 1, 16, 24), np.float32)[::2],
+            "C-contiguous",
+        ),
+        (
+            np.zeros((2, 1, 24, 16), np.float32),
+            np.zeros((2, 1, 24, 16), np.float32),
+            "blocks, heads, block, dim",
+        ),
+        (
+            np.zeros((2, 1, 24, 8), np.float32),
+            np.zeros((2, 1, 8, 24), np.float32),
+            "multiple of 16",
+        ),
     ],
 )
 def test_pools_that_kernels_cannot_read_are_refused(keys, values, message):

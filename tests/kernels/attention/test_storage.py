@@ -40,7 +40,9 @@ def test_every_storage_dtype_has_a_numpy_dtype():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conversion_rounds_as_torch_does(dtype):
-    values = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
+    values = (
+        np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32).view(np.float32)
+    )
     values = np.concatenate(
         [values, np.array([0, -0.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8], np.float32)]
     )
@@ -48,7 +50,9 @@ def test_conversion_rounds_as_torch_does(dtype):
     assert stored.dtype == NUMPY_DTYPES[dtype]
     np.testing.assert_array_equal(from_storage(stored), round_with_torch(values, dtype))
     np.testing.assert_array_equal(from_storage(stored), round_to(values, dtype))
-    np.testing.assert_array_equal(from_storage(to_storage(from_storage(stored), stored.dtype)), from_storage(stored))
+    np.testing.assert_array_equal(
+        from_storage(to_storage(from_storage(stored), stored.dtype)), from_storage(stored)
+    )
 
 
 def test_bfloat16_bits_are_those_of_torch():
@@ -63,8 +67,10 @@ def test_bfloat16_bits_are_those_of_torch():
 @pytest.mark.parametrize("writer", [storage.write_kv, reference.write_kv])
 def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer, dtype):
     rng = np.random.default_rng(2)
-    pool, slots = make_pool(dtype), rng.permutation(6 * 32)[:70].astype(np.int64)
-    keys, values = random_rows(rng, 70, 2, 24), random_rows(rng, 70, 2, 24)
+    pool = make_pool(dtype)
+    slots = rng.permutation(6 * 32)[:70].astype(np.int64)
+    keys = random_rows(rng, 70, 2, 24)
+    values = random_rows(rng, 70, 2, 24)
     expected = make_pool(dtype)
     for token, (block, offset) in enumerate(zip(slots // 32, slots % 32, strict=True)):
         expected.keys[block, :, :, offset] = to_storage(keys[token], expected.keys.dtype)
@@ -76,7 +82,8 @@ def test_write_puts_each_token_at_its_slot_and_touches_nothing_else(writer, dtyp
 def test_what_is_written_need_not_be_contiguous():
     rng = np.random.default_rng(3)
     wide = random_rows(rng, 5, 4, 48)
-    slots, pools = np.arange(10, dtype=np.int64)[::2], [make_pool("float32") for _ in range(2)]
+    slots = np.arange(10, dtype=np.int64)[::2]
+    pools = [make_pool("float32") for _ in range(2)]
     storage.write_kv(wide[:, ::2, ::2], wide[:, 1::2, 1::2], pools[0], slots)
     storage.write_kv(wide[:, ::2, ::2].copy(), wide[:, 1::2, 1::2].copy(), pools[1], slots.copy())
     assert as_bytes(pools[0]) == as_bytes(pools[1])
@@ -84,8 +91,10 @@ def test_what_is_written_need_not_be_contiguous():
 
 @pytest.mark.parametrize("shape", [(4, 2, 24), (5, 1, 24), (5, 2, 16), (5, 48)])
 def test_rows_that_do_not_fit_the_pool_are_refused(shape):
-    fit, other = np.zeros((5, 2, 24), np.float32), np.zeros(shape, np.float32)
-    pool, slots = make_pool("float32"), np.arange(5, dtype=np.int64)
+    fit = np.zeros((5, 2, 24), np.float32)
+    other = np.zeros(shape, np.float32)
+    pool = make_pool("float32")
+    slots = np.arange(5, dtype=np.int64)
     before = as_bytes(pool)
     for keys, values in ((fit, other), (other, fit)):
         with pytest.raises(ConfigError, match=r"\(5, 2, 24\)"):
@@ -98,7 +107,9 @@ def test_rows_that_do_not_fit_the_pool_are_refused(shape):
 def test_copies_are_whole_and_in_order(copier, dtype):
     pool = make_pool(dtype)
     for array in pool:
-        array.view(np.uint8)[...] = np.random.default_rng(4).integers(0, 256, array.view(np.uint8).shape)
+        array.view(np.uint8)[...] = np.random.default_rng(4).integers(
+            0, 256, array.view(np.uint8).shape
+        )
     before = [array.copy() for array in pool]
     copier(pool, [(0, 3), (3, 5), (1, 0), (2, 2)])
     for array, old in zip(pool, before, strict=True):
@@ -109,21 +120,31 @@ def test_copies_are_whole_and_in_order(copier, dtype):
 @pytest.mark.parametrize("merge", MERGES)
 def test_merged_parts_are_attention_over_all_keys(merge):
     """Three disjoint sets of keys, merged from the left and from the right."""
-    rng, options = np.random.default_rng(5), AttentionOptions(0.4)
-    query, keys, values = random_rows(rng, 1, 6, 16), random_rows(rng, 60, 2, 16), random_rows(rng, 60, 2, 16)
+    rng = np.random.default_rng(5)
+    options = AttentionOptions(0.4)
+    query = random_rows(rng, 1, 6, 16)
+    keys = random_rows(rng, 60, 2, 16)
+    values = random_rows(rng, 60, 2, 16)
     parts = [
-        tuple(part.astype(np.float32) for part in attend_densely(query, keys[low:high], values[low:high], options))
+        tuple(
+            part.astype(np.float32)
+            for part in attend_densely(query, keys[low:high], values[low:high], options)
+        )
         for low, high in ((0, 1), (1, 40), (40, 60))
     ]
     out, lse = attend_densely(query, keys, values, options)
-    for got in (merge(*merge(*parts[0], *parts[1]), *parts[2]), merge(*parts[0], *merge(*parts[1], *parts[2]))):
+    for got in (
+        merge(*merge(*parts[0], *parts[1]), *parts[2]),
+        merge(*parts[0], *merge(*parts[1], *parts[2])),
+    ):
         np.testing.assert_allclose(got[0], out, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(got[1], lse, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge):
-    v, s = random_rows(np.random.default_rng(6), 3, 2, 16), np.array([[1, -200], [300, 0], [-1, 5]], np.float32)
+    v = random_rows(np.random.default_rng(6), 3, 2, 16)
+    s = np.array([[1, -200], [300, 0], [-1, 5]], np.float32)
     empty = np.full_like(v, np.nan), np.full_like(s, -np.inf)
     for merged in (merge(v, s, *empty), merge(*empty, v, s)):
         np.testing.assert_array_equal(merged[0], v)
@@ -134,8 +155,10 @@ def test_an_empty_part_changes_nothing_and_is_not_looked_at(merge):
 
 
 def test_merge_far_apart_and_equal_weights():
-    v_a, v_b = np.full((3, 2), 1.0, np.float32), np.full((3, 2), 3.0, np.float32)
-    s_a, s_b = np.array([1000, -1000, 7], np.float32), np.array([-1000, 1000, 7], np.float32)
+    v_a = np.full((3, 2), 1.0, np.float32)
+    v_b = np.full((3, 2), 3.0, np.float32)
+    s_a = np.array([1000, -1000, 7], np.float32)
+    s_b = np.array([-1000, 1000, 7], np.float32)
     v, s = merge_state(v_a, s_a, v_b, s_b)
     np.testing.assert_array_equal(v, [[1, 1], [3, 3], [2, 2]])
     np.testing.assert_allclose(s, [1000, 1000, 7 + np.log(2)], rtol=1e-6)

@@ -19,7 +19,9 @@ from kvboost_edge.kernels.attention.tiles import (
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import LANES, store_i64
 
-_VALUES_4, _VALUES_2, _VALUES_1 = values_tile[4], values_tile[2], values_tile[1]
+_VALUES_4 = values_tile[4]
+_VALUES_2 = values_tile[2]
+_VALUES_1 = values_tile[1]
 
 
 @kernel
@@ -62,7 +64,8 @@ def set_table(table, numbers):
 
 def tile_table(keys, values):
     """Groups in the order 2, 0, 3, 1 of keys [4, dim, 16] and values [4, 16, channels]."""
-    order, table = (2, 0, 3, 1), np.zeros((6, STRIPS), np.int64)
+    order = (2, 0, 3, 1)
+    table = np.zeros((6, STRIPS), np.int64)
     for column, strip in enumerate(order):
         table[:, column] = (
             keys[strip].ctypes.data,
@@ -85,22 +88,29 @@ def random(rng, *shape):
 @pytest.mark.parametrize("dim", [1, 16, 24, 128])
 def test_scores(dim):
     rng = np.random.default_rng(dim)
-    query, keys = random(rng, ROWS, dim), random(rng, STRIPS, dim, LANES)
+    query = random(rng, ROWS, dim)
+    keys = random(rng, STRIPS, dim, LANES)
     table = tile_table(keys, np.zeros((STRIPS, LANES, dim * LANES), np.float32))
     scores = np.full((ROWS, TILE), np.nan, np.float32)
     score(query.ctypes.data, table.ctypes.data, dim, scores.ctypes.data)
-    expected = query.astype(np.float64) @ np.concatenate(keys[[2, 0, 3, 1]].astype(np.float64), axis=1)
+    expected = query.astype(np.float64) @ np.concatenate(
+        keys[[2, 0, 3, 1]].astype(np.float64), axis=1
+    )
     np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_weighted_values():
     rng = np.random.default_rng(0)
-    weights, values, scales = random(rng, ROWS, TILE), random(rng, STRIPS, LANES, 112), random(rng, ROWS)
+    weights = random(rng, ROWS, TILE)
+    values = random(rng, STRIPS, LANES, 112)
+    scales = random(rng, ROWS)
     out = random(rng, ROWS, 112)
     tokens = np.concatenate(values[[2, 0, 3, 1]]).astype(np.float64)
     expected = out * scales[:, None].astype(np.float64) + weights @ tokens
     table = tile_table(np.zeros((STRIPS, 112, LANES), np.float32), values)
-    weigh(weights.ctypes.data, table.ctypes.data, scales.ctypes.data, out.ctypes.data, out.strides[0])
+    weigh(
+        weights.ctypes.data, table.ctypes.data, scales.ctypes.data, out.ctypes.data, out.strides[0]
+    )
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -108,11 +118,14 @@ def test_running_softmax():
     """Three tiles, one of them unseen by row 1, add up to the softmax over all of them."""
     rng = np.random.default_rng(1)
     tiles = random(rng, 3, ROWS, TILE) * 5
-    tiles[0, 1], tiles[1, 2, 10:] = -np.inf, -np.inf
-    maxima, totals = np.full(ROWS, -np.inf, np.float32), np.zeros(ROWS, np.float32)
+    tiles[0, 1] = -np.inf
+    tiles[1, 2, 10:] = -np.inf
+    maxima = np.full(ROWS, -np.inf, np.float32)
+    totals = np.zeros(ROWS, np.float32)
     sums = np.zeros(ROWS)
     for tile in tiles:
-        weights, rescale = tile.copy(), np.full(ROWS, np.nan, np.float32)
+        weights = tile.copy()
+        rescale = np.full(ROWS, np.nan, np.float32)
         softmax(weights.ctypes.data, maxima.ctypes.data, totals.ctypes.data, rescale.ctypes.data)
         assert (weights[np.isneginf(tile)] == 0).all()
         sums = sums * rescale + weights.astype(np.float64).sum(axis=1)
@@ -126,22 +139,28 @@ def test_running_softmax():
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
-@pytest.mark.parametrize(("low", "high"), [(0, 64), (5, 20), (-7, 33), (60, 200), (30, 30), (64, 70)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 64), (5, 20), (-7, 33), (60, 200), (30, 30), (64, 70)]
+)
 def test_softcap_and_hiding(cap, low, high):
     scores = random(np.random.default_rng(2), TILE) * 40
     scores[:4] = 0.0, 1e30, -1e30, 1e-6
     out = scores.copy()
     change_row(out.ctypes.data, cap, low, high)
     at = np.arange(TILE)
-    expected = np.where((at >= low) & (at < high), cap * np.tanh(scores.astype(np.float64) / cap), -np.inf)
+    expected = np.where(
+        (at >= low) & (at < high), cap * np.tanh(scores.astype(np.float64) / cap), -np.inf
+    )
     np.testing.assert_allclose(out, expected, atol=cap * 2e-7)
 
 
 @pytest.mark.parametrize("count", [1, 16, 37])
 def test_rows_of_any_length(count):
     rng = np.random.default_rng(count)
-    out, source = random(rng, 3 * count + 1), random(rng, count)
-    mixed, beyond = out[:count] * np.float64(0.25) + source * np.float64(3.0), out[-1]
+    out = random(rng, 3 * count + 1)
+    source = random(rng, count)
+    mixed = out[:count] * np.float64(0.25) + source * np.float64(3.0)
+    beyond = out[-1]
     combine(out.ctypes.data, source.ctypes.data, count, 0.25, 3.0)
     np.testing.assert_allclose(out[:count], mixed, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(out[count : 2 * count], source * np.float32(3.0))

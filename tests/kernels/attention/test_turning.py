@@ -30,8 +30,11 @@ from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.kernels.reference.coded import decode_block
 from kvboost_edge.kernels.reference.coded import paged_attention_coded as reference_coded
 
-SIZE, BLOCKS, STORED = 16, 192, 1280
-KV_HEADS, PER_GROUP = 2, 3
+SIZE = 16
+BLOCKS = 192
+STORED = 1280
+KV_HEADS = 2
+PER_GROUP = 3
 POSITIONS = 4096
 OPTIONS = {
     "plain": AttentionOptions(0.2),
@@ -73,14 +76,17 @@ class Moved(NamedTuple):
     def rotated(self, heads, positions):
         half = self.cos.shape[1]
         cos, sin = (table[positions][:, None].astype(np.float64) for table in (self.cos, self.sin))
-        first, second = heads[:, :, :half], heads[:, :, half : 2 * half]
+        first = heads[:, :, :half]
+        second = heads[:, :, half : 2 * half]
         pairs = first * cos - second * sin, second * cos + first * sin
         return np.concatenate([*pairs, heads[:, :, 2 * half :]], axis=2).astype(np.float32)
 
     def new(self, row):
         """Queries of a row's tokens, and what turns them."""
         queries = self.queries[row.start : row.stop]
-        return self.rotated(queries, np.arange(row.start, row.stop)), Turning(queries, self.cos, self.sin)
+        return self.rotated(queries, np.arange(row.start, row.stop)), Turning(
+            queries, self.cos, self.sin
+        )
 
     def write(self, backend):
         everything = np.arange(STORED)
@@ -89,7 +95,12 @@ class Moved(NamedTuple):
         for row in self.rows:
             span = slice(row.start, row.stop)
             batch = backend.prepare(layout_of([row], SIZE))
-            backend.write_kv(0, self.rotated(self.keys[span], np.arange(row.start, row.stop)), self.values[span], batch)
+            backend.write_kv(
+                0,
+                self.rotated(self.keys[span], np.arange(row.start, row.stop)),
+                self.values[span],
+                batch,
+            )
 
     def batch(self, row):
         layout = layout_of([row], SIZE)
@@ -102,9 +113,12 @@ def make(rope, last, seed=0):
     dim, half, factor = ROPES[rope]
     rng = np.random.default_rng(seed)
     take = blocks_from(0)
-    stored, new = plain(STORED, SIZE, take), Pieces(SIZE, take)
+    stored = plain(STORED, SIZE, take)
+    new = Pieces(SIZE, take)
     # Few bits of a frequency: angles are exact, so that turning differs by rounding alone wherever it is done.
-    exact = (np.round(1024 * 10000.0 ** (-np.arange(half) / max(half, 1))) / 1024).astype(np.float32)
+    exact = (np.round(1024 * 10000.0 ** (-np.arange(half) / max(half, 1))) / 1024).astype(
+        np.float32
+    )
     tables = RopeTable(exact, factor)
     tables.cover(POSITIONS)
     keys, values = (random_rows(rng, STORED, KV_HEADS, dim) for _ in range(2))
@@ -113,7 +127,9 @@ def make(rope, last, seed=0):
     for start, count in ((5, 42), (-1, 48), (5, 42), (100, 3), (96, 64), (560, 700), (-1, last)):
         if start < 0:
             rows.append(new.own(count))
-            pieces.append((random_rows(rng, count, KV_HEADS, dim), random_rows(rng, count, KV_HEADS, dim)))
+            pieces.append(
+                (random_rows(rng, count, KV_HEADS, dim), random_rows(rng, count, KV_HEADS, dim))
+            )
         else:
             new.run(stored.table, start, count)
             pieces.append((keys[start : start + count], values[start : start + count]))
@@ -163,16 +179,21 @@ def test_the_specification_is_attention_over_keys_computed_where_they_are_attend
     assert sorted({part.delta for part in moved.row.parts}) == [-361, -5, 0, 32, 39, 85]
     assert moved.row.parts[0].first_position == -5
     queries, turning = moved.new(moved.row)
-    got = reference.paged_attention(queries, float_pool(moved, "float32"), moved.batch(moved.row), options, turning)
+    got = reference.paged_attention(
+        queries, float_pool(moved, "float32"), moved.batch(moved.row), options, turning
+    )
     keys = moved.rotated(moved.keys, np.arange(moved.row.stop))
     assert_near(got, attend_densely(queries, keys, moved.values, options), 2e-5)
 
 
-@pytest.mark.parametrize(("rope", "dtype", "name", "last"), pairwise(ROPES, DTYPES, OPTIONS, (1, 30)))
+@pytest.mark.parametrize(
+    ("rope", "dtype", "name", "last"), pairwise(ROPES, DTYPES, OPTIONS, (1, 30))
+)
 def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, two_threads):
     options = OPTIONS[name]
     moved = make(rope, 30)
-    pool, row = float_pool(moved, dtype), moved.row.last(last)
+    pool = float_pool(moved, dtype)
+    row = moved.row.last(last)
     queries, turning = moved.new(row)
     wanted = reference.paged_attention(queries, pool, moved.batch(row), options, turning)
     for space in (None, two_threads):
@@ -185,21 +206,33 @@ def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, tw
 
 @pytest.mark.parametrize(
     ("bits", "rope", "last"),
-    pairwise(BIT_PAIRS, {"whole": "plain", "wide": "softcap", "part": "window 300", "yarn": "plain"}.items(), (1, 13)),
+    pairwise(
+        BIT_PAIRS,
+        {"whole": "plain", "wide": "softcap", "part": "window 300", "yarn": "plain"}.items(),
+        (1, 13),
+    ),
 )
 def test_turned_queries_over_codes(bits, rope, last):
     """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers reach. The rows' own
     block is merged last, by whichever unit ends last: it must not see turned rows."""
-    options, moved = OPTIONS[rope[1]], make(rope[0], 13)
+    options = OPTIONS[rope[1]]
+    moved = make(rope[0], 13)
     dim = moved.keys.shape[2]
-    backend = CPUBackend(KVSpec((LayerKVSpec(KV_HEADS, dim),), SIZE, "float16", bits), BLOCKS, num_threads=2)
+    backend = CPUBackend(
+        KVSpec((LayerKVSpec(KV_HEADS, dim),), SIZE, "float16", bits), BLOCKS, num_threads=2
+    )
     backend.poison_blocks(range(BLOCKS))
     moved.write(backend)
     row = moved.row.last(last)
     backend.release_blocks(moved.row.table[-1:])
     prepared = backend.prepare(layout_of([moved.row], SIZE))
     span = slice(moved.row.start, moved.row.stop)
-    backend.write_kv(0, moved.rotated(moved.keys[span], np.arange(span.start, span.stop)), moved.values[span], prepared)
+    backend.write_kv(
+        0,
+        moved.rotated(moved.keys[span], np.arange(span.start, span.stop)),
+        moved.values[span],
+        prepared,
+    )
     assert prepared.coded is not None
     codes, layout, own = backend._coded.layer(0, prepared.coded)
     queries, turning = moved.new(row)
@@ -209,30 +242,43 @@ def test_turned_queries_over_codes(bits, rope, last):
     backwards = forwards._replace(items=np.ascontiguousarray(forwards.items[::-1]))
     assert Item(*backwards.items[-1]).delta != 0
     for plan in (forwards, backwards):
-        got = paged_attention_coded(queries, codes, layout, batch, own, options, None, plan, turning)
+        got = paged_attention_coded(
+            queries, codes, layout, batch, own, options, None, plan, turning
+        )
         assert_near(got, wanted, 1e-5)
     pool = KVPool(*(np.zeros(shape, np.float32) for shape in shapes_of(dim)))
     for block in set(row.table[:-1]):
         for head in range(KV_HEADS):
             keys, values = decode_block(codes[block, head], layout)
-            pool.keys[block, head], pool.values[block, head] = keys.T, values
+            pool.keys[block, head] = keys.T
+            pool.values[block, head] = values
     buffer = own.tables[0, 0]
-    pool.keys[row.table[-1]], pool.values[row.table[-1]] = own.pool.keys[buffer], own.pool.values[buffer]
+    pool.keys[row.table[-1]] = own.pool.keys[buffer]
+    pool.values[row.table[-1]] = own.pool.values[buffer]
     exact = reference.paged_attention(queries, pool, batch, options, turning)
     assert_near(got, exact, 1e-2)
     wrong = moved.batch(with_deltas(row, lambda delta: delta - 1))
-    assert_far(paged_attention_coded(queries, codes, layout, wrong, own, options, turning=turning), exact)
+    assert_far(
+        paged_attention_coded(queries, codes, layout, wrong, own, options, turning=turning), exact
+    )
     backend.close()
 
 
 def test_a_delta_without_what_turns_queries_is_refused():
     moved = make("whole", 2)
-    pool, batch = float_pool(moved, "float32"), moved.batch(moved.row)
+    pool = float_pool(moved, "float32")
+    batch = moved.batch(moved.row)
     queries, turning = moved.new(moved.row)
     with pytest.raises(ConfigError, match="queries before rotation, which were not given"):
         paged_attention(queries, pool, batch, OPTIONS["plain"])
     with pytest.raises(ConfigError, match=r"like the queries \(2, 6, 24\)"):
-        paged_attention(queries, pool, batch, OPTIONS["plain"], turning=turning._replace(queries=turning.queries[:1]))
+        paged_attention(
+            queries,
+            pool,
+            batch,
+            OPTIONS["plain"],
+            turning=turning._replace(queries=turning.queries[:1]),
+        )
     short = turning._replace(cos=turning.cos[:500])
     with pytest.raises(ConfigError, match="tables of 500 positions hold the"):
         paged_attention(queries, pool, batch, OPTIONS["plain"], turning=short)

@@ -32,7 +32,9 @@ OPTIONS = (
 def some_case(seed, dim, size, per_group):
     lengths = ((1, 30), (3, 600), (20, 81), (17, 17))
     rng = np.random.default_rng([seed, dim])
-    return make_case(rng, lengths, kv_heads=4 // per_group, per_group=per_group, dim=dim, block_size=size)
+    return make_case(
+        rng, lengths, kv_heads=4 // per_group, per_group=per_group, dim=dim, block_size=size
+    )
 
 
 def attend(name, case, bits, params, threads=1):
@@ -46,7 +48,8 @@ def attend(name, case, bits, params, threads=1):
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 @pytest.mark.parametrize(
-    ("dim", "size", "per_group"), [(16, 16, 1), (24, 32, 4), (64, 16, 2), (80, 64, 4), (128, 16, 4), (256, 48, 2)]
+    ("dim", "size", "per_group"),
+    [(16, 16, 1), (24, 32, 4), (64, 16, 2), (80, 64, 4), (128, 16, 4), (256, 48, 2)],
 )
 def test_equal_to_the_specification(dim, size, per_group, bits):
     case = some_case(0, dim, size, per_group)
@@ -60,7 +63,9 @@ def test_equal_to_the_specification(dim, size, per_group, bits):
 def test_threads_batches_and_chunks_change_no_bit(bits):
     """Partitions of a long sequence are split over the threads, which merge them in order."""
     rng = np.random.default_rng(5)
-    case = make_case(rng, ((1, 1600), (40, 700), (3, 90)), kv_heads=2, per_group=7, dim=64, block_size=16)
+    case = make_case(
+        rng, ((1, 1600), (40, 700), (3, 90)), kv_heads=2, per_group=7, dim=64, block_size=16
+    )
     params = AttentionParams(0.125, window=900)
     wanted = None
     for threads, passes in (
@@ -107,8 +112,12 @@ def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same():
     """The plain form is the one furthest from the others; test_dot.py has the sums of all."""
     without = ("avx512", "avx10", "evex512", "amx", "avxvnni", "dotprod")
     flags = binding.get_host_cpu_features().items()
-    plain = ",".join(("+" if on and not name.startswith(without) else "-") + name for name, on in flags)
-    program = "from helpers.kernels import quantized_kv_cases as cases; print(*cases.form_and_digest())"
+    plain = ",".join(
+        ("+" if on and not name.startswith(without) else "-") + name for name, on in flags
+    )
+    program = (
+        "from helpers.kernels import quantized_kv_cases as cases; print(*cases.form_and_digest())"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -40,7 +40,8 @@ def test_sums_are_exact_to_the_ends_of_both_ranges(form):
     dot = make_dot(form)
     for _ in range(20):
         sums = aligned_empty((16,), np.int32)
-        unsigned, signed = aligned_empty((16, 4), np.uint8), aligned_empty((16, 4), np.int8)
+        unsigned = aligned_empty((16, 4), np.uint8)
+        signed = aligned_empty((16, 4), np.int8)
         sums[:] = rng.integers(-1000, 1000, 16)
         unsigned[:] = rng.choice([0, 1, 127, 128, 254, 255], (16, 4))
         signed[:] = rng.choice([-128, -127, -1, 0, 1, 126, 127], (16, 4))

@@ -8,13 +8,18 @@ from kvboost_edge.kernels.coded import write as coded_write
 from kvboost_edge.kernels.coded.layout import BIT_PAIRS, code_layout
 from kvboost_edge.kernels.reference import coded as reference
 
-BLOCKS, HEADS = 4, 2
+BLOCKS = 4
+HEADS = 2
 
 
 def make_pool(rng, dim, size):
     """Channels of keys and tokens of values differ in size by seven orders of magnitude; one token is all zeros."""
-    keys = rng.standard_normal((BLOCKS, HEADS, dim, size)) * rng.choice([1e-5, 0.01, 1, 300], (BLOCKS, HEADS, dim, 1))
-    values = rng.standard_normal((BLOCKS, HEADS, size, dim)) * rng.choice([1e-5, 0.1, 10], (BLOCKS, HEADS, size, 1))
+    keys = rng.standard_normal((BLOCKS, HEADS, dim, size)) * rng.choice(
+        [1e-5, 0.01, 1, 300], (BLOCKS, HEADS, dim, 1)
+    )
+    values = rng.standard_normal((BLOCKS, HEADS, size, dim)) * rng.choice(
+        [1e-5, 0.1, 10], (BLOCKS, HEADS, size, 1)
+    )
     values[:, :, 3] = 0
     keys[:, :, 1] = 7.5
     return KVPool(keys.astype(np.float16), values.astype(np.float16))
@@ -33,7 +38,9 @@ def quantize(module, pool, dim, size, bits):
 def test_compiled_and_specified_bytes_are_equal(dim, bits):
     for size in (16, 32, 64):
         pool = make_pool(np.random.default_rng([dim, size]), dim, size)
-        mine, plain = (quantize(module, pool, dim, size, bits) for module in (coded_write, reference))
+        mine, plain = (
+            quantize(module, pool, dim, size, bits) for module in (coded_write, reference)
+        )
         np.testing.assert_array_equal(mine, plain)
         assert (mine[[0, 3, 4]] == 0xFF).all()
 
@@ -48,14 +55,18 @@ def test_decoded_numbers_are_within_half_a_step(bits):
             keys, values = reference.decode_block(codes[target, head], code_layout(16, 64, bits))
             true_keys, true_values = (half[source, head].astype(np.float64) for half in pool)
             step = np.ptp(true_keys, axis=1) / (2 ** bits[0] - 1)
-            assert (np.abs(keys.T - true_keys) <= 0.5625 * np.maximum(step, 2.0**-18)[:, None] + 1e-9).all()
+            assert (
+                np.abs(keys.T - true_keys) <= 0.5625 * np.maximum(step, 2.0**-18)[:, None] + 1e-9
+            ).all()
             if bits[1] == 8:
                 half_step = np.abs(true_values).max(axis=1) / 254
             else:
                 half_step = np.ptp(true_values, axis=1) / 30
             # A middle is a float16 and so off by up to 2^-11 of itself.
             slack = np.abs(true_values).max(axis=1) * (2.0**-10 if bits[1] == 4 else 0)
-            assert (np.abs(values - true_values) <= (1.003 * half_step + slack + 5e-6)[:, None]).all()
+            assert (
+                np.abs(values - true_values) <= (1.003 * half_step + slack + 5e-6)[:, None]
+            ).all()
 
 
 def test_sections_of_a_blocks_codes_do_not_overlap_and_start_at_cache_lines():
@@ -64,7 +75,13 @@ def test_sections_of_a_blocks_codes_do_not_overlap_and_start_at_cache_lines():
             for size in (16, 32, 48, 64):
                 r = code_layout(size, dim, bits)
                 starts = (0, r.key_zeros, r.key_steps, r.values, r.value_scales, r.nbytes)
-                lengths = (r.dim * size * bits[0] // 8, 2 * r.dim, r.dim, r.dim * size * bits[1] // 8, 2 * size)
+                lengths = (
+                    r.dim * size * bits[0] // 8,
+                    2 * r.dim,
+                    r.dim,
+                    r.dim * size * bits[1] // 8,
+                    2 * size,
+                )
                 for start, length, stop in zip(starts, lengths, starts[1:], strict=False):
                     assert start % 64 == 0
                     assert start + length <= stop

@@ -38,7 +38,8 @@ def test_the_longest_end_that_stood_before_and_its_latest_place(alphabet):
 
 def test_tokens_in_pieces_are_tokens_one_by_one():
     text = np.random.default_rng(0).integers(0, 4, 300, dtype=np.int32)
-    whole, pieces = new_automaton(512), new_automaton(512)
+    whole = new_automaton(512)
+    pieces = new_automaton(512)
     extend(text, *whole)
     for start in range(0, 300, 7):
         extend(text[start : start + 7], *pieces)
@@ -50,8 +51,13 @@ def test_tokens_in_pieces_are_tokens_one_by_one():
 def test_a_text_as_long_as_the_room_fits(kind):
     """At most two states and three edges a token: the words with most of each fill no table."""
     count = 4096
-    texts = {"one token": [7] * count, "all different": list(range(count)), "halves": [*range(count // 2)] * 2}
-    word, other = [1], [0]
+    texts = {
+        "one token": [7] * count,
+        "all different": list(range(count)),
+        "halves": [*range(count // 2)] * 2,
+    }
+    word = [1]
+    other = [0]
     while len(word) < count:
         word, other = word + other, word
     text = np.array(texts.get(kind, word[:count]), np.int32)
@@ -67,4 +73,8 @@ def test_a_text_as_long_as_the_room_fits(kind):
 
 def test_what_it_takes_is_what_it_says():
     automaton = new_automaton(1024)
-    assert (automaton.room, automaton.nbytes) == (1024, automaton_bytes(1024)) == (1024, 96 * 1024 + 40)
+    assert (
+        (automaton.room, automaton.nbytes)
+        == (1024, automaton_bytes(1024))
+        == (1024, 96 * 1024 + 40)
+    )

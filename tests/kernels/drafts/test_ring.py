@@ -23,7 +23,11 @@ def latest_place(appended, tail):
             if end == len(appended):
                 return 0, 0
             length = 0
-            while length < len(tail) and end - length > oldest and appended[end - 1 - length] == tail[-1 - length]:
+            while (
+                length < len(tail)
+                and end - length > oldest
+                and appended[end - 1 - length] == tail[-1 - length]
+            ):
                 length += 1
             return length, end
     return 0, 0
@@ -33,7 +37,8 @@ def latest_place(appended, tail):
 def test_it_finds_what_a_search_finds(alphabet):
     """With two tokens nearly every run of eight stood before: the latest counts, and what was overwritten does not."""
     rng = np.random.default_rng(alphabet)
-    ring, appended = new_ring(ROOM), list[int]()
+    ring = new_ring(ROOM)
+    appended = list[int]()
     for _ in range(200):
         piece = rng.integers(0, alphabet, rng.integers(1, 12))
         append_tokens(piece.astype(np.int32), *ring)
@@ -45,7 +50,8 @@ def test_it_finds_what_a_search_finds(alphabet):
             else rng.integers(0, alphabet, GRAM).tolist()
         )
         if len(tail) >= GRAM:
-            found, expected = look(ring, tail), latest_place(appended, tail)
+            found = look(ring, tail)
+            expected = latest_place(appended, tail)
             # Another run may have taken its place in the table of hashes: then nothing is found.
             assert found == expected or (found == (0, 0) and alphabet > 1)
 

@@ -40,25 +40,41 @@ def matrices() -> dict[str, Any]:
             inputs = in_blocks(kind, inputs)
             x = rng.standard_normal((tokens, inputs)).astype(np.float32)
             x[:, :32] = rng.choice([-1, 1], (tokens, 32))
-            x[3, 5], x[9, 6], x[12, 1], x[20] = np.inf, -np.inf, np.nan, -0.0
+            x[3, 5] = np.inf
+            x[9, 6] = -np.inf
+            x[12, 1] = np.nan
+            x[20] = -0.0
             packed = random_weights(kind, rows, inputs)
-            bias, before = (rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows)))
+            bias, before = (
+                rng.standard_normal(shape).astype(np.float32) for shape in (rows, (tokens, rows))
+            )
             for fine in (False, True):
                 sizes = panel_sizes(tokens, Extra(fine=fine, matrix=1))
                 assert sizes[0] == (MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS), sizes
                 for extra in (Extra(fine=fine), Extra(bias, before, 0.5, fine=fine, threads=2)):
                     expected, _ = run_linear(kind, x, packed, rows, extra)
                     out, _ = run_linear(kind, x, packed, rows, extra._replace(matrix=1))
-                    np.testing.assert_array_equal(out, expected, err_msg=f"{kind} {tokens, rows, inputs} {extra}")
+                    np.testing.assert_array_equal(
+                        out, expected, err_msg=f"{kind} {tokens, rows, inputs} {extra}"
+                    )
     return {}
 
 
 def models() -> dict[str, Any]:
     """A tiny model's logits: cold, in chunks that cut its panels, on two threads, without AMX."""
     prompt = np.random.default_rng(1).integers(0, 256, 90).tolist()
-    for weights, inner in (("int4", 96), ("int8", 1096)):  # one operation for the gated layer, or three
+    for weights, inner in (
+        ("int4", 96),
+        ("int8", 1096),
+    ):  # one operation for the gated layer, or three
         with tempfile.TemporaryDirectory() as directory:
-            save_tiny_checkpoint("qwen2", Path(directory), hidden_size=96, intermediate_size=inner, num_hidden_layers=2)
+            save_tiny_checkpoint(
+                "qwen2",
+                Path(directory),
+                hidden_size=96,
+                intermediate_size=inner,
+                num_hidden_layers=2,
+            )
             logits = []
             for matrix, threads, chunk in ((0, 1, 90), (1, 1, 90), (1, 2, 90), (1, 2, 41)):
                 native.amx_choice = lambda used=matrix: amx_choice.AmxChoice(bool(used), "")
@@ -82,13 +98,18 @@ def choice() -> dict[str, Any]:
         decide.cache_clear()
         before = amx_emulator.counts()["tdpbssd"]
         one = decide()
-        found[name] = {"used": one.used, "reason": one.reason, "tiles": amx_emulator.counts()["tdpbssd"] - before}
+        found[name] = {
+            "used": one.used,
+            "reason": one.reason,
+            "tiles": amx_emulator.counts()["tdpbssd"] - before,
+        }
 
     amx_choice._ask_for_tiles = lambda: "no tiles"
     decided("refused")
     amx_choice._ask_for_tiles = lambda: ""
     decided("timed")
-    seconds, result = amx_choice._seconds, amx_choice._Trial.result
+    seconds = amx_choice._seconds
+    result = amx_choice._Trial.result
     amx_choice._seconds = lambda trial: 1e-5 if trial._function is amx_choice._amx_trial else 2e-5
     decided("fast")
     amx_choice._seconds = seconds

@@ -53,7 +53,8 @@ def test_amx_is_used_only_where_a_trial_speaks_for_it():
     once = 2 * 28 * 6 * 4 * int(emulated)  # both kinds: groups, panels, multiplications
     assert found["refused"] == {"used": False, "reason": "no tiles", "tiles": 0}
     rates = re.fullmatch(
-        r"(slower here: )?\d+\.\d\d TOPS a thread, AVX512-VNNI \d+\.\d\d, the same bits", found["timed"]["reason"]
+        r"(slower here: )?\d+\.\d\d TOPS a thread, AVX512-VNNI \d+\.\d\d, the same bits",
+        found["timed"]["reason"],
     )
     assert rates is not None
     assert found["timed"]["used"] == (rates[1] is None)

@@ -17,7 +17,8 @@ from kvboost_edge.kernels.linear import loads
 from kvboost_edge.kernels.linear.dot import KIND_INT4T, OFFSET
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
 
-GROUPS, TILES = 17, 2
+GROUPS = 17
+TILES = 2
 # Form -> the instruction's name in LLVM, lanes of its sums, and whether the first factor's bytes have a sign.
 INSTRUCTIONS = {
     "vnni512": ("llvm.x86.avx512.vpdpbusd.512", 16, False),
@@ -28,7 +29,9 @@ INSTRUCTIONS = {
 
 def _dot(name, lanes, signed):
     """A function that adds the products of four bytes each to 32-bit sums."""
-    many, sums, picks = f"<{4 * lanes} x i32>", f"<{lanes} x i32>", []
+    many = f"<{4 * lanes} x i32>"
+    sums = f"<{lanes} x i32>"
+    picks = []
     for place in range(4):
         order = ", ".join(f"i32 {4 * lane + place}" for lane in range(lanes))
         picks.append(f"%p{place} = shufflevector {many} %p, {many} %p, {sums} <{order}>")
@@ -56,7 +59,8 @@ SHUFFLES = {
 
 def _shuffle(name, lanes, size, zeros):
     """A function that looks up each byte in its part, of `size` bytes, of the table."""
-    kind, lines = f"<{lanes} x i8>", []
+    kind = f"<{lanes} x i8>"
+    lines = []
     for lane in range(lanes):
         lines += [
             f"%c{lane} = extractelement {kind} %codes, i32 {lane}",
@@ -87,7 +91,10 @@ class _Registers:
             "tilestored64": (self._store, [ctypes.c_uint8, ctypes.c_void_p, ctypes.c_int64]),
             "tdpbssd": (self._multiply, [ctypes.c_uint8] * 3),
         }
-        self.functions = {name: ctypes.CFUNCTYPE(None, *types)(function) for name, (function, types) in kinds.items()}
+        self.functions = {
+            name: ctypes.CFUNCTYPE(None, *types)(function)
+            for name, (function, types) in kinds.items()
+        }
 
     def _configure(self, address):
         text = ctypes.string_at(address, 64)
@@ -101,7 +108,9 @@ class _Registers:
 
     def _load(self, tile, address, step):
         for row, at in self._rows(tile, address, step):
-            self.tiles[tile][row] = np.frombuffer(ctypes.string_at(at, self.tiles[tile].shape[1]), np.int8)
+            self.tiles[tile][row] = np.frombuffer(
+                ctypes.string_at(at, self.tiles[tile].shape[1]), np.int8
+            )
 
     def _store(self, tile, address, step):
         for row, at in self._rows(tile, address, step):
@@ -109,7 +118,8 @@ class _Registers:
 
     def _multiply(self, sums, rows, weights):
         self.multiplied += 1
-        a, b = self.tiles[rows].astype(np.int32), self.tiles[weights].astype(np.int32)
+        a = self.tiles[rows].astype(np.int32)
+        b = self.tiles[weights].astype(np.int32)
         assert a.shape[1] == 4 * len(b)
         quads = b.reshape(len(b), -1, 4).transpose(0, 2, 1).reshape(4 * len(b), -1)
         self.tiles[sums].view(np.int32)[:] += a @ quads
@@ -120,13 +130,25 @@ def _run(tiles, functions, definitions=""):
     text = tile_module(tiles, binding.get_default_triple())
     for form_name, _, _ in INSTRUCTIONS.values():
         if f'@"{form_name}"' in text:
-            lines = [line for line in text.splitlines() if not (line.startswith("declare") and form_name in line)]
+            lines = [
+                line
+                for line in text.splitlines()
+                if not (line.startswith("declare") and form_name in line)
+            ]
             text = "\n".join(lines).replace(f'@"{form_name}"', "@emulated_dot") + definitions
     for number, (name, shape) in enumerate(SHUFFLES.items()):
         if f'@"{name}"' in text:
-            lines = [line for line in text.splitlines() if not (line.startswith("declare") and f'@"{name}"' in line)]
+            lines = [
+                line
+                for line in text.splitlines()
+                if not (line.startswith("declare") and f'@"{name}"' in line)
+            ]
             emulated = f"emulated_shuffle{number}"
-            text = "\n".join(lines).replace(f'@"{name}"', f"@{emulated}") + "\n" + _shuffle(emulated, *shape)
+            text = (
+                "\n".join(lines).replace(f'@"{name}"', f"@{emulated}")
+                + "\n"
+                + _shuffle(emulated, *shape)
+            )
     text = text.replace('@"llvm.x86.t', '@"emulated_t').replace('@"llvm.x86.ldt', '@"emulated_ldt')
     run, engine = compiled_tile(text, functions)
     out = product_of(run, tiles, GROUPS, TILES)
@@ -181,7 +203,9 @@ def test_ways_to_look_up_codes(form, name, permutes, shuffles, triple, monkeypat
     tiles = IntTiles(KIND_INT4T, 1, 2, False, form)
     text = tile_module(tiles, f"{triple}-unknown-linux-gnu")
     for other, (lanes, _, _) in SHUFFLES.items():
-        assert text.count(f'call <{lanes} x i8> @"{other}"') == (8 * 64 // lanes if other == name else 0)
+        assert text.count(f'call <{lanes} x i8> @"{other}"') == (
+            8 * 64 // lanes if other == name else 0
+        )
     # Of "avx2" the other instructions are not emulated, see test_unpacked.py; `_run` has the triple of this machine.
     if form in INSTRUCTIONS or (form, triple) == ("plain", "x86_64"):
         definitions = _dot("emulated_dot", *INSTRUCTIONS[form][1:]) if form in INSTRUCTIONS else ""

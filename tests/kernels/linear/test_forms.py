@@ -65,7 +65,12 @@ def _run(form):
     if form != "host":
         environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": _features(form)}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment, check=False
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -75,12 +80,17 @@ def _forms():
     """What this machine can run besides its own form."""
     features = binding.get_host_cpu_features()
     needs = {"vnni256": ("avxvnni",), "avx2": ("avx2",), "plain": ("sse2", "neon")}
-    return [form for form, any_of in needs.items() if any(map(features.get, any_of)) and form != dot_form()]
+    return [
+        form
+        for form, any_of in needs.items()
+        if any(map(features.get, any_of)) and form != dot_form()
+    ]
 
 
 # test_every_form.py runs the others in this process, and compares them with the plain one.
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=() if form == "avx2" else pytest.mark.full) for form in _forms()]
+    "form",
+    [pytest.param(form, marks=() if form == "avx2" else pytest.mark.full) for form in _forms()],
 )
 def test_same_bits_as_the_hosts_own_form(form):
     """The program also compares each result with the specification."""
@@ -105,7 +115,11 @@ def test_arm_with_dot_products_uses_them(kind, fine):
 @pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
 def test_arm_looks_up_16_codes_at_once(form, cpu):
     """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up one by one."""
-    instructions = [line.split()[0] for line in _assembly(KIND_INT4T, form, cpu).splitlines() if line.startswith("\t")]
+    instructions = [
+        line.split()[0]
+        for line in _assembly(KIND_INT4T, form, cpu).splitlines()
+        if line.startswith("\t")
+    ]
     assert instructions.count("tbl") == 8 * 4
     assert not {"ldrb", "umov", "smov"} & set(instructions)
 
@@ -116,13 +130,20 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
     """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few instructions, so that compiling
     them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes, of 5 and 6 bits
     after 4 and 2 quads."""
-    assembly, planes = _assembly(kind, "plain", "cortex-a72", fine=fine), 2 if fine else 1
+    assembly = _assembly(kind, "plain", "cortex-a72", fine=fine)
+    planes = 2 if fine else 1
     products = 8 * 8 * 4 * planes
     assert "sdot" not in assembly
-    multiplied = sum(line.split()[0] in ("mul", "mla") for line in assembly.splitlines() if ".8h" in line)
-    added = sum(line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line)
+    multiplied = sum(
+        line.split()[0] in ("mul", "mla") for line in assembly.splitlines() if ".8h" in line
+    )
+    added = sum(
+        line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line
+    )
     assert multiplied == products
-    assert added == 4 * 4 * planes * {KIND_INT8: 8, KIND_INT4T: 8, KIND_Q5K: 2, KIND_Q6K: 4}.get(kind, 1)
+    assert added == 4 * 4 * planes * {KIND_INT8: 8, KIND_INT4T: 8, KIND_Q5K: 2, KIND_Q6K: 4}.get(
+        kind, 1
+    )
 
 
 @pytest.mark.parametrize("processor", ["znver4", "znver2", "sapphirerapids", "generic"])
@@ -131,7 +152,9 @@ def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(processor, monkeypat
     monkeypatch.setattr(integers, "_processor", lambda: processor)
     follows_pages.cache_clear()
     try:
-        modules = [tile_module(IntTiles(KIND_INT4, tiles, 1, False, "plain"), "x86_64") for tiles in (1, 2)]
+        modules = [
+            tile_module(IntTiles(KIND_INT4, tiles, 1, False, "plain"), "x86_64") for tiles in (1, 2)
+        ]
     finally:
         follows_pages.cache_clear()
     asked = [module.count('call void @"llvm.prefetch.p0"(') for module in modules]

@@ -45,7 +45,9 @@ def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
 def test_sums_stay_in_registers_and_loops_stay_loops(kind):
     """Four tokens of two quads: 16 products and no vector on the stack; how often that is written is how often sums of
     16 bits are widened."""
-    assembly = tile_assembly(UnpackedTiles(kind, 4, False), "x86_64-unknown-linux-gnu", "znver3", optimize=True)
+    assembly = tile_assembly(
+        UnpackedTiles(kind, 4, False), "x86_64-unknown-linux-gnu", "znver3", optimize=True
+    )
     products = [line for line in assembly.splitlines() if "vpmaddubsw" in line]
     most = {NUMBERS["q5k"]: 4, NUMBERS["q6k"]: 2}.get(kind, 2)
     assert len(products) == 16 * most

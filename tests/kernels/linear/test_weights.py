@@ -35,7 +35,9 @@ def _back(weights, kind):
 
 
 def _relative(off, weights):
-    return float(np.linalg.norm(off.astype(np.float64)) / np.linalg.norm(weights.astype(np.float64)))
+    return float(
+        np.linalg.norm(off.astype(np.float64)) / np.linalg.norm(weights.astype(np.float64))
+    )
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -44,7 +46,9 @@ def test_kernel_equals_the_reference(kind, shape):
     weights = _weights(shape)
     back, packed = _back(weights, kind)
     codes, scales, minima = fit_rows(weights, kind)
-    expected = codes.astype(np.float32) * scales[:, :, None].astype(np.float32) - minima[:, :, None].astype(np.float32)
+    expected = codes.astype(np.float32) * scales[:, :, None].astype(np.float32) - minima[
+        :, :, None
+    ].astype(np.float32)
     np.testing.assert_array_equal(back, expected.reshape(len(weights), -1)[:, : shape[1]])
     assert tuple(len(section) for section in packed[:3]) == packed_sizes(*shape, KINDS[kind])
     wide = weights.astype(np.float64)
@@ -54,7 +58,8 @@ def test_kernel_equals_the_reference(kind, shape):
 
 # Relative L2 error on Gaussian weights, and the part of plain rounding's error that may be left.
 @pytest.mark.parametrize(
-    ("kind", "error", "left"), [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4-asym", 0.072, 0.93)]
+    ("kind", "error", "left"),
+    [("int8", 0.0050, 0.94), ("int4", 0.082, 0.85), ("int4-asym", 0.072, 0.93)],
 )
 def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
     rng = np.random.default_rng(1)
@@ -62,7 +67,12 @@ def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
     assert _relative(_back(gaussian, kind)[0] - gaussian, gaussian) < error
     with SafetensorsSource(locate_model(BUNDLED_MODEL)) as source:
         real = source.rows("model.layers.2.mlp.down_proj.weight")
-    for weights in (gaussian, rng.uniform(-1, 1, (64, 256)).astype(np.float32), _weights((64, 512)), real):
+    for weights in (
+        gaussian,
+        rng.uniform(-1, 1, (64, 256)).astype(np.float32),
+        _weights((64, 512)),
+        real,
+    ):
         back = _back(weights, kind)[0]
         rounded = round_to_nearest(weights, kind)
         assert _relative(back - weights, weights) < 0.99 * _relative(rounded - weights, weights)
@@ -72,7 +82,8 @@ def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_no_group_is_worse_than_rounding(kind):
     weights = _weights((64, 320), 3)
-    off, rounded = _back(weights, kind)[0] - weights, round_to_nearest(weights, kind) - weights
+    off = _back(weights, kind)[0] - weights
+    rounded = round_to_nearest(weights, kind) - weights
     ours, plain = ((x.reshape(64, 10, 32) ** 2).sum(axis=2) for x in (off, rounded))
     assert np.quantile(ours / plain, 0.99) < 1.1
     assert (ours / plain).mean() < 0.97
@@ -92,7 +103,8 @@ def test_the_largest_weights_fit(kind):
     for sign in (1.0, -1.0):
         weights = np.zeros((16, 32), np.float32)
         weights[3, 5] = sign * LARGEST[kind]
-        weights[4, 5], weights[4, 6] = sign * LARGEST[kind], -sign * LARGEST[kind]
+        weights[4, 5] = sign * LARGEST[kind]
+        weights[4, 6] = -sign * LARGEST[kind]
         back = _back(weights, kind)[0]
         np.testing.assert_allclose(back[3:5], weights[3:5], rtol=0.02, atol=LARGEST[kind] / 20)
 
@@ -110,13 +122,22 @@ def test_rows_do_not_depend_on_their_neighbours():
 def test_codes_are_packed_as_they_are(kind, shape):
     rng = np.random.default_rng(4)
     table = rng.permutation(256)[:16].astype(np.uint8).view(np.int8)
-    values = {"int8": np.arange(-128, 128), "int4": np.arange(-8, 8), "int4-asym": np.arange(16), "int4t": table}[kind]
+    values = {
+        "int8": np.arange(-128, 128),
+        "int4": np.arange(-8, 8),
+        "int4-asym": np.arange(16),
+        "int4t": table,
+    }[kind]
     codes = rng.integers(0, len(values), shape).astype(np.uint8)
     halves = rng.standard_normal((2, shape[0], -(-shape[1] // 32))).astype(np.float16)
-    scales, minima = halves[0], halves[1] if kind == "int4-asym" else None
+    scales = halves[0]
+    minima = halves[1] if kind == "int4-asym" else None
     packed = pack_codes(codes, scales, minima, NUMBERS[kind], table if kind == "int4t" else None)
     assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, NUMBERS[kind])
-    expected = values[codes].astype(np.float32) * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
+    expected = (
+        values[codes].astype(np.float32)
+        * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
+    )
     if minima is not None:
         expected -= minima.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
     np.testing.assert_array_equal(unpack_rows(packed, *shape, kind), expected)
@@ -144,14 +165,23 @@ def test_tables_take_next_to_nothing():
     assert both[1] == 9728 * 2560 * 0.5625
 
 
-CODES, SCALES, TABLE = np.zeros((16, 64), np.uint8), np.ones((16, 2), np.float16), np.zeros(16, np.int8)
+CODES = np.zeros((16, 64), np.uint8)
+SCALES = np.ones((16, 2), np.float16)
+TABLE = np.zeros(16, np.int8)
 
 
 @pytest.mark.parametrize(
     ("kind", "codes", "scales", "minima", "table", "message"),
     [
         ("int4", CODES + np.uint8(16), SCALES, None, None, "code 16 of weight kind .* is above 15"),
-        ("int4t", CODES + np.uint8(16), SCALES, None, TABLE, "code 16 of weight kind 9 is above 15"),
+        (
+            "int4t",
+            CODES + np.uint8(16),
+            SCALES,
+            None,
+            TABLE,
+            "code 16 of weight kind 9 is above 15",
+        ),
         ("int4-asym", CODES, SCALES, None, None, "minima"),
         ("int8", CODES, SCALES, SCALES, None, "minima"),
         ("int4t", CODES, SCALES, SCALES, TABLE, "with minima"),
@@ -180,4 +210,6 @@ def test_floats_keep_their_values(kind):
     if kind == "f32":
         np.testing.assert_array_equal(back, weights)
     np.testing.assert_allclose(back, weights, rtol=2**-8)
-    np.testing.assert_allclose(packed.error, ((weights.astype(np.float64) - back) ** 2).sum(), rtol=1e-9)
+    np.testing.assert_allclose(
+        packed.error, ((weights.astype(np.float64) - back) ** 2).sum(), rtol=1e-9
+    )

@@ -16,11 +16,18 @@ def test_embedding_rows_are_the_stored_weights(kind, factor):
     """To the bit, but for the fma of minima."""
     inputs = in_blocks(kind, 300)
     width = -(-inputs // 32) * 32
-    packed, ids = random_weights(kind, 50, inputs), np.array([49, 0, 17])
-    out, program = np.full((3, width), np.nan, np.float32), Program(3)
+    packed = random_weights(kind, 50, inputs)
+    ids = np.array([49, 0, 17])
+    out = np.full((3, width), np.nan, np.float32)
+    program = Program(3)
     program.buffer(lt.B_TOKENS, ids)
     program.buffer(lt.B_HIDDEN, out)
-    fields = {lt.F_DST: lt.B_HIDDEN, lt.F_DST_STEP: width, lt.F_COUNT: inputs, lt.F_KIND: NUMBERS[kind]}
+    fields = {
+        lt.F_DST: lt.B_HIDDEN,
+        lt.F_DST_STEP: width,
+        lt.F_COUNT: inputs,
+        lt.F_KIND: NUMBERS[kind],
+    }
     program.add(lt.OP_EMBED, {**fields, **matrix_fields(program, packed)}, {lt.P_FACTOR: factor})
     program.run()
     expected = np.float32(factor) * unpack_rows(packed, 50, inputs, kind)[ids]

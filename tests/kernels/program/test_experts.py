@@ -45,13 +45,18 @@ def _route(program, logits, routing, bias=None, factors=None):
     padded = -(-experts // 16) * 16
     wide = np.full((tokens, padded), np.nan, np.float32)
     wide[:, :experts] = logits
-    chosen, shares = np.full((tokens, routing.used), -1, np.int64), np.full((tokens, routing.used), np.nan, np.float32)
+    chosen = np.full((tokens, routing.used), -1, np.int64)
+    shares = np.full((tokens, routing.used), np.nan, np.float32)
     numbers = np.full(dispatch_numbers(experts) + chosen.size, -1, np.int64)
     arrays = {lt.B_ROUTED: wide, lt.B_CHOSEN: chosen, lt.B_SHARES: shares, lt.B_DISPATCH: numbers}
     for number, array in arrays.items():
         program.buffer(number, array)
     sizes = {lt.F_EXPERTS: experts, lt.F_USED: routing.used}
-    how = {lt.F_SRC_STEP: padded, lt.F_SCORE: lt.SCORES[routing.score], lt.F_RENORM: lt.RENORMS[routing.renorm]}
+    how = {
+        lt.F_SRC_STEP: padded,
+        lt.F_SCORE: lt.SCORES[routing.score],
+        lt.F_RENORM: lt.RENORMS[routing.renorm],
+    }
     if bias is not None:
         program.arrays.append(bias)
         how[lt.F_BIAS] = bias.ctypes.data
@@ -67,7 +72,8 @@ def _slots(routed):
     """Expert -> its slots, of the numbers of a program that has run."""
     experts, numbers = routed.slots[0]
     numbers = np.asarray(numbers)
-    active, first = int(numbers[0]), numbers[1 + experts :]
+    active = int(numbers[0])
+    first = numbers[1 + experts :]
     slots = numbers[dispatch_numbers(experts) :]
     return [(int(numbers[1 + i]), slots[first[i] : first[i + 1]].tolist()) for i in range(active)]
 
@@ -99,9 +105,12 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize(("name", "biased", "scaled"), pairwise(ROUTINGS, (False, True), (False, True)))
+@pytest.mark.parametrize(
+    ("name", "biased", "scaled"), pairwise(ROUTINGS, (False, True), (False, True))
+)
 def test_routing_equals_the_specification(name, biased, scaled):
-    rng, routing = np.random.default_rng(3), ROUTINGS[name]
+    rng = np.random.default_rng(3)
+    routing = ROUTINGS[name]
     logits = (3 * rng.standard_normal((37, 20))).astype(np.float32)
     bias = rng.standard_normal(20).astype(np.float32) if biased else None
     factors = rng.standard_normal(20).astype(np.float32) if scaled else None
@@ -117,7 +126,9 @@ def test_routing_equals_the_specification(name, biased, scaled):
 @pytest.mark.parametrize("score", ["softmax", "chosen"])
 def test_logits_beyond_any_power_have_shares(score):
     """The power of 200 is no float32."""
-    logits = np.array([[200, 199, -200, 198], [-200, -199, -400, -201], [200, 200, 200, 200]], np.float32)
+    logits = np.array(
+        [[200, 199, -200, 198], [-200, -199, -400, -201], [200, 200, 200, 200]], np.float32
+    )
     routing = Routing(2, score=score)
     routed = _routed(logits, routing)
     chosen, shares = route_rows(logits.astype(np.float64), routing)
@@ -127,7 +138,8 @@ def test_logits_beyond_any_power_have_shares(score):
 
 
 def test_the_bias_chooses_and_is_no_part_of_the_share():
-    logits, bias = np.zeros((1, 4), np.float32), np.array([0, 0, 0, 9], np.float32)
+    logits = np.zeros((1, 4), np.float32)
+    bias = np.array([0, 0, 0, 9], np.float32)
     routed = _routed(logits, Routing(1), bias)
     assert routed.chosen.tolist() == [[3]]
     assert routed.shares.tolist() == [[0.25]]
@@ -178,7 +190,9 @@ class Layer(NamedTuple):
 
 def _packed(kind, rows, inputs, seed):
     """Random matrices of all experts as one, and each alone."""
-    alone = [random_weights(kind, rows, inputs, seed + expert, inputs**-0.5) for expert in range(EXPERTS)]
+    alone = [
+        random_weights(kind, rows, inputs, seed + expert, inputs**-0.5) for expert in range(EXPERTS)
+    ]
     return PackedRows(*(np.concatenate([one[index] for one in alone]) for index in range(3))), alone
 
 
@@ -191,24 +205,31 @@ HOWS = {"silu": {}, "swiglu": {"biased": True}, "relu2": {"gated": False}}
 
 def _layer(kind, *, biased=False, gated=True):
     """biased: as gpt-oss's; of gates from -20 to 20 or so. gated: False: as Nemotron's."""
-    hidden, inner = in_blocks(kind, 80), in_blocks(kind, 96)
+    hidden = in_blocks(kind, 80)
+    inner = in_blocks(kind, 96)
     all_gate_up, gate_up = _packed(kind, (1 + gated) * inner, hidden, seed=0)
     all_down, down = _packed(kind, hidden, inner, seed=10)
     layer = Layer(kind, EXPERTS, hidden, inner, gate_up, down, all_gate_up, all_down)
     if not biased:
         return layer if gated else layer._replace(act=ACT_RELU2)
     rng = np.random.default_rng(5)
-    biases = tuple((6 * rng.standard_normal((EXPERTS, rows))).astype(np.float32) for rows in (2 * inner, hidden))
+    biases = tuple(
+        (6 * rng.standard_normal((EXPERTS, rows))).astype(np.float32)
+        for rows in (2 * inner, hidden)
+    )
     return layer._replace(act=ACT_CLAMPED_SWIGLU, biases=(biases[0], biases[1]))
 
 
 def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
     """`before` and what the experts add, by the operations of a layer; without `add` what they add."""
-    tokens, kind, used = len(x), NUMBERS[layer.kind], ROUTING.used
+    tokens = len(x)
+    kind = NUMBERS[layer.kind]
+    used = ROUTING.used
     is_float = layer.kind in ("f32", "bf16")
     program = Program(tokens, extra.matrix)
     routed = _route(program, logits, ROUTING)
-    slots, row = tokens * used, -(-layer.hidden // 32) * 32
+    slots = tokens * used
+    row = -(-layer.hidden // 32) * 32
     source = np.zeros((tokens, row), np.float32)
     source[:, : layer.hidden] = x
     out = np.zeros((tokens, row), np.float32)
@@ -216,7 +237,10 @@ def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
     program.buffer(lt.B_NORMED, source)
     program.buffer(lt.B_HIDDEN, out)
     program.buffer(lt.B_SPREAD, np.full(slots * row * LARGEST_CELL // 8 + 64, np.nan, np.float32))
-    program.buffer(lt.B_EXPERTS_INNER, np.full(slots * layer.inner * LARGEST_CELL // 8 + 64, np.nan, np.float32))
+    program.buffer(
+        lt.B_EXPERTS_INNER,
+        np.full(slots * layer.inner * LARGEST_CELL // 8 + 64, np.nan, np.float32),
+    )
     sizes = {lt.F_EXPERTS: layer.experts, lt.F_USED: used}
     quant = 0 if is_float else kind
     program.add(lt.OP_SPREAD, {**sizes, lt.F_SRC: lt.B_NORMED, lt.F_SRC_STEP: row, lt.F_COUNT: layer.hidden,
@@ -262,10 +286,14 @@ def test_experts_equal_the_specification(kind, tokens, how):
     def mlp(expert, rows):
         biases = [Extra(bias=layer.bias(which, expert)) for which in range(2)]
         if how == "relu2":
-            inner = squared_rows(run_linear(kind, rows, layer.gate_up[expert], layer.inner, PLAIN)[0])
+            inner = squared_rows(
+                run_linear(kind, rows, layer.gate_up[expert], layer.inner, PLAIN)[0]
+            )
         else:
             wide = run_linear(kind, rows, layer.gate_up[expert], 2 * layer.inner, biases[0])[0]
-            inner = activate_rows(wide[:, : layer.inner], wide[:, layer.inner :], clamped=how == "swiglu")
+            inner = activate_rows(
+                wide[:, : layer.inner], wide[:, layer.inner :], clamped=how == "swiglu"
+            )
         return run_linear(kind, inner, layer.down[expert], layer.hidden, biases[1])[0]
 
     out, routed = _run(layer, x, logits, before, Extra(factor=0.5))
@@ -274,7 +302,9 @@ def test_experts_equal_the_specification(kind, tokens, how):
     expected = mixed_rows(x, before, chosen, shares * np.float32(0.5), mlp, layer.experts)
     # An inner number on the edge between two codes may fall to either side: the oracle's activation is in float64.
     size = 1 if how == "silu" else 16  # inner numbers go to 56
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=size * (2e-6 if kind in ("f32", "bf16") else 2e-3))
+    np.testing.assert_allclose(
+        out, expected, rtol=1e-5, atol=size * (2e-6 if kind in ("f32", "bf16") else 2e-3)
+    )
     assert np.linalg.norm(out - expected) <= 2e-5 * np.linalg.norm(expected)
 
 
@@ -309,7 +339,8 @@ def test_biased_experts_equal_plain_numpy(tokens):
     ]
 
     def swiglu(gate, up):
-        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        gate = np.minimum(gate, 7)
+        up = np.clip(up, -7, 7)
         return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
     chosen, shares = route_rows(logits.astype(np.float64), ROUTING)
@@ -325,13 +356,17 @@ def test_a_token_is_the_same_in_any_pass_and_on_any_thread(kind, matrix, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 150)
     logits[40:] += np.array([9, 0, 0, 0, 0, 0], np.float32)  # one expert has nearly all tokens
-    alone = np.concatenate([_run(layer, *(a[i : i + 1] for a in (x, logits, before)))[0] for i in range(150)])
+    alone = np.concatenate(
+        [_run(layer, *(a[i : i + 1] for a in (x, logits, before)))[0] for i in range(150)]
+    )
     for threads in (1, 2):
         out, _ = _run(layer, x, logits, before, Extra(threads=threads, matrix=matrix))
         np.testing.assert_array_equal(out, alone)
     for start, stop in ((0, 9), (9, 47), (47, 150)):
         part = [a[start:stop] for a in (x, logits, before)]
-        np.testing.assert_array_equal(_run(layer, *part, Extra(matrix=matrix))[0], alone[start:stop])
+        np.testing.assert_array_equal(
+            _run(layer, *part, Extra(matrix=matrix))[0], alone[start:stop]
+        )
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -340,7 +375,8 @@ def test_what_is_not_finite_stays_with_its_token(kind, how):
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, 30)
     clean, _ = _run(layer, x, logits, before)
-    x[11], logits[11] = np.nan, np.nan
+    x[11] = np.nan
+    logits[11] = np.nan
     out, _ = _run(layer, x, logits, before)
     assert np.isnan(out[11]).all()
     np.testing.assert_array_equal(np.delete(out, 11, 0), np.delete(clean, 11, 0))
@@ -354,12 +390,18 @@ def test_experts_are_added_by_ascending_number(monkeypatch):
     factors = np.array([2.0**30, -(2.0**30), 1, 0, 0, 0], np.float32)
     gate_up = pack_rows(np.concatenate([wide] * EXPERTS), KINDS["f32"])
     layer = layer._replace(
-        all_gate_up=gate_up, all_down=pack_rows(np.concatenate([down * f for f in factors]), KINDS["f32"])
+        all_gate_up=gate_up,
+        all_down=pack_rows(np.concatenate([down * f for f in factors]), KINDS["f32"]),
     )
-    monkeypatch.setitem(globals(), "ROUTING", Routing(3, score="sigmoid"))  # shares of exactly a half
+    monkeypatch.setitem(
+        globals(), "ROUTING", Routing(3, score="sigmoid")
+    )  # shares of exactly a half
     logits = np.zeros((1, 6), np.float32)
-    x, before = rng.standard_normal((1, 80), dtype=np.float32), np.zeros((1, 80), np.float32)
+    x = rng.standard_normal((1, 80), dtype=np.float32)
+    before = np.zeros((1, 80), np.float32)
     out, _ = _run(layer, x, logits, before)
-    lone = layer._replace(all_down=pack_rows(np.concatenate([down * f for f in (0, 0, 1, 0, 0, 0)]), KINDS["f32"]))
+    lone = layer._replace(
+        all_down=pack_rows(np.concatenate([down * f for f in (0, 0, 1, 0, 0, 0)]), KINDS["f32"])
+    )
     np.testing.assert_array_equal(out, _run(lone, x, logits, before)[0])
     assert np.count_nonzero(out) > 70, out

@@ -32,7 +32,9 @@ EVERY_TIME = [(ACT_SILU, 1), (ACT_RELU2, 3), (ACT_SILU, 8), (ACT_RELU2, 15)]
 @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
 def test_gated_in_one_operation_is_the_three_apart(kinds, act, tokens):
     """The activation without a gate takes a matrix of the way up alone."""
-    hidden, inner, parts = in_blocks(kinds[0], 64), in_blocks(kinds[1], 96), 1 if act == ACT_RELU2 else 2
+    hidden = in_blocks(kinds[0], 64)
+    inner = in_blocks(kinds[1], 96)
+    parts = 1 if act == ACT_RELU2 else 2
     x = np.random.default_rng(tokens).standard_normal((tokens, hidden)).astype(np.float32)
     packed = random_weights(kinds[0], parts * inner, hidden)
     bias = np.linspace(-1, 1, parts * inner, dtype=np.float32)
@@ -49,11 +51,21 @@ def test_gated_in_one_operation_is_the_three_apart(kinds, act, tokens):
     rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
     program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
     how = {lt.F_COUNT: inner, lt.F_QUANT: NUMBERS[kinds[1]], lt.F_ACT: act}
-    steps = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: parts * inner, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: inner}
+    steps = {
+        lt.F_SRC: lt.B_WIDE,
+        lt.F_SRC_STEP: parts * inner,
+        lt.F_DST: lt.B_NORMED,
+        lt.F_DST_STEP: inner,
+    }
     if parts == 1:
         steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: inner}
     program.add(lt.OP_ACT, {**how, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {**matrix_fields(program, packed), lt.F_KIND: NUMBERS[kinds[0]], lt.F_INPUTS: hidden, lt.F_UNIT: 2}
+    matrix = {
+        **matrix_fields(program, packed),
+        lt.F_KIND: NUMBERS[kinds[0]],
+        lt.F_INPUTS: hidden,
+        lt.F_UNIT: 2,
+    }
     target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
     program.add(lt.OP_GATED, {**how, **matrix, **target})
     program.run(2)

@@ -22,13 +22,19 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 Floats = npt.NDArray[np.float32]
 SHAPES = [(1, 16, 32), (2, 50, 300), (3, 33, 64), (5, 7, 31), (15, 130, 96), (16, 70, 1500)]
 """Tokens, rows, and inputs before they are rounded up to blocks."""
-PRECISIONS = [(kind, fine) for kind in FORMATS for fine in (False, True) if kind in INTEGERS or not fine]
+PRECISIONS = [
+    (kind, fine) for kind in FORMATS for fine in (False, True) if kind in INTEGERS or not fine
+]
 each_precision = pytest.mark.parametrize(("kind", "fine"), PRECISIONS)
 
 
 def _tokens(kind, tokens, inputs):
     """The first group of the first token has codes of the largest magnitude."""
-    x = np.random.default_rng(tokens).standard_normal((tokens, in_blocks(kind, inputs))).astype(np.float32)
+    x = (
+        np.random.default_rng(tokens)
+        .standard_normal((tokens, in_blocks(kind, inputs)))
+        .astype(np.float32)
+    )
     x[0, :32] = 1
     return x
 
@@ -36,7 +42,9 @@ def _tokens(kind, tokens, inputs):
 def _linear(kind, x, rows, extra=PLAIN):
     """x [tokens, inputs] through quantization and a matrix; also the packed weights."""
     packed = random_weights(kind, rows, x.shape[1])
-    assert [array.size for array in packed[:3]] == list(packed_sizes(rows, x.shape[1], NUMBERS[kind]))
+    assert [array.size for array in packed[:3]] == list(
+        packed_sizes(rows, x.shape[1], NUMBERS[kind])
+    )
     out, panel = run_linear(kind, x, packed, rows, extra)
     if kind in INTEGERS:
         expected = reference.pack_panel(x, kind, panel_sizes(len(x), extra), fine=extra.fine)
@@ -69,11 +77,13 @@ def test_linear_equals_the_specification(kind, fine, shape):
 )
 def test_integer_sums_are_exact_at_the_extremes(kind, values):
     """One group with scales of one: the output is the integer sum itself, of the first and last values."""
-    rng, table = np.random.default_rng(1), np.array(values)
+    rng = np.random.default_rng(1)
+    table = np.array(values)
     x = rng.choice([-127, 127], (9, 32)).astype(np.float32)
     x[0] = 127
     codes = rng.choice([0, len(table) - 1], (64, 32)).astype(np.uint8)
-    codes[0], codes[1] = 0, len(table) - 1
+    codes[0] = 0
+    codes[1] = len(table) - 1
     scales = np.ones((64, 1), np.float16)
     minima = np.zeros_like(scales) if kind == "int4-asym" else None
     looked_up = table.astype(np.int8) if kind == "int4t" else None
@@ -85,7 +95,8 @@ def test_integer_sums_are_exact_at_the_extremes(kind, values):
 @pytest.mark.parametrize("inputs", [32, 2880])
 def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
     """The table of Q4_0: the same integers, and the same epilogue."""
-    x, rng = _tokens("int4", 11, inputs), np.random.default_rng(2)
+    x = _tokens("int4", 11, inputs)
+    rng = np.random.default_rng(2)
     codes = rng.integers(0, 16, (40, inputs)).astype(np.uint8)
     scales = (0.01 * rng.standard_normal((40, inputs // 32))).astype(np.float16)
     other = run_linear("int4", x, pack_codes(codes, scales, None, NUMBERS["int4"]), 40, PLAIN)[0]
@@ -98,7 +109,9 @@ def test_a_token_is_the_same_in_any_batch_and_on_any_thread(kind, fine):
     x = _tokens(kind, 23, 300)
     alone = np.concatenate([_linear(kind, row[None], 130, Extra(fine=fine))[0] for row in x])
     for threads in (1, 2):
-        np.testing.assert_array_equal(_linear(kind, x, 130, Extra(threads=threads, fine=fine))[0], alone)
+        np.testing.assert_array_equal(
+            _linear(kind, x, 130, Extra(threads=threads, fine=fine))[0], alone
+        )
 
 
 @pytest.mark.parametrize("tokens", [3, 9])
@@ -110,7 +123,9 @@ def test_bias_residual_and_factor(kind, tokens):
     plain = _linear(kind, x, 40)[0]
     np.testing.assert_array_equal(_linear(kind, x, 40, Extra(bias=bias))[0], plain + bias)
     exact = before + (plain + bias).astype(np.float64) * 0.25
-    np.testing.assert_array_equal(_linear(kind, x, 40, Extra(bias, before, 0.25))[0], exact.astype(np.float32))
+    np.testing.assert_array_equal(
+        _linear(kind, x, 40, Extra(bias, before, 0.25))[0], exact.astype(np.float32)
+    )
 
 
 def test_zero_rows_and_tiny_values_quantize_to_zero():
@@ -134,23 +149,45 @@ def test_what_is_not_finite_does_not_become_a_number(kind, fine):
 
 
 @pytest.mark.parametrize("fine", [False, True])
-@pytest.mark.parametrize("kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k")])
+@pytest.mark.parametrize(
+    "kinds", [("q4k", "q6k"), ("int4t", "q5k"), ("q4k", "int4t"), ("int4t", "q6k")]
+)
 def test_matrices_of_different_formats_read_one_panel(kinds, fine):
     """Rows of one format, then of another, in one destination: each as it is alone."""
-    tokens, rows, inputs = 11, 48, 512
+    tokens = 11
+    rows = 48
+    inputs = 512
     x = _tokens("q4k", tokens, inputs)
     program = Program(tokens)
-    out, panel = np.zeros((tokens, 2 * rows), np.float32), np.zeros(tokens * 16 * LARGEST_CELL, np.uint8)
+    out = np.zeros((tokens, 2 * rows), np.float32)
+    panel = np.zeros(tokens * 16 * LARGEST_CELL, np.uint8)
     program.buffer(lt.B_ATTENDED, x)
     program.buffer(lt.B_PANEL, panel)
     program.buffer(lt.B_WIDE, out)
-    source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: inputs, lt.F_COUNT: inputs, lt.F_FINE: int(fine)}
+    source = {
+        lt.F_SRC: lt.B_ATTENDED,
+        lt.F_SRC_STEP: inputs,
+        lt.F_COUNT: inputs,
+        lt.F_FINE: int(fine),
+    }
     program.add(lt.OP_QUANT, {**source, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
     for index, kind in enumerate(kinds):
         one = random_weights(kind, rows, inputs)
-        matrix = {**matrix_fields(program, one), lt.F_KIND: NUMBERS[kind], lt.F_INPUTS: inputs, lt.F_UNIT: 2}
-        target = {lt.F_DST: lt.B_WIDE, lt.F_DST_STEP: 2 * rows, lt.F_DST_FIRST: index * rows, lt.F_COUNT: rows}
-        program.add(lt.OP_LINEAR, {**matrix, **target, lt.F_PANEL_IN: lt.B_PANEL, lt.F_FINE_IN: int(fine)})
+        matrix = {
+            **matrix_fields(program, one),
+            lt.F_KIND: NUMBERS[kind],
+            lt.F_INPUTS: inputs,
+            lt.F_UNIT: 2,
+        }
+        target = {
+            lt.F_DST: lt.B_WIDE,
+            lt.F_DST_STEP: 2 * rows,
+            lt.F_DST_FIRST: index * rows,
+            lt.F_COUNT: rows,
+        }
+        program.add(
+            lt.OP_LINEAR, {**matrix, **target, lt.F_PANEL_IN: lt.B_PANEL, lt.F_FINE_IN: int(fine)}
+        )
     program.run(2)
     alone = [_linear(kind, x, rows, Extra(fine=fine))[0] for kind in kinds]
     np.testing.assert_array_equal(out, np.concatenate(alone, axis=1))

@@ -16,7 +16,8 @@ def test_activation(gelu):
     both = (8 * rng.standard_normal((3, 2 * 1100))).astype(np.float32)
     both[0, :4] = [-200, 200, 0, -88]
     program = Program(3)
-    wide, out = np.zeros((3, 2304), np.float32), np.full((3, 1120), np.nan, np.float32)
+    wide = np.zeros((3, 2304), np.float32)
+    out = np.full((3, 1120), np.nan, np.float32)
     wide[:, :2200] = both
     program.buffer(lt.B_WIDE, wide)
     program.buffer(lt.B_NORMED, out)
@@ -31,8 +32,10 @@ def test_activation(gelu):
 def test_the_activation_without_a_gate():
     """What is read as the way up has no meaning, NaN or not; a NaN of its own stays."""
     x = (8 * np.random.default_rng(4).standard_normal((3, 1120))).astype(np.float32)
-    x[0, :4], x[2, 7] = [-200, 200, 0, -1e-30], np.nan
-    program, out = Program(3), np.full((3, 1120), np.nan, np.float32)
+    x[0, :4] = [-200, 200, 0, -1e-30]
+    x[2, 7] = np.nan
+    program = Program(3)
+    out = np.full((3, 1120), np.nan, np.float32)
     program.buffer(lt.B_WIDE, x)
     program.buffer(lt.B_BESIDE, np.full((3, 1120), np.nan, np.float32))
     program.buffer(lt.B_NORMED, out)
@@ -47,13 +50,16 @@ def test_the_activation_without_a_gate():
 @pytest.mark.parametrize("count", [64, 80, 90])
 def test_norm(count):
     rng = np.random.default_rng(4)
-    x, weight = rng.standard_normal((2, 96)).astype(np.float32), rng.standard_normal(96).astype(np.float32)
+    x = rng.standard_normal((2, 96)).astype(np.float32)
+    weight = rng.standard_normal(96).astype(np.float32)
     out = np.full((2, 96), np.nan, np.float32)
     program = Program(2)
     program.buffer(lt.B_HIDDEN, x)
     program.buffer(lt.B_NORMED, out)
     fields = {lt.F_SRC: lt.B_HIDDEN, lt.F_SRC_STEP: 96, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 96}
-    program.add(lt.OP_NORM, {**fields, lt.F_COUNT: count, lt.F_WEIGHT: weight.ctypes.data}, {lt.P_EPS: 1e-6})
+    program.add(
+        lt.OP_NORM, {**fields, lt.F_COUNT: count, lt.F_WEIGHT: weight.ctypes.data}, {lt.P_EPS: 1e-6}
+    )
     program.run()
     expected = reference.norm_rows(x[:, :count], weight[:count], 1e-6)
     np.testing.assert_allclose(out[:, :count], expected, rtol=1e-6, atol=1e-6)
@@ -62,9 +68,13 @@ def test_norm(count):
 
 def test_rope_splits_and_rotates():
     rng = np.random.default_rng(5)
-    heads, kv_heads, dim, half = 4, 2, 20, 6
+    heads = 4
+    kv_heads = 2
+    dim = 20
+    half = 6
     row = (heads + 2 * kv_heads) * dim
-    x, positions = rng.standard_normal((3, row)).astype(np.float32), np.array([0, 7, 1500])
+    x = rng.standard_normal((3, row)).astype(np.float32)
+    positions = np.array([0, 7, 1500])
     table = RopeTable(1 / 1000 ** (np.arange(half) / half).astype(np.float32))
     table.cover(1501)
     out = [np.empty((3, n, dim), np.float32) for n in (heads, kv_heads, kv_heads)]
@@ -79,7 +89,8 @@ def test_rope_splits_and_rotates():
     program.add(lt.OP_ROPE, {**fields, lt.F_HEADS: heads, lt.F_KV_HEADS: kv_heads, lt.F_DIM: dim})
     program.run()
     split = np.split(x.reshape(3, -1, dim), [heads, heads + kv_heads], axis=1)
-    cos, sin = table.cos[positions], table.sin[positions]
+    cos = table.cos[positions]
+    sin = table.sin[positions]
     for array, source, turned in zip(out, split, (True, True, False), strict=True):
         for head in range(array.shape[1]):
             expected = reference.rotate(source[:, head], cos, sin) if turned else source[:, head]
@@ -88,7 +99,8 @@ def test_rope_splits_and_rotates():
 
 def test_rope_rows_do_not_depend_on_how_the_table_grew():
     frequencies = np.array([1.0, 0.01], np.float32)
-    at_once, slowly = RopeTable(frequencies, 1.5), RopeTable(frequencies, 1.5)
+    at_once = RopeTable(frequencies, 1.5)
+    slowly = RopeTable(frequencies, 1.5)
     at_once.cover(3000)
     for positions in (1, 5, 1025, 3000):
         slowly.cover(positions)

@@ -68,7 +68,11 @@ class Model:
                     open_to = plain
                 else:  # what is retained comes after all else of its owner
                     others = {entry[0] for entry in plain.values()}
-                    open_to = {k: entry for k, entry in open_to.items() if k in plain or entry[0] not in others}
+                    open_to = {
+                        k: entry
+                        for k, entry in open_to.items()
+                        if k in plain or entry[0] not in others
+                    }
                 if not open_to:
                     break
                 key = min(open_to, key=lambda key: open_to[key][2])
@@ -86,7 +90,9 @@ def test_random_operations_agree_with_the_model(seed):
     order = CachedOrder(capacity)
     model = Model(capacity)
     for step in range(400):
-        act, keys, owner = rng.random(), list(model.entries), rng.choice(owners)
+        act = rng.random()
+        keys = list(model.entries)
+        owner = rng.choice(owners)
         if act < 0.5 and len(keys) < capacity:
             again = rng.choice((ONCE, ONCE, AGAIN, RETAINED))
             order.put(step, owner, again=again)
@@ -110,7 +116,9 @@ def test_random_operations_agree_with_the_model(seed):
             assert capacity // 10 <= order.once_share <= capacity
         elif keys:
             if len(owners) == 1:
-                copy = dataclasses.replace(model, entries=model.entries.copy(), retaining=model.retaining.copy())
+                copy = dataclasses.replace(
+                    model, entries=model.entries.copy(), retaining=model.retaining.copy()
+                )
                 assert order.oldest_first() == copy.take(len(keys), owner, order.once_share)
             count = rng.randrange(1, 1 + rng.choice((1, len(keys))))
             asking = rng.choice([owner, b"a stranger"])

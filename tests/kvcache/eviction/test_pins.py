@@ -20,7 +20,9 @@ def fill(manager):
 
 
 def warmed(num_blocks, *prompts, max_pinned_blocks=None):
-    manager = KVCacheManager(num_blocks, B, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks)
+    manager = KVCacheManager(
+        num_blocks, B, policy=TenantFloors, max_pinned_blocks=max_pinned_blocks
+    )
     for tokens in prompts:
         manager.free(prefill(manager, tokens))
     return manager
@@ -29,7 +31,11 @@ def warmed(num_blocks, *prompts, max_pinned_blocks=None):
 def test_a_pinned_prompt_outlives_everything_until_it_is_unpinned():
     manager = warmed(8, [1] * 10, [2] * 8)
     assert manager.pins.add([1] * 10, ROOT) == 2
-    assert (manager.used_block_count, manager.usable_block_count, manager.pins.num_blocks) == (2, 6, 2)
+    assert (manager.used_block_count, manager.usable_block_count, manager.pins.num_blocks) == (
+        2,
+        6,
+        2,
+    )
     fill(manager)
     manager.reset()
     assert (cached(manager, [1] * 8), cached(manager, [2] * 8)) == (2, 0)
@@ -63,7 +69,8 @@ def test_a_pin_ends_when_its_time_is_over_and_pinning_again_gives_it_a_new_end()
 
 
 def test_what_two_pins_share_stays_until_both_are_over():
-    one, two = [1] * 8 + [2] * 4, [1] * 8 + [3] * 4
+    one = [1] * 8 + [2] * 4
+    two = [1] * 8 + [3] * 4
     manager = warmed(8, one, two)
     for tokens in (one, two, [1] * 8):
         manager.pins.add(tokens, ROOT)
@@ -77,7 +84,8 @@ def test_more_than_the_bound_is_refused_by_name_and_changes_nothing():
     manager = warmed(12, [1] * 8, [2] * 8, max_pinned_blocks=3)
     manager.pins.add([1] * 8, ROOT)
     with pytest.raises(
-        CapacityError, match=r"2 more blocks cannot be pinned.*12 in the pool.*max_pinned_blocks=3.*unpin"
+        CapacityError,
+        match=r"2 more blocks cannot be pinned.*12 in the pool.*max_pinned_blocks=3.*unpin",
     ):
         manager.pins.add([2] * 8, ROOT)
     with pytest.raises(CapacityError, match="4 more blocks cannot be pinned"):
@@ -93,7 +101,9 @@ def test_more_than_the_bound_is_refused_by_name_and_changes_nothing():
 
 @pytest.mark.parametrize("limit", [-1, 7])
 def test_at_most_half_of_the_pool_may_be_allowed(limit):
-    with pytest.raises(ConfigError, match=rf"max_pinned_blocks={limit} must be in 0\.\.6, half of the 12 blocks"):
+    with pytest.raises(
+        ConfigError, match=rf"max_pinned_blocks={limit} must be in 0\.\.6, half of the 12 blocks"
+    ):
         KVCacheManager(12, B, max_pinned_blocks=limit)
 
 
@@ -139,7 +149,9 @@ def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another():
         for n in (1, 2, 3, 1):
             assert pins.add([n] * 8, ROOT, owner=b"one", share=0.5) == 2
         assert (pins.num_owned(b"one"), pins.num_owned(b"other")) == (6, 6 * others)
-        with pytest.raises(CapacityError, match="this tenant's share of max_pinned_blocks is 6; unpin") as refused:
+        with pytest.raises(
+            CapacityError, match="this tenant's share of max_pinned_blocks is 6; unpin"
+        ) as refused:
             pins.add([4] * 8, ROOT, owner=b"one", share=0.5)
         with pytest.raises(CapacityError, match="7 more blocks cannot be pinned") as too_long:
             pins.check_size(7 * B, 0.5)

@@ -44,7 +44,8 @@ def test_the_pool_takes_what_its_policy_hands_out():
 
 def test_another_order_evicts_another_prefix():
     def survivor(manager):
-        first, second = [1, 2, 3, 4, 0], [5, 6, 7, 8, 0]
+        first = [1, 2, 3, 4, 0]
+        second = [5, 6, 7, 8, 0]
         tables = [manager.open_table(tokens, ROOT) for tokens in (first, second)]
         for table, tokens in zip(tables, (first, second), strict=True):
             manager.extend(table, 4)
@@ -85,14 +86,16 @@ def test_floors_with_one_owner_are_the_least_recently_used():
         both = LeastRecentlyUsed(range(12)), TenantFloors(range(12))
         used = []
         for _ in range(200):
-            act, number = rng.choice(("take", "put", "remove", "refresh")), rng.randrange(1, 4)
+            act = rng.choice(("take", "put", "remove", "refresh"))
+            number = rng.randrange(1, 4)
             free = both[0].order()
             if act == "take" and number <= len(free):
                 taken = [policy.take(number, b"a") for policy in both]
                 assert taken[0] == taken[1]
                 used += taken[0]
             elif act == "put" and used:
-                block_id, matchable = used.pop(rng.randrange(len(used))), rng.random() < 0.7
+                block_id = used.pop(rng.randrange(len(used)))
+                matchable = rng.random() < 0.7
                 for policy in both:
                     policy.put(block_id, matchable=matchable, owner=b"a")
             elif act == "remove" and free:

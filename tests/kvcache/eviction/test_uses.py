@@ -18,7 +18,9 @@ def used_again(manager, tokens):
 
 def test_a_block_is_used_again_once_a_prompt_finds_it():
     manager = KVCacheManager(12, B)
-    head, one, other = [1] * 8, [*[1] * 8, *[2] * 4], [*[1] * 8, *[3] * 4]
+    head = [1] * 8
+    one = [*[1] * 8, *[2] * 4]
+    other = [*[1] * 8, *[3] * 4]
     manager.free(prefill(manager, one))
     assert used_again(manager, one) == [0, 0, 0]
     manager.free(prefill(manager, other))

@@ -7,10 +7,12 @@ from helpers.kvcache.recurrent_tables import cold, manager_of, run_pass, states_
 
 
 def test_an_answer_leaves_one_snapshot_that_moves():
-    manager, tokens = manager_of(), list(range(6))
+    manager = manager_of()
+    tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens)
-    kept, used = [], 0
+    kept = []
+    used = 0
     for token in range(30):
         tokens.append(token)
         kept += [len(tokens) for _ in run_pass(manager, table, tokens).slots]
@@ -25,7 +27,8 @@ def test_an_answer_leaves_one_snapshot_that_moves():
 
 def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
     """Long answers drive out no ends and borders of others; what is between them is there while there is room."""
-    manager, tokens = manager_of(num_slots=12, every_block=True), list(range(6))
+    manager = manager_of(num_slots=12, every_block=True)
+    tokens = list(range(6))
     states = states_of(manager)
     cold(manager, [99] * 9, hints=(5,))
     table = manager.open_table(tokens, ROOT)
@@ -35,17 +38,35 @@ def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
         tokens.append(stop)
         run_pass(manager, table, tokens)
         manager.check_invariants([table])
-    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 4}
+    assert states.slots.counts() == {
+        "prompt": 2,
+        "hint": 1,
+        "junction": 0,
+        "answer": 1,
+        "backbone": 4,
+    }
     tokens += range(100, 111)  # drafts that were right
     run_pass(manager, table, tokens)
-    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 7}
+    assert states.slots.counts() == {
+        "prompt": 2,
+        "hint": 1,
+        "junction": 0,
+        "answer": 1,
+        "backbone": 7,
+    }
     assert manager.peek([*tokens, 1], ROOT) == 36
     assert manager.peek(tokens[:26], ROOT) == 24
     assert not states.drain_kept()
     for _ in range(10):
         tokens += range(B)
         run_pass(manager, table, tokens)
-    assert states.slots.counts() == {"prompt": 2, "hint": 1, "junction": 0, "answer": 1, "backbone": 7}
+    assert states.slots.counts() == {
+        "prompt": 2,
+        "hint": 1,
+        "junction": 0,
+        "answer": 1,
+        "backbone": 7,
+    }
     assert manager.peek([99] * 9, ROOT) == 8
     last = table.block_ids[len(tokens) // B - 1]
     manager.free(table)
@@ -54,7 +75,8 @@ def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
 
 
 def test_what_somebody_went_on_from_stays_when_the_answer_goes_on():
-    manager, tokens = manager_of(), list(range(6))
+    manager = manager_of()
+    tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
     tokens += range(4)
     run_pass(manager, table, tokens)
@@ -66,7 +88,8 @@ def test_what_somebody_went_on_from_stays_when_the_answer_goes_on():
 
 
 def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free():
-    manager, tokens = manager_of(num_slots=2), list(range(6))
+    manager = manager_of(num_slots=2)
+    tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
     for token in range(20):
         run_pass(manager, table, tokens)
@@ -77,7 +100,8 @@ def test_an_answer_keeps_its_snapshot_moving_where_no_slot_is_free():
 @pytest.mark.parametrize("num_slots", [12, 2])
 def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots):
     """Until the next one is there the one before is, where no slot is free too."""
-    manager, tokens = manager_of(num_slots=num_slots), list(range(6))
+    manager = manager_of(num_slots=num_slots)
+    tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
     for token in range(6):
         run_pass(manager, table, tokens)
@@ -93,7 +117,8 @@ def test_the_pass_that_moves_an_answers_snapshot_may_fail(num_slots):
 @pytest.mark.parametrize(("num_slots", "found"), [(12, 2 * B), (2, 0)])
 def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots, found):
     """Inside a pass a slot is needed before: where none is free the one before gives its own."""
-    manager, tokens = manager_of(num_slots=num_slots), list(range(6))
+    manager = manager_of(num_slots=num_slots)
+    tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
     for token in range(4):
         run_pass(manager, table, tokens)
@@ -110,7 +135,8 @@ def test_drafts_that_move_an_answers_snapshot_may_fail(num_slots, found):
 @pytest.mark.parametrize("fails", [True, False])
 def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails):
     """The pass reads it: without it there would be no slot more for the next one."""
-    manager, tokens = manager_of(num_slots=2), list(range(6))
+    manager = manager_of(num_slots=2)
+    tokens = list(range(6))
     table = manager.open_table(tokens, ROOT)
     for token in range(3):
         run_pass(manager, table, tokens)
@@ -132,8 +158,10 @@ def test_drafts_leave_an_answers_snapshot_that_gives_no_slot(fails):
 
 
 def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more():
-    manager, tokens = manager_of(), list(range(5 * B))
-    states, prompt = states_of(manager), 2 * B + 1
+    manager = manager_of()
+    tokens = list(range(5 * B))
+    states = states_of(manager)
+    prompt = 2 * B + 1
     table = manager.open_table(tokens[:prompt], ROOT)
     run_pass(manager, table, tokens[:prompt])
     assert states.drain_kept() == [table.block_ids[1]]
@@ -147,20 +175,25 @@ def test_an_answers_snapshot_goes_to_tiers_when_it_moves_no_more():
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_block_that_is_another_prompts_by_now_keeps_its_snapshot_when_an_answer_moves_on_or_ends(ends):
+def test_a_block_that_is_another_prompts_by_now_keeps_its_snapshot_when_an_answer_moves_on_or_ends(
+    ends,
+):
     """The answer's was behind an equal of its own block, which nobody held."""
-    manager, tokens = manager_of(num_blocks=8), list(range(4 * B + 1))
+    manager = manager_of(num_blocks=8)
+    tokens = list(range(4 * B + 1))
     states = states_of(manager)
     equal = manager.open_table(tokens, ROOT)
     run_pass(manager, equal, tokens)
-    table, sequence = manager.open_table(tokens[:6], ROOT, use_cache=False), tokens[:6]
+    table = manager.open_table(tokens[:6], ROOT, use_cache=False)
+    sequence = tokens[:6]
     for token in tokens[6 : 2 * B + 1]:
         run_pass(manager, table, sequence)
         sequence.append(token)
     block_id = equal.block_ids[1]
     assert states.slots.of_block(block_id) is not None
     manager.free(equal)
-    other, answer = manager.open_table([200], ROOT), [200]
+    other = manager.open_table([200], ROOT)
+    answer = [200]
     while block_id not in other.block_ids or states.slots.of_block(block_id) is None:
         run_pass(manager, other, answer)
         answer.append(len(answer))

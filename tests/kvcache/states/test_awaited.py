@@ -7,7 +7,8 @@ from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
 
 
 def test_a_state_that_could_not_be_written_is_no_snapshot():
-    manager, tokens = manager_of(), list(range(2 * B))
+    manager = manager_of()
+    tokens = list(range(2 * B))
     states = states_of(manager)
     table = manager.open_load(tokens, ROOT)
     manager.extend(table, 2 * B)
@@ -24,7 +25,8 @@ def test_a_state_that_could_not_be_written_is_no_snapshot():
 
 
 def test_what_comes_from_elsewhere_is_not_computed_again():
-    manager, tokens = manager_of(), list(range(3 * B + 1))
+    manager = manager_of()
+    tokens = list(range(3 * B + 1))
     cold(manager, tokens)
     states = states_of(manager)
     for block_id in states.slots.snapshots():
@@ -39,7 +41,8 @@ def test_what_comes_from_elsewhere_is_not_computed_again():
 
 
 def test_who_waits_for_a_deeper_state_keeps_the_one_that_is_there():
-    manager, tokens = manager_of(num_slots=2), list(range(3 * B))
+    manager = manager_of(num_slots=2)
+    tokens = list(range(3 * B))
     kept = cold(manager, tokens[: B + 1])
     table = manager.open_load(tokens, ROOT)
     for number in range(3):

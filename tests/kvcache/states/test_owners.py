@@ -44,7 +44,9 @@ def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
     flood,
 ):
     manager = manager_of(num_blocks=200, num_slots=12)
-    quiet = [[100 + number] * (2 * B + 1) for number in range(3)]  # a quarter of the slots, for each of two
+    quiet = [
+        [100 + number] * (2 * B + 1) for number in range(3)
+    ]  # a quarter of the slots, for each of two
     for tokens in quiet:
         table = manager.open_table(tokens, ROOT, owner=b"quiet")
         run_pass(manager, table, tokens)
@@ -53,11 +55,14 @@ def test_whatever_an_owner_floods_the_slots_with_another_is_served_its_part(
         flood(manager, number)
         manager.check_invariants([])
     assert [manager.peek(tokens, ROOT) for tokens in quiet] == [2 * B] * 3
-    assert states_of(manager).slots.num_free <= 1, "the other has all the rest, but for what it runs with"
+    assert states_of(manager).slots.num_free <= 1, (
+        "the other has all the rest, but for what it runs with"
+    )
 
 
 def test_who_runs_takes_a_pinned_snapshot_last_though_its_owner_has_few():
-    manager, tokens = manager_of(num_slots=8), [list(range(n, n + B + 1)) for n in (0, 100)]
+    manager = manager_of(num_slots=8)
+    tokens = [list(range(n, n + B + 1)) for n in (0, 100)]
     for one in tokens:
         table = manager.open_table(one, ROOT, owner=b"one")
         run_pass(manager, table, one)

@@ -82,7 +82,8 @@ def test_a_backbone_is_a_part_of_the_slots(num_slots, stop):
 
 
 def test_a_junction_is_kept_where_the_keys_and_values_end():
-    manager, tokens = manager_of(), list(range(5 * B + 1))
+    manager = manager_of()
+    tokens = list(range(5 * B + 1))
     cold(manager, tokens)
     branch = [*tokens[: 3 * B], 7, 7, 7, 7, 7, 7]
     table = manager.open_table(branch, ROOT)
@@ -101,7 +102,8 @@ def test_a_junction_is_kept_where_the_keys_and_values_end():
 
 
 def test_who_waits_asks_for_the_state_behind_what_it_waits_for():
-    manager, tokens = manager_of(), list(range(5 * B + 1))
+    manager = manager_of()
+    tokens = list(range(5 * B + 1))
     first = manager.open_table(tokens, ROOT)
     branch = [*tokens[: 3 * B], 7, 7, 7]
     assert manager.is_in_flight(manager.awaited_hash(branch, ROOT))
@@ -112,7 +114,8 @@ def test_who_waits_asks_for_the_state_behind_what_it_waits_for():
 
 @pytest.mark.parametrize(("hints", "reason"), [((3 * B,), "hint"), ((), "junction")])
 def test_who_waits_makes_the_end_of_a_prompt_a_junction_and_leaves_a_border_one(hints, reason):
-    manager, tokens = manager_of(), list(range(5 * B + 1))
+    manager = manager_of()
+    tokens = list(range(5 * B + 1))
     length = 5 * B + 1 if hints else 3 * B + 1
     table = manager.open_table(tokens[:length], ROOT, hints=hints)
     assert manager.is_in_flight(manager.awaited_hash([*tokens[: 3 * B], 7, 7], ROOT))
@@ -131,7 +134,8 @@ def test_where_nobody_says_otherwise_a_backbone_has_1024_tokens_between():
 
 def test_what_conversations_begin_with_outlasts_a_long_one():
     """Each turn goes on from the end of the answer before, and so uses what the system message ends with."""
-    manager, tokens = manager_of(num_blocks=200, num_slots=6), list(range(2 * B))
+    manager = manager_of(num_blocks=200, num_slots=6)
+    tokens = list(range(2 * B))
     for turn in range(1, 20):
         tokens += range(1000 * turn, 1000 * turn + 2 * B)
         table = manager.open_table(tokens, ROOT, hints=(2 * B, len(tokens) - 2 * B))
@@ -144,7 +148,8 @@ def test_what_conversations_begin_with_outlasts_a_long_one():
 
 
 def test_where_slots_lack_the_best_reason_gets_one():
-    manager, tokens = manager_of(num_slots=2), list(range(3 * B + 1))
+    manager = manager_of(num_slots=2)
+    tokens = list(range(3 * B + 1))
     kept = cold(manager, tokens, hints=(B,))
     assert rows(kept) == [3 * B], (
         "one slot is the sequence's own; the other one is for the prompt's end"

@@ -47,7 +47,8 @@ def test_slots_are_handed_out_once_and_come_back():
 
 def test_a_snapshot_that_is_read_is_not_handed_out():
     slots = StateSlots(2)
-    first, second = kept(slots, 10, PROMPT), kept(slots, 11, PROMPT)
+    first = kept(slots, 10, PROMPT)
+    second = kept(slots, 11, PROMPT)
     slots.share(first)
     slots.share(second)
     slots.release(second)  # so that the first one is the older

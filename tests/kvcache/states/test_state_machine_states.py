@@ -94,7 +94,9 @@ class StatesMachine(Asking):
             return False
         assert copies == [] or len(one.table) * self.size > one.table.num_computed_tokens
         for src, dst in copies:
-            self.memory[dst * self.size : (dst + 1) * self.size] = self.memory[src * self.size : (src + 1) * self.size]
+            self.memory[dst * self.size : (dst + 1) * self.size] = self.memory[
+                src * self.size : (src + 1) * self.size
+            ]
         for block_id in self.manager.drain_new_blocks():
             self.memory[block_id * self.size : (block_id + 1) * self.size] = [POISON] * self.size
         return True
@@ -122,11 +124,17 @@ class StatesMachine(Asking):
         assert self.manager.peek(tokens, root) == served[0]
         self.manager.awaited_hash(tokens, root)
         table = self.manager.open_table(tokens, root, use_cache=use_cache, hints=hints)
-        assert (table.num_cached_tokens, table.num_matched_tokens) == (served if use_cache else (0, 0))
+        assert (table.num_cached_tokens, table.num_matched_tokens) == (
+            served if use_cache else (0, 0)
+        )
         assert (table.miss_reason == "state") == (use_cache and served[0] < served[1])
         self.live.append(Open(table, list(tokens), root, use_cache))
 
-    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), answer=st.lists(st.integers(0, 1), max_size=9))
+    @rule(
+        tokens=tokens_lists,
+        root=st.sampled_from(ROOTS),
+        answer=st.lists(st.integers(0, 1), max_size=9),
+    )
     def prefill_and_answer(self, tokens, root, answer):
         self.open(tokens, root, True, [])
         for token in (*answer, None):
@@ -134,7 +142,12 @@ class StatesMachine(Asking):
             if token is not None:
                 self.append(-1, token)
 
-    @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), behind=st.integers(0, 20), stop=st.integers(0, 20))
+    @rule(
+        tokens=tokens_lists,
+        root=st.sampled_from(ROOTS),
+        behind=st.integers(0, 20),
+        stop=st.integers(0, 20),
+    )
     def bring(self, tokens, root, behind, stop):
         """Blocks come from elsewhere, up to some place, and then a state behind one of them, here before or not."""
         tokens = tokens[: len(tokens) // self.size * self.size]
@@ -148,7 +161,9 @@ class StatesMachine(Asking):
             self.manager.check_invariants([one.table, *(other.table for other in self.live)])
             if num_blocks := min(behind, stop // self.size):
                 state = one.prefix(num_blocks * self.size)
-                self.states.arrive(one.table, num_blocks, lambda slot: self.held.__setitem__(slot, state))
+                self.states.arrive(
+                    one.table, num_blocks, lambda slot: self.held.__setitem__(slot, state)
+                )
                 self.manager.check_invariants([one.table, *(other.table for other in self.live)])
         self.manager.free(one.table)
 
@@ -170,18 +185,28 @@ class StatesMachine(Asking):
         members = list(dict.fromkeys(self.pick(number) for number in numbers))
         starts = {one: one.table.num_computed_tokens for one in members}
         stops = {one: min(len(one.tokens), starts[one] + count) for one in members}
-        members = [one for one in members if stops[one] > starts[one] and self.extend(one, stops[one])]
+        members = [
+            one for one in members if stops[one] > starts[one] and self.extend(one, stops[one])
+        ]
         for slot in self.states.unwritten():
             self.held[slot] = POISON
         plans = {one: self.states.plan(one.table, starts[one], stops[one]) for one in members}
-        written = [slot for plan in plans.values() for slot in (plan.write, *(slot for _, slot in plan.saves))]
+        written = [
+            slot
+            for plan in plans.values()
+            for slot in (plan.write, *(slot for _, slot in plan.saves))
+        ]
         assert len(set(written)) == len(written)
         for one, plan in plans.items():
-            assert one.prefix(starts[one]) == (self.held[plan.read] if plan.read >= 0 else (one.root, ()))
+            assert one.prefix(starts[one]) == (
+                self.held[plan.read] if plan.read >= 0 else (one.root, ())
+            )
             assert plan.read not in written or plan.read == plan.write
             assert plan.write not in self.states.slots.snapshots().values()
             own = self.manager.slots(one.table, 0, starts[one])
-            assert [self.memory[slot] for slot in own] == [one.prefix(n + 1) for n in range(starts[one])]
+            assert [self.memory[slot] for slot in own] == [
+                one.prefix(n + 1) for n in range(starts[one])
+            ]
         for one, plan in plans.items():
             self.write(one, starts[one], plan, stops[one])
         for one in members:
@@ -200,7 +225,8 @@ class StatesMachine(Asking):
     def compute_with_drafts(self, number, guesses, right, fails):
         """One certain token, then guesses, of which the first ones are right: the state takes those in afterwards."""
         one = self.pick(number)
-        start, right = one.table.num_computed_tokens, min(right, len(guesses))
+        start = one.table.num_computed_tokens
+        right = min(right, len(guesses))
         if start + 1 != len(one.tokens) or not self.extend(one, start + 1 + len(guesses)):
             return
         for slot in self.states.unwritten():
@@ -209,7 +235,9 @@ class StatesMachine(Asking):
         assert one.prefix(start) == (self.held[plan.read] if plan.read >= 0 else (one.root, ()))
         self.write(one, start, plan, start + 1)
         one.tokens += guesses
-        for position, slot in enumerate(self.manager.slots(one.table, start + 1, len(one.tokens)), start + 1):
+        for position, slot in enumerate(
+            self.manager.slots(one.table, start + 1, len(one.tokens)), start + 1
+        ):
             self.memory[slot] = one.prefix(position + 1)
         one.tokens[start + 1 + right :] = [right % 2]  # what was sampled behind them
         self.manager.shrink(one.table, len(one.tokens))
@@ -230,8 +258,15 @@ class StatesMachine(Asking):
     @rule(number=picks)
     def fork(self, number):
         one = self.pick(number)
-        if len(self.live) < 5 and len(one.table) * self.size < one.table.num_computed_tokens + self.size:
-            self.live.append(dataclasses.replace(one, table=self.manager.fork(one.table), tokens=one.tokens.copy()))
+        if (
+            len(self.live) < 5
+            and len(one.table) * self.size < one.table.num_computed_tokens + self.size
+        ):
+            self.live.append(
+                dataclasses.replace(
+                    one, table=self.manager.fork(one.table), tokens=one.tokens.copy()
+                )
+            )
 
     @precondition(lambda self: self.live)
     @rule(number=picks)
@@ -249,7 +284,10 @@ class StatesMachine(Asking):
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS))
     def pin(self, tokens, root):
         published = self.manager.pins.published(tokens, root)
-        if published and len(published) + self.manager.pins.num_blocks <= self.manager.pins.max_blocks:
+        if (
+            published
+            and len(published) + self.manager.pins.num_blocks <= self.manager.pins.max_blocks
+        ):
             self.manager.pins.add(tokens[: len(published) * self.size], root, until=1)
 
     @rule()
@@ -280,7 +318,10 @@ class StatesMachine(Asking):
             if one.uses_cache:
                 full = one.table.num_computed_tokens // self.size
                 match = self.manager._index.match(
-                    encode_tokens(one.tokens[: full * self.size]), one.root, self.size * TOKEN_BYTES, chain_hash
+                    encode_tokens(one.tokens[: full * self.size]),
+                    one.root,
+                    self.size * TOKEN_BYTES,
+                    chain_hash,
                 )
                 assert match.block_ids == one.table.block_ids[:full]
 
@@ -297,5 +338,6 @@ class StatesMachine(Asking):
 def test_random_operations_keep_every_state_where_it_belongs():
     count = NUM_EXAMPLES if LONG else NUM_EXAMPLES * 2 // 5
     run_state_machine_as_test(
-        StatesMachine, settings=settings(max_examples=count, stateful_step_count=STEPS, deadline=None)
+        StatesMachine,
+        settings=settings(max_examples=count, stateful_step_count=STEPS, deadline=None),
     )

@@ -9,7 +9,8 @@ from kvboost_edge.errors import CacheCorruption, CapacityError
 
 
 def test_a_pass_that_failed_leaves_no_snapshot():
-    manager, tokens = manager_of(), list(range(4 * B))
+    manager = manager_of()
+    tokens = list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens, 2 * B)
     manager.extend(table, 3 * B)
@@ -21,7 +22,8 @@ def test_a_pass_that_failed_leaves_no_snapshot():
 
 
 def test_a_preempted_table_leaves_its_state_where_a_block_ends():
-    manager, tokens = manager_of(), list(range(4 * B))
+    manager = manager_of()
+    tokens = list(range(4 * B))
     table = manager.open_table(tokens, ROOT)
     run_pass(manager, table, tokens, 2 * B)
     manager.free(table)
@@ -30,7 +32,8 @@ def test_a_preempted_table_leaves_its_state_where_a_block_ends():
 
 
 def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another():
-    manager, tokens = manager_of(), list(range(3 * B))
+    manager = manager_of()
+    tokens = list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
     first = run_pass(manager, table, tokens)
     assert (first.plan.saves, first.plan.keeps) == (((2 * B, first.slots[2 * B]),), True)
@@ -48,7 +51,8 @@ def test_where_a_pass_ends_its_own_slot_is_kept_and_the_next_writes_another():
 
 
 def test_a_state_that_another_kept_meanwhile_is_not_kept_twice():
-    manager, tokens = manager_of(), list(range(2 * B))
+    manager = manager_of()
+    tokens = list(range(2 * B))
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     for one in (first, second):
         run_pass(manager, one, tokens)
@@ -63,7 +67,8 @@ def test_a_state_that_another_kept_meanwhile_is_not_kept_twice():
 
 
 def test_a_snapshot_goes_with_its_block():
-    manager, tokens = manager_of(num_blocks=4), list(range(2 * B + 1))
+    manager = manager_of(num_blocks=4)
+    tokens = list(range(2 * B + 1))
     cold(manager, tokens)
     assert states_of(manager).slots.num_used == 1
     cold(manager, [7] * (4 * B))
@@ -86,7 +91,8 @@ def test_a_table_without_a_slot_fails_and_changes_nothing():
 
 
 def test_a_fork_keeps_what_its_parent_was_to_keep():
-    manager, tokens = manager_of(), list(range(3 * B + 1))
+    manager = manager_of()
+    tokens = list(range(3 * B + 1))
     table = manager.open_table(tokens, ROOT, hints=(2 * B,))
     run_pass(manager, table, tokens, 2)
     child = manager.fork(table)
@@ -97,7 +103,8 @@ def test_a_fork_keeps_what_its_parent_was_to_keep():
 
 def test_what_is_computed_again_for_its_state_counts_once():
     """Also where the table takes a slot once more, as it is forked."""
-    manager, tokens = manager_of(), list(range(3 * B + 2))
+    manager = manager_of()
+    tokens = list(range(3 * B + 2))
     cold(manager, tokens)
     branch = [*tokens[: 2 * B], 7, 7]
     table = manager.open_table(branch, ROOT)
@@ -111,7 +118,8 @@ def test_what_is_computed_again_for_its_state_counts_once():
 
 
 def test_passes_that_do_not_go_on_from_the_state_are_refused():
-    manager, tokens = manager_of(), list(range(3 * B))
+    manager = manager_of()
+    tokens = list(range(3 * B))
     table = manager.open_table(tokens, ROOT)
     manager.extend(table, len(tokens))
     with pytest.raises(CacheCorruption, match="does not go on"):

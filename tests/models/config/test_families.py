@@ -98,7 +98,8 @@ def test_rope_frequencies_equal_transformers(settings):
         "llama", **{**SIZES, "hidden_size": 256}, rope_parameters=settings
     )
     if settings["rope_type"] == "default":
-        expected, factor = 1 / 10000 ** (np.arange(0, 64, 2) / 64), 1.0
+        expected = 1 / 10000 ** (np.arange(0, 64, 2) / 64)
+        factor = 1.0
     else:
         tensor, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, "cpu")
         expected = tensor.numpy()

@@ -13,7 +13,10 @@ KINDS = ("Transformer", "Pooling", "Normalize")
 
 
 def write(directory, settings, kinds=KINDS):
-    modules = [{"path": "1_Pooling" if kind == "Pooling" else "", "type": f"models.{kind}"} for kind in kinds]
+    modules = [
+        {"path": "1_Pooling" if kind == "Pooling" else "", "type": f"models.{kind}"}
+        for kind in kinds
+    ]
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling/config.json").write_text(json.dumps(settings))
@@ -39,12 +42,28 @@ def test_a_directory_without_them_says_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "kinds", "message"),
     [
-        ({"pooling_mode_cls_token": True}, KINDS, "says cls_token; supported are lasttoken or mean_tokens alone"),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, KINDS, "says mean_tokens, max_tokens"),
+        (
+            {"pooling_mode_cls_token": True},
+            KINDS,
+            "says cls_token; supported are lasttoken or mean_tokens alone",
+        ),
+        (
+            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+            KINDS,
+            "says mean_tokens, max_tokens",
+        ),
         ({}, KINDS, "says nothing"),
         ([], KINDS, "must hold a JSON object"),
-        ({"pooling_mode": "lasttoken"}, (*KINDS, "LSTM"), "the module 'LSTM' behind the model is not supported"),
-        ({"pooling_mode": "lasttoken"}, ("Transformer", "Normalize", "Pooling"), "are not in the order"),
+        (
+            {"pooling_mode": "lasttoken"},
+            (*KINDS, "LSTM"),
+            "the module 'LSTM' behind the model is not supported",
+        ),
+        (
+            {"pooling_mode": "lasttoken"},
+            ("Transformer", "Normalize", "Pooling"),
+            "are not in the order",
+        ),
         ({"pooling_mode": "lasttoken"}, (*KINDS[:2], "Pooling"), "are not in the order"),
     ],
 )
@@ -57,17 +76,25 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "modules.json").write_text("{}")
     with pytest.raises(ModelFormatError, match=r"modules.json must hold a list of objects"):
         read_pooling(tmp_path)
-    (tmp_path / "modules.json").write_text(json.dumps([{"path": "1_Pooling", "type": "models.Pooling"}]))
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"path": "1_Pooling", "type": "models.Pooling"}])
+    )
     with pytest.raises(ModelFormatError, match=r"1_Pooling/config.json, which is missing"):
         read_pooling(tmp_path)
-    (tmp_path / "modules.json").write_text(json.dumps([{"path": "../../elsewhere", "type": "models.Pooling"}]))
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"path": "../../elsewhere", "type": "models.Pooling"}])
+    )
     with pytest.raises(ModelFormatError, match="missing"):
         read_pooling(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("number", "found"),
-    [(0, UNSAID), (1, Pooling("mean", "key qwen3.pooling_type")), (3, Pooling("last", "key qwen3.pooling_type"))],
+    [
+        (0, UNSAID),
+        (1, Pooling("mean", "key qwen3.pooling_type")),
+        (3, Pooling("last", "key qwen3.pooling_type")),
+    ],
 )
 def test_a_gguf_files_key_says_the_pooling(number, found):
     values = {"general.architecture": "qwen3", "qwen3.pooling_type": number}
@@ -75,17 +102,26 @@ def test_a_gguf_files_key_says_the_pooling(number, found):
     assert gguf_pooling({"general.architecture": "qwen3"}, Path("m.gguf")) == UNSAID
 
 
-@pytest.mark.parametrize(("number", "message"), [(2, "first token"), (4, r"cls.output"), (9, "=9 is not known")])
+@pytest.mark.parametrize(
+    ("number", "message"), [(2, "first token"), (4, r"cls.output"), (9, "=9 is not known")]
+)
 def test_other_poolings_of_a_gguf_file_are_refused(number, message):
     with pytest.raises(ModelFormatError, match=message):
-        gguf_pooling({"general.architecture": "qwen3", "qwen3.pooling_type": number}, Path("m.gguf"))
+        gguf_pooling(
+            {"general.architecture": "qwen3", "qwen3.pooling_type": number}, Path("m.gguf")
+        )
 
 
 def test_the_folders_of_dense_layers_are_found_in_order(tmp_path):
     write(tmp_path, {"pooling_mode": "mean"})
     modules = [
         {"path": path, "type": f"models.{kind}"}
-        for path, kind in (("", "Transformer"), ("1_Pooling", "Pooling"), ("3_Dense", "Dense"), ("2_Dense", "Dense"))
+        for path, kind in (
+            ("", "Transformer"),
+            ("1_Pooling", "Pooling"),
+            ("3_Dense", "Dense"),
+            ("2_Dense", "Dense"),
+        )
     ]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ModelFormatError, match=r"3_Dense/config.json, which is missing"):

@@ -12,7 +12,8 @@ SIZES = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
 }  # fmt: skip
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 # A tiny model of HYBRIDS, or the type of a model with these sizes -> what is changed, and the message.
 REFUSED = {

@@ -79,7 +79,8 @@ def test_contexts_and_the_notice_that_names_the_option(model_dir):
 
 
 def test_blocks_of_the_two_ranges_are_never_shared(model_dir, tmp_path):
-    roots, cached = [], []
+    roots = []
+    cached = []
     for rope_range in ("short", "long", "long"):
         options = {
             "rope_range": rope_range,

@@ -27,7 +27,8 @@ EXACT = [name for name in QUANTIZED if BLOCKS[name].exact and name not in IN_BLO
 
 def _random(name, rows=9, blocks=4):
     """Random codes with ordinary scales: uint8 [rows, bytes]."""
-    block, rng = BLOCKS[name], np.random.default_rng(3)
+    block = BLOCKS[name]
+    rng = np.random.default_rng(3)
     raw = rng.integers(
         0, 256, (rows * blocks * (256 // block.weights), block.nbytes), dtype=np.uint8
     )
@@ -41,7 +42,9 @@ def _random(name, rows=9, blocks=4):
 
 
 def _values(rows, kind):
-    codes, scales, minima = rows.codes.astype(np.float32), rows.scales, rows.minima
+    codes = rows.codes.astype(np.float32)
+    scales = rows.scales
+    minima = rows.minima
     signed = (
         rows.table[rows.codes]
         if kind == "int4t"
@@ -104,7 +107,8 @@ def test_blocks_are_taken_over_and_packed_exactly(name):
 def test_error_of_the_others():
     assert set(QUANTIZED) - set(EXACT) - set(IN_BLOCKS) == {"Q5_1", "IQ4_XS"}
     raw = _random("Q5_1")
-    rows, stored = quant_rows_of("Q5_1", raw), dequantize("Q5_1", raw)
+    rows = quant_rows_of("Q5_1", raw)
+    stored = dequantize("Q5_1", raw)
     assert rows.kind == "int8"
     assert 0 < distance(_values(rows, "int8"), stored) < 6e-3
     largest = np.abs(stored.reshape(len(stored), -1, 32)).max(axis=2)
@@ -125,7 +129,8 @@ def test_zero_and_huge_groups():
 def test_q3_k_at_its_extremes():
     """Every code beside every scale, as the blocks of Q6_K that they become."""
     raw = np.random.default_rng(5).integers(0, 256, (64, 110), dtype=np.uint8)
-    raw[0], raw[1] = 0, 255
+    raw[0] = 0
+    raw[1] = 255
     raw[:, 108:] = np.array([0.5], np.float16).view(np.uint8)
     scales = np.unique(dequantize("Q3_K", raw))
     assert (scales.min(), scales.max()) == (-0.5 * 31 * 4, 0.5 * 32 * 4)
@@ -135,7 +140,8 @@ def test_q3_k_at_its_extremes():
 
 def test_scales_of_iq4_xs_are_rounded_to_float16():
     raw = _random("IQ4_XS")
-    rows, stored = quant_rows_of("IQ4_XS", raw), dequantize("IQ4_XS", raw)
+    rows = quant_rows_of("IQ4_XS", raw)
+    stored = dequantize("IQ4_XS", raw)
     error = distance(_values(rows, "int4t"), stored)
     assert 1e-5 < error < 2**-11
     assert rows.table.tolist()[:2] == [-127, -104]

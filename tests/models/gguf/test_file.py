@@ -39,7 +39,8 @@ def tiny_gguf(tmp_path_factory):
 
 
 def test_keys_and_tensors_equal_the_package(tiny_gguf):
-    ours, theirs = read_gguf(tiny_gguf), GGUFReader(tiny_gguf)
+    ours = read_gguf(tiny_gguf)
+    theirs = GGUFReader(tiny_gguf)
     fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert set(ours.values) == set(fields)
     assert ours.version == 3

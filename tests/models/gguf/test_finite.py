@@ -52,7 +52,8 @@ def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
     """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
     path, tensor = _quantized(tmp_path, kind)
     assert tensor.type == kind
-    nbytes, sound = BLOCKS[kind].nbytes, path.read_bytes()
+    nbytes = BLOCKS[kind].nbytes
+    sound = path.read_bytes()
     last = (tensor.stop - tensor.start) // nbytes - 1
     for block in (0, 300, last):
         for at in NUMBERS[kind]:

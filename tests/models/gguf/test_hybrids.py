@@ -70,7 +70,8 @@ def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_p
     model = save_model("qwen3_5_text", tmp_path / "model")
     expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
     tensors = gguf_tensors(model)
-    ahead, recurrent = draft_layer(tensors, 5), [True, True, False, True, False, False]
+    ahead = draft_layer(tensors, 5)
+    recurrent = [True, True, False, True, False, False]
     keys = {"block_count": 6, "nextn_predict_layers": 1, "attention.recurrent_layers": recurrent}
     path = write_gguf(model, tmp_path / "m.gguf", keys=keys, more=ahead)
     found = Checkpoint.open(path)

@@ -52,7 +52,8 @@ def test_family_equals_safetensors(name, tmp_path):
                 ours.rows(tensor), theirs.rows(tensor), rtol=0, atol=0 if exact else 2e-7
             )
     assert_specs_equal(path, model, () if name not in ("mistral", "mistral3") else NAMES)
-    ours_logits, theirs_logits = native_logits(path), native_logits(model)
+    ours_logits = native_logits(path)
+    theirs_logits = native_logits(model)
     if exact:
         np.testing.assert_array_equal(ours_logits, theirs_logits)
     else:
@@ -64,7 +65,8 @@ NAMES = ("model_type", "family")
 
 def assert_specs_equal(path, model, but):
     """Two models have the same spec but for these fields; return the first's."""
-    spec, expected = spec_of(path), spec_of(model)
+    spec = spec_of(path)
+    expected = spec_of(model)
     for field in set(spec.__dataclass_fields__) - {*but}:
         assert getattr(spec, field) == getattr(expected, field), field
     return spec

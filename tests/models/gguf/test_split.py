@@ -39,7 +39,9 @@ def test_the_parts_are_one_model(parts, tiny_model_dir, tmp_path):
         assert len({theirs.file_of(name) for name in theirs.names()}) == len(parts)
         for name in ours.names():
             rows = ours.shape(name)[0]
-            np.testing.assert_array_equal(theirs.rows(name, 0, rows), ours.rows(name, 0, rows), err_msg=name)
+            np.testing.assert_array_equal(
+                theirs.rows(name, 0, rows), ours.rows(name, 0, rows), err_msg=name
+            )
     assert (split.gguf_metadata() or {}).keys() == (whole.gguf_metadata() or {}).keys()
 
 
@@ -58,7 +60,9 @@ def test_every_part_is_in_the_fingerprint(parts, tmp_path):
     copies[-1].write_bytes(data)
     assert before.changed_files() == [str(copies[-1])]
     assert Checkpoint.open(copies[0]).fingerprint() != fingerprint
-    with pytest.raises(ModelFormatError, match=f"{copies[-1].name} changed since its header was read"):
+    with pytest.raises(
+        ModelFormatError, match=f"{copies[-1].name} changed since its header was read"
+    ):
         before.open_source()
 
 
@@ -72,7 +76,9 @@ def test_a_missing_part_is_named(parts, tmp_path):
 def test_parts_that_do_not_belong_together(parts, tiny_model_dir, tmp_path):
     copies = _copies(parts, tmp_path)
     shutil.copy(parts[1], copies[2])
-    with pytest.raises(ModelFormatError, match=rf"{copies[2].name}: key 'split.no' is 1, .* must be 2"):
+    with pytest.raises(
+        ModelFormatError, match=rf"{copies[2].name}: key 'split.no' is 1, .* must be 2"
+    ):
         Checkpoint.open(copies[0])
     other = tmp_path / "other"
     other.mkdir()
@@ -86,7 +92,11 @@ def test_a_damaged_number_is_found_in_its_part(parts, tmp_path):
     copies = _copies(parts, tmp_path)
     checkpoint = Checkpoint.open(copies[0])
     with checkpoint.open_source() as source:
-        norm = next(n for n in sorted(source.names()) if n.endswith("norm.weight") and source.file_of(n) != copies[0])
+        norm = next(
+            n
+            for n in sorted(source.names())
+            if n.endswith("norm.weight") and source.file_of(n) != copies[0]
+        )
         part = source.file_of(norm)
         start = source._tensor(norm).start
     with open(part, "r+b") as file:
@@ -100,5 +110,11 @@ def test_names_of_parts():
     found = part_name("a/m-Q4_K_M-00002-of-00003.gguf")
     assert found is not None
     assert found.names() == [f"a/m-Q4_K_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-    for name in ("m.gguf", "m-00000-of-00003.gguf", "m-00004-of-00003.gguf", "m-1-of-3.gguf", "m-00001-of-00003.bin"):
+    for name in (
+        "m.gguf",
+        "m-00000-of-00003.gguf",
+        "m-00004-of-00003.gguf",
+        "m-1-of-3.gguf",
+        "m-00001-of-00003.bin",
+    ):
         assert part_name(name) is None, name

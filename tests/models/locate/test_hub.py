@@ -61,16 +61,26 @@ def test_all_parts_of_a_split_model(hub):
         "Tiny-1B-BF16-00001-of-00002.gguf", "Tiny-1B-BF16-00002-of-00002.gguf",
     ]  # fmt: skip
     assert found.name.endswith("00001-of-00002.gguf")
-    with pytest.raises(ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf of a model in 2 parts"):
+    with pytest.raises(
+        ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf of a model in 2 parts"
+    ):
         locate_model(f"{REPO}:F32")
 
 
-def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not(tmp_path, monkeypatch):
+def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not(
+    tmp_path, monkeypatch
+):
     source = save_two_way_model(tmp_path / "source")
-    files = {path.relative_to(source).as_posix(): path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(source).as_posix(): path.read_bytes()
+        for path in source.rglob("*")
+        if path.is_file()
+    }
     others = ("onnx/model.json", "openvino/config.json", "2bit/model.safetensors", "4_LSTM/config.json",
               "4_Normalize/x", "consolidated.safetensors", "2_Dense/pytorch_model.bin")  # fmt: skip
-    with fake_hub("someone/Vectors", {**files, **dict.fromkeys(others, b"{}")}, tmp_path / "hub", monkeypatch) as hub:
+    with fake_hub(
+        "someone/Vectors", {**files, **dict.fromkeys(others, b"{}")}, tmp_path / "hub", monkeypatch
+    ) as hub:
         found = locate_model("someone/Vectors")
         assert set(hub.downloads()) == set(files)
     with CPUPagedEngine.from_pretrained(source) as engine:
@@ -95,16 +105,22 @@ def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
 
 def test_what_is_not_what_the_hub_says_is_removed(hub):
     hub.damaged = True
-    with pytest.raises(ModelFormatError, match=r"Q4_K_M.gguf was damaged on its way: .* fetch it again"):
+    with pytest.raises(
+        ModelFormatError, match=r"Q4_K_M.gguf was damaged on its way: .* fetch it again"
+    ):
         locate_model(f"{REPO}:Q4_K_M")
     hub.damaged = False
     assert locate_model(f"{REPO}:Q4_K_M").read_bytes() == FILES["Tiny-1B-Q4_K_M.gguf"]
 
 
 def test_what_is_there_is_said(hub):
-    with pytest.raises(ModelFormatError, match=r"no GGUF file for 'Q5_0'; it has: .*Tiny-1B-Q4_K_M.gguf"):
+    with pytest.raises(
+        ModelFormatError, match=r"no GGUF file for 'Q5_0'; it has: .*Tiny-1B-Q4_K_M.gguf"
+    ):
         locate_model(f"{REPO}:Q5_0")
-    with pytest.raises(ModelFormatError, match=rf"5 GGUF files that this can mean: .*as in {REPO}:Tiny-1B-BF16"):
+    with pytest.raises(
+        ModelFormatError, match=rf"5 GGUF files that this can mean: .*as in {REPO}:Tiny-1B-BF16"
+    ):
         locate_model(REPO)
     with pytest.raises(ModelFormatError, match=r"no hub model of that name"):
         locate_model("someone/else-GGUF:Q4_K_M")

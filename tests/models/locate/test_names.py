@@ -30,7 +30,10 @@ def test_the_bundled_model_and_where_one_stands(tmp_path, monkeypatch):
 
 def test_ollamas_files_have_the_name_of_their_manifest(tmp_path, monkeypatch):
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path))
-    monkeypatch.setattr("kvboost_edge.models.locate.names.ollama_names", lambda: iter(["ollama:none:1", "ollama:q:7b"]))
+    monkeypatch.setattr(
+        "kvboost_edge.models.locate.names.ollama_names",
+        lambda: iter(["ollama:none:1", "ollama:q:7b"]),
+    )
     blob = tmp_path / "blobs" / f"sha256-{'ab' * 32}"
 
     def found(name):

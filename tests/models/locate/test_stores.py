@@ -7,7 +7,8 @@ from helpers.models.ollama_store import DATA, add
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.locate.stores import own_models, stored_models
 
-COMMIT, OLDER = "0" * 39 + "1", "0" * 39 + "2"
+COMMIT = "0" * 39 + "1"
+OLDER = "0" * 39 + "2"
 
 
 @pytest.fixture
@@ -86,7 +87,8 @@ def test_the_hub_cache(home):
     assert {name: model.path for name, model in found.items()} == {
         "owner/empty": None,
         "owner/floats": floats / "snapshots" / OLDER,
-        "owner/m-GGUF:m-Q8_0-00001-of-00002.gguf": ggufs / f"snapshots/{COMMIT}/m-Q8_0-00001-of-00002.gguf",
+        "owner/m-GGUF:m-Q8_0-00001-of-00002.gguf": ggufs
+        / f"snapshots/{COMMIT}/m-Q8_0-00001-of-00002.gguf",
         "owner/m-GGUF:sub/m-Q4_0.gguf": link,
     }
     assert found["owner/empty"].problem == "no snapshot of it is in the cache"

@@ -296,7 +296,8 @@ def test_files_that_change_after_they_were_read(tmp_path):
 def test_damaged_files(count, tmp_path):
     """Whatever bytes change, the model opens or is refused with our own error; nothing else happens, and soon."""
     folder = written(tmp_path / "m", form=Form(quantized_embedding=False))
-    path, rng = folder / "model.onnx", random.Random(0)
+    path = folder / "model.onnx"
+    rng = random.Random(0)
     sound = path.read_bytes()
     refused = 0
     for _ in range(count):

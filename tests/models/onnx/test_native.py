@@ -54,9 +54,11 @@ def test_families_equal_transformers(name, genai, tmp_path):
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.native_refusal == ""
     if genai and name != "mistral":
-        told, own = describe_model(checkpoint.config), describe_model(model.config.to_dict())
+        told = describe_model(checkpoint.config)
+        own = describe_model(model.config.to_dict())
         for field in set(told.__dataclass_fields__) - {"ropes", "tied"}:
-            ours, theirs = getattr(told, field), getattr(own, field)
+            ours = getattr(told, field)
+            theirs = getattr(own, field)
             assert ours == (
                 pytest.approx(theirs, rel=1e-6) if isinstance(theirs, float) else theirs
             ), field
@@ -207,7 +209,8 @@ def test_a_file_is_taken_as_well_as_its_folder(tmp_path):
     folder = write_onnx(
         build_tiny_model("llama", num_hidden_layers=1), tmp_path / "m", Form(genai=False)
     )
-    by_folder, by_file = Checkpoint.open(folder), Checkpoint.open(folder / "onnx" / "model_q4.onnx")
+    by_folder = Checkpoint.open(folder)
+    by_file = Checkpoint.open(folder / "onnx" / "model_q4.onnx")
     assert by_folder.path == by_file.path == folder
     assert by_folder.fingerprint() == by_file.fingerprint()
     assert by_folder.format == "ONNX 4 bit"

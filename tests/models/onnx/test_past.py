@@ -9,7 +9,9 @@ from kvboost_edge.models.onnx.past import past_layout
 
 CONFIG = {"num_attention_heads": 4, "hidden_size": 64}
 IDS = wire.value("input_ids", "int64", ["batch", "sequence"])
-BRANCH = wire.node("If", ["x"], ["y"]) + wire.blob(5, wire.blob(1, "then_branch") + wire.blob(6, b""))
+BRANCH = wire.node("If", ["x"], ["y"]) + wire.blob(
+    5, wire.blob(1, "then_branch") + wire.blob(6, b"")
+)
 LOGITS = wire.value("logits", "float32", ["batch", "sequence", 300])
 
 
@@ -20,7 +22,9 @@ def model(folder, inputs, outputs, nodes=()):
 
 
 def past(shape=("batch", 2, "past", 16), kind="float32", layers=1):
-    names = [f"past_key_values.{index}.{name}" for index in range(layers) for name in ("key", "value")]
+    names = [
+        f"past_key_values.{index}.{name}" for index in range(layers) for name in ("key", "value")
+    ]
     return [wire.value(name, kind, shape) for name in names]
 
 
@@ -31,14 +35,24 @@ def present(layers=1):
 
 def attention(**attributes):
     inputs = ["q", "", "", "past_key_values.0.key", "past_key_values.0.value"]
-    return wire.node("GroupQueryAttention", inputs, ["out"], "com.microsoft", num_heads=4, kv_num_heads=2, **attributes)
+    return wire.node(
+        "GroupQueryAttention",
+        inputs,
+        ["out"],
+        "com.microsoft",
+        num_heads=4,
+        kv_num_heads=2,
+        **attributes,
+    )
 
 
 def test_both_forms_are_told_apart(tmp_path):
     mask = wire.value("attention_mask", "int32", ["batch", "total"])
     concat = [wire.node("Concat", ["past_key_values.0.key", "new"], ["present.0.key"], axis=2)]
     for nodes, shared in (([attention()], True), (concat, False), ([attention(), *concat], False)):
-        found = past_layout(model(tmp_path, [IDS, mask, *past()], [LOGITS, *present()], nodes), CONFIG)
+        found = past_layout(
+            model(tmp_path, [IDS, mask, *past()], [LOGITS, *present()], nodes), CONFIG
+        )
         assert found.shared is shared
         assert found.inputs == {"input_ids": "I64", "attention_mask": "I32"}
         assert [(layer.num_kv_heads, layer.head_dim) for layer in found.layers] == [(2, 16)]
@@ -46,7 +60,9 @@ def test_both_forms_are_told_apart(tmp_path):
 
 
 def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
-    found = model(tmp_path, [IDS, *past(("batch", 2, "past", "dim"), "float16")], [LOGITS, *present()])
+    found = model(
+        tmp_path, [IDS, *past(("batch", 2, "past", "dim"), "float16")], [LOGITS, *present()]
+    )
     assert past_layout(found, CONFIG).layers[0].head_dim == 16
     assert past_layout(found, {**CONFIG, "head_dim": 32}).layers[0].head_dim == 32
     assert past_layout(found, CONFIG).dtype == "float16"

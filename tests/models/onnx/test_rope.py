@@ -8,7 +8,8 @@ from kvboost_edge.models.config.rope_kinds import rope_kind
 from kvboost_edge.models.onnx.file import OnnxTensor
 from kvboost_edge.models.onnx.rope import rope_difference, rope_settings
 
-POSITIONS, DIM = 4096, 64
+POSITIONS = 4096
+DIM = 64
 
 
 def tables(folder, cosines, sines, kind=np.float32):
@@ -23,7 +24,9 @@ def tables(folder, cosines, sines, kind=np.float32):
 
 
 def of_kind(folder, rope, positions=POSITIONS, kind=np.float32):
-    angles = np.arange(positions, dtype=np.float32)[:, None] * np.array(rope.frequencies, dtype=np.float32)
+    angles = np.arange(positions, dtype=np.float32)[:, None] * np.array(
+        rope.frequencies, dtype=np.float32
+    )
     return tables(folder, np.cos(angles) * rope.factor, np.sin(angles) * rope.factor, kind)
 
 
@@ -82,9 +85,9 @@ def test_difference_names_the_first_place(tmp_path):
     made = of_kind(tmp_path, rope)
     assert rope_difference(made, rope, POSITIONS) == ""
     other = rope_kind({"rope_theta": 1.01e4}, DIM, POSITIONS)
-    assert "table 'cos' has" in rope_difference(made, other, POSITIONS) or "table 'sin' has" in rope_difference(
+    assert "table 'cos' has" in rope_difference(
         made, other, POSITIONS
-    )
+    ) or "table 'sin' has" in rope_difference(made, other, POSITIONS)
     assert "ends at position 4096" in rope_difference(made, rope, POSITIONS + 1)
     half = rope_kind({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, DIM, POSITIONS)
     assert "turns 16 pairs" in rope_difference(made, half, POSITIONS)

@@ -39,11 +39,15 @@ def test_a_failure_while_writing_leaves_nothing_and_the_weights_stay_in_memory(
 
     monkeypatch.setattr(packed_file, "_digest", fail)
     assert content(load(model_dir, tmp_path)) == good
-    assert re.search(r"cannot be kept in .*packed \(disk full\).*memory alone.*KVBOOST_EDGE_CACHE", caplog.text)
+    assert re.search(
+        r"cannot be kept in .*packed \(disk full\).*memory alone.*KVBOOST_EDGE_CACHE", caplog.text
+    )
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(model_dir, tmp_path, monkeypatch):
+def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(
+    model_dir, tmp_path, monkeypatch
+):
     def fail(*_):
         raise ModelFormatError("a damaged tensor")
 
@@ -53,11 +57,15 @@ def test_an_error_in_the_checkpoint_is_not_taken_for_one_of_the_disk(model_dir, 
     assert list((tmp_path / "packed").iterdir()) == []
 
 
-def test_a_full_disk_is_found_before_anything_is_packed(model_dir, tmp_path, good, monkeypatch, caplog):
+def test_a_full_disk_is_found_before_anything_is_packed(
+    model_dir, tmp_path, good, monkeypatch, caplog
+):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert content(load(model_dir, tmp_path)) == good
-    assert re.search(r"weights \(0\.\d MB\) cannot be kept in .*packed \(0\.0 MB are left\)", caplog.text)
+    assert re.search(
+        r"weights \(0\.\d MB\) cannot be kept in .*packed \(0\.0 MB are left\)", caplog.text
+    )
     assert list((tmp_path / "packed").iterdir()) == []
 
 
@@ -68,7 +76,11 @@ def test_without_a_cache_nothing_is_read_or_written(model_dir, tmp_path, good, m
     plan = pack_plan(describe_model(checkpoint.config), "int8")
     seen = []
     packed = load_packed(
-        checkpoint, plan, weights="int8", cache_dir=NO_CACHE, progress=lambda done, total: seen.append((done, total))
+        checkpoint,
+        plan,
+        weights="int8",
+        cache_dir=NO_CACHE,
+        progress=lambda done, total: seen.append((done, total)),
     )
     assert all(packed.address(entry.name) % 64 == 0 for entry in plan)
     assert seen[-1] == (packed.nbytes, packed.nbytes)
@@ -99,7 +111,10 @@ def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
     command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 100_000
-    assert re.match(r"packed weights \(0\.\d MB\) cannot be kept in .*File too large.*KVBOOST_EDGE_CACHE", done.stderr)
+    assert re.match(
+        r"packed weights \(0\.\d MB\) cannot be kept in .*File too large.*KVBOOST_EDGE_CACHE",
+        done.stderr,
+    )
     assert list((tmp_path / "packed").iterdir()) == []
 
 

@@ -170,7 +170,8 @@ def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
     )
     rng = np.random.default_rng(5)
     head = len(header)
-    mutated, refused = tmp_path / "mutated.kvpack", 0
+    mutated = tmp_path / "mutated.kvpack"
+    refused = 0
     for round_ in range(1000):
         broken = bytearray(data)
         at = int(rng.integers(head if round_ % 2 else len(data)))  # half of them in the header
@@ -235,7 +236,8 @@ def test_packing_is_logged_and_reported(model_dir, tmp_path, caplog):
 def test_a_checkpoint_that_is_replaced_meanwhile_is_refused(tmp_path):
     """Its weights must not be kept under the fingerprint of the file that was there before."""
     first, other = (save_tiny_model("llama", tmp_path / str(seed), seed=seed) for seed in (0, 1))
-    cache, kept = tmp_path / "cache", tmp_path / "kept"
+    cache = tmp_path / "cache"
+    kept = tmp_path / "kept"
     shutil.copy(first / "model.safetensors", kept)
     plan = pack_plan(spec_of(first), "int8")
     swaps = iter([other / "model.safetensors"])

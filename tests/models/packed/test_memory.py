@@ -13,13 +13,17 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from peers.mixture_shapes import Experts, Qwen3MoeShape
 from peers.random_model import write_gguf
 
-LAYERS, VOCAB, HIDDEN, WIDE = 3, 49152, 320, 24576
+LAYERS = 3
+VOCAB = 49152
+HIDDEN = 320
+WIDE = 24576
 CONFIG = {
     "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": WIDE,
     "num_hidden_layers": LAYERS, "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }  # fmt: skip
-EXPERTS, WIDTH = 64, 1024
+EXPERTS = 64
+WIDTH = 1024
 WEIGHTS = EXPERTS * 2 * WIDTH * HIDDEN
 MIXTURE = {
     **CONFIG, "model_type": "qwen3_moe", "vocab_size": 512, "num_hidden_layers": 1, "head_dim": 64,
@@ -78,18 +82,26 @@ def model_dir(tmp_path_factory):
         at = f"model.layers.{layer}."
         shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
         shapes |= {f"{at}mlp.{name}_proj.weight": (WIDE, HIDDEN) for name in ("gate", "up")}
-        shapes |= {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")
+        }
         shapes[f"{at}mlp.down_proj.weight"] = (HIDDEN, WIDE)
     return _save_zeros(tmp_path_factory.mktemp("large"), shapes, CONFIG)
 
 
 def _save_zeros(directory, shapes, config):
     """Of float32, but for blocks and scales."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, shape in shapes.items():
         is_bytes = name.endswith(("_blocks", "_scales"))
-        start, end = end, end + (1 if is_bytes else 4) * math.prod(shape)
-        header[name] = {"dtype": "U8" if is_bytes else "F32", "shape": shape, "data_offsets": (start, end)}
+        start = end
+        end = end + (1 if is_bytes else 4) * math.prod(shape)
+        header[name] = {
+            "dtype": "U8" if is_bytes else "F32",
+            "shape": shape,
+            "data_offsets": (start, end),
+        }
     text = json.dumps(header).encode()
     with open(directory / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -101,7 +113,14 @@ def _save_zeros(directory, shapes, config):
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_peak_memory(is_kept, model_dir, tmp_path):
     """All weights are read in the end: pages of the mapped file count as memory in private do."""
-    command = [sys.executable, "-c", SCRIPT, str(model_dir), str(tmp_path) if is_kept else "", "int8"]
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(model_dir),
+        str(tmp_path) if is_kept else "",
+        "int8",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     peak, packed = (int(number) for number in done.stdout.split())
     assert (model_dir / "model.safetensors").stat().st_size > 400e6
@@ -114,7 +133,9 @@ def _around_experts():
         "model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN), "model.norm.weight": (HIDDEN,),
     }  # fmt: skip
     shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
-    return shapes | {f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    return shapes | {
+        f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")
+    }
 
 
 def _mixture(kind, directory):
@@ -122,9 +143,14 @@ def _mixture(kind, directory):
     at = "model.layers.0."
     directory.mkdir()
     if kind == "Q4_0":
-        path, wide = directory / "model.gguf", 2 * WIDTH
+        path = directory / "model.gguf"
+        wide = 2 * WIDTH
         experts = Experts(EXPERTS, 4, wide)
-        write_gguf(path, Qwen3MoeShape(HIDDEN, 1, 5, 5, wide, vocab=512, own_head_dim=64, experts=experts), kind)
+        write_gguf(
+            path,
+            Qwen3MoeShape(HIDDEN, 1, 5, 5, wide, vocab=512, own_head_dim=64, experts=experts),
+            kind,
+        )
         return path
     if kind == "F32":
         shapes = {
@@ -134,11 +160,21 @@ def _mixture(kind, directory):
             **{f"{at}self_attn.{name}_norm.weight": (64,) for name in "qk"},
         }
         return _save_zeros(directory, {**_around_experts(), **shapes}, MIXTURE)
-    shapes = {f"{at}mlp.router.{name}": (EXPERTS, HIDDEN)[: 1 + (name == "weight")] for name in ("weight", "bias")}
-    shapes |= {f"{at}self_attn.{name}_proj.bias": (HIDDEN,) for name in "qkvo"} | {f"{at}self_attn.sinks": (5,)}
+    shapes = {
+        f"{at}mlp.router.{name}": (EXPERTS, HIDDEN)[: 1 + (name == "weight")]
+        for name in ("weight", "bias")
+    }
+    shapes |= {f"{at}self_attn.{name}_proj.bias": (HIDDEN,) for name in "qkvo"} | {
+        f"{at}self_attn.sinks": (5,)
+    }
     for name, rows, inputs in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
-        whole, blocks = f"{at}mlp.experts.{name}", (EXPERTS, rows, inputs // 32)
-        shapes |= {f"{whole}_blocks": (*blocks, 16), f"{whole}_scales": blocks, f"{whole}_bias": blocks[:2]}
+        whole = f"{at}mlp.experts.{name}"
+        blocks = (EXPERTS, rows, inputs // 32)
+        shapes |= {
+            f"{whole}_blocks": (*blocks, 16),
+            f"{whole}_scales": blocks,
+            f"{whole}_bias": blocks[:2],
+        }
     return _save_zeros(directory, {**_around_experts(), **shapes}, GPT_OSS)
 
 
@@ -162,7 +198,9 @@ def test_a_few_rows_of_an_expert_are_read_alone(kind, tmp_path):
         path = save_gpt_oss(tmp_path / "model", mxfp4=True, num_hidden_layers=1, **sizes)
     else:
         path = tmp_path / "model.gguf"
-        shape = Qwen3MoeShape(256, 1, 4, 2, 2048, vocab=512, own_head_dim=64, experts=Experts(2, 2, 2048))
+        shape = Qwen3MoeShape(
+            256, 1, 4, 2, 2048, vocab=512, own_head_dim=64, experts=Experts(2, 2, 2048)
+        )
         write_gguf(path, shape, kind)
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     with Checkpoint.open(path).open_source() as source:

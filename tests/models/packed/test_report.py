@@ -24,7 +24,9 @@ from kvboost_edge.models.packed.report import weight_error
 )
 def test_report_of_the_bundled_model(weights, most, least, bits):
     seen = []
-    report = weight_error(Checkpoint.open(locate_model(BUNDLED_MODEL)), weights, progress=lambda *at: seen.append(at))
+    report = weight_error(
+        Checkpoint.open(locate_model(BUNDLED_MODEL)), weights, progress=lambda *at: seen.append(at)
+    )
     assert least <= report.relative <= most
     assert report.bits_per_weight == pytest.approx(bits, abs=0.05)
     assert len(report.matrices) == 1 + 4 * 6
@@ -45,11 +47,14 @@ def test_unknown_formats_are_refused():
 
 # What a file's own formats differ from it by: nothing, or what is rounded.
 @pytest.mark.parametrize(
-    ("kind", "most"), [("Q4_K", 0.0), ("Q3_K", 0.0), ("IQ4_NL", 0.0), ("MXFP4", 0.0), ("IQ4_XS", 2**-11)]
+    ("kind", "most"),
+    [("Q4_K", 0.0), ("Q3_K", 0.0), ("IQ4_NL", 0.0), ("MXFP4", 0.0), ("IQ4_XS", 2**-11)],
 )
 def test_report_of_a_quantized_file(kind, most, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
-    path = write_gguf(save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind)
+    path = write_gguf(
+        save_tiny_model("llama", tmp_path / "model", **sizes), tmp_path / "m.gguf", kind=kind
+    )
     report = weight_error(Checkpoint.open(path), "auto")
     assert report.relative <= most
     assert (report.relative > 0) == (most > 0)

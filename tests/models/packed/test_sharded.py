@@ -21,7 +21,10 @@ def _save(family, dtype, directory):
     shards = {path.name for path in directory.glob("*.safetensors")}
     assert set(index.values()) == shards
     assert len(shards) >= 3
-    assert any(len({index[name] for name in index if f".layers.{layer}." in name}) > 1 for layer in range(3))
+    assert any(
+        len({index[name] for name in index if f".layers.{layer}." in name}) > 1
+        for layer in range(3)
+    )
     stored = {"torch.bfloat16": "BF16", "torch.float16": "F16"}[str(dtype)]
     for shard in shards:
         with safe_open(directory / shard, "np") as file:

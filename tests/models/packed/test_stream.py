@@ -38,7 +38,8 @@ class Stored(WeightSource):
     """Tensors in memory; those named in `quantized` are stored in that format."""
 
     def __init__(self, tensors, quantized=None):
-        self.tensors, self.quantized = tensors, quantized or {}
+        self.tensors = tensors
+        self.quantized = quantized or {}
 
     def __enter__(self):
         return self
@@ -52,7 +53,8 @@ class Stored(WeightSource):
     def shape(self, name):
         if name not in self.quantized:
             return self.tensors[name].shape
-        kind, codes = self.quantized[name].kind, self.quantized[name].codes
+        kind = self.quantized[name].kind
+        codes = self.quantized[name].codes
         if kind in BLOCK_FORMATS:
             return len(codes), codes.shape[1] // BLOCK_BYTES[NUMBERS[kind]] * 256
         return codes.shape

@@ -37,7 +37,8 @@ def test_rows_equal_the_codes(method, group, symmetric, settings, tmp_path):
             assert source.kind(name) == ("int4" if symmetric else "int4-asym")
             for start, stop in ((0, codes.shape[0]), (3, 21)):
                 rows = source.quant_rows(name, start, stop)
-                times, groups = group // 32, codes.shape[1] // 32
+                times = group // 32
+                groups = codes.shape[1] // 32
                 np.testing.assert_array_equal(rows.codes, codes[start:stop])
                 np.testing.assert_array_equal(
                     rows.scales, np.repeat(scales[start:stop], times, 1)[:, :groups]

@@ -23,7 +23,11 @@ def write(folder, settings, tensors):
 
 def test_matrices_are_read_in_the_order_of_their_folders(tmp_path):
     first = write(tmp_path / "2_Dense", SETTINGS, {"linear.weight": WEIGHT})
-    second = write(tmp_path / "3_Dense", SETTINGS, {"linear.weight": np.ascontiguousarray(WEIGHT.T, np.float16)})
+    second = write(
+        tmp_path / "3_Dense",
+        SETTINGS,
+        {"linear.weight": np.ascontiguousarray(WEIGHT.T, np.float16)},
+    )
     found = read_dense([first, second], {"hidden_size": 6})
     np.testing.assert_array_equal(found[0], WEIGHT)
     np.testing.assert_array_equal(found[1], WEIGHT.T.astype(np.float16).astype(np.float32))
@@ -37,11 +41,23 @@ BAD[1, 2] = np.nan
 @pytest.mark.parametrize(
     ("settings", "tensors", "message"),
     [
-        ({"activation_function": "torch.nn.modules.activation.Tanh"}, {"linear.weight": WEIGHT}, "'Tanh' is not"),
-        ({"activation_function": "x.GELU"}, {"linear.weight": WEIGHT}, "2_Dense.*'GELU' is not supported"),
+        (
+            {"activation_function": "torch.nn.modules.activation.Tanh"},
+            {"linear.weight": WEIGHT},
+            "'Tanh' is not",
+        ),
+        (
+            {"activation_function": "x.GELU"},
+            {"linear.weight": WEIGHT},
+            "2_Dense.*'GELU' is not supported",
+        ),
         ({"bias": True}, {"linear.weight": WEIGHT}, "2_Dense.*a bias is not supported"),
         ({}, {"linear.weight": WEIGHT, "linear.bias": WEIGHT[0]}, "holds the tensors"),
-        ({}, {"linear.weight": WEIGHT.T.copy()}, r"2_Dense: a matrix of \(6, 4\) cannot follow 6 numbers"),
+        (
+            {},
+            {"linear.weight": WEIGHT.T.copy()},
+            r"2_Dense: a matrix of \(6, 4\) cannot follow 6 numbers",
+        ),
         ({}, {"linear.weight": BAD}, "2_Dense holds NaN or infinity"),
     ],
 )
@@ -56,4 +72,6 @@ def test_what_the_config_leaves_out_is_not_taken_for_the_best(tmp_path):
     for name in ("bias", "activation_function"):
         settings = {key: value for key, value in SETTINGS.items() if key != name}
         with pytest.raises(ModelFormatError, match="is not supported"):
-            read_dense([write(tmp_path / name, settings, {"linear.weight": WEIGHT})], {"hidden_size": 6})
+            read_dense(
+                [write(tmp_path / name, settings, {"linear.weight": WEIGHT})], {"hidden_size": 6}
+            )

@@ -30,10 +30,8 @@ def _fuse(tensors):
         parts = {part: [tensors.pop(f"{base}{e}.{part}_proj.weight") for e in range(12)] for part in
                  ("gate", "up", "down")}  # fmt: skip
         both = [np.concatenate(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
-        tensors[f"{base}gate_up_proj"], tensors[f"{base}down_proj"] = (
-            np.stack(both),
-            np.stack(parts["down"]),
-        )
+        tensors[f"{base}gate_up_proj"] = np.stack(both)
+        tensors[f"{base}down_proj"] = np.stack(parts["down"])
 
 
 def _widen(tensors):

@@ -35,7 +35,9 @@ def test_a_file_that_ends_early_is_named(tmp_path):
     path.write_bytes(bytes(100))
     file = FileBytes(path)
     os.truncate(path, 10)
-    with pytest.raises(ModelFormatError, match="weights was cut short while it was read: it ends 6 bytes early"):
+    with pytest.raises(
+        ModelFormatError, match="weights was cut short while it was read: it ends 6 bytes early"
+    ):
         file.read_into(np.empty(8, np.uint8), 8)
     file.close()
     with pytest.raises(ModelFormatError, match="cannot be read"):

@@ -24,13 +24,15 @@ def test_any_range_of_rows(family, order, kind, tmp_path):
     with Checkpoint.open(path).open_source() as ours, GgufSource(read_gguf(path)) as files:
         assert ours.names() == files.names()
         assert (ours.type_of(QUERY), ours.kind(QUERY)) == (kind, files.kind(QUERY))
-        stored, values = files.rows(QUERY), files.rows(VALUE)
+        stored = files.rows(QUERY)
+        values = files.rows(VALUE)
         np.testing.assert_array_equal(ours.rows(QUERY), stored[places])
         np.testing.assert_array_equal(ours.rows(VALUE), values)
         for start, stop in ((0, 256), (5, 70), (127, 128)):
             np.testing.assert_array_equal(ours.rows(QUERY, start, stop), stored[places[start:stop]])
             if kind != "F32":
-                found, whole = ours.quant_rows(QUERY, start, stop), files.quant_rows(QUERY, 0, 256)
+                found = ours.quant_rows(QUERY, start, stop)
+                whole = files.quant_rows(QUERY, 0, 256)
                 assert found.kind == whole.kind
                 np.testing.assert_array_equal(found.codes, whole.codes[places[start:stop]])
                 np.testing.assert_array_equal(found.scales, whole.scales[places[start:stop]])

@@ -13,7 +13,8 @@ from helpers.oracles.transformers_logits import assert_native_equals
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 
 
 def _say(model, tied):

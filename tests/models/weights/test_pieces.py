@@ -25,7 +25,8 @@ PLACES = {
     "mamba.in_proj_xbc": (64, 256),
     "mamba.in_proj_dt": (256, 260),
 }
-STORED, OTHER = "model.layers.0.mamba.in_proj.weight", "model.layers.0.mamba.out_proj.weight"
+STORED = "model.layers.0.mamba.in_proj.weight"
+OTHER = "model.layers.0.mamba.out_proj.weight"
 MATRIX = np.arange(260 * 8, dtype=np.float32).reshape(260, 8)
 
 
@@ -65,7 +66,8 @@ def test_the_pieces_are_what_the_mixer_reads(source):
 
 @pytest.mark.parametrize("piece", PLACES)
 def test_a_piece_is_a_run_of_rows(piece, source):
-    (first, stop), name = PLACES[piece], piece_name(piece)
+    (first, stop) = PLACES[piece]
+    name = piece_name(piece)
     rows = stop - first
     with source:
         assert source.shape(name) == (rows, 8)

@@ -20,14 +20,17 @@ from kvboost_edge.models.weights import file_bytes
 from kvboost_edge.models.weights.row_table import ROW_TYPES, RowTable
 
 TABLE = "model.embed_tokens.weight"  # any tensor with a row for each token will do
-ROWS, WIDTH = 300, 64
+ROWS = 300
+WIDTH = 64
 
 
 def _gguf(directory, kind):
     width = {"hidden_size": 256, "head_dim": 64} if kind in K_SCALES else {}
     source = save_tiny_model("qwen3", directory / "hf", **width)
     path = write_gguf(
-        source, directory / "model.gguf", kind=lambda name: kind if name == "token_embd.weight" else "F32"
+        source,
+        directory / "model.gguf",
+        kind=lambda name: kind if name == "token_embd.weight" else "F32",
     )
     return Checkpoint.open(path, cache_dir=NO_CACHE)
 
@@ -57,7 +60,9 @@ def test_rows_of_a_gguf_file_are_those_of_the_package(kind, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 def test_rows_of_safetensors_are_those_of_the_whole(dtype, tmp_path):
-    model = _safetensors(tmp_path, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype])
+    model = _safetensors(
+        tmp_path, {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
+    )
     with model.open_source() as source:
         assert source.type_of(TABLE) == dtype
     expected = load_file(tmp_path / "model.safetensors")[TABLE].float().numpy()
@@ -84,7 +89,10 @@ def test_no_more_is_read_than_the_rows(tmp_path, monkeypatch):
         monkeypatch.setattr(
             file_bytes.FileBytes,
             "read_into",
-            lambda file, buffer, start: (reads.append(buffer.nbytes), read_into(file, buffer, start))[1],
+            lambda file, buffer, start: (
+                reads.append(buffer.nbytes),
+                read_into(file, buffer, start),
+            )[1],
         )
         table.rows(np.array([3, 299]))
     assert reads == [68, 68]
@@ -132,7 +140,9 @@ def test_rows_in_another_order_are_refused(tmp_path):
     path = write_gguf(save_tiny_model("llama", tmp_path / "hf"), tmp_path / "model.gguf")
     glm4 = Checkpoint.open(save_tiny_model("glm4", tmp_path / "glm4"), cache_dir=NO_CACHE)
     for model in (Checkpoint.open(path, cache_dir=NO_CACHE), glm4):
-        with pytest.raises(ModelFormatError, match=r"'model.layers.0.self_attn.q_proj.weight' (of|has)"):
+        with pytest.raises(
+            ModelFormatError, match=r"'model.layers.0.self_attn.q_proj.weight' (of|has)"
+        ):
             RowTable.open(model, "model.layers.0.self_attn.q_proj.weight", WIDTH, WIDTH)
 
 
@@ -153,12 +163,15 @@ def test_a_file_that_changes_is_refused(how, before, tmp_path):
     model = _gguf(tmp_path, "Q4_0")
     model.fingerprint()
     table = None if before else RowTable.open(model, TABLE, ROWS, WIDTH)
-    size, modified = model.path.stat().st_size, model.path.stat().st_mtime_ns
+    size = model.path.stat().st_size
+    modified = model.path.stat().st_mtime_ns
     if how == "written":
         with open(model.path, "r+b") as file:
             file.seek(-100, 2)
             file.write(bytes(8))
-        os.utime(model.path, ns=(modified + 1, modified + 1))  # clocks of file systems may be coarse
+        os.utime(
+            model.path, ns=(modified + 1, modified + 1)
+        )  # clocks of file systems may be coarse
     else:
         os.truncate(model.path, size + 4096 if how == "grown" else 5000)
     if table is None:
@@ -177,11 +190,16 @@ def test_another_file_of_the_name_is_refused_and_does_not_disturb_who_has_the_ol
         expected = source.rows(TABLE)
     with RowTable.open(model, TABLE, ROWS, WIDTH) as table:
         times = path.stat().st_mtime_ns
-        save_file({name: -tensor for name, tensor in load_file(path).items()}, tmp_path / "new.safetensors")
+        save_file(
+            {name: -tensor for name, tensor in load_file(path).items()},
+            tmp_path / "new.safetensors",
+        )
         os.replace(tmp_path / "new.safetensors", path)
         os.utime(path, ns=(times, times))
         np.testing.assert_array_equal(table.rows(np.array([9])), expected[[9]])
-        with pytest.raises(ModelFormatError, match=r"model\.safetensors changed since the model was opened"):
+        with pytest.raises(
+            ModelFormatError, match=r"model\.safetensors changed since the model was opened"
+        ):
             RowTable.open(model, TABLE, ROWS, WIDTH)
         path.unlink()
         np.testing.assert_array_equal(table.rows(np.array([9])), expected[[9]])

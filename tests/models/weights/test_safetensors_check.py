@@ -14,7 +14,11 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.finite import first_non_finite
 from kvboost_edge.models.weights.safetensors_check import check_weights, read_header, weight_files
 
-HIDDEN, VOCAB, LAYERS, HEADS, KV_HEADS = 32, 48, 2, 4, 2
+HIDDEN = 32
+VOCAB = 48
+LAYERS = 2
+HEADS = 4
+KV_HEADS = 2
 CONFIG = {
     "model_type": "llama",
     "vocab_size": VOCAB,

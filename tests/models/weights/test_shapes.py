@@ -15,7 +15,9 @@ def test_a_claim_of_many_layers_costs_nothing():
     shapes = {"model.embed_tokens.weight": (FILE, (10, 4))}
     shapes |= {f"model.layers.{layer}.input_layernorm.weight": (FILE, (4,)) for layer in (0, 1, 3)}
     started = time.process_time()
-    with pytest.raises(ModelFormatError, match=r"no tensor of layer 2 is there, but config\.json says num"):
+    with pytest.raises(
+        ModelFormatError, match=r"no tensor of layer 2 is there, but config\.json says num"
+    ):
         check_shapes(shapes, {"num_hidden_layers": 10_000}, FILE.parent)
     assert time.process_time() - started < 0.5
     with pytest.raises(ModelFormatError, match="must be an integer from 1 to 10000"):
@@ -24,10 +26,15 @@ def test_a_claim_of_many_layers_costs_nothing():
 
 @pytest.mark.parametrize("given", ["1", [[]], {"a": 1}, 1.5, -1, True])
 def test_layers_that_only_speculate_are_a_number(given):
-    shapes = {"model.embed_tokens.weight": (FILE, (10, 4)), "model.layers.0.input_layernorm.weight": (FILE, (4,))}
+    shapes = {
+        "model.embed_tokens.weight": (FILE, (10, 4)),
+        "model.layers.0.input_layernorm.weight": (FILE, (4,)),
+    }
     shapes |= {"model.layers.1.input_layernorm.weight": (FILE, (4,))}
     config = {"num_hidden_layers": 1, "num_nextn_predict_layers": given}
-    with pytest.raises(ModelFormatError, match=r"model: num_nextn_predict_layers=.* must be an integer"):
+    with pytest.raises(
+        ModelFormatError, match=r"model: num_nextn_predict_layers=.* must be an integer"
+    ):
         check_shapes(shapes, config, FILE.parent)
     check_shapes(shapes, {**config, "num_nextn_predict_layers": 1}, FILE.parent)
     with pytest.raises(ModelFormatError, match="is of layer 1, but"):
@@ -36,5 +43,7 @@ def test_layers_that_only_speculate_are_a_number(given):
 
 def test_messages_say_where_the_config_comes_from():
     shapes = {"model.embed_tokens.weight": (Path("m.gguf"), (10, 4))}
-    with pytest.raises(ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf says vocab_size=11"):
+    with pytest.raises(
+        ModelFormatError, match=r"m\.gguf: .*has 10 rows, but m\.gguf says vocab_size=11"
+    ):
         check_shapes(shapes, {"vocab_size": 11}, Path("m.gguf"), "m.gguf")

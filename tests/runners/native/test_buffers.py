@@ -11,7 +11,10 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.runners.native.runner import NativeRunner
 
-SMALL, LARGE = ([np.random.default_rng(n).integers(0, 256, n).tolist() for n in counts] for counts in ((5, 9), (1030,)))
+SMALL, LARGE = (
+    [np.random.default_rng(n).integers(0, 256, n).tolist() for n in counts]
+    for counts in ((5, 9), (1030,))
+)
 
 
 class Scarce:

@@ -55,7 +55,9 @@ def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights, bits, 
     kinds = {NUMBERS[weights], NUMBERS["int8"]} if weights == "int4-asym" else {NUMBERS[weights]}
     wanted = {entry.name for entry in pass_entries(kinds, PLAIN, quantized=bits != 16)}
     packing = {(floats_entry if weights == "f32" else fit_entry).name}
-    assert set(used) == wanted - {copy_entry.name} | packing  # copied are the blocks of sequences that fork
+    assert (
+        set(used) == wanted - {copy_entry.name} | packing
+    )  # copied are the blocks of sequences that fork
 
 
 def test_each_kind_of_weights_and_of_cache_has_code_of_its_own():
@@ -73,7 +75,11 @@ def test_operations_of_few_models_have_entries_of_their_own(name, tmp_path):
     """What is foreseen before weights are packed is what the program then has."""
     runner = NativeRunner.from_dir(save_tiny_model(name, tmp_path), weights="int8")
     possible = possible_operations(runner._spec)
-    assert set(entries_of(possible)) == set(entries_of(runner._program.operations)) == {lt.K_PROGRAM, *APART[name]}
+    assert (
+        set(entries_of(possible))
+        == set(entries_of(runner._program.operations))
+        == {lt.K_PROGRAM, *APART[name]}
+    )
     assert runner._program.operations <= set(possible)
     plain, own = (pass_entries([], operations, quantized=False) for operations in (PLAIN, possible))
     assert len(set(own) - set(plain)) == len(APART[name])
@@ -83,13 +89,19 @@ def test_operations_of_few_models_have_entries_of_their_own(name, tmp_path):
 def test_each_operation_has_one_entry():
     numbers = sorted(value for name, value in vars(lt).items() if name.startswith("OP_"))
     assert sorted(operation for known in lt.OPERATIONS.values() for operation in known) == numbers
-    assert [entries_of([number]) for number in numbers] == [[entry] for entry in lt.ENTRY_OF.tolist()]
+    assert [entries_of([number]) for number in numbers] == [
+        [entry] for entry in lt.ENTRY_OF.tolist()
+    ]
 
 
 def test_a_program_with_an_operation_that_no_entry_knows_is_refused(tmp_path, monkeypatch):
     model = save_tiny_checkpoint("llama", tmp_path)
     known = [operation for operation in PLAIN if operation != lt.OP_GATED]
     monkeypatch.setitem(lt.OPERATIONS, lt.K_PROGRAM, known)
-    assert lt.OP_GATED not in possible_operations(describe_model(json.loads((model / "config.json").read_text())))
-    with pytest.raises(ConfigError, match=f"operation {lt.OP_GATED} of a program: no entry runs it"):
+    assert lt.OP_GATED not in possible_operations(
+        describe_model(json.loads((model / "config.json").read_text()))
+    )
+    with pytest.raises(
+        ConfigError, match=f"operation {lt.OP_GATED} of a program: no entry runs it"
+    ):
         NativeRunner.from_dir(model, weights="int8")

@@ -20,7 +20,8 @@ class Model:
     """A runner with two threads for forks, one with one thread for cold runs; a runner has one backend at a time."""
 
     def __init__(self, directory, bits):
-        self._runners, self._backends = [], []
+        self._runners = []
+        self._backends = []
         for threads in (1, 2):
             runner = NativeRunner.from_dir(
                 directory, weights="int8", num_threads=threads, kv_bits=bits

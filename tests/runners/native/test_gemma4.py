@@ -21,7 +21,8 @@ PROMPT = random_ids(90, 0)
 
 def test_only_layers_that_compute_keys_and_values_store_them(tmp_path):
     runner = NativeRunner.from_dir(save_tiny_model("gemma4", tmp_path), weights="int8")
-    sliding, full = (2, 32), (2, 64)
+    sliding = (2, 32)
+    full = (2, 64)
     stored = [LayerKVSpec(*sliding), LayerKVSpec(*sliding), LayerKVSpec(*full)]
     assert list(runner.info.kv_spec.layers) == [
         *stored,

@@ -23,7 +23,8 @@ from kvboost_edge.models.config.experts import ExpertNames, Experts
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
 
-WINDOW, BLOCK = 24, 16
+WINDOW = 24
+BLOCK = 16
 PROMPT = random_ids(100, 7)
 
 

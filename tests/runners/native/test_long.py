@@ -19,7 +19,9 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.kvcache.states.tables import StateSizes
 from kvboost_edge.models.config.families import FAMILIES as KNOWN
 
-PARTITION, CONTEXT, BLOCKS = 512, 2048, 100
+PARTITION = 512
+CONTEXT = 2048
+BLOCKS = 100
 LONG = random_ids(1210, 3)
 WIDTHS = ((16, 16), (8, 8), (8, 4))
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=2)
@@ -75,7 +77,8 @@ class Case:
     """One model at one width, and the logits of LONG computed in one pass of one thread."""
 
     def __init__(self, machine, bits):
-        self._machine, self._bits = machine, bits
+        self._machine = machine
+        self._bits = bits
         self.cold = self.bench(max_batch_tokens=CONTEXT).logits(LONG)
 
     def bench(self, **options):

@@ -33,25 +33,31 @@ def _norm(x, weight, eps):
 def _turned(x, config):
     """[tokens, heads, dim]: pairs (i, i + dim / 2)."""
     half = x.shape[-1] // 2
-    frequencies, factor = config["rope_theta"] ** (-np.arange(half) / half), 1.0
+    frequencies = config["rope_theta"] ** (-np.arange(half) / half)
+    factor = 1.0
     rope = config.get("rope_scaling")
     if rope:
         frequencies = frequencies / np.array(rope["short_factor"])
         old = rope["original_max_position_embeddings"]
         factor = np.sqrt(1 + np.log(config["max_position_embeddings"] / old) / np.log(old))
     angles = np.arange(len(x))[:, None, None] * frequencies
-    cos, sin = np.cos(angles) * factor, np.sin(angles) * factor
-    first, second = x[..., :half], x[..., half:]
+    cos = np.cos(angles) * factor
+    sin = np.sin(angles) * factor
+    first = x[..., :half]
+    second = x[..., half:]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def _attended(x, layer, config):
-    heads, kv_heads, count = config["num_attention_heads"], config["num_key_value_heads"], len(x)
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    count = len(x)
     q, k, v = (
         (x @ layer[f"self_attn.{name}_proj"].T).reshape(count, number, -1)
         for name, number in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
-    q, k = _turned(q, config), _turned(k, config)
+    q = _turned(q, config)
+    k = _turned(k, config)
     k, v = (np.repeat(part, heads // kv_heads, axis=1) for part in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
     scores[:, np.triu(np.ones((count, count), dtype=bool), 1)] = -np.inf
@@ -67,7 +73,8 @@ def _oracle(model_dir):
     tensors = {
         n: t.astype(np.float64) for n, t in load_file(model_dir / "model.safetensors").items()
     }
-    eps, layers = config["rms_norm_eps"], config["num_hidden_layers"]
+    eps = config["rms_norm_eps"]
+    layers = config["num_hidden_layers"]
     hidden = tensors["model.embed_tokens.weight"][PROMPT] * config["scale_emb"]
     step = config["scale_depth"] / np.sqrt(layers)
     for index in range(layers):

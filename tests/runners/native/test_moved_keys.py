@@ -30,8 +30,10 @@ from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
 
-SIZE, BLOCKS = 16, 160
-FULL, SLIDING = "full_attention", "sliding_attention"
+SIZE = 16
+BLOCKS = 160
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000.0,
@@ -321,7 +323,8 @@ def exact_twins(hand, rng):
 
 def mixed_twins(hand, rng, stored):
     """The same last stretch of the same prompt of runs, twice in blocks of its own."""
-    seed, last = int(rng.integers(1000)), int(rng.integers(1, 30))
+    seed = int(rng.integers(1000))
+    last = int(rng.integers(1, 30))
     twins = [Mixed(hand, stored, STORED, seed, (16, 16, last)) for _ in range(2)]
     for mixed in twins:
         hand.forward(mixed.rows[:2], [mixed.tokens] * 2)
@@ -353,7 +356,8 @@ def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_pat
     assert runner.moved_keys_refusal is not None
     pieces = Pieces(SIZE, blocks_from(10))
     pieces.run([0, 1], 3, 20)
-    row, before = pieces.own(2), backend.checksum_blocks(range(BLOCKS))
+    row = pieces.own(2)
+    before = backend.checksum_blocks(range(BLOCKS))
     batch = ForwardBatch(
         np.array([1, 2]), np.array([20, 21]), layout_of([row], SIZE), np.array([1])
     )
@@ -420,7 +424,8 @@ def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path):
         moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu"),
     )
     assert all("normed behind rope" in str(refusal) for refusal in refusals)
-    stored, moved = hand.stored(random_ids(40, 5)), Pieces(SIZE, hand.take)
+    stored = hand.stored(random_ids(40, 5))
+    moved = Pieces(SIZE, hand.take)
     moved.own(32)
     moved.run(stored.table, 16, 16)
     with pytest.raises(ConfigError, match="hunyuan_v1_dense"):

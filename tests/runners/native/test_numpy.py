@@ -63,8 +63,10 @@ class Exact:
             angles = np.arange(len(x))[:, None, None] * self.config["rope_theta"] ** (
                 -np.arange(0, dim, 2) / dim
             )
-            low, high = rows[..., : dim // 2], rows[..., dim // 2 :]
-            cos, sin = np.cos(angles), np.sin(angles)
+            low = rows[..., : dim // 2]
+            high = rows[..., dim // 2 :]
+            cos = np.cos(angles)
+            sin = np.sin(angles)
             rows = np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
         return rows.transpose(1, 0, 2)
 

@@ -11,7 +11,10 @@ from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.runners.native.whole_pass import WholePass
 
 STEPS = 10  # each sequence fills a block in them that was begun in an earlier pass
-PROMPTS = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((700, 40, 10))]
+PROMPTS = [
+    np.random.default_rng(seed).integers(0, 256, length).tolist()
+    for seed, length in enumerate((700, 40, 10))
+]
 
 
 class LayerByLayer(CPUBackend):
@@ -67,7 +70,8 @@ def test_only_compiled_kernels_qualify(tmp_path):
     save_tiny_model("llama", tmp_path)
     for bits in ((16, 16), (8, 8)):
         runner = NativeRunner.from_dir(tmp_path, weights="int8", kv_bits=bits)
-        spec, params = runner.info.kv_spec, runner._params
+        spec = runner.info.kv_spec
+        params = runner._params
         kv = range(len(params))
         assert WholePass.of(CPUBackend(spec, 4, num_threads=1), params, kv) is not None
         assert WholePass.of(LayerByLayer(spec, 4, num_threads=1), params, kv) is None

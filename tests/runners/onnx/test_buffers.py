@@ -6,7 +6,10 @@ import pytest
 from kvboost_edge.models.onnx.past import LayerPast, PastLayout
 from kvboost_edge.runners.onnx.buffers import Buffers
 
-BLOCK, HEADS, DIM, BLOCKS = 16, 2, 4, 40
+BLOCK = 16
+HEADS = 2
+DIM = 4
+BLOCKS = 40
 LAYERS = 2
 
 
@@ -16,7 +19,9 @@ class Pool:
     def __init__(self, *, shared, most_bytes=1 << 30):
         layers = tuple(LayerPast(("", ""), ("", ""), HEADS, DIM) for _ in range(LAYERS))
         self.rng = np.random.default_rng(0)
-        self.blocks = self.rng.standard_normal((LAYERS, 2, BLOCKS, HEADS, BLOCK, DIM)).astype(np.float32)
+        self.blocks = self.rng.standard_normal((LAYERS, 2, BLOCKS, HEADS, BLOCK, DIM)).astype(
+            np.float32
+        )
         self.marks = np.zeros(BLOCKS, dtype=np.int64)
         self.shared = shared
         layout = PastLayout(layers, "float32", {"input_ids": "I64"}, shared)
@@ -59,7 +64,9 @@ class Pool:
         assert buffer.count == stop
         for layer, both in enumerate(self.gather(ids[: -(-stop // BLOCK)])):
             for kind in (0, 1):
-                np.testing.assert_array_equal(self.buffers.added(buffer, layer, kind, 0), both[kind][:, :stop])
+                np.testing.assert_array_equal(
+                    self.buffers.added(buffer, layer, kind, 0), both[kind][:, :stop]
+                )
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])

@@ -80,7 +80,8 @@ def test_families_equal_transformers(family, kind, tmp_path):
     other, _ = greedy(model, PROMPT[::-1][:37])
     runner = loaded(folder)
     driver = drive(runner)
-    first, second = driver.open(PROMPT), driver.open(PROMPT[::-1][:37])
+    first = driver.open(PROMPT)
+    second = driver.open(PROMPT[::-1][:37])
     logits = driver.prefill(first, 23)
     assert distance(logits, expected) <= 1e-4
     last = driver.prefill(second, 16)[-1]
@@ -270,10 +271,8 @@ def test_keys_that_are_not_finite_end_their_request_alone(tmp_path):
         model.model.embed_tokens.weight[7] = torch.nan
     folder = write_onnx(model, tmp_path / "m", Form(bits=0, concat=True), ConcatDecoder)
     with CPUPagedEngine.from_pretrained(folder, num_blocks=16, max_num_seqs=2) as engine:
-        bad, good = (
-            engine.submit([1, 7, 2], max_new_tokens=3),
-            engine.submit([1, 2, 3], max_new_tokens=3),
-        )
+        bad = engine.submit([1, 7, 2], max_new_tokens=3)
+        good = engine.submit([1, 2, 3], max_new_tokens=3)
         with pytest.raises(KVBoostError, match="NaN"):
             bad.result()
         assert good.result().generated_tokens == 3
@@ -303,8 +302,10 @@ def test_damaged_files(kind, count, tmp_path):
     """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not take the process
     with it."""
     _, folder = written(tmp_path / "m", kind, num_hidden_layers=1)
-    path, rng = folder / "model.onnx", random.Random(1)
-    sound, ran = path.read_bytes(), 0
+    path = folder / "model.onnx"
+    rng = random.Random(1)
+    sound = path.read_bytes()
+    ran = 0
     for _ in range(count):
         path.write_bytes(damaged(sound, rng))
         try:

@@ -74,7 +74,9 @@ def family(request):
 
 def test_cold_prefill_and_decode_alone(family):
     driver = family.driver()
-    prompt, whole, expected = family.prompts[-1], family.wholes[-1], family.logits[-1]
+    prompt = family.prompts[-1]
+    whole = family.wholes[-1]
+    expected = family.logits[-1]
     sequence = driver.open(prompt)
     logits = driver.prefill(sequence)
     assert_close(logits, expected[: len(prompt)])
@@ -108,7 +110,8 @@ def test_ragged_batch_of_five(family):
 
 def test_prefill_mixed_with_decode(family):
     driver = family.driver()
-    running, late = driver.open(family.wholes[1]), driver.open(family.prompts[-1])
+    running = driver.open(family.wholes[1])
+    late = driver.open(family.prompts[-1])
     driver.step([(running, 30)])
     for start in range(0, PROMPT_LENGTHS[-1], 15):
         decoded, prefilled = driver.step([(running, 1), (late, 15)])
@@ -119,7 +122,8 @@ def test_prefill_mixed_with_decode(family):
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_prefix_hit(family, cut):
     driver = family.driver()
-    whole, expected = family.wholes[-1], family.logits[-1]
+    whole = family.wholes[-1]
+    expected = family.logits[-1]
     first = driver.open([*whole[:cut], *[299] * 40])  # shares `cut` tokens with the second
     driver.prefill(first)
     driver.close(first)

@@ -51,7 +51,8 @@ def passes(model):
     ids = draw(2, 40)
     with torch.inference_mode():
         logits = [model(ids).logits]
-        past, parts = None, []
+        past = None
+        parts = []
         for start, stop in ((0, 17), (17, 39), (39, 40)):
             output = model(ids[:, start:stop], past_key_values=past, use_cache=True)
             past = output.past_key_values
@@ -112,7 +113,8 @@ def test_gradients_are_torchs(tier):
 
 
 def test_counts_are_of_what_changed(tier):
-    model, other = tiny("llama", tier), tiny("llama", tier)
+    model = tiny("llama", tier)
+    other = tiny("llama", tier)
     before = model.config._attn_implementation
     assert flash.uninstall(model) == 0
     assert flash.install(model) == model.config.num_hidden_layers

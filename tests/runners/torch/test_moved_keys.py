@@ -20,8 +20,10 @@ from kvboost_edge.runners.torch.runner import TorchRunner
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-SIZE, BLOCKS = 16, 64
-FULL, SLIDING = "full_attention", "sliding_attention"
+SIZE = 16
+BLOCKS = 64
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 OTHER_ROPE = {
     "llama-llama3rope": "llama3", "llama-yarn": "yarn", "gemma4": "proportional", "gemma4-wide": "proportional",
     "gemma4-moe": "proportional", "gpt_oss": "yarn",
@@ -83,7 +85,8 @@ class Mixed:
     def __init__(self, hand):
         stored = plain(len(STORED), SIZE, hand.take)
         hand.forward([stored], STORED)
-        pieces, rng = Pieces(SIZE, hand.take), np.random.default_rng(2)
+        pieces = Pieces(SIZE, hand.take)
+        rng = np.random.default_rng(2)
         self.tokens = []
         self.rows = []
         # Behind and before where they were; from inside blocks to inside blocks.
@@ -180,7 +183,8 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name, asking):
     hand = Hand(model)
     mixed = Mixed(hand)
     hand.forward(mixed.rows[:-1], mixed.tokens)
-    row, stored = mixed.rows[-1], mixed.stored
+    row = mixed.rows[-1]
+    stored = mixed.stored
     masses = hand.runner.masses(hand.batch([row], mixed.tokens), asking, stored)
     model.set_attn_implementation("eager")
     with torch.inference_mode():
@@ -196,10 +200,13 @@ def test_deviations_are_of_the_second_layers_values():
     hand = Hand(model)
     mixed = Mixed(hand)
     hand.runner.deviations(hand.batch(mixed.rows[:1], mixed.tokens), np.arange(0), np.arange(0))
-    start, count = 16, 32  # the first of the first run, in blocks of their own
+    # the first of the first run, in blocks of their own
+    start = 16
+    count = 32
     pieces = Pieces(SIZE, hand.take)
     pieces.run(mixed.rows[0].table, 0, start)
-    row, slots = pieces.own(count), mixed.stored.slots[:count]
+    row = pieces.own(count)
+    slots = mixed.stored.slots[:count]
     rows = np.arange(count)
     got = hand.runner.deviations(hand.batch([row], mixed.tokens), rows, slots)
     values = []
@@ -228,7 +235,8 @@ def refused(hand, why):
     assert why in str(hand.runner.moved_keys_refusal)
     pieces = Pieces(SIZE, blocks_from(10))
     pieces.run([0, 1], 3, 20)
-    batch, before = hand.batch([pieces.own(2)], STORED), hand.backend.checksum_blocks(range(BLOCKS))
+    batch = hand.batch([pieces.own(2)], STORED)
+    before = hand.backend.checksum_blocks(range(BLOCKS))
     with pytest.raises(
         ConfigError, match="the torch runner does not attend keys computed at other positions"
     ):

@@ -26,7 +26,8 @@ def test_logits_are_near_those_of_a_dense_cache(backend, dtype):
     driver = PagedDriver(
         runner, make_backend(choose_backend(backend), runner.info.kv_spec, 16, num_threads=1)
     )
-    paged, eager = driver.prefill(driver.open(TOKENS.tolist()), 33), runner.eager_logits(TOKENS)
+    paged = driver.prefill(driver.open(TOKENS.tolist()), 33)
+    eager = runner.eager_logits(TOKENS)
     driver.backend.close()
     assert distance(paged, eager) <= 0.04
     if dtype == torch.float32:
@@ -40,7 +41,8 @@ def test_an_engine_gives_the_same_text_warm_and_cold(backend, tiny_model_dir):
         cold, warm = (engine.generate(prompt, max_new_tokens=20) for _ in range(2))
         assert cold.output_token_ids == warm.output_token_ids
         assert warm.cached_tokens == 64
-        spec, stats = engine.runner_info.kv_spec, engine.paged_stats()
+        spec = engine.runner_info.kv_spec
+        stats = engine.paged_stats()
         assert (
             stats["pool_bytes"]
             >= 64 * spec.bytes_per_block + (stats["max_num_seqs"] + 1) * spec.bytes_per_open_block

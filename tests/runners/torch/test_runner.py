@@ -37,7 +37,8 @@ def drive(runner, backend="torch"):
 def paged_distance(runner, backend="torch", chunk=33):
     """Relative L2 distance of paged from eager logits."""
     driver = drive(runner, backend)
-    paged, eager = driver.prefill(driver.open(TOKENS.tolist()), chunk), runner.eager_logits(TOKENS)
+    paged = driver.prefill(driver.open(TOKENS.tolist()), chunk)
+    eager = runner.eager_logits(TOKENS)
     driver.backend.close()
     return distance(paged, eager)
 
@@ -62,8 +63,10 @@ def test_the_cuda_backend_agrees_with_eager(model_type):
     runner = TorchRunner(build_tiny_model(model_type).half())
     with standing_in() as (kernels, standin):
         backend = CUDABackend(runner.info.kv_spec, 16, device="cpu", kernels=kernels)
-        driver, before = PagedDriver(runner, backend), standin.launches
-        paged, eager = driver.prefill(driver.open(TOKENS.tolist()), 33), runner.eager_logits(TOKENS)
+        driver = PagedDriver(runner, backend)
+        before = standin.launches
+        paged = driver.prefill(driver.open(TOKENS.tolist()), 33)
+        eager = runner.eager_logits(TOKENS)
         backend.close()
     assert standin.launches - before == 3 * 2 * len(runner.info.kv_spec.layers), (
         "writes and attention of 3 passes"
@@ -220,7 +223,8 @@ def test_a_layer_that_stops_attending_is_an_error():
 def test_a_layer_that_attends_twice_is_an_error():
     model = build_tiny_model("llama")
     driver = drive(TorchRunner(model))
-    layer, once = model.model.layers[2], model.model.layers[2].forward
+    layer = model.model.layers[2]
+    once = model.model.layers[2].forward
     layer.forward = lambda hidden_states, **kwargs: once(once(hidden_states, **kwargs), **kwargs)
     with pytest.raises(ModelFormatError, match=r"layer 2 called .* 2 times"):
         driver.prefill(driver.open([1, 2, 3]))
@@ -252,7 +256,8 @@ def test_rope_that_depends_on_the_batch_is_pinned(kind, caplog):
     )
     assert ("pinned to 40 of 512 tokens" in caplog.text) == (kind == "longrope")
     driver = drive(runner)
-    short, long = driver.open(TOKENS[:9].tolist()), driver.open(TOKENS[:40].tolist())
+    short = driver.open(TOKENS[:9].tolist())
+    long = driver.open(TOKENS[:40].tolist())
     for part, sequence in zip(driver.step([(short, 9), (long, 40)]), (short, long), strict=True):
         eager = runner.eager_logits(np.array(sequence.token_ids))
         np.testing.assert_allclose(part, eager, rtol=1e-3, atol=1e-4)

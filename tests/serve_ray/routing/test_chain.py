@@ -26,7 +26,11 @@ def test_tenants_have_no_key_in_common():
     tokens = list(range(64))
     roots = [shared_root(ROOT, tenant, salt) for tenant in (None, "a", "b") for salt in (None, "s")]
     chains = [PromptChain.of(tokens, root, 16, "same key") for root in roots]
-    keys = [key for chain in chains for key in (*chain.keys, chain.cache_key, *chain.disk.keys, *chain.shared.keys)]
+    keys = [
+        key
+        for chain in chains
+        for key in (*chain.keys, chain.cache_key, *chain.disk.keys, *chain.shared.keys)
+    ]
     assert len(set(keys)) == len(keys) > 6 * (4 + 1)
 
 
@@ -61,4 +65,6 @@ def test_states_are_known_by_the_keys_that_are_told_of_them():
     assert chain._replace(states=()) == PromptChain.of(range(67), ROOT, 4)
     assert len(chain.servable_states(Place.POOL)) == 16
     whole = PromptChain.of(range(64), ROOT, 4, has_states=True)
-    assert (len(whole.states[Place.DISK]), len(whole.servable_states(Place.DISK))) == (16, 15), "the last token is not"
+    assert (len(whole.states[Place.DISK]), len(whole.servable_states(Place.DISK))) == (16, 15), (
+        "the last token is not"
+    )

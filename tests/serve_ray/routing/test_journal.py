@@ -10,14 +10,20 @@ from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cur
 
 def hash_of(number):
     """The keys of its places: the number, a thousand and four times the number, two thousand and the number."""
-    return b"".join(key.to_bytes(KEY_BYTES, "little") for key in (number, 1000 + 4 * number, 2000 + number, 0))
+    return b"".join(
+        key.to_bytes(KEY_BYTES, "little") for key in (number, 1000 + 4 * number, 2000 + number, 0)
+    )
 
 
 def keys(data):
-    return {int.from_bytes(data[at : at + KEY_BYTES], "little") for at in range(0, len(data), KEY_BYTES)}
+    return {
+        int.from_bytes(data[at : at + KEY_BYTES], "little") for at in range(0, len(data), KEY_BYTES)
+    }
 
 
-changes = st.tuples(st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sampled_from(Place))
+changes = st.tuples(
+    st.booleans(), st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sampled_from(Place)
+)
 
 
 def told_of(held):
@@ -30,12 +36,15 @@ def told_of(held):
 def test_every_asker_knows_what_is_held(steps, max_changes):
     """Three askers, each asks after some of the steps; few changes are kept, so some are told everything. Pool
     and tiers have their own events, whole ones too, and one journal."""
-    journal, held = Journal(max_changes), {place: set() for place in Place}
+    journal = Journal(max_changes)
+    held = {place: set() for place in Place}
     known = [(NOTHING_KNOWN, set()) for _ in range(3)]
     for (is_whole, came, left, place), askers in steps:
         left = set() if is_whole else left - came
         held[place] = came if is_whole else (held[place] | came) - left
-        journal.add(CacheEvents(is_whole, tuple(map(hash_of, came)), tuple(map(hash_of, left))), place)
+        journal.add(
+            CacheEvents(is_whole, tuple(map(hash_of, came)), tuple(map(hash_of, left))), place
+        )
         for asker in askers:
             cursor, told = known[asker]
             batches = journal.since(cursor)
@@ -43,7 +52,9 @@ def test_every_asker_knows_what_is_held(steps, max_changes):
             for batch in batches:
                 assert not keys(batch.published) & keys(batch.evicted)
                 assert batch.is_whole or batch.serial == cursor.serial + 1
-                told = keys(batch.published) | (set() if batch.is_whole else told - keys(batch.evicted))
+                told = keys(batch.published) | (
+                    set() if batch.is_whole else told - keys(batch.evicted)
+                )
                 cursor = Cursor(batch.epoch, batch.serial)
             known[asker] = cursor, told
             assert told == told_of(held)
@@ -59,12 +70,16 @@ def test_nothing_new_makes_no_batch_but_the_first():
     assert journal.add(CacheEvents(True, (hash_of(1),), ())) is None
     assert [batch.is_whole for batch in journal.since(Cursor(6, 1))] == [True]
     assert [batch.serial for batch in journal.since(Cursor(5, 0))] == [1]
-    assert [batch.is_whole for batch in journal.since(Cursor(5, 9))] == [True]  # knows more than there is
+    assert [batch.is_whole for batch in journal.since(Cursor(5, 9))] == [
+        True
+    ]  # knows more than there is
 
 
 def test_of_two_hashes_with_one_key_the_one_that_came_counts():
     """A belief in a block too many costs time; a block that is not believed in is not used."""
-    journal, one, other = Journal(epoch=5), hash_of(1), hash_of(1)[:-1] + b"x"
+    journal = Journal(epoch=5)
+    one = hash_of(1)
+    other = hash_of(1)[:-1] + b"x"
     journal.add(CacheEvents(True, (one,), ()))
     assert journal.add(CacheEvents(False, (other,), (one,))) is None
     assert keys(journal.since(NOTHING_KNOWN)[0].published) == {1}

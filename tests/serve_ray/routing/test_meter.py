@@ -13,10 +13,18 @@ def meter(seconds_per_token=1e-3):
     return Meter(seconds_per_token=seconds_per_token, step_tokens=512, max_running=8)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["begin", "first", "end"]), st.integers(0, 5), st.integers(1, 900))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "first", "end"]), st.integers(0, 5), st.integers(1, 900)
+        )
+    )
+)
 def test_queues_are_counted_whatever_comes(steps):
     """First tokens and ends of what never began, or twice: they do nothing. What begins twice counts once."""
-    measured, queued, running = meter(), {}, set()
+    measured = meter()
+    queued = {}
+    running = set()
     for now, (what, request, tokens) in enumerate(steps):
         if what == "begin":
             measured.begin(request, tokens, now)
@@ -71,7 +79,9 @@ def test_answers_are_measured():
     assert report.is_draining
 
 
-@pytest.mark.parametrize("wrong", [{"seconds_per_token": 0.0}, {"step_tokens": 0}, {"max_running": 0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"seconds_per_token": 0.0}, {"step_tokens": 0}, {"max_running": 0}], ids=str
+)
 def test_figures_that_are_none_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Meter(**{"seconds_per_token": 1e-3, "step_tokens": 512, "max_running": 8, **wrong})
@@ -80,7 +90,9 @@ def test_figures_that_are_none_are_refused(wrong):
 def test_reading_is_measured_apart_from_computing():
     """A request that is read first is no measure of computing; a disk's tokens measure the disk, the server's nothing
     where it has none."""
-    measured = Meter(seconds_per_token=1e-3, step_tokens=512, max_running=8, tiers={Place.DISK: 1e-5})
+    measured = Meter(
+        seconds_per_token=1e-3, step_tokens=512, max_running=8, tiers={Place.DISK: 1e-5}
+    )
     before = measured.report(0.0, free_blocks=1)
     assert (before.disk_token_seconds, before.shared_token_seconds) == (pytest.approx(1e-5), 0.0)
     measured.begin("read", 16, 0.0, restored_tokens=5000)

@@ -29,7 +29,9 @@ key_sets = st.sets(st.integers(0, 15), max_size=6)
 
 def hash_of(key):
     """In a pool a block's key is the number itself, on a disk a hundred and four times as much, on a server 200."""
-    return b"".join(one.to_bytes(KEY_BYTES, "little") for one in (key, 100 + 4 * key, 200 + 4 * key, 0))
+    return b"".join(
+        one.to_bytes(KEY_BYTES, "little") for one in (key, 100 + 4 * key, 200 + 4 * key, 0)
+    )
 
 
 def key_at(key, place):
@@ -37,7 +39,9 @@ def key_at(key, place):
 
 
 def batch_of(serial, published, evicted=(), *, epoch=1, is_whole=False):
-    packed = [b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys) for keys in (published, evicted)]
+    packed = [
+        b"".join(key.to_bytes(KEY_BYTES, "little") for key in keys) for keys in (published, evicted)
+    ]
     return EventBatch(epoch, serial, is_whole, *packed)
 
 
@@ -125,7 +129,9 @@ class Replicas(RuleBasedStateMachine):
         self.map.check()
         for slot in range(3):
             if self.map.cursor(slot) == NOTHING_KNOWN:
-                assert not any(self.map.keys_of(slot).values()), "with a gap nothing is taken as told"
+                assert not any(self.map.keys_of(slot).values()), (
+                    "with a gap nothing is taken as told"
+                )
 
     @invariant()
     def map_is_bounded(self):
@@ -138,14 +144,16 @@ class Replicas(RuleBasedStateMachine):
 
 def test_beliefs_follow_whatever_comes():
     run_state_machine_as_test(
-        Replicas, settings=settings(max_examples=60 if QUICK else 400, stateful_step_count=30, deadline=None)
+        Replicas,
+        settings=settings(max_examples=60 if QUICK else 400, stateful_step_count=30, deadline=None),
     )
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 40))
 def test_levels_say_who_holds_how_much(depths, length):
     """Replica i holds the first depths[i] blocks; where there are few enough levels, exactly that comes out."""
-    known, keys = Residency(10**6, SECONDS), list(range(100, 100 + length))
+    known = Residency(10**6, SECONDS)
+    keys = list(range(100, 100 + length))
     depths = [min(depth, length) for depth in depths]
     for slot, depth in enumerate(depths):
         known.open(slot)
@@ -153,22 +161,37 @@ def test_levels_say_who_holds_how_much(depths, length):
     for most in (3, 8):
         few = known.levels(keys, most)
         assert len(few) <= most
-        coarse = [max((n for n, holders in few if holders >> slot & 1), default=0) for slot in range(len(depths))]
+        coarse = [
+            max((n for n, holders in few if holders >> slot & 1), default=0)
+            for slot in range(len(depths))
+        ]
         least = [depth - -(-length // most) for depth in depths]
-        assert all(low < found <= depth for low, found, depth in zip(least, coarse, depths, strict=True))
+        assert all(
+            low < found <= depth for low, found, depth in zip(least, coarse, depths, strict=True)
+        )
     levels = known.levels(keys)
     assert [level.num_blocks for level in levels] == sorted({level.num_blocks for level in levels})
-    found = [max((n for n, holders in levels if holders >> slot & 1), default=0) for slot in range(len(depths))]
+    found = [
+        max((n for n, holders in levels if holders >> slot & 1), default=0)
+        for slot in range(len(depths))
+    ]
     step = -(-length // 32)
-    assert all(depth - step < known_depth <= depth for known_depth, depth in zip(found, depths, strict=True))
+    assert all(
+        depth - step < known_depth <= depth
+        for known_depth, depth in zip(found, depths, strict=True)
+    )
     if step == 1:
-        expected = [Level(d, sum(1 << i for i, own in enumerate(depths) if own >= d)) for d in sorted({*depths} - {0})]
+        expected = [
+            Level(d, sum(1 << i for i, own in enumerate(depths) if own >= d))
+            for d in sorted({*depths} - {0})
+        ]
         assert levels == expected
 
 
 @given(st.lists(st.integers(0, 40), max_size=4), st.integers(1, 40))
 def test_what_anybody_holds_reaches_as_far_as_the_longest(depths, length):
-    known, keys = Residency(10**6, SECONDS), list(range(100, 100 + length))
+    known = Residency(10**6, SECONDS)
+    keys = list(range(100, 100 + length))
     for slot, depth in enumerate(depths):
         known.open(slot)
         assert known.apply(slot, batch_of(0, keys[:depth]), 0.0)
@@ -236,7 +259,9 @@ def test_a_prefix_is_still_found_in_a_coarse_map():
 
 
 @pytest.mark.parametrize(
-    ("max_entries", "seconds"), [(0, 1.0), (1, 0.0), (1, math.inf), (1, math.nan)], ids=["none", "zero", "inf", "nan"]
+    ("max_entries", "seconds"),
+    [(0, 1.0), (1, 0.0), (1, math.inf), (1, math.nan)],
+    ids=["none", "zero", "inf", "nan"],
 )
 def test_bounds_that_are_none_are_refused(max_entries, seconds):
     with pytest.raises(ConfigError, match=r"max_entries|believed_seconds"):
@@ -258,7 +283,8 @@ def state(key):
 @given(st.lists(st.sets(st.integers(1, 60)), min_size=1, max_size=6), st.integers(1, 60))
 def test_the_last_state_of_each_is_found(ends, length):
     """Replica i has states behind the blocks in ends[i]; where there are few enough, exactly the last comes out."""
-    known, keys = Residency(10**6, SECONDS), [state(256 * number) for number in range(1, length + 1)]
+    known = Residency(10**6, SECONDS)
+    keys = [state(256 * number) for number in range(1, length + 1)]
     lasts = []
     for slot, own in enumerate(ends):
         known.open(slot)
@@ -268,8 +294,13 @@ def test_the_last_state_of_each_is_found(ends, length):
     for most in (4, 32):
         levels = known.deepest(keys, most)
         assert len(levels) <= most + 1
-        assert [level.num_blocks for level in levels] == sorted({level.num_blocks for level in levels})
-        found = [max((n for n, holders in levels if holders >> slot & 1), default=0) for slot in range(len(ends))]
+        assert [level.num_blocks for level in levels] == sorted(
+            {level.num_blocks for level in levels}
+        )
+        found = [
+            max((n for n, holders in levels if holders >> slot & 1), default=0)
+            for slot in range(len(ends))
+        ]
         step = -(-length // most)
         assert all(last - step < one <= last for one, last in zip(found, lasts, strict=True))
         assert all((one > 0) == (last > 0) for one, last in zip(found, lasts, strict=True))

@@ -66,10 +66,13 @@ replicas = st.lists(
 @given(replicas, st.integers(1, 30), st.booleans())
 def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
     """(blocks held, tokens queued, requests running, draining, asked for) of each; the sums are written out here."""
-    router, keys = router_of(len(figures)), list(range(1000, 1000 + length))
-    sums, allowed = {}, []
+    router = router_of(len(figures))
+    keys = list(range(1000, 1000 + length))
+    sums = {}
+    allowed = []
     for number, (held, queued, running, draining, asked) in enumerate(figures):
-        name, held = f"r{number}", min(held, length)
+        name = f"r{number}"
+        held = min(held, length)
         router.take_events(name, told(keys[:held]), 0.0)
         router.take_report(
             name,
@@ -103,7 +106,8 @@ def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
     router.check()
 
 
-DISK, SERVER = 0.1 * SPEED, 0.3 * SPEED
+DISK = 0.1 * SPEED
+SERVER = 0.3 * SPEED
 tiered = st.lists(
     st.tuples(
         st.integers(0, 30), st.integers(0, 30), st.booleans(), st.booleans(), st.integers(0, 300)
@@ -127,7 +131,9 @@ def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
     on_server = min(on_server, length) // 2 * 2
     sums = {}
     for number, (pool, held, has_disk, has_server, queued) in enumerate(figures):
-        name, pool, held = f"r{number}", min(pool, length), min(held, length) // 3 * 3
+        name = f"r{number}"
+        pool = min(pool, length)
+        held = min(held, length) // 3 * 3
         told_here = [*keys[:pool], *disk[2:held:3], *(server[1:on_server:2] if number == 0 else [])]
         router.take_events(name, told(told_here), 0.0)
         speeds = {
@@ -175,9 +181,12 @@ def test_a_tier_sends_a_prompt_away_from_a_full_home():
     )
 )
 def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
-    router, members, draining = PrefixRouter(), set(), set()
+    router = PrefixRouter()
+    members = set()
+    draining = set()
     for now, (what, number) in enumerate(steps):
-        name, prompt = f"r{number}", chain([number, number + 1])
+        name = f"r{number}"
+        prompt = chain([number, number + 1])
         if what == "add":
             router.add(name)
             draining -= {name} - members
@@ -201,7 +210,8 @@ def test_nobody_is_chosen_who_is_not_there_or_drains(steps):
 
 
 def test_an_identical_prompt_goes_where_the_first_one_went():
-    router, prompt = router_of(50), chain(range(40))
+    router = router_of(50)
+    prompt = chain(range(40))
     choice = best(router, prompt)
     router.note_routed(choice, prompt, 0.0)
     again = best(router, prompt, 100.0)
@@ -212,7 +222,8 @@ def test_an_identical_prompt_goes_where_the_first_one_went():
 
 
 def test_a_prompt_that_leaves_no_token_to_compute_computes_its_last():
-    router, prompt = router_of(2), chain(range(4), num_tokens=64)
+    router = router_of(2)
+    prompt = chain(range(4), num_tokens=64)
     router.take_events("r1", told(range(4)), 0.0)
     choice = best(router, prompt)
     assert (choice.replica_id, choice.matched_tokens, choice.missing_tokens) == ("r1", 63, 1)
@@ -247,7 +258,8 @@ def test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken():
 
 def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
     """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait, is worth a home."""
-    router, head = router_of(10), list(range(30))
+    router = router_of(10)
+    head = list(range(30))
     used = collections.Counter()
     for number in range(6):
         prompt = chain([*head, *range(500 + 10 * number, 510 + 10 * number)])
@@ -261,7 +273,8 @@ def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
 
 
 def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
-    router, prompt = router_of(1), chain(range(100))
+    router = router_of(1)
+    prompt = chain(range(100))
     cold = best(router, prompt)
     router.note_routed(cold, prompt, 0.0)
     other = chain([5000])
@@ -276,13 +289,15 @@ def test_what_was_routed_counts_until_it_is_reported_and_drains_by_itself():
 
 
 def test_what_is_routed_to_a_replica_that_was_idle_counts_from_now_on():
-    router, prompt = router_of(1), chain(range(100))
+    router = router_of(1)
+    prompt = chain(range(100))
     router.note_routed(best(router, prompt, 1000.0), prompt, 1000.0)
     assert best(router, chain([5000]), 1000.0).expected_seconds == pytest.approx(1.601 + 0.017)
 
 
 def test_what_never_arrived_does_not_wait():
-    router, prompt = router_of(1), chain(range(100))
+    router = router_of(1)
+    prompt = chain(range(100))
     choice = best(router, prompt)
     router.note_routed(choice, prompt, 0.0)
     router.note_not_started(choice)
@@ -296,7 +311,8 @@ def test_what_never_arrived_does_not_wait():
     ids=["places", "blocks"],
 )
 def test_a_full_replica_waits_for_somebody_to_leave(full):
-    router, keys = router_of(2), list(range(20))
+    router = router_of(2)
+    keys = list(range(20))
     router.take_events("r0", told(keys[:10]), 0.0)
     assert first(router, chain(keys)) == "r0"
     router.take_report("r0", report(1, answer_seconds=8.0, **full), 0.0)
@@ -320,7 +336,8 @@ def test_a_tenant_learns_nothing_of_another():
     """What one tenant has cached changes neither the other's choice nor its figures."""
     tokens = list(range(160))
     mine, theirs = (PromptChain.of(tokens, shared_root(ROOT, tenant, None), 16) for tenant in "ab")
-    alone, beside = router_of(8), router_of(8)
+    alone = router_of(8)
+    beside = router_of(8)
     beside.take_events("r5", told(list(theirs.keys)), 0.0)
     assert best(beside, theirs)[:2] == ("r5", 160 - 1)
     assert beside.choose(mine, 0.0, count=8) == alone.choose(mine, 0.0, count=8)
@@ -357,7 +374,8 @@ def test_a_new_replica_is_as_fast_as_the_others():
 
 def test_many_holders_and_few_give_the_same_depths():
     """Holders are read in two ways, by their number; here a hundred replicas hold ever less of a chain."""
-    router, keys = router_of(100), list(range(24))
+    router = router_of(100)
+    keys = list(range(24))
     for number in range(100):
         router.take_events(f"r{number}", told(keys[: number % 25]), 0.0)
     choices = router.choose(chain(keys), 0.0, count=100)

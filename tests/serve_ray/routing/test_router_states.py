@@ -23,7 +23,8 @@ def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
     """And of none with a state the one with the blocks, which is where the next state will be kept. Twice the queue of
     what the state saves sends the prompt away."""
     prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
-    plain, states = prompt._replace(states=()), prompt.states[Place.POOL]
+    plain = prompt._replace(states=())
+    states = prompt.states[Place.POOL]
     assert {first(router_of(20), prompt), first(router_of(20), plain)} <= {
         f"r{number}" for number in range(20)
     }
@@ -65,7 +66,8 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
     and what the first of them told of the server: tiers hold all of the prompt's blocks. Blocks in the pool are not
     read again, and of the states the deepest alone, for as long as a block. The last token is always computed."""
     prompt = PromptChain.of(list(range(num_tokens)), ROOT, 16, has_states=True)
-    router, last = router_of(len(figures)), (num_tokens - 1) // 16
+    router = router_of(len(figures))
+    last = (num_tokens - 1) // 16
     in_tiers = [*prompt.disk.keys, *prompt.shared.keys]
 
     def deepest(ends):
@@ -95,7 +97,8 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
         there = min(
             max(in_pool, held), end
         )  # what is held behind the state that is read is computed again
-        from_disk, from_server = max(0, disk_end - there), end - max(there, disk_end)
+        from_disk = max(0, disk_end - there)
+        from_server = end - max(there, disk_end)
         if end > disk_end:
             from_server += 1
         elif end > in_pool:

@@ -24,7 +24,8 @@ class Answer:
     """What Ray gives for a question: it waits for ever where `found` is None."""
 
     def __init__(self, found, ended):
-        self._found, self._ended = found, ended
+        self._found = found
+        self._ended = ended
 
     def __await__(self):
         return self._wait().__await__()
@@ -92,11 +93,19 @@ def test_one_that_hangs_keeps_nobody_from_being_looked_at(three, handle, monkeyp
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", NEVER)
     handle.hung = {"b"}
     before = handle.asked.copy()
-    wait_until(lambda: min(handle.asked[name, "tell"] - before[name, "tell"] for name in "ac") > 20, "many looks", 60)
-    assert handle.asked["b", "tell"] - before["b", "tell"] <= 2, "a second look at it began while the first one hung"
+    wait_until(
+        lambda: min(handle.asked[name, "tell"] - before[name, "tell"] for name in "ac") > 20,
+        "many looks",
+        60,
+    )
+    assert handle.asked["b", "tell"] - before["b", "tell"] <= 2, (
+        "a second look at it began while the first one hung"
+    )
 
 
-def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does(three, handle, monkeypatch):
+def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does(
+    three, handle, monkeypatch
+):
     three.open(60)
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", 0.05)
     monkeypatch.setattr(pool, "_SAYING_SECONDS", NEVER)
@@ -135,7 +144,9 @@ def test_where_nobody_answers_all_are_asked(three, handle, monkeypatch):
     assert all(handle.asked[name, "figures"] for name in "abc")
 
 
-def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_gone(three, handle, monkeypatch):
+def test_what_replicas_are_is_learnt_from_another_once_the_one_that_said_it_is_gone(
+    three, handle, monkeypatch
+):
     three.open(60)
     assert three.about.replica == "a"
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", NEVER)

@@ -8,7 +8,9 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.watch.members import tell_members, usable_members, watch_members
 
-OLD, NEW, OTHER = {"model": "m", "root": "old"}, {"model": "m", "root": "new"}, {"model": "x", "root": "new"}
+OLD = {"model": "m", "root": "old"}
+NEW = {"model": "m", "root": "new"}
+OTHER = {"model": "x", "root": "new"}
 
 
 @pytest.fixture

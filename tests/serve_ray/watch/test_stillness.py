@@ -7,7 +7,11 @@ def test_only_work_without_progress_and_without_processor_time_is_stillness():
     watch = Stillness()
     assert watch.look((1,), True, 0.0, 0.0) == 0.0
     # Nothing moves, and next to nothing is computed.
-    assert [watch.look((1,), True, 0.01 * now, float(now)) for now in (2, 4, 60)] == [2.0, 4.0, 60.0]
+    assert [watch.look((1,), True, 0.01 * now, float(now)) for now in (2, 4, 60)] == [
+        2.0,
+        4.0,
+        60.0,
+    ]
     # A slow step: no figure moves, the processor works.
     assert watch.look((1,), True, 30.0, 62.0) == 0.0
     assert watch.look((1,), True, 31.9, 64.0) == 0.0

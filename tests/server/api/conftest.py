@@ -38,7 +38,8 @@ async def app(spoken_engine):
     """`app.engine` is the engine, `app.state` the model's."""
     served = create_app(spoken_engine, ServerSettings(model_name="fake", max_queue_tokens=1 << 22))
     async with app_client(served) as client:
-        client.engine, client.state = spoken_engine, served.state.kv.first
+        client.engine = spoken_engine
+        client.state = served.state.kv.first
         yield client
 
 

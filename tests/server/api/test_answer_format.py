@@ -14,10 +14,14 @@ from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 SCHEMA = {
     "type": "object",
-    "properties": {"ok": {"type": "boolean"}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "ok": {"type": "boolean"},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["ok", "n"],
     "additionalProperties": False,
 }
@@ -38,7 +42,11 @@ async def app(engine):
 
 
 def body(path, **more):
-    ask = {"prompt": "hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hello"}]}
+    ask = (
+        {"prompt": "hello"}
+        if path == COMPLETIONS
+        else {"messages": [{"role": "user", "content": "hello"}]}
+    )
     return {**ask, "max_tokens": 120, "seed": 3, **more}
 
 
@@ -88,7 +96,9 @@ async def test_other_forms(app, spelled, form):
 
 
 async def test_any_object(app):
-    answer = await app.post(CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"}))
+    answer = await app.post(
+        CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"})
+    )
     assert answer.status_code == 200
     assert text_of(answer.json()).startswith("{")
 
@@ -105,7 +115,10 @@ async def test_drafts_are_counted_and_change_nothing(app):
     answers = {}
     for way in ("off", "on"):
         answer = await app.post(
-            COMPLETIONS, json=body(COMPLETIONS, json_schema=SCHEMA, kvboost={"speculation": way, "max_draft_tokens": 4})
+            COMPLETIONS,
+            json=body(
+                COMPLETIONS, json_schema=SCHEMA, kvboost={"speculation": way, "max_draft_tokens": 4}
+            ),
         )
         answers[way] = answer.json()
     assert text_of(answers["on"]) == text_of(answers["off"])
@@ -113,10 +126,16 @@ async def test_drafts_are_counted_and_change_nothing(app):
     assert answers["on"]["timings"]["draft_n"] >= answers["on"]["timings"]["draft_n_accepted"] > 0
     metrics = (await app.get("/metrics")).text
     found = {
-        name: float(value) for name, value in re.findall(r"^(vllm:spec_decode_\w+)\{.*\} (\S+)$", metrics, re.MULTILINE)
+        name: float(value)
+        for name, value in re.findall(
+            r"^(vllm:spec_decode_\w+)\{.*\} (\S+)$", metrics, re.MULTILINE
+        )
     }
     assert found["vllm:spec_decode_num_draft_tokens_total"] >= answers["on"]["timings"]["draft_n"]
-    assert found["vllm:spec_decode_num_accepted_tokens_total"] >= answers["on"]["timings"]["draft_n_accepted"]
+    assert (
+        found["vllm:spec_decode_num_accepted_tokens_total"]
+        >= answers["on"]["timings"]["draft_n_accepted"]
+    )
 
 
 async def test_a_schema_of_5_mb_is_refused(app):
@@ -127,7 +146,8 @@ async def test_a_schema_of_5_mb_is_refused(app):
 
 async def test_what_is_compiled_does_not_hold_the_event_loop(app, monkeypatch):
     """Short requests are queued by the loop itself; not those whose answer has to fit something."""
-    make, threads = Structures.make, list[threading.Thread]()
+    make = Structures.make
+    threads = list[threading.Thread]()
 
     def noting(self, grammar):
         threads.append(threading.current_thread())

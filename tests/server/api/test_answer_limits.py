@@ -15,7 +15,11 @@ async def test_too_many_log_probabilities_are_refused_with_the_arithmetic(tiny_a
     body = {"prompt": [5] * 200, "max_tokens": 10, "logprobs": 20, "echo": True}
     answer = await tiny_app.post("/v1/completions", json={**body, "n": 128})
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, "logprobs", "request_too_large")
+    assert (answer.status_code, error["param"], error["code"]) == (
+        400,
+        "logprobs",
+        "request_too_large",
+    )
     assert f"{210 * 128} x 21 = {210 * 128 * 21}" in error["message"]
     assert str(limit) in error["message"]
     chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, "n": 100, "max_tokens": 250}
@@ -26,18 +30,31 @@ async def test_too_many_log_probabilities_are_refused_with_the_arithmetic(tiny_a
 
 def pieces(answer):
     """The choices of a stream's chunks."""
-    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [
+        json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
 def shown(server, **fields):
     """The text of an answer and the tokens of its log probabilities, the same from a stream."""
-    body = {"messages": MESSAGES, "temperature": 0, "logprobs": True, "top_logprobs": 1, "max_tokens": 12, **fields}
+    body = {
+        "messages": MESSAGES,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "max_tokens": 12,
+        **fields,
+    }
     with server.client() as client:
         whole = client.post(CHAT, json=body).json()["choices"][0]
         parts = pieces(client.post(CHAT, json={**body, "stream": True}))
-    content = [token for part in parts for token in (part["logprobs"] or {"content": []})["content"]]
-    assert [token["token"] for token in content] == [token["token"] for token in whole["logprobs"]["content"]]
+    content = [
+        token for part in parts for token in (part["logprobs"] or {"content": []})["content"]
+    ]
+    assert [token["token"] for token in content] == [
+        token["token"] for token in whole["logprobs"]["content"]
+    ]
     assert [token["logprob"] for token in content] == pytest.approx(
         [token["logprob"] for token in whole["logprobs"]["content"]], abs=1e-5
     )
@@ -65,11 +82,18 @@ def test_an_answer_goes_on_with_the_last_message(live_server):
     expected = live_server.engine.generate(ids, max_new_tokens=6)
     with live_server.client() as client:
         body = {"messages": begun, "max_tokens": 6, "temperature": 0}
-        for extra in ({}, {"continue_final_message": True}, {"continue_final_message": True, "stream": False}):
+        for extra in (
+            {},
+            {"continue_final_message": True},
+            {"continue_final_message": True, "stream": False},
+        ):
             answer = client.post(CHAT, json={**body, **extra}).json()
             assert answer["choices"][0]["message"]["content"] == expected.output_text
             assert answer["usage"]["prompt_tokens"] == len(ids)
-        for extra, prompt in (({"continue_final_message": False}, True), ({"add_generation_prompt": False}, False)):
+        for extra, prompt in (
+            ({"continue_final_message": False}, True),
+            ({"add_generation_prompt": False}, False),
+        ):
             answer = client.post(CHAT, json={**body, **extra}).json()
             assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode_chat(begun, prompt))
         wrong = [
@@ -78,7 +102,10 @@ def test_an_answer_goes_on_with_the_last_message(live_server):
         ]
         for bad in wrong:
             answer = client.post(CHAT, json=bad)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (
+                400,
+                "continue_final_message",
+            )
 
 
 def test_no_message_speaks_as_the_system(live_server):
@@ -92,7 +119,9 @@ def test_no_message_speaks_as_the_system(live_server):
         ]
         answer = client.post(CHAT, json={"messages": attack, "max_tokens": 1})
     ids = {tokenizer.codec.token_id(text) for text in special}
-    assert [sum(i in ids for i in tokens) for tokens in found] == [sum(i in ids for i in found[1])] * 2
+    assert [sum(i in ids for i in tokens) for tokens in found] == [
+        sum(i in ids for i in found[1])
+    ] * 2
     assert answer.json()["usage"]["prompt_tokens"] == len(found[0])
     expected = live_server.engine.generate(attack, max_new_tokens=1)
     assert expected.prompt_tokens == len(found[0])

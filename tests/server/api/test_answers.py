@@ -22,9 +22,15 @@ ASKED = [
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
     ("/v1/responses", {"input": "hello", "max_output_tokens": 3}),
-    ("/api/chat", {"model": "tiny", "messages": MESSAGES, "stream": False, "options": {"num_predict": 3}}),
+    (
+        "/api/chat",
+        {"model": "tiny", "messages": MESSAGES, "stream": False, "options": {"num_predict": 3}},
+    ),
     ("/api/chat", {"model": "tiny:latest"}),
-    ("/api/generate", {"model": "tiny", "prompt": "hello", "stream": False, "options": {"num_predict": 3}}),
+    (
+        "/api/generate",
+        {"model": "tiny", "prompt": "hello", "stream": False, "options": {"num_predict": 3}},
+    ),
     ("/api/tags", None),
     ("/api/ps", None),
     ("/api/show", {"model": "tiny"}),
@@ -51,7 +57,10 @@ ASKED = [
 
 
 def model_of(path):
-    named = {"/v1/models/tiny": "/v1/models/{name:path}", "/v1/requests/last/cache": "/v1/requests/{request_id}/cache"}
+    named = {
+        "/v1/models/tiny": "/v1/models/{name:path}",
+        "/v1/requests/last/cache": "/v1/requests/{request_id}/cache",
+    }
     return ANSWERS[named.get(path, path)]
 
 
@@ -60,20 +69,32 @@ async def ask(app, path, body):
 
 
 def test_every_route_is_asked():
-    elsewhere = {RerankAnswer, DeletedResponse, ItemList}  # in test_embeddings.py and test_responses.py
+    elsewhere = {
+        RerankAnswer,
+        DeletedResponse,
+        ItemList,
+    }  # in test_embeddings.py and test_responses.py
     assert {model_of(path) for path, _ in ASKED} == {*ANSWERS.values()} - elsewhere
 
 
 def test_no_model_lets_a_key_pass_that_it_does_not_name():
-    models = [kind for kind in vars(answers).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    models = [
+        kind
+        for kind in vars(answers).values()
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
+    ]
     assert len(models) > 20
-    assert {kind.__name__ for kind in models if kind.model_config.get("extra") != "forbid"} == {"BaseModel"}
+    assert {kind.__name__ for kind in models if kind.model_config.get("extra") != "forbid"} == {
+        "BaseModel"
+    }
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)
 async def test_answers_have_the_keys_of_their_models(tiny_app, path, body):
     if "requests" in path:
-        assert (await ask(tiny_app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})).status_code == 200
+        assert (
+            await ask(tiny_app, "/v1/completions", {"prompt": "hello", "max_tokens": 1})
+        ).status_code == 200
     answer = await ask(tiny_app, path, body)
     assert answer.status_code == 200, answer.text
     TypeAdapter(model_of(path)).validate_json(answer.content, strict=True)
@@ -87,9 +108,13 @@ async def test_what_nobody_asks_for_is_left_out(tiny_app, path):
         "/tokenize": {"content": "hello"},
     }
     answer = (await ask(tiny_app, path, bodies[path])).json()
-    model, name, shown = model_of(path), "token_strs", answer
+    model = model_of(path)
+    name = "token_strs"
+    shown = answer
     if path != "/tokenize":
-        model, name, shown = model.model_fields["choices"].annotation.__args__[0], "token_ids", answer["choices"][0]
+        model = model.model_fields["choices"].annotation.__args__[0]
+        name = "token_ids"
+        shown = answer["choices"][0]
     assert set(model.model_fields) - set(shown) == {name}
     assert set(shown) == set(model.model_json_schema()["required"])
 

@@ -14,12 +14,17 @@ from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
 HARMONY = FORMATS["harmony"]
-PING = {"name": "ping", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+PING = {
+    "name": "ping",
+    "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 
 
 @pytest.mark.parametrize("form", ["harmony"], indirect=True)
 async def test_json_stands_in_the_answer(app, speaker):
-    speaker.text = HARMONY.thought.format("Hm.") + '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
+    speaker.text = (
+        HARMONY.thought.format("Hm.") + '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
+    )
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
     chat = APIS["/v1/chat/completions"]
@@ -30,10 +35,14 @@ async def test_json_stands_in_the_answer(app, speaker):
 def tiny(tmp_path_factory):
     """Its own logits, with a leaning to the letter that calls begin with, and to white space."""
     directory = save_gpt_oss(
-        tmp_path_factory.mktemp("gpt-oss"), mxfp4=True, markers=HARMONY.markers, template=HARMONY.template
+        tmp_path_factory.mktemp("gpt-oss"),
+        mxfp4=True,
+        markers=HARMONY.markers,
+        template=HARMONY.template,
     )
     with CPUPagedEngine.from_pretrained(str(directory), num_blocks=64, backend="cpu") as engine:
-        runner, bias = engine._parts.runner, np.zeros(engine.runner_info.vocab_size, np.float32)
+        runner = engine._parts.runner
+        bias = np.zeros(engine.runner_info.vocab_size, np.float32)
         for text, number in {"<|channel|>": 30, "c": 60, " ": 20}.items():
             bias[engine.tokenizer.encode(text, False)[-1]] = number
         forward = runner.forward
@@ -47,9 +56,14 @@ async def test_a_tiny_model_is_held_to_a_call(path, tiny):
     assert tiny.runner_info.architecture == "gpt_oss"
     api = APIS[path]
     async with app_client(create_app(tiny, ServerSettings(model_name="fake"))) as client:
-        body = api.body(tools=[{"type": "function", "function": PING}], choice="required", limit=120)
+        body = api.body(
+            tools=[{"type": "function", "function": PING}], choice="required", limit=120
+        )
         said = api.said(await api.ask(client, body))
-    assert (said.reason, [(name, json.loads(text)) for name, text in said.calls]) == ("tool_calls", [("ping", {})])
+    assert (said.reason, [(name, json.loads(text)) for name, text in said.calls]) == (
+        "tool_calls",
+        [("ping", {})],
+    )
 
 
 def test_both_ends_of_a_turn_end_it_and_the_end_of_a_message_does_not(tiny):

@@ -11,11 +11,17 @@ MESSAGES = [
 
 def test_an_answer_equals_the_engines(client, live_server):
     expected = live_server.engine.generate(MESSAGES, max_new_tokens=12)
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0
+    )
     assert answer.object == "chat.completion"
     assert answer.id.startswith("chatcmpl-")
     message = answer.choices[0].message
-    assert (message.role, message.content, message.refusal) == ("assistant", expected.output_text, None)
+    assert (message.role, message.content, message.refusal) == (
+        "assistant",
+        expected.output_text,
+        None,
+    )
     assert answer.choices[0].finish_reason == expected.finish_reason
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == expected.prompt_tokens
@@ -29,7 +35,9 @@ def test_without_a_limit_the_answer_may_fill_what_there_is(client, live_server):
     expected = live_server.engine.generate(MESSAGES, max_new_tokens=None)
     answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
     assert answer.choices[0].message.content == expected.output_text
-    limited = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=3)
+    limited = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=3
+    )
     assert limited.usage is not None
     assert (limited.usage.completion_tokens, limited.choices[0].finish_reason) == (3, "length")
 
@@ -37,7 +45,13 @@ def test_without_a_limit_the_answer_may_fill_what_there_is(client, live_server):
 def test_developer_messages_and_text_parts(client):
     parts = [
         {"role": "developer", "content": [{"type": "text", "text": "Answer in one sentence."}]},
-        {"role": "user", "content": [{"type": "text", "text": "What grinds"}, {"type": "text", "text": "the corn?"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What grinds"},
+                {"type": "text", "text": "the corn?"},
+            ],
+        },
     ]
     plain = [MESSAGES[0], {"role": "user", "content": "What grinds\nthe corn?"}]
     answers = [
@@ -51,10 +65,19 @@ def test_developer_messages_and_text_parts(client):
 
 
 def test_several_choices_also_at_temperature_0(client):
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, n=3)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, n=3
+    )
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) == 1
-    options = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 1.5, "seed": 5, "n": 3}
+    options = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "temperature": 1.5,
+        "seed": 5,
+        "n": 3,
+    }
     first, second = (client.chat.completions.create(**options) for _ in range(2))
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in second.choices]
@@ -72,12 +95,16 @@ def test_logprobs_with_bytes(client, live_server):
     assert len(content) == expected.generated_tokens
     for shown, token in zip(content, expected.logprobs, strict=True):
         assert shown.logprob == pytest.approx(token.logprob, abs=1e-5)
-        assert [top.logprob for top in shown.top_logprobs] == pytest.approx([p for _, p in token.top], abs=1e-5)
+        assert [top.logprob for top in shown.top_logprobs] == pytest.approx(
+            [p for _, p in token.top], abs=1e-5
+        )
         assert shown.bytes is not None
         assert bytes(shown.bytes).decode("utf-8", "replace") == shown.token
     text = b"".join(bytes(shown.bytes or ()) for shown in content)
     assert text.decode().startswith(expected.output_text)
-    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2, logprobs=True)
+    plain = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=2, logprobs=True
+    )
     assert plain.choices[0].logprobs is not None
     assert plain.choices[0].logprobs.content is not None
     assert all(token.top_logprobs == [] for token in plain.choices[0].logprobs.content)
@@ -85,19 +112,32 @@ def test_logprobs_with_bytes(client, live_server):
 
 def test_penalties_and_biases(client, live_server):
     fields = {"presence_penalty": 1.5, "frequency_penalty": 1.5, "logit_bias": {"310": -50}}
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, **fields)
-    expected = live_server.engine.generate(MESSAGES, max_new_tokens=12, **{**fields, "logit_bias": {310: -50}})
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, **fields
+    )
+    expected = live_server.engine.generate(
+        MESSAGES, max_new_tokens=12, **{**fields, "logit_bias": {310: -50}}
+    )
     assert answer.choices[0].message.content == expected.output_text
 
 
 def test_a_conversation_finds_its_own_past_in_the_cache(client, live_server):
-    messages = [{"role": "user", "content": "Tell me of the year 1893 and of the bridge at the old mill. " * 4}]
-    first = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=24, temperature=0)
+    messages = [
+        {
+            "role": "user",
+            "content": "Tell me of the year 1893 and of the bridge at the old mill. " * 4,
+        }
+    ]
+    first = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=24, temperature=0
+    )
     messages += [
         {"role": "assistant", "content": first.choices[0].message.content},
         {"role": "user", "content": "And the year after?"},
     ]
-    second = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, temperature=0)
+    second = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=4, temperature=0
+    )
     assert first.usage is not None
     assert second.usage is not None
     assert second.usage.prompt_tokens_details is not None

@@ -21,7 +21,11 @@ def test_text_and_token_ids_equal_the_engine(client, live_server):
         assert answer.model == MODEL
         assert answer.system_fingerprint
         choice = answer.choices[0]
-        assert (choice.text, choice.finish_reason, choice.index) == (expected.output_text, expected.finish_reason, 0)
+        assert (choice.text, choice.finish_reason, choice.index) == (
+            expected.output_text,
+            expected.finish_reason,
+            0,
+        )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == len(ids)
         assert answer.usage.completion_tokens == expected.generated_tokens
@@ -37,9 +41,15 @@ def test_sixteen_tokens_unless_told_otherwise(client):
 
 def test_several_prompts_and_choices_in_order(client, live_server):
     prompts = [PROMPT, "A festival of", "The river"]
-    answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=6, temperature=0)
-    expected = [live_server.engine.generate(prompt, max_new_tokens=6).output_text for prompt in prompts]
-    assert [choice.text for choice in answer.choices] == [text for text in expected for _ in range(2)]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompts, n=2, max_tokens=6, temperature=0
+    )
+    expected = [
+        live_server.engine.generate(prompt, max_new_tokens=6).output_text for prompt in prompts
+    ]
+    assert [choice.text for choice in answer.choices] == [
+        text for text in expected for _ in range(2)
+    ]
     assert [choice.index for choice in answer.choices] == list(range(6))
     ids = [live_server.engine.tokenizer.encode(prompt) for prompt in prompts]
     assert answer.usage is not None
@@ -55,16 +65,28 @@ def test_seeds_repeat_and_choices_of_a_seed_differ(client, live_server):
     assert texts == [choice.text for choice in second.choices]
     assert len(set(texts)) > 1
     for choice, text in enumerate(texts):
-        alone = live_server.engine.generate(PROMPT, max_new_tokens=12, temperature=1.5, seed=7 + choice)
+        alone = live_server.engine.generate(
+            PROMPT, max_new_tokens=12, temperature=1.5, seed=7 + choice
+        )
         assert alone.output_text == text
 
 
 def test_best_of_takes_the_highest_mean_logprob(client, live_server):
     answer = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1.5, seed=3, best_of=5, n=2, logprobs=0
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=1.5,
+        seed=3,
+        best_of=5,
+        n=2,
+        logprobs=0,
     )
     runs = [
-        live_server.engine.generate(PROMPT, max_new_tokens=8, temperature=1.5, seed=3 + i, logprobs=0) for i in range(5)
+        live_server.engine.generate(
+            PROMPT, max_new_tokens=8, temperature=1.5, seed=3 + i, logprobs=0
+        )
+        for i in range(5)
     ]
     means = [np.mean([token.logprob for token in run.logprobs]) for run in runs]
     order = sorted(range(5), key=lambda i: -means[i])[:2]
@@ -75,11 +97,15 @@ def test_best_of_takes_the_highest_mean_logprob(client, live_server):
 
 def test_logprobs_are_the_models_own(client, live_server):
     engine = live_server.engine
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3)
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3
+    )
     expected = engine.generate(PROMPT, max_new_tokens=5, logprobs=3)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
-    assert logprobs.token_logprobs == pytest.approx([token.logprob for token in expected.logprobs], abs=1e-5)
+    assert logprobs.token_logprobs == pytest.approx(
+        [token.logprob for token in expected.logprobs], abs=1e-5
+    )
     assert logprobs.tokens is not None
     assert "".join(logprobs.tokens) == expected.output_text
     assert logprobs.top_logprobs is not None
@@ -92,7 +118,9 @@ def test_logprobs_are_the_models_own(client, live_server):
 def test_echo_with_logprobs_scores_the_prompt(client, live_server):
     engine = live_server.engine
     ids = engine.tokenizer.encode(PROMPT)
-    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    answer = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1
+    )
     choice = answer.choices[0]
     assert (choice.text, choice.finish_reason) == (PROMPT, "length")
     logits = engine.logits(ids).astype(np.float64)
@@ -110,7 +138,9 @@ def test_echo_with_logprobs_scores_the_prompt(client, live_server):
     assert choice.logprobs.text_offset[:2] == [0, 0], "the BOS token has no text"
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 0
-    longer = client.completions.create(model=MODEL, prompt=ids, max_tokens=3, echo=True, temperature=0)
+    longer = client.completions.create(
+        model=MODEL, prompt=ids, max_tokens=3, echo=True, temperature=0
+    )
     shown = engine.tokenizer.decode(ids, skip_special_tokens=False)
     assert longer.choices[0].text == shown + engine.generate(ids, max_new_tokens=3).output_text
 
@@ -127,7 +157,11 @@ def test_stop_tokens(client, live_server):
     whole = live_server.engine.generate(PROMPT, max_new_tokens=12)
     token = whole.output_token_ids[3]
     by_token = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"stop_token_ids": [token]}
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=12,
+        temperature=0,
+        extra_body={"stop_token_ids": [token]},
     )
     expected = live_server.engine.generate(PROMPT, max_new_tokens=12, stop_token_ids=[token])
     assert by_token.choices[0].text == expected.output_text
@@ -145,7 +179,9 @@ def test_sampling_fields_reach_the_engine(client, live_server):
     extra = [{"top_k": 2}, {"min_p": 0.9}, {"repetition_penalty": 50.0}, {"ignore_eos": True}]
     for field in fields + extra:
         sent = {"extra_body": field} if field in extra else field
-        answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=16, **base, **sent)
+        answer = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=16, **base, **sent
+        )
         for_engine = {"logit_bias": {300: 100}} if "logit_bias" in field else field
         expected = live_server.engine.generate(PROMPT, max_new_tokens=16, **base, **for_engine)
         assert answer.choices[0].text == expected.output_text, field
@@ -157,7 +193,9 @@ def test_cached_tokens_timings_and_reasons(client, live_server):
     block = live_server.engine.config.block_size
 
     def ask(**extra):
-        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0, extra_body=extra)
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=4, temperature=0, extra_body=extra
+        )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
         assert answer.model_extra is not None
@@ -198,7 +236,11 @@ def test_choices_share_the_prompt_in_flight(client, live_server):
 
 def test_token_ids_come_back_if_asked_for(client, live_server):
     answer = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, extra_body={"return_token_ids": True}
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=6,
+        temperature=0,
+        extra_body={"return_token_ids": True},
     )
     expected = live_server.engine.generate(PROMPT, max_new_tokens=6).output_token_ids
     assert answer.choices[0].model_extra == {"token_ids": list(expected)}
@@ -224,32 +266,47 @@ def test_parallel_requests_equal_single_ones(client, live_server):
     prompts = [f"{PROMPT} number {i}" for i in range(12)]
 
     def ask(prompt):
-        return client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0).choices[0].text
+        return (
+            client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
+            .choices[0]
+            .text
+        )
 
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(ask, prompts))
-    assert answers == [live_server.engine.generate(prompt, max_new_tokens=8).output_text for prompt in prompts]
+    assert answers == [
+        live_server.engine.generate(prompt, max_new_tokens=8).output_text for prompt in prompts
+    ]
     assert live_server.engine.paged_stats()["used_blocks"] == 0
 
 
-async def test_figures_count_a_prompt_once_and_times_from_its_arrival(tiny_app, tiny_engine, monkeypatch):
+async def test_figures_count_a_prompt_once_and_times_from_its_arrival(
+    tiny_app, tiny_engine, monkeypatch
+):
     """Three sequences of one prompt: computed once by the first. A slow tokenizer is part of the total."""
     prompt = "A mill stands by the river, and its wheel turns day and night. " * 5
     tokens = len(tiny_engine.tokenizer.encode(prompt))
     codec = tiny_engine.tokenizer.codec
-    encode, decoded = codec.encode, []
+    encode = codec.encode
+    decoded = []
     monkeypatch.setattr(codec, "encode", lambda *args: time.sleep(0.05) or encode(*args))
     decode = codec.decode
-    monkeypatch.setattr(codec, "decode", lambda ids, skip: decoded.append(len(ids)) or decode(ids, skip))
+    monkeypatch.setattr(
+        codec, "decode", lambda ids, skip: decoded.append(len(ids)) or decode(ids, skip)
+    )
     body = {"prompt": prompt, "n": 3, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     started = time.perf_counter()
     answer = (await tiny_app.post("/v1/completions", json=body)).json()
     seconds = time.perf_counter() - started
-    timings, ours, usage = answer["timings"], answer["kvboost"], answer["usage"]
+    timings = answer["timings"]
+    ours = answer["kvboost"]
+    usage = answer["usage"]
     assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"] == tokens
     assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert timings["predicted_n"] == usage["completion_tokens"] == 12
-    assert timings["prompt_per_second"] == pytest.approx(tokens * 1e3 / timings["prompt_ms"], rel=0.01)
+    assert timings["prompt_per_second"] == pytest.approx(
+        tokens * 1e3 / timings["prompt_ms"], rel=0.01
+    )
     parts = [ours[f"{name}_ms"] for name in ("tokenize", "queue", "lookup", "prefill", "decode")]
     assert sum(parts) == pytest.approx(ours["total_ms"], abs=0.01)
     assert 50 <= ours["tokenize_ms"] < ours["ttft_ms"] < ours["total_ms"] <= seconds * 1e3

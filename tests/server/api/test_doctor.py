@@ -24,11 +24,17 @@ from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 
 
-async def test_a_date_in_the_system_message_is_found_with_both_texts(app, speaker, spoken_engine, monkeypatch):
+async def test_a_date_in_the_system_message_is_found_with_both_texts(
+    app, speaker, spoken_engine, monkeypatch
+):
     # The time is told in milliseconds, of which a fake pass takes none.
     monkeypatch.setattr(runner_of(spoken_engine), "on_forward", lambda batch: time.sleep(0.002))
     first = await ask(app, SYSTEM.format("Tuesday"), "Hello!")
-    assert (first["cause"], first["compared_with"], first["hit_tokens"]) == ("first_seen", "", {"pool": 0})
+    assert (first["cause"], first["compared_with"], first["hit_tokens"]) == (
+        "first_seen",
+        "",
+        {"pool": 0},
+    )
     second = await ask(app, SYSTEM.format("Wednesday"), "Hello!")
     place = len(f"<|system|>{SYSTEM[: SYSTEM.index('{')]}")
     assert (second["cause"], second["position"]) == ("changed_text", place)
@@ -57,9 +63,22 @@ async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine, speaker):
         whole = [await ask(app, SYSTEM.format(day), "Hi") for day in ("Monday", "Tuesday")]
         app.headers["x-api-key"] = "two"
         told = []
-        for day, options in (("Monday", {}), ("Tuesday", {"stream_options": {"include_usage": True}})):
-            messages = [{"role": "system", "content": SYSTEM.format(day)}, {"role": "user", "content": "Hi"}]
-            body = {"messages": messages, "max_tokens": 90, "temperature": 0, "stream": True, **EXPLAIN, **options}
+        for day, options in (
+            ("Monday", {}),
+            ("Tuesday", {"stream_options": {"include_usage": True}}),
+        ):
+            messages = [
+                {"role": "system", "content": SYSTEM.format(day)},
+                {"role": "user", "content": "Hi"},
+            ]
+            body = {
+                "messages": messages,
+                "max_tokens": 90,
+                "temperature": 0,
+                "stream": True,
+                **EXPLAIN,
+                **options,
+            }
             lines = (await app.post(CHAT, json=body)).text.split("\n\n")
             chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert ["kvboost" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -74,7 +93,10 @@ async def test_who_does_not_ask_is_not_told(app, speaker):
     assert "cache" not in answer.json()["kvboost"]
 
 
-TOOLS = [{"type": "function", "function": {"name": name, "description": "x" * 40}} for name in ("clock", "maps")]
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "x" * 40}}
+    for name in ("clock", "maps")
+]
 
 
 async def test_tools_in_another_order(spoken_engine, speaker):
@@ -103,13 +125,23 @@ async def test_a_billing_line_is_left_out_and_said(spoken_engine, speaker):
     async with app_of(spoken_engine, normalise=("tools",)) as app:
         await ask(app, billed.format("cccc", "now"), "Hi")
         second = await ask(app, billed.format("dddd", "now"), "Hi")
-        assert (second["cause"], second["field"], second["normalised"]) == ("changed_text", "message 0 (system)", [])
+        assert (second["cause"], second["field"], second["normalised"]) == (
+            "changed_text",
+            "message 0 (system)",
+            [],
+        )
 
 
 async def test_the_same_text_in_other_tokens(demo_engine):
     tokenizer = demo_engine.tokenizer
-    ids = tokenizer.encode("The tokens of one word in this longer text are others, and all the rest is as it was. " * 2)
-    at = next(number for number in range(20, len(ids)) if len(tokenizer.decode(ids[number : number + 1])) > 2)
+    ids = tokenizer.encode(
+        "The tokens of one word in this longer text are others, and all the rest is as it was. " * 2
+    )
+    at = next(
+        number
+        for number in range(20, len(ids))
+        if len(tokenizer.decode(ids[number : number + 1])) > 2
+    )
     spelled = [tokenizer.encode(letter, False) for letter in tokenizer.decode([ids[at]])]
     async with app_of(demo_engine) as app:
         await complete(app, ids)
@@ -136,7 +168,11 @@ async def test_other_keys_and_salts_are_never_compared_with(spoken_engine, speak
         salted = await complete(app, secret, headers=one, cache_salt="salt")
         theirs = await complete(app, secret, headers=two)
         for found in (mine, salted, theirs):
-            assert (found["cause"], found["compared_with"], found["text_before"]) == ("first_seen", "", "")
+            assert (found["cause"], found["compared_with"], found["text_before"]) == (
+                "first_seen",
+                "",
+                "",
+            )
         path = f"/v1/requests/{mine['request_id']}/cache"
         assert (await app.get(path, headers=one)).json() == mine
         refused = await app.get(path, headers=two)
@@ -157,8 +193,16 @@ async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine, sp
             found = await ask(app, SYSTEM, "Hi", tools=TOOLS)
         assert found["cause"] in ("none", "tail")
         found = await ask(app, SYSTEM + "!", "Hi")
-        assert (found["cause"], found["text_before"], found["compared_with"]) == ("not_compared", "", "")
-        assert (await app.get("/v1/requests")).json() == {"object": "list", "data": [], "kept_seconds": 0}
+        assert (found["cause"], found["text_before"], found["compared_with"]) == (
+            "not_compared",
+            "",
+            "",
+        )
+        assert (await app.get("/v1/requests")).json() == {
+            "object": "list",
+            "data": [],
+            "kept_seconds": 0,
+        }
         answer = await app.get(f"/v1/requests/{found['request_id']}/cache")
         assert answer.status_code == 404
         assert "--request-history 0" in answer.json()["error"]["message"]
@@ -166,7 +210,10 @@ async def test_nothing_is_kept_with_history_0_and_that_is_said(spoken_engine, sp
 
 
 async def test_of_several_prompts_and_choices_the_first_is_told(app, speaker, spoken_engine):
-    prompts = ["The first of these prompts is about cats and dogs.", "The second is about the sea and ships."]
+    prompts = [
+        "The first of these prompts is about cats and dogs.",
+        "The second is about the sea and ships.",
+    ]
     found = await complete(app, prompts, n=2)
     assert (found["cause"], found["prompt_tokens"]) == ("first_seen", len(prompts[0]))
     found = await complete(app, prompts[0] + " Go on.")
@@ -190,9 +237,12 @@ async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app, speaker):
 
 async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
     """One that was computing is what its successor is compared with; one that only waited leaves nothing."""
-    running, waiting = (f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "That"))
+    running, waiting = (
+        f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "That")
+    )
     with fake_engine(num_blocks=512, max_context=4000, max_num_seqs=1) as engine:
-        go, seen = threading.Event(), threading.Event()
+        go = threading.Event()
+        seen = threading.Event()
 
         def hold(batch):
             seen.set()
@@ -200,7 +250,10 @@ async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
 
         async with app_of(engine) as app:
             runner_of(engine).on_forward = hold
-            tasks = [asyncio.ensure_future(complete(app, text, max_tokens=500)) for text in (running, waiting)]
+            tasks = [
+                asyncio.ensure_future(complete(app, text, max_tokens=500))
+                for text in (running, waiting)
+            ]
             while not (seen.is_set() and engine.num_waiting()):
                 await asyncio.sleep(0.001)
             for task in tasks:
@@ -222,7 +275,10 @@ async def test_requests_that_run_have_no_diagnosis_yet(app, spoken_engine, speak
     go = threading.Event()
     hold_passes(spoken_engine, go)
     try:
-        tasks = [asyncio.ensure_future(complete(app, "The same text at the same time, of two clients")) for _ in "ab"]
+        tasks = [
+            asyncio.ensure_future(complete(app, "The same text at the same time, of two clients"))
+            for _ in "ab"
+        ]
         while spoken_engine.num_running() + spoken_engine.num_waiting() < 2:
             await asyncio.sleep(0.001)
         assert (await app.get("/v1/requests")).json()["data"] == []
@@ -236,7 +292,8 @@ async def test_requests_that_run_have_no_diagnosis_yet(app, spoken_engine, speak
 
 
 async def test_no_text_of_a_prompt_is_in_the_log_and_causes_are_counted(app, speaker, kept_logging):
-    stream, secret = io.StringIO(), "Ann-Nym"
+    stream = io.StringIO()
+    secret = "Ann-Nym"
     configure_logging(ServerSettings(log_level="debug"), stream)
     for end in "ab":
         found = await ask(app, SYSTEM, f"Write about {end}, which is {secret}")

@@ -25,9 +25,14 @@ TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A tiny model whose tokenizer has what a reranker's prompt needs."""
-    path = save_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    path = save_tiny_checkpoint(
+        "qwen3", tmp_path_factory.mktemp("model"), max_position_embeddings=2048
+    )
     add_reranker_tokens(path / "tokenizer.json")
-    with CPUPagedEngine.from_pretrained(path, **ENGINE_OPTIONS) as engine, serving(engine) as server:
+    with (
+        CPUPagedEngine.from_pretrained(path, **ENGINE_OPTIONS) as engine,
+        serving(engine) as server,
+    ):
         yield server
 
 
@@ -36,7 +41,9 @@ def add_reranker_tokens(path):
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
     )
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("yes", "no", "<think>", "</think>")])
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False) for text in ("yes", "no", "<think>", "</think>")]
+    )
     tokenizer.save(str(path))
 
 
@@ -74,7 +81,9 @@ def test_every_kind_of_input_and_fewer_dimensions_are_answered(server, client):
     ids = server.engine.tokenizer.encode(TEXTS[0])
     expected = server.engine.embed([ids], 5)
     for given in (TEXTS[0], [TEXTS[0]], ids, [ids]):
-        answer = client.post("/v1/embeddings", json={"input": given, "dimensions": 5, "user": "me"}).json()
+        answer = client.post(
+            "/v1/embeddings", json={"input": given, "dimensions": 5, "user": "me"}
+        ).json()
         EmbeddingAnswer.model_validate(answer, strict=True)
         assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
 
@@ -82,9 +91,13 @@ def test_every_kind_of_input_and_fewer_dimensions_are_answered(server, client):
 def test_many_more_inputs_than_run_at_once_are_answered_in_order(server, client):
     most = int(COUNTS["inputs"].high)
     inputs = [[1 + number % 200, 2 + number // 200] for number in range(most)]
-    answer = client.post("/v1/embeddings", json={"input": inputs, "encoding_format": "base64"}, timeout=300).json()
+    answer = client.post(
+        "/v1/embeddings", json={"input": inputs, "encoding_format": "base64"}, timeout=300
+    ).json()
     assert answer["usage"]["prompt_tokens"] == 2 * most
-    found = np.stack([np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in answer["data"]])
+    found = np.stack(
+        [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in answer["data"]]
+    )
     some = [0, 1, 777, most - 1]
     assert (found[some] == server.engine.embed([inputs[number] for number in some])).all()
     assert server.idle()
@@ -111,7 +124,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "message"), BAD, ids=[f"{n}-{one[1]}" for n, one in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("body", "param", "message"), BAD, ids=[f"{n}-{one[1]}" for n, one in enumerate(BAD)]
+)
 def test_bad_input_is_named(client, body, param, message):
     answer = client.post("/v1/embeddings", json=body)
     error = answer.json()["error"]
@@ -120,7 +135,10 @@ def test_bad_input_is_named(client, body, param, message):
 
 
 def test_another_model_is_not_found(client):
-    for path, body in (("/v1/embeddings", {"input": "a"}), ("/v1/rerank", {"query": "q", "documents": ["d"]})):
+    for path, body in (
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "q", "documents": ["d"]}),
+    ):
         assert client.post(path, json={**body, "model": "other"}).status_code == 404
 
 
@@ -139,7 +157,8 @@ def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
         assert rows.shape == (len(TEXTS), DENSE[-1])
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert {
-            engine.paged_stats()[name] == before[name] for name in ("used_blocks", "hit_tokens", "miss_tokens")
+            engine.paged_stats()[name] == before[name]
+            for name in ("used_blocks", "hit_tokens", "miss_tokens")
         } == {True}
         wide = client.post("/v1/embeddings", json={"input": "a", "dimensions": DENSE[-1] + 1})
         assert (wide.status_code, wide.json()["error"]["param"]) == (400, "dimensions")
@@ -151,7 +170,10 @@ def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
         ):
             refused = client.post(path_, json=body)
             assert refused.status_code == 400, refused.text
-            assert "makes embeddings (1_Pooling/config.json says so)" in refused.json()["error"]["message"]
+            assert (
+                "makes embeddings (1_Pooling/config.json says so)"
+                in refused.json()["error"]["message"]
+            )
             assert param is None or refused.json()["error"]["param"] == param
 
 
@@ -165,20 +187,32 @@ def test_an_onnx_runner_refuses_vectors_with_what_to_use(tmp_path):
         answer = client.post("/v1/embeddings", json={"input": "hello"})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "input"
-        assert "runner 'onnx' hands out no hidden states; use 'native'" in answer.json()["error"]["message"]
+        assert (
+            "runner 'onnx' hands out no hidden states; use 'native'"
+            in answer.json()["error"]["message"]
+        )
 
 
 def test_documents_are_ranked_by_the_scores_of_the_engine(server, client):
     documents = ["Paris", "A cat sat", "Bread and butter"]
     scores = server.engine.rerank("capital?", documents)
     order = sorted(range(3), key=lambda index: -scores[index])
-    body = {"query": "capital?", "documents": ["Paris", {"text": "A cat sat"}, documents[2]], "return_documents": True}
+    body = {
+        "query": "capital?",
+        "documents": ["Paris", {"text": "A cat sat"}, documents[2]],
+        "return_documents": True,
+    }
     answer = client.post("/v1/rerank", json=body).json()
     RerankAnswer.model_validate(answer, strict=True)
-    expected = [{"index": i, "relevance_score": scores[i], "document": {"text": documents[i]}} for i in order]
+    expected = [
+        {"index": i, "relevance_score": scores[i], "document": {"text": documents[i]}}
+        for i in order
+    ]
     assert answer["results"] == expected
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    few = client.post("/v1/rerank", json={"query": "capital?", "documents": documents, "top_n": 2}).json()
+    few = client.post(
+        "/v1/rerank", json={"query": "capital?", "documents": documents, "top_n": 2}
+    ).json()
     assert few["results"] == [{"index": i, "relevance_score": scores[i]} for i in order[:2]]
 
 

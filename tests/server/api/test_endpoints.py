@@ -16,7 +16,9 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def test_models_by_the_client(live_server):
-    with openai.OpenAI(base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{live_server.base_url}/v1", api_key="none", max_retries=0
+    ) as client:
         listed = client.models.list().data
         assert [model.id for model in listed] == ["kvboost-edge/demo"]
         model = client.models.retrieve("kvboost-edge/demo")
@@ -32,14 +34,18 @@ def test_models_by_the_client(live_server):
 async def test_tokenize_in_both_forms(tiny_app, tiny_engine):
     tokenizer = tiny_engine.tokenizer
     text = "Hello, wörld 🙂"
-    plain, special = tokenizer.encode(text, False), tokenizer.encode(text, True)
+    plain = tokenizer.encode(text, False)
+    special = tokenizer.encode(text, True)
     cases = [
         ({"content": text}, plain),
         ({"content": text, "add_special": True}, special),
         ({"prompt": text}, special),
         ({"prompt": text, "add_special_tokens": False}, plain),
         ({"messages": MESSAGES}, tokenizer.encode_chat(MESSAGES)),
-        ({"messages": MESSAGES, "add_generation_prompt": False}, tokenizer.encode_chat(MESSAGES, False)),
+        (
+            {"messages": MESSAGES, "add_generation_prompt": False},
+            tokenizer.encode_chat(MESSAGES, False),
+        ),
         ({"content": ""}, []),
     ]
     assert plain != special
@@ -82,7 +88,11 @@ async def test_wrong_bodies_are_refused_by_name(tiny_app):
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * (2**20 + 1)}]}, "messages"),
         ("/v1/completions", {"prompt": ["a", "x" * (2**20 + 1)]}, "prompt"),
         ("/tokenize", {"content": "\u4e00" * 2**16, "with_pieces": True}, "with_pieces"),
-        ("/tokenize", {"content": "\u4e00" * 2**16, "return_token_strs": True}, "return_token_strs"),
+        (
+            "/tokenize",
+            {"content": "\u4e00" * 2**16, "return_token_strs": True},
+            "return_token_strs",
+        ),
         ("/detokenize", {"tokens": [1] * (2**18 + 1)}, "tokens"),
         ("/tokenize", {"prompt": "a", "add_special": False}, "add_special"),
         ("/tokenize", {"messages": MESSAGES, "add_special": True}, "add_special"),
@@ -100,11 +110,19 @@ async def test_wrong_bodies_are_refused_by_name(tiny_app):
         ("/cache/reset", {"foo": 1}, "foo"),
     ]
     for path, body, param in cases:
-        answer = await tiny_app.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        answer = await tiny_app.post(
+            path, content=json.dumps(body), headers={"content-type": "application/json"}
+        )
         assert answer.status_code == 400, (path, body)
         assert answer.json()["error"]["param"].partition(".")[0] == param, (path, answer.text)
     for path in ("/tokenize", "/detokenize", "/v1/warm"):
-        body = {"content": "a"} if path == "/tokenize" else {"tokens": []} if path == "/detokenize" else {"text": "a"}
+        body = (
+            {"content": "a"}
+            if path == "/tokenize"
+            else {"tokens": []}
+            if path == "/detokenize"
+            else {"text": "a"}
+        )
         assert (await tiny_app.post(path, json={**body, "model": "other"})).status_code == 404
 
 
@@ -121,15 +139,22 @@ async def test_warm_then_reset(tiny_app, tiny_engine):
     assert warmed["usage"]["completion_tokens"] == 0
 
     async def cached():
-        answer = await tiny_app.post("/v1/completions", json={"prompt": text + "Why?", "max_tokens": 1})
+        answer = await tiny_app.post(
+            "/v1/completions", json={"prompt": text + "Why?", "max_tokens": 1}
+        )
         details = answer.json()["usage"]["prompt_tokens_details"]
         return details["cached_tokens"]
 
-    assert await cached() >= tokens // block * block - block, "the last token may merge with what follows"
+    assert await cached() >= tokens // block * block - block, (
+        "the last token may merge with what follows"
+    )
     held = tiny_engine.paged_stats()["cached_blocks"]
     reset = (await tiny_app.post("/cache/reset")).json()
     assert reset == {"object": "cache.reset", "blocks_dropped": held}
-    assert (await tiny_app.post("/cache/reset", json={})).json() == {"object": "cache.reset", "blocks_dropped": 0}
+    assert (await tiny_app.post("/cache/reset", json={})).json() == {
+        "object": "cache.reset",
+        "blocks_dropped": 0,
+    }
     assert await cached() == 0
 
 
@@ -142,14 +167,19 @@ async def test_a_pinned_text_stays_until_it_is_unpinned(tiny_app, tiny_engine):
     stats = (await tiny_app.get("/v1/stats")).json()
     assert (stats["pool"]["pinned_blocks"], stats["pool"]["cached_blocks"]) == (blocks, 0)
     assert stats["memory"]["pinned_bytes"] == blocks * stats["pool"]["bytes_per_block"]
-    assert f'kvboost:pinned_blocks{{model_name="tiny"}} {float(blocks)}' in (await tiny_app.get("/metrics")).text
+    assert (
+        f'kvboost:pinned_blocks{{model_name="tiny"}} {float(blocks)}'
+        in (await tiny_app.get("/metrics")).text
+    )
     for expected in (blocks, 0):
         answer = await tiny_app.post("/v1/unpin", json={"text": text})
         assert answer.json() == {"object": "unpin", "blocks_unpinned": expected}
     system = {"role": "system", "content": text}
     await tiny_app.post("/v1/warm", json={"messages": [system], "pin": True})
     assert tiny_engine.paged_stats()["pinned_blocks"] > 0
-    assert (await tiny_app.post("/v1/unpin", json={"messages": [system]})).json()["blocks_unpinned"] > 0
+    assert (await tiny_app.post("/v1/unpin", json={"messages": [system]})).json()[
+        "blocks_unpinned"
+    ] > 0
     assert tiny_engine.paged_stats()["pinned_blocks"] == 0
     refused = await tiny_app.post("/v1/warm", json={"text": "a", "pin": True})
     assert refused.status_code == 400
@@ -171,16 +201,25 @@ def test_no_tenant_unpins_what_another_pinned(keyed_server):
 
 
 async def test_warm_messages_serve_the_conversation(tiny_app, tiny_engine):
-    system = {"role": "system", "content": "You are the keeper of a mill and speak of nothing else. " * 3}
+    system = {
+        "role": "system",
+        "content": "You are the keeper of a mill and speak of nothing else. " * 3,
+    }
     warmed = (await tiny_app.post("/v1/warm", json={"messages": [system]})).json()
     body = {"messages": [system, *MESSAGES], "max_tokens": 1}
     usage = (await tiny_app.post("/v1/chat/completions", json=body)).json()["usage"]
     block = tiny_engine.config.block_size
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= warmed["token_count"] // block * block - block > 0
+    assert (
+        usage["prompt_tokens_details"]["cached_tokens"]
+        >= warmed["token_count"] // block * block - block
+        > 0
+    )
 
 
 async def test_stats_are_the_engines(tiny_app, tiny_engine):
-    await tiny_app.post("/v1/completions", json={"prompt": "hello there", "max_tokens": 5, "ignore_eos": True})
+    await tiny_app.post(
+        "/v1/completions", json={"prompt": "hello there", "max_tokens": 5, "ignore_eos": True}
+    )
     answer = await tiny_app.get("/v1/stats")
     assert answer.headers["cache-control"] == "no-store"
     stats = answer.json()
@@ -192,7 +231,12 @@ async def test_stats_are_the_engines(tiny_app, tiny_engine):
     assert stats["tiers"] == {}
     assert stats["memory"]["pool_bytes"] == expected["pool_bytes"]
     queue = stats["queue"]
-    assert (queue["running"], queue["waiting"], queue["waiting_tokens"], queue["in_flight"]) == (0, 0, 0, 0)
+    assert (queue["running"], queue["waiting"], queue["waiting_tokens"], queue["in_flight"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert stats["throughput"]["generated_tokens_total"] == 5
     assert stats["throughput"]["generated_tokens_per_second"] > 0
 
@@ -231,7 +275,9 @@ async def test_text_routes_have_a_place_a_deadline_and_an_end(tiny_engine, monke
     codec = tiny_engine.tokenizer.codec
     for name in ("encode", "decode"):
         monkeypatch.setattr(codec, name, lambda *_: release.wait(30) and None)
-    app = create_app(tiny_engine, ServerSettings(max_batch_size=1, max_queue_size=0, request_timeout=0.5))
+    app = create_app(
+        tiny_engine, ServerSettings(max_batch_size=1, max_queue_size=0, request_timeout=0.5)
+    )
     admission = app.state.kv.first.admission
     body = {"content": "word " * 100} if path == "/tokenize" else {"tokens": [1] * 100}
     async with app_client(app) as client:
@@ -251,13 +297,19 @@ async def test_text_routes_have_a_place_a_deadline_and_an_end(tiny_engine, monke
 
 async def test_a_body_of_countless_values_is_refused_before_it_is_read(tiny_app):
     for body in (b'{"tokens":[' + b"1," * 2**20 + b"1]}", b'{"tokens":[' + b"[]," * 2**18 + b"1]}"):
-        answer = await tiny_app.post("/detokenize", content=body, headers={"content-type": "application/json"})
+        answer = await tiny_app.post(
+            "/detokenize", content=body, headers={"content-type": "application/json"}
+        )
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "request_too_large")
 
 
-@pytest.mark.parametrize("body", [b"{", b"\xff{}", b'{"tokens": [' + b"9" * 5000 + b"]}", b"[" * 200_000, b"nul"])
+@pytest.mark.parametrize(
+    "body", [b"{", b"\xff{}", b'{"tokens": [' + b"9" * 5000 + b"]}", b"[" * 200_000, b"nul"]
+)
 async def test_what_is_no_json_has_its_own_code(tiny_app, body):
-    answer = await tiny_app.post("/detokenize", content=body, headers={"content-type": "application/json"})
+    answer = await tiny_app.post(
+        "/detokenize", content=body, headers={"content-type": "application/json"}
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
 
 
@@ -275,7 +327,10 @@ async def test_short_requests_do_not_wait_for_long_texts(tiny_app, tiny_engine):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "encode", stuck)
-        long = [asyncio.create_task(tiny_app.post("/tokenize", json={"content": "x" * 100_001})) for _ in range(40)]
+        long = [
+            asyncio.create_task(tiny_app.post("/tokenize", json={"content": "x" * 100_001}))
+            for _ in range(40)
+        ]
         try:
             await asyncio.sleep(0)
             for path, body in (
@@ -283,7 +338,9 @@ async def test_short_requests_do_not_wait_for_long_texts(tiny_app, tiny_engine):
                 ("/v1/completions", {"prompt": "short", "max_tokens": 2}),
                 ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2}),
             ):
-                assert (await asyncio.wait_for(tiny_app.post(path, json=body), 20)).status_code == 200
+                assert (
+                    await asyncio.wait_for(tiny_app.post(path, json=body), 20)
+                ).status_code == 200
             assert not any(task.done() for task in long)
         finally:
             release.set()

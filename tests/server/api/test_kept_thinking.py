@@ -33,7 +33,11 @@ async def test_thinking_that_the_template_strips(speaker):
         async with app_of(other) as app:
             first = await ask(app, SYSTEM, "Hello!")
             second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?")
-    assert (second["cause"], second["field"], second["field_before"]) == ("thinking", "message 2 (assistant)", "answer")
+    assert (second["cause"], second["field"], second["field_before"]) == (
+        "thinking",
+        "message 2 (assistant)",
+        "answer",
+    )
     assert second["position"] == first["prompt_tokens"] - len("<think>")
     assert "I have to" in second["text_before"]
     assert "Good day.<|end|>" in second["text"]
@@ -44,16 +48,21 @@ THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
 
 @pytest.mark.parametrize("normalise", [("thinking",), ()])
 @pytest.mark.parametrize("variable", [None, True, False])
-async def test_thinking_is_put_back_where_the_template_can_show_it(spoken_engine, speaker, normalise, variable):
+async def test_thinking_is_put_back_where_the_template_can_show_it(
+    spoken_engine, speaker, normalise, variable
+):
     """What clients drop of the model's own turns is read from the cache, unless they say that they do not want it."""
-    spoken_engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
+    spoken_engine.tokenizer.chat_template = PRESERVES
+    speaker.text = THOUGHT
     more = {} if variable is None else {"chat_template_kwargs": {"preserve_thinking": variable}}
     async with app_of(spoken_engine, normalise=normalise) as app:
         first = await ask(app, SYSTEM, "Hello!", **more)
         computed = first["prompt_tokens"] + len(THOUGHT)
         second = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?", **more)
         edited = await ask(app, SYSTEM, "Hello!", "Good day!", "And now?", **more)
-        third = await ask(app, SYSTEM, "Hello!", "Good day.", "And now?", "Good day.", "Well?", **more)
+        third = await ask(
+            app, SYSTEM, "Hello!", "Good day.", "And now?", "Good day.", "Well?", **more
+        )
     preserved = bool(normalise) and variable is not False
     assert second["normalised"] == (["thinking"] if preserved else [])
     assert (second["cause"] == "new_text") == preserved
@@ -66,7 +75,8 @@ async def test_thinking_is_put_back_where_the_template_can_show_it(spoken_engine
 
 
 async def test_another_key_never_gets_the_thinking(spoken_engine, speaker):
-    spoken_engine.tokenizer.chat_template, speaker.text = PRESERVES, THOUGHT
+    spoken_engine.tokenizer.chat_template = PRESERVES
+    speaker.text = THOUGHT
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
         await ask(app, SYSTEM, "Hello!")
@@ -77,10 +87,16 @@ async def test_another_key_never_gets_the_thinking(spoken_engine, speaker):
 
 async def test_thinking_in_other_tokens_is_replayed_with_its_own(demo_engine):
     """A model need not write what the tokenizer would: the kept ids stand in the next prompt."""
-    tokenizer = Tokenizer(demo_engine.tokenizer.codec, name="made", special_tokens={}, chat_template=PRESERVES)
+    tokenizer = Tokenizer(
+        demo_engine.tokenizer.codec, name="made", special_tokens={}, chat_template=PRESERVES
+    )
     ids = list(chain.from_iterable(tokenizer.encode(letter, False) for letter in THOUGHT))
     assert ids != tokenizer.encode(THOUGHT, False)
-    said = {"role": "assistant", "content": "Good day.", "reasoning_content": "I have to be polite to everybody."}
+    said = {
+        "role": "assistant",
+        "content": "Good day.",
+        "reasoning_content": "I have to be polite to everybody.",
+    }
     kept = {thought_key(said): ids}
     messages = [{"role": "user", "content": "Hello!"}, said, {"role": "user", "content": "And?"}]
     found = tokenizer.encode_chat(messages, True, {"preserve_thinking": True}, find_answer=kept.get)

@@ -16,15 +16,28 @@ from kvboost_edge.server.settings import ServerSettings
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
 _PENALTIES = {name: name for name in ("presence_penalty", "frequency_penalty")}
-_CACHE = {f"kvboost.{name}": name for name in ("recompute_overlap", "recompute_ratio", "max_draft_tokens")}
+_CACHE = {
+    f"kvboost.{name}": name for name in ("recompute_overlap", "recompute_ratio", "max_draft_tokens")
+}
 _TEMPLATE = {"chat_template_kwargs.{}": "template_number"}
-_COMPLETING = {**_SAMPLING, **_PENALTIES, **_CACHE, "n": "n", "repetition_penalty": "repetition_penalty"} | {
+_COMPLETING = {
+    **_SAMPLING,
+    **_PENALTIES,
+    **_CACHE,
+    "n": "n",
+    "repetition_penalty": "repetition_penalty",
+} | {
     "max_tokens": "max_tokens",
     "priority": "priority",
     "logit_bias.{}": "logit_bias",
     "stop_token_ids.*": "token_id",
 }
-_LLAMA = {**_SAMPLING, **_PENALTIES, "n_predict": "num_predict", "repeat_penalty": "repetition_penalty"}
+_LLAMA = {
+    **_SAMPLING,
+    **_PENALTIES,
+    "n_predict": "num_predict",
+    "repeat_penalty": "repetition_penalty",
+}
 _OLLAMA = {**_SAMPLING, **_PENALTIES, "num_predict": "num_predict", "num_ctx": "num_ctx"} | {
     "repeat_penalty": "repetition_penalty"
 }
@@ -94,10 +107,36 @@ _CALL = {"function": {"name": "clock", "arguments": {}}}
 
 
 # Fields that hold what is bounded by its bytes and depth: schemas, arguments of calls.
-UNBOUNDED = ("json_schema", "guided_json", "format", "tools", "messages", "input", "output_config", "response_format")
+UNBOUNDED = (
+    "json_schema",
+    "guided_json",
+    "format",
+    "tools",
+    "messages",
+    "input",
+    "output_config",
+    "response_format",
+)
 _ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-TOLD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "n", "top_k", "min_p")
-TOLD += ("repetition_penalty", "priority", "max_tokens", "best_of", "logprobs", "max_completion_tokens", "top_logprobs")
+TOLD = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+    "top_k",
+    "min_p",
+)
+TOLD += (
+    "repetition_penalty",
+    "priority",
+    "max_tokens",
+    "best_of",
+    "logprobs",
+    "max_completion_tokens",
+    "top_logprobs",
+)
 BODIES = {
     route.path: get_type_hints(route.endpoint)["body"]
     for route in _ROUTES
@@ -137,7 +176,9 @@ async def test_the_table_has_every_number_of_every_body(app):
     found = {}
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            body = operation.get("requestBody", {"content": {}})["content"].get("application/json", {"schema": {}})
+            body = operation.get("requestBody", {"content": {}})["content"].get(
+                "application/json", {"schema": {}}
+            )
             for place, schema in numbers_of(body["schema"], schemas):
                 bound = BOUNDS[NUMBERS[path][place]]
                 low = schema.get("exclusiveMinimum" if bound.open_low else "minimum")
@@ -149,7 +190,10 @@ async def test_the_table_has_every_number_of_every_body(app):
                 found.setdefault(path, {})[place] = NUMBERS[path][place]
             for parameter in operation.get("parameters", ()):
                 for _, schema in numbers_of(parameter["schema"], schemas):
-                    assert (schema["minimum"], schema["maximum"]) == BOUNDS["listed"][:2], (path, parameter["name"])
+                    assert (schema["minimum"], schema["maximum"]) == BOUNDS["listed"][:2], (
+                        path,
+                        parameter["name"],
+                    )
     assert found == NUMBERS
 
 
@@ -174,16 +218,23 @@ def bad_values(bound, place):
 
 def with_value(path, place, value):
     """The body of a path as JSON, with a value at a place."""
-    body, mark = ASKED[path]("hello"), "THE VALUE"
+    body = ASKED[path]("hello")
+    mark = "THE VALUE"
     if place.startswith("messages."):
-        body["messages"] += [{"role": "assistant", "content": "x", "tool_calls": [json.loads(json.dumps(_CALL))]}]
+        body["messages"] += [
+            {"role": "assistant", "content": "x", "tool_calls": [json.loads(json.dumps(_CALL))]}
+        ]
         body["messages"][-1]["tool_calls"][0]["function"]["index"] = mark
         body["messages"] += [{"role": "tool", "content": "ten"}, *said("hello")]
         return json.dumps(body).replace(f'"{mark}"', value).encode()
     first, *rest = place.split(".")
     held = mark
     for name in reversed(rest):
-        held = [held] if name == "*" else {"5" if first == "logit_bias" else "a" if name == "{}" else name: held}
+        held = (
+            [held]
+            if name == "*"
+            else {"5" if first == "logit_bias" else "a" if name == "{}" else name: held}
+        )
     if first in ("thinking", "options"):
         held |= {"type": "enabled"} if first == "thinking" else {**body["options"], **held}
     return json.dumps({**body, first: held}).replace(f'"{mark}"', value).encode()
@@ -200,11 +251,16 @@ async def test_a_number_outside_of_its_bound_is_refused_by_name(app, path):
         for kind, value in bad_values(bound, place).items():
             answer = await app.post(path, content=with_value(path, place, value))
             assert answer.status_code in (400, 422), (place, kind, answer.text)
-            message, error = error_text(path, answer.content), answer.json()["error"]
+            message = error_text(path, answer.content)
+            error = answer.json()["error"]
             assert name_of(place) in message, (place, kind, message)
             assert len(message) < 500, (place, kind)
             if "param" in error:
-                assert error["param"].partition(".")[0] == place.partition(".")[0], (place, kind, error)
+                assert error["param"].partition(".")[0] == place.partition(".")[0], (
+                    place,
+                    kind,
+                    error,
+                )
             if kind in ("below", "above") and place in TOLD:
                 assert message.endswith(f", not {value}"), "the value and its limit"
 
@@ -237,7 +293,8 @@ async def test_a_null_is_as_if_it_was_not_given(app, path):
 @pytest.mark.parametrize("path", BODIES)
 def test_an_optional_field_may_be_null_and_none_takes_any_number(path):
     """A field that takes 10^30 has no bound."""
-    model, base = BODIES[path], ASKED[path]("hello")
+    model = BODIES[path]
+    base = ASKED[path]("hello")
     for name, field in model.model_fields.items():
         if type(None) in get_args(field.annotation) and name not in base:
             body = model.model_validate({**base, name: None})

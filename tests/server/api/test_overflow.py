@@ -33,7 +33,10 @@ def body(messages, **fields):
 
 
 async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the_arithmetic(app):
-    messages = [SYSTEM, *[{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}] * 9]
+    messages = [
+        SYSTEM,
+        *[{"role": "user", "content": "x" * 100}, {"role": "assistant", "content": "y"}] * 9,
+    ]
     answer = await app.post(CHAT, json=body([*messages, {"role": "user", "content": "z"}]))
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -41,7 +44,9 @@ async def test_without_being_asked_a_chat_that_does_not_fit_is_an_error_with_the
 
 
 async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app):
-    messages, dropped, cached = [SYSTEM], [], []
+    messages = [SYSTEM]
+    dropped = []
+    cached = []
     for turn in range(30):
         messages.append({"role": "user", "content": f"Turn {turn}: tell me more of it."})
         answer = (await app.post(CHAT, json=body(messages, kvboost=DROP))).json()
@@ -56,7 +61,11 @@ async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app):
     cuts = sum(one != other for one, other in itertools.pairwise(dropped))
     assert cuts <= 8
     # Where nothing more was left out than a turn before, all but the new turn came from the cache.
-    stayed = [hit for hit, now, before in zip(cached[1:], dropped[1:], dropped, strict=False) if now == before]
+    stayed = [
+        hit
+        for hit, now, before in zip(cached[1:], dropped[1:], dropped, strict=False)
+        if now == before
+    ]
     assert min(stayed[2:]) > 100
 
 

@@ -28,7 +28,11 @@ FIGURES = {"total", "cache", "processed", "time_ms", "estimated_ms"}
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     with CPUPagedEngine.from_pretrained(
-        "kvboost-edge/demo", num_blocks=256, max_num_seqs=2, max_batch_tokens=CHUNK, reuse_gate="off"
+        "kvboost-edge/demo",
+        num_blocks=256,
+        max_num_seqs=2,
+        max_batch_tokens=CHUNK,
+        reuse_gate="off",
     ) as engine:
         engine.generate("warm", max_new_tokens=2)
         yield engine
@@ -47,7 +51,8 @@ def held(server, monkeypatch):
     monkeypatch.setattr("kvboost_edge.engine.schedule.progress_estimate._BOARD_SECONDS", 0.0)
     server.engine.reset_cache()
     runner = server.engine._core._runner
-    before, held = runner.forward, HeldForward(server.engine)
+    before = runner.forward
+    held = HeldForward(server.engine)
     yield held
     held.release()
     runner.forward = before
@@ -124,8 +129,11 @@ def test_a_stream_follows_the_prompt_step_by_step(server, held, path):
 def test_the_estimate_falls_as_the_prompt_is_read(server, held):
     """Every step here takes what the test says, so the rest of the prompt is known."""
     pace = server.engine._core._pace
-    observe, pace._recent = pace.observe, {}
-    pace.observe = lambda plan, seconds: observe(plan, 0.01 * sum(one.stop - one.start for one in plan.work))
+    observe = pace.observe
+    pace._recent = {}
+    pace.observe = lambda plan, seconds: observe(
+        plan, 0.01 * sum(one.stop - one.start for one in plan.work)
+    )
     try:
         with asking(server, "/v1/completions") as told:
             left = []
@@ -136,8 +144,11 @@ def test_the_estimate_falls_as_the_prompt_is_read(server, held):
             told.rest()
     finally:
         pace.observe = observe
-        pace._recent, pace._known = {}, []
-    assert left == pytest.approx([10 * (len(PROMPT) - done) for done in range(CHUNK, len(PROMPT), CHUNK)], abs=2)
+        pace._recent = {}
+        pace._known = []
+    assert left == pytest.approx(
+        [10 * (len(PROMPT) - done) for done in range(CHUNK, len(PROMPT), CHUNK)], abs=2
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -148,14 +159,29 @@ def test_the_chunks_are_llama_cpps(server, held, path):
         told.rest()
     for event in told.events[: len(told.progress)]:
         assert set(event) == {
-            *("id", "object", "created", "model", "system_fingerprint", "choices", "prompt_progress", "usage"),
+            *(
+                "id",
+                "object",
+                "created",
+                "model",
+                "system_fingerprint",
+                "choices",
+                "prompt_progress",
+                "usage",
+            ),
         }
         assert event["usage"] is None
         (choice,) = event["choices"]
-        content = {"text": ""} if "text" in choice else {"delta": {"role": "assistant", "content": None}}
+        content = (
+            {"text": ""} if "text" in choice else {"delta": {"role": "assistant", "content": None}}
+        )
         assert choice == {"index": 0, **content, "logprobs": None, "finish_reason": None}
     assert told.events[-1]["usage"]["prompt_tokens"] == told.progress[-1]["total"]
-    assert told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == told.progress[-1]["cache"] == 0
+    assert (
+        told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        == told.progress[-1]["cache"]
+        == 0
+    )
 
 
 def test_pieces_of_a_completion_are_llama_cpps(server, held):
@@ -177,7 +203,9 @@ def test_what_the_cache_has_is_processed_at_once(server, held):
     with asking(server, "/v1/completions", stream_options={"include_usage": True}) as told:
         told.rest()
     last = told.progress[-1]
-    assert last["cache"] == told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 288
+    assert (
+        last["cache"] == told.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 288
+    )
     assert last["processed"] == last["total"] == len(PROMPT)
 
 
@@ -205,7 +233,8 @@ def test_nothing_is_told_to_who_does_not_ask(server, held, path, value):
 def test_it_changes_nothing_about_the_answer(server, held, path):
     """Whole answers have no progress, as llama.cpp's have none: the field is taken and does nothing."""
     held.release()
-    asked, plain = [], []
+    asked = []
+    plain = []
     for found, value in ((asked, True), (plain, False)):
         with asking(server, path, return_progress=value) as told:
             told.rest()
@@ -213,7 +242,9 @@ def test_it_changes_nothing_about_the_answer(server, held, path):
     assert texts(asked) == texts(plain)
     body = {**PATHS[path], "temperature": 0}
     with server.client() as client:
-        wholes = [client.post(path, json={**body, "return_progress": value}) for value in (True, False)]
+        wholes = [
+            client.post(path, json={**body, "return_progress": value}) for value in (True, False)
+        ]
     assert [whole.status_code for whole in wholes] == [200, 200]
     assert [set(whole.json()) for whole in wholes] == [set(wholes[1].json())] * 2
     assert "prompt_progress" not in wholes[0].text
@@ -272,7 +303,11 @@ def test_several_prompts_are_told_apart(server, held):
         processed = [one["processed"] for one in found[index]]
         assert processed == sorted(processed)
         assert found[index][-1]["processed"] == found[index][-1]["total"] == len(prompt)
-        own = [event for event in told.events if event.get("choices") and event["choices"][0]["index"] == index]
+        own = [
+            event
+            for event in told.events
+            if event.get("choices") and event["choices"][0]["index"] == index
+        ]
         where = [number for number, event in enumerate(own) if "prompt_progress" in event]
         assert where == list(range(len(where))), "before the first token of that prompt"
 
@@ -290,7 +325,9 @@ def test_an_error_behind_the_first_event_is_an_event(server, held, path, error):
     with asking(server, path) as told:
         told.until(0)
         for ticket in list(server.state.admission.tickets):
-            ticket._task.get_loop().call_soon_threadsafe(ticket.cancel, ShuttingDown())  # as a shutdown does
+            ticket._task.get_loop().call_soon_threadsafe(
+                ticket.cancel, ShuttingDown()
+            )  # as a shutdown does
         wait_until(lambda: not server.state.admission.tickets, "the requests to be ended")
         held.release()
         told.rest()
@@ -301,16 +338,22 @@ def test_an_error_behind_the_first_event_is_an_event(server, held, path, error):
 @pytest.mark.parametrize("path", PATHS)
 def test_what_is_known_before_keeps_its_status(server, held, path):
     wrong = (
-        {"prompt": PROMPT * 400} if "prompt" in PATHS[path] else {"messages": [{**CHAT[0], "content": "x " * 70000}]}
+        {"prompt": PROMPT * 400}
+        if "prompt" in PATHS[path]
+        else {"messages": [{**CHAT[0], "content": "x " * 70000}]}
     )
     with server.client() as client:
-        answer = client.post(path, json={**PATHS[path], **wrong, "stream": True, "return_progress": True})
+        answer = client.post(
+            path, json={**PATHS[path], **wrong, "stream": True, "return_progress": True}
+        )
     assert answer.status_code == 400
     assert answer.headers["content-type"] == "application/json"
 
 
 def asking_openai(server):
-    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(
+        base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60
+    )
 
 
 def test_openais_client_reads_on(server, held):
@@ -325,7 +368,11 @@ def test_openais_client_reads_on(server, held):
             temperature=0,
         )
         chunks = list(stream)
-    found = [chunk.model_extra["prompt_progress"] for chunk in chunks if "prompt_progress" in (chunk.model_extra or {})]
+    found = [
+        chunk.model_extra["prompt_progress"]
+        for chunk in chunks
+        if "prompt_progress" in (chunk.model_extra or {})
+    ]
     assert found
     assert found[-1]["processed"] == found[-1]["total"]
     assert chunks[-1].choices[0].finish_reason
@@ -349,7 +396,11 @@ def test_a_silent_stream_of_messages_has_pings(server, held, monkeypatch):
 def test_a_silent_stream_of_responses_says_that_it_goes_on(server, held, monkeypatch):
     monkeypatch.setattr(generation, "_PING_SECONDS", 0.01)
     with asking_openai(server) as client:
-        events = iter(client.responses.create(model=MODEL, input=CHAT[0]["content"], max_output_tokens=3, stream=True))
+        events = iter(
+            client.responses.create(
+                model=MODEL, input=CHAT[0]["content"], max_output_tokens=3, stream=True
+            )
+        )
         kinds = [next(events).type for _ in range(4)]
         held.release()
         kinds += [event.type for event in events]
@@ -363,9 +414,13 @@ def test_anthropics_client_waits_on(server, held):
     anthropic = pytest.importorskip("anthropic")
 
     async def read():
-        async with anthropic.AsyncAnthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=server.base_url, api_key="none", max_retries=0
+        ) as client:
             extra = {"return_progress": True}
-            async with client.messages.stream(model=MODEL, messages=CHAT, max_tokens=3, extra_body=extra) as stream:
+            async with client.messages.stream(
+                model=MODEL, messages=CHAT, max_tokens=3, extra_body=extra
+            ) as stream:
                 held.release()
                 message = await stream.get_final_message()
                 return message.type, message.usage.output_tokens

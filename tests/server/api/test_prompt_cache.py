@@ -14,7 +14,8 @@ from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.work import admission
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 PROMPT = "A text of 64 characters, which is four full blocks of the pool.."
 
 
@@ -22,7 +23,9 @@ PROMPT = "A text of 64 characters, which is four full blocks of the pool.."
 async def app():
     """An engine of 32 blocks; `app.engine` is the engine."""
     with fake_engine(num_blocks=32) as engine:
-        served = create_app(engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",)))
+        served = create_app(
+            engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",))
+        )
         async with app_client(served, "one") as client:
             client.engine = engine
             yield client
@@ -93,14 +96,21 @@ async def test_in_memory_is_what_happens_anyway(app, retention):
 
 @pytest.mark.parametrize("retention", ["1h", "24H", "", 24, True])
 async def test_other_values_are_refused_by_name(app, retention):
-    for path, base in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+    for path, base in (
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
         answer = await app.post(path, json={**base, "prompt_cache_retention": retention})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_cache_retention")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400,
+            "prompt_cache_retention",
+        )
         assert "'24h'" in answer.json()["error"]["message"]
 
 
 async def test_no_key_is_in_the_log_or_in_an_error(app, kept_logging):
-    stream, secret = io.StringIO(), "the-name-of-a-user"
+    stream = io.StringIO()
+    secret = "the-name-of-a-user"
     configure_logging(ServerSettings(log_level="debug"), stream)
     await post(app, {"prompt": PROMPT, "prompt_cache_key": secret})
     for key in (secret * 100, [secret]):
@@ -112,13 +122,16 @@ async def test_no_key_is_in_the_log_or_in_an_error(app, kept_logging):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "calls"), [("prompt_cache_key", "k", 2), ("prompt_cache_retention", "24h", 1)]
+    ("field", "value", "calls"),
+    [("prompt_cache_key", "k", 2), ("prompt_cache_retention", "24h", 1)],
 )
 async def test_chats_have_both_fields(tiny_app, tiny_engine, field, value, calls):
     message = {"role": "user", "content": f"Tell me of {field}, and tell it at some length. " * 3}
     for call in range(calls):
         before = tiny_engine.paged_stats()["retained_blocks"]
-        answer = await tiny_app.post(CHAT, json={"messages": [message], "max_tokens": 1, field: value})
+        answer = await tiny_app.post(
+            CHAT, json={"messages": [message], "max_tokens": 1, field: value}
+        )
         assert answer.status_code == 200, answer.text
         blocks = answer.json()["usage"]["prompt_tokens"] // tiny_engine.config.block_size
         found = tiny_engine.paged_stats()["retained_blocks"] - before

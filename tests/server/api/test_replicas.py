@@ -22,12 +22,17 @@ class Pair:
 async def test_each_replica_has_its_pool(tiny_engine):
     app = create_app(Pair(tiny_engine), ServerSettings(model_name="tiny"))
     async with app_client(app) as client:
-        await client.post("/v1/completions", json={"prompt": "a text of more than one block " * 4, "max_tokens": 2})
-        stats, blocks = (await client.get("/v1/stats")).json(), (await client.get("/v1/blocks")).json()
+        await client.post(
+            "/v1/completions",
+            json={"prompt": "a text of more than one block " * 4, "max_tokens": 2},
+        )
+        stats = (await client.get("/v1/stats")).json()
+        blocks = (await client.get("/v1/blocks")).json()
     pool = tiny_engine.paged_stats()
     assert list(stats["replicas"]) == list(blocks["replicas"]) == ["a", "b"]
     for name in "ab":
-        one, shown = stats["replicas"][name], blocks["replicas"][name]
+        one = stats["replicas"][name]
+        shown = blocks["replicas"][name]
         assert (one["running"], one["waiting"], one["waiting_tokens"]) == (0, 0, 0)
         assert one["cache"] == tiny_engine.cache_stats()
         assert one["pool"]["loaded_chunks"] == shown["blocks"] == pool["loaded_chunks"] > 0

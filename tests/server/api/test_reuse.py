@@ -27,7 +27,8 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 REUSE = {"mode": "chunk_kv_reuse"}
 
@@ -36,15 +37,20 @@ def document(number, length):
     return random.Random(number).choices(range(256), k=length)
 
 
-HEAD, ONE, TWO = document(0, 32), document(1, 64), document(2, 64)
-FIRST, OTHER_ORDER = HEAD + ONE + TWO, HEAD + TWO + ONE
+HEAD = document(0, 32)
+ONE = document(1, 64)
+TWO = document(2, 64)
+FIRST = HEAD + ONE + TWO
+OTHER_ORDER = HEAD + TWO + ONE
 
 
 @pytest.fixture
 async def app():
     """`app.engine` is the engine."""
     with fake_engine() as engine:
-        served = create_app(engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",)))
+        served = create_app(
+            engine, ServerSettings(api_keys=("one", "two"), admin_api_keys=("admin",))
+        )
         async with app_client(served, "one") as client:
             client.engine = engine
             yield client
@@ -81,14 +87,23 @@ async def test_an_answer_says_that_it_is_approximate_and_how_much_was_shared(app
     computed = runner_of(app.engine).computed
     answer = await post(app, OTHER_ORDER, REUSE, return_token_ids=True)
     assert answer["choices"][0]["token_ids"] == expected_tokens(OTHER_ORDER, 4)
-    told, usage, timings = answer["kvboost"], answer["usage"], answer["timings"]
+    told = answer["kvboost"]
+    usage = answer["usage"]
+    timings = answer["timings"]
     assert (told["mode"], told["approximate"]) == ("chunk_kv_reuse", True)
     assert told["reused_span_tokens"] > 64
     assert told["recomputed_tokens"] > 0
     assert (
-        usage["prompt_tokens_details"]["cached_tokens"] == sum(told["hit_tokens"].values()) == timings["cache_n"] == 32
+        usage["prompt_tokens_details"]["cached_tokens"]
+        == sum(told["hit_tokens"].values())
+        == timings["cache_n"]
+        == 32
     )
-    assert timings["prompt_n"] == 160 - 32 - told["reused_span_tokens"] == runner_of(app.engine).computed - computed - 3
+    assert (
+        timings["prompt_n"]
+        == 160 - 32 - told["reused_span_tokens"]
+        == runner_of(app.engine).computed - computed - 3
+    )
     phases = ("tokenize", "queue", "lookup", "load", "probe", "repair", "prefill", "decode")
     assert sum(told[f"{name}_ms"] for name in phases) == pytest.approx(told["total_ms"], abs=0.01)
     assert told["repair_ms"] > 0
@@ -100,7 +115,11 @@ async def test_who_does_not_ask_gets_an_exact_answer(app):
     await post(app, FIRST)
     for asked in (None, {}, {"mode": None}, {"mode": "prefix_cache"}):
         told = (await post(app, HEAD + TWO[:50] + ONE, asked))["kvboost"]
-        assert (told["mode"], told["approximate"], told["reused_span_tokens"]) == ("prefix_cache", False, 0)
+        assert (told["mode"], told["approximate"], told["reused_span_tokens"]) == (
+            "prefix_cache",
+            False,
+            0,
+        )
     told = (await post(app, FIRST, {"mode": "baseline"}))["kvboost"]
     assert (told["mode"], told["hit_tokens"]) == ("baseline", {"pool": 0})
 
@@ -109,16 +128,25 @@ async def test_how_it_is_repaired_is_asked_for_too(app):
     await post(app, FIRST)
     shared = {}
     for strategy in ("none", "selective", "cacheblend"):
-        asked = {**REUSE, "recompute_strategy": strategy, "recompute_overlap": 32, "recompute_ratio": 0.5}
+        asked = {
+            **REUSE,
+            "recompute_strategy": strategy,
+            "recompute_overlap": 32,
+            "recompute_ratio": 0.5,
+        }
         shared[strategy] = (await post(app, OTHER_ORDER, asked))["kvboost"]
     told = shared["none"]  # the last token of a prompt is always computed
     assert (told["reused_span_tokens"], told["recomputed_tokens"], told["probe_ms"]) == (127, 0, 0)
     assert shared["none"]["reused_span_tokens"] > shared["selective"]["reused_span_tokens"]
-    assert shared["selective"]["reused_span_tokens"] > shared["cacheblend"]["reused_span_tokens"] > 0
+    assert (
+        shared["selective"]["reused_span_tokens"] > shared["cacheblend"]["reused_span_tokens"] > 0
+    )
     assert shared["cacheblend"]["probe_ms"] > 0
     # What the strategy computes before the first span is exact, and kept for the next one.
     names = ("reused_span_tokens", "recomputed_tokens")
-    found = {told["hit_tokens"]["pool"] + sum(told[name] for name in names) for told in shared.values()}
+    found = {
+        told["hit_tokens"]["pool"] + sum(told[name] for name in names) for told in shared.values()
+    }
     assert found == {159}
     asked = {**REUSE, "recompute_strategy": "query", "recompute_overlap": 0, "recompute_ratio": 0.5}
     told = (await post(app, document(8, 32) + TWO + ONE, asked))["kvboost"]
@@ -130,18 +158,28 @@ async def test_a_stream_and_several_choices_say_it_at_their_end(app):
     await post(app, FIRST)
     body = {"prompt": OTHER_ORDER, "max_tokens": 4, "stream": True, "kvboost": REUSE, "n": 2}
     lines = (await app.post(COMPLETIONS, json=body)).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    chunks = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+    ]
     told = chunks[-1]["kvboost"]
     assert (told["mode"], told["approximate"]) == ("chunk_kv_reuse", True)
     assert 64 < told["reused_span_tokens"] < 128, "a prompt counts once"
     batch = (await post(app, [document(9, 20), OTHER_ORDER], REUSE))["kvboost"]
-    assert (batch["mode"], batch["approximate"], batch["reused_span_tokens"] > 0) == ("chunk_kv_reuse", True, True)
+    assert (batch["mode"], batch["approximate"], batch["reused_span_tokens"] > 0) == (
+        "chunk_kv_reuse",
+        True,
+        True,
+    )
 
 
 async def test_nobody_shares_what_another_key_computed(app):
     await post(app, FIRST, key="two")
     told = (await post(app, OTHER_ORDER, REUSE))["kvboost"]
-    assert (told["mode"], told["approximate"], told["reused_span_tokens"]) == ("prefix_cache", False, 0)
+    assert (told["mode"], told["approximate"], told["reused_span_tokens"]) == (
+        "prefix_cache",
+        False,
+        0,
+    )
     salted = (await post(app, HEAD + ONE[:50] + TWO, REUSE, cache_salt="other"))["kvboost"]
     assert salted["reused_span_tokens"] == 0
     for path in ("/metrics", "/v1/stats", "/v1/blocks"):
@@ -155,12 +193,16 @@ async def test_the_figures_of_the_server_tell_them_apart(app):
     reused = told["reused_span_tokens"]
     assert await metric(app, "kvboost:reused_span_tokens_total") == reused > 0
     assert await metric(app, "kvboost:recomputed_tokens_total") == told["recomputed_tokens"] > 0
-    assert await metric(app, "kvboost:probe_seconds_total") == pytest.approx(told["probe_ms"] / 1e3, abs=1e-6)
+    assert await metric(app, "kvboost:probe_seconds_total") == pytest.approx(
+        told["probe_ms"] / 1e3, abs=1e-6
+    )
     for mode in GenerationMode:
         labels = f'{{mode="{mode.value}",model_name="kvboost-edge"}}'
         assert await metric(app, f"kvboost:requests_total{labels}") == 1
     assert (
-        await metric(app, "vllm:prompt_tokens_cached_total") == await metric(app, "vllm:prefix_cache_hits_total") == 32
+        await metric(app, "vllm:prompt_tokens_cached_total")
+        == await metric(app, "vllm:prefix_cache_hits_total")
+        == 32
     )
     assert await metric(app, "vllm:prefix_cache_queries_total") == 320
     stats = (await app.get("/v1/stats", headers={"x-api-key": "admin"})).json()
@@ -175,7 +217,8 @@ async def test_the_figures_of_the_server_tell_them_apart(app):
 
 async def test_the_picture_of_the_pool_shows_what_is_in_use_at_another_position(app):
     await post(app, FIRST)
-    began, go = threading.Event(), threading.Event()
+    began = threading.Event()
+    go = threading.Event()
 
     def hold(batch):
         began.set()
@@ -193,13 +236,22 @@ async def test_the_picture_of_the_pool_shows_what_is_in_use_at_another_position(
 
 
 async def test_what_needs_exact_keys_and_values_is_refused(app):
-    for more, word in (({"logprobs": 1, "max_tokens": 2}, "logprobs"), ({"max_tokens": 0}, "max_tokens=0")):
+    for more, word in (
+        ({"logprobs": 1, "max_tokens": 2}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ):
         body = {"prompt": "a", "echo": True, **more}
         param, message = await refused(app, COMPLETIONS, {**body, "kvboost": REUSE})
         assert (param, word in message) == ("kvboost", True)
         assert (await app.post(COMPLETIONS, json={**body, "kvboost": {}})).status_code == 200
-    assert (await app.post(COMPLETIONS, json={"prompt": "a", "echo": True, "kvboost": REUSE})).status_code == 200
-    for cache_prompt, mode in ((False, "chunk_kv_reuse"), (False, "prefix_cache"), (True, "baseline")):
+    assert (
+        await app.post(COMPLETIONS, json={"prompt": "a", "echo": True, "kvboost": REUSE})
+    ).status_code == 200
+    for cache_prompt, mode in (
+        (False, "chunk_kv_reuse"),
+        (False, "prefix_cache"),
+        (True, "baseline"),
+    ):
         body = {"prompt": "a", "cache_prompt": cache_prompt, "kvboost": {"mode": mode}}
         param, message = await refused(app, COMPLETIONS, body)
         assert (param, mode in message) == ("cache_prompt", True)
@@ -214,7 +266,8 @@ async def test_a_runner_that_cannot_says_why(app):
 
 
 async def test_a_chat_may_ask_for_it_of_a_real_model(tiny_app, tiny_engine):
-    one, two = "The first of the notes tells of boats. " * 3, "Another note knows of lakes and hills. " * 3
+    one = "The first of the notes tells of boats. " * 3
+    two = "Another note knows of lakes and hills. " * 3
     told = []
     for text, use in ((one + two, {"mode": "baseline"}), (two + one, REUSE), (two + one, {})):
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "kvboost": use}
@@ -230,7 +283,9 @@ async def test_a_chat_may_ask_for_it_of_a_real_model(tiny_app, tiny_engine):
 
 
 def test_the_bounds_and_names_are_the_engine_s():
-    literals = {name: CacheUse.model_fields[name].annotation for name in ("mode", "recompute_strategy")}
+    literals = {
+        name: CacheUse.model_fields[name].annotation for name in ("mode", "recompute_strategy")
+    }
     for name, values in (("mode", GenerationMode), ("recompute_strategy", RecomputeStrategy)):
         assert set(get_args(get_args(literals[name])[0])) == {one.value for one in values}
     for name, place in (("recompute_overlap", 1), ("recompute_ratio", 2)):
@@ -247,11 +302,19 @@ def test_the_documentation_names_what_there_is():
     text = (Path(__file__).parents[3] / "docs" / "chunk_reuse.md").read_text(encoding="utf-8")
     [body] = re.findall(r"-d '(.*)'", text)
     ChatRequest.model_validate_json(body).check_together()
-    fields = {name for line in text.split("| result |")[1].split("\n\n")[0].splitlines()[2:] for name in cells(line, 0)}
+    fields = {
+        name
+        for line in text.split("| result |")[1].split("\n\n")[0].splitlines()[2:]
+        for name in cells(line, 0)
+    }
     assert {"mode", "approximate", "reused_span_tokens", "probe_ms"} <= fields
-    known = {field.name for field in dataclasses.fields(GenerationResult)} | set(vars(GenerationResult))
+    known = {field.name for field in dataclasses.fields(GenerationResult)} | set(
+        vars(GenerationResult)
+    )
     assert fields <= known
-    assert {"mode", "approximate", "reused_span_tokens", "recomputed_tokens", "hit_tokens"} <= set(Costs.model_fields)
+    assert {"mode", "approximate", "reused_span_tokens", "recomputed_tokens", "hit_tokens"} <= set(
+        Costs.model_fields
+    )
     defaults = EngineConfig()
     assert f"`recompute_overlap` ({defaults.recompute_overlap})" in text
     assert f"`recompute_ratio` ({defaults.recompute_ratio:g})" in text

@@ -20,14 +20,20 @@ CHAT = ("/v1/chat/completions", {"messages": MESSAGES})
         (CompletionRequest, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         (CompletionRequest, {"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
         (CompletionRequest, {"prompt": ["a"] * 200, "n": 2}, "n"),
-        (ChatRequest, {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        (
+            ChatRequest,
+            {"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 6},
+            "max_tokens",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together(model, body, param):
     with pytest.raises(ApiError) as caught:
         model.model_validate(body).check_together()
     assert (caught.value.status_code, caught.value.param) == (400, param)
-    CompletionRequest.model_validate({"prompt": "a", "max_tokens": 0, "echo": True}).check_together()
+    CompletionRequest.model_validate(
+        {"prompt": "a", "max_tokens": 0, "echo": True}
+    ).check_together()
 
 
 def test_a_developer_s_message_is_the_system_s():
@@ -40,7 +46,13 @@ def test_a_developer_s_message_is_the_system_s():
 
 async def test_an_answer_s_message_may_be_sent_back_as_it_came(tiny_app):
     """As clients do (model_dump): with all that it has not."""
-    answered = {"role": "assistant", "content": "hi", "refusal": None, "annotations": None, "audio": None}
+    answered = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+    }
     answered |= {"function_call": None, "tool_calls": None}
     choices = []
     for message in (
@@ -57,7 +69,9 @@ async def test_negative_seeds(tiny_app):
     """-1 is drawn by the engine, another one each time; others are seeds like any, told as what they count as."""
 
     async def seeds(**fields):
-        answer = await tiny_app.post(COMPLETIONS[0], json={**COMPLETIONS[1], "max_tokens": 1, **fields})
+        answer = await tiny_app.post(
+            COMPLETIONS[0], json={**COMPLETIONS[1], "max_tokens": 1, **fields}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()["kvboost"]["seeds"]
 
@@ -74,14 +88,22 @@ async def test_fields_of_other_servers_that_have_another_name_here(tiny_app, pat
         {"n_predict": 4, "repeat_penalty": 1.5, "return_tokens": True},
         {"num_predict": 4, "repeat_penalty": 1.5, "return_token_ids": True},
     )
-    ours, *theirs = [(await tiny_app.post(path, json={**base, "temperature": 0, **more})).json() for more in spellings]
+    ours, *theirs = [
+        (await tiny_app.post(path, json={**base, "temperature": 0, **more})).json()
+        for more in spellings
+    ]
     assert [one["choices"] for one in theirs] == [ours["choices"]] * 2
 
 
 async def test_json_is_read_whatever_the_content_type_says(tiny_app):
     """`curl -d` calls every body a form."""
     form = {"content-type": "application/x-www-form-urlencoded"}
-    for headers in (form, {"content-type": "text/plain"}, {"content-type": "application/json; charset=utf-8"}, {}):
+    for headers in (
+        form,
+        {"content-type": "text/plain"},
+        {"content-type": "application/json; charset=utf-8"},
+        {},
+    ):
         body = json.dumps({**COMPLETIONS[1], "max_tokens": 1})
         answer = await tiny_app.post(COMPLETIONS[0], content=body, headers=headers)
         assert answer.status_code == 200, answer.text
@@ -92,5 +114,8 @@ async def test_json_is_read_whatever_the_content_type_says(tiny_app):
 
 async def test_the_openapi_document_has_both_bodies(tiny_app):
     bodies = (await tiny_app.get("/openapi.json")).json()["components"]["schemas"]
-    assert bodies["ChatRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == BOUNDS["temperature"].high
+    assert (
+        bodies["ChatRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"]
+        == BOUNDS["temperature"].high
+    )
     assert bodies["CompletionRequest"]["additionalProperties"] is False

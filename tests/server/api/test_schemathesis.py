@@ -26,7 +26,8 @@ AT_EVERY_BOUND = os.environ.get("KVBOOST_EDGE_TEST_BOUNDS") == "1"
 MODEL = "kvboost-edge/demo"
 CANARY = {"prompt": "the canary sings", "max_tokens": 8, "temperature": 0, "logprobs": 3}
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
-MOST_TOKENS, MOST_SEQUENCES = 6, 4
+MOST_TOKENS = 6
+MOST_SEQUENCES = 4
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,
@@ -69,10 +70,19 @@ def test_the_document_is_the_one_that_is_served(live_server):
 def test_every_route_of_the_api_is_tried():
     """Each operation of the document is, so a route that is not in there would have no test here: the page's, and those
     that machines watch the server by."""
-    documented = {(path, method.upper()) for path, methods in document()["paths"].items() for method in methods}
-    tried = {(operation.ok().path, operation.ok().method.upper()) for operation in schema.get_all_operations()}
+    documented = {
+        (path, method.upper())
+        for path, methods in document()["paths"].items()
+        for method in methods
+    }
+    tried = {
+        (operation.ok().path, operation.ok().method.upper())
+        for operation in schema.get_all_operations()
+    }
     page = {("/", "GET"), *((path, "GET") for path, _ in READ if path.startswith("/static/"))}
-    page |= {(path, "GET") for path in ("/health", "/ready", "/version", "/metrics")}  # they take nothing at all
+    page |= {
+        (path, "GET") for path in ("/health", "/ready", "/version", "/metrics")
+    }  # they take nothing at all
     named = {(path.replace(":path}", "}"), method) for path, method in READ}
     assert named | {(path, "POST") for path in PATHS} == documented | page
     assert tried == documented
@@ -80,7 +90,9 @@ def test_every_route_of_the_api_is_tried():
 
 @schema.parametrize()
 # No clock: on a busy machine both making an example and answering it may take long.
-@settings(max_examples=200 if LONG else 15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=200 if LONG else 15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 def test_answers_are_as_documented(case, live_server):
     positive = case.meta.generation.mode.is_positive
     if isinstance(case.body, dict):
@@ -94,11 +106,19 @@ def test_answers_are_as_documented(case, live_server):
         # Fields that do not go together, or not with this model, have another code. What a schema, an expression or a
         # grammar holds is judged by the engine; what a call's text or two tools hold, by no schema.
         given = case.body if isinstance(case.body, dict) else {}
-        judged = is_not_exact(case.body) or any(given.get(name) for name in ANSWER_FORMATS) or calls_tools(given)
+        judged = (
+            is_not_exact(case.body)
+            or any(given.get(name) for name in ANSWER_FORMATS)
+            or calls_tools(given)
+        )
         # Errors of other APIs have no code; what Anthropic's schema cannot say is said in these words.
         said = error["message"] if isinstance(error, dict) else error
-        told = any(words in said for words in ("results come first", "at most 4 are allowed", "surrogate"))
-        coded = isinstance(error, dict) and ("code" in error or case.path.startswith("/v1/messages"))
+        told = any(
+            words in said for words in ("results come first", "at most 4 are allowed", "surrogate")
+        )
+        coded = isinstance(error, dict) and (
+            "code" in error or case.path.startswith("/v1/messages")
+        )
         invalid = coded and error.get("code", "invalid_request") == "invalid_request" and not told
         assert not positive or not invalid or judged, error
     statuses[response.status_code] += 1
@@ -116,7 +136,17 @@ def test_the_canary_at_the_end(live_server):
 @pytest.mark.full
 def test_answers_at_every_bound_are_as_documented():
     """The tests above in a process of their own: their cases are made as they are collected."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not full",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+    ]
     environment = {**os.environ, "KVBOOST_EDGE_TEST_BOUNDS": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:]
@@ -138,7 +168,11 @@ def shorten(body, path):
     if isinstance(options, dict) and type(options.get("num_predict", -1)) is int:
         limit = options.get("num_predict", -1)
         options["num_predict"] = MOST_TOKENS if -3 < limit < 10_000 else limit
-    if path in GENERATING and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+    if (
+        path in GENERATING
+        and body.get("max_tokens") is None
+        and body.get("max_completion_tokens") is None
+    ):
         body["max_tokens"] = MOST_TOKENS
 
 
@@ -149,8 +183,17 @@ ANSWER_FORMATS = (
 
 
 def calls_tools(body):
-    given = [one for name in ("messages", "input") if isinstance(body.get(name), list) for one in body[name]]
-    called = [one for one in given if isinstance(one, dict) and (one.get("tool_calls") or "arguments" in one)]
+    given = [
+        one
+        for name in ("messages", "input")
+        if isinstance(body.get(name), list)
+        for one in body[name]
+    ]
+    called = [
+        one
+        for one in given
+        if isinstance(one, dict) and (one.get("tool_calls") or "arguments" in one)
+    ]
     return bool(body.get("tools") or called)
 
 
@@ -161,7 +204,9 @@ def is_not_exact(value):
         return any(map(is_not_exact, value.values()))
     if isinstance(value, list):
         return any(map(is_not_exact, value))
-    return (isinstance(value, float) and value.is_integer()) or (type(value) is int and value >= 2**63)
+    return (isinstance(value, float) and value.is_integer()) or (
+        type(value) is int and value >= 2**63
+    )
 
 
 def sing(server):

@@ -40,14 +40,18 @@ async def test_a_call_that_was_edited_is_not_replayed(app, speaker):
     for _ in range(2):
         cached.append(API.said(await API.ask(app, body)).cached)
         body = json.loads(json.dumps(body))
-        body["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Bonn", "days": 2}'
+        body["messages"][1]["tool_calls"][0]["function"]["arguments"] = (
+            '{"city": "Bonn", "days": 2}'
+        )
     said = API.said(first)
     assert cached[1] < said.prompt + said.output - 17 <= cached[0]
 
 
 async def test_tokenize_and_warm_know_tools(app, speaker):
     plain = (await app.post("/tokenize", json={"messages": ASK})).json()["count"]
-    with_tools = (await app.post("/tokenize", json={"messages": ASK, "tools": TOOLS})).json()["count"]
+    with_tools = (await app.post("/tokenize", json={"messages": ASK, "tools": TOOLS})).json()[
+        "count"
+    ]
     assert with_tools > plain + 100
     warmed = await app.post("/v1/warm", json={"messages": ASK, "tools": TOOLS})
     assert warmed.status_code == 200, warmed.text
@@ -57,15 +61,24 @@ async def test_tokenize_and_warm_know_tools(app, speaker):
 @pytest.mark.parametrize(
     ("form", "known", "odd"),
     [
-        ("hermes", '{"name": "{{ call.function.name }}", "arguments":', "call:{{ call.function.name }}{"),
+        (
+            "hermes",
+            '{"name": "{{ call.function.name }}", "arguments":',
+            "call:{{ call.function.name }}{",
+        ),
         ("gemma", "{{ key }}:", "{{ key }}=>"),
         ("gemma", '<|"|>', "'"),
         ("gemma", "'['", "'('"),
     ],
 )
-async def test_a_template_that_writes_calls_in_an_unknown_way_is_refused(monkeypatch, form, known, odd):
+async def test_a_template_that_writes_calls_in_an_unknown_way_is_refused(
+    monkeypatch, form, known, odd
+):
     template = FORMATS[form].template.replace(f"'{known}'", f'"{odd}"').replace(known, odd)
-    with scripted(monkeypatch, dataclasses.replace(FORMATS[form], template=template)) as (engine, _):
+    with scripted(monkeypatch, dataclasses.replace(FORMATS[form], template=template)) as (
+        engine,
+        _,
+    ):
         async with app_client(create_app(engine, ServerSettings(model_name="fake"))) as client:
             answer = await client.post(API.path, json=API.body(tools=TOOLS))
     assert (answer.status_code, "not known" in answer.json()["error"]["message"]) == (400, True)
@@ -81,9 +94,13 @@ async def test_a_model_without_the_tokens_of_calls_is_refused_by_name(monkeypatc
 
 @pytest.mark.parametrize("form", ["gemma"], indirect=True)
 @pytest.mark.parametrize(
-    ("schema", "word"), [({"not": {}}, "'not' is not held"), ({"properties": {"a:b": {}}}, "rename it")]
+    ("schema", "word"),
+    [({"not": {}}, "'not' is not held"), ({"properties": {"a:b": {}}}, "rename it")],
 )
 async def test_what_braces_cannot_hold_is_refused_by_name(app, schema, word):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", **schema}},
+    }
     answer = await app.post(API.path, json=API.body(tools=[tool]))
     assert (answer.status_code, word in answer.json()["error"]["message"]) == (400, True)

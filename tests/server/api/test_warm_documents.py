@@ -12,7 +12,8 @@ from kvboost_edge.server.api.answers import Warmed
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
-WARM, COMPLETIONS = "/v1/warm", "/v1/completions"
+WARM = "/v1/warm"
+COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 TEXT = "A text of several blocks, which is to be there before anybody asks. "
 
@@ -25,9 +26,12 @@ def document(number, length):
 async def app():
     """`app.engine` is the engine, `app.served` the application."""
     with fake_engine(primer_tokens=32) as engine:
-        served = create_app(engine, ServerSettings(api_keys=("one", "two weight=3"), admin_api_keys=("admin",)))
+        served = create_app(
+            engine, ServerSettings(api_keys=("one", "two weight=3"), admin_api_keys=("admin",))
+        )
         async with app_client(served, "one") as client:
-            client.engine, client.served = engine, served
+            client.engine = engine
+            client.served = served
             yield client
 
 
@@ -39,7 +43,11 @@ async def warm(app, key="one", **body):
 
 
 async def shared(app, prompt, key="one", **body):
-    asked = {"prompt": prompt, "max_tokens": 2, "kvboost": {"mode": "chunk_kv_reuse", "recompute_strategy": "none"}}
+    asked = {
+        "prompt": prompt,
+        "max_tokens": 2,
+        "kvboost": {"mode": "chunk_kv_reuse", "recompute_strategy": "none"},
+    }
     answer = await app.post(COMPLETIONS, json={**asked, **body}, headers={"x-api-key": key})
     assert answer.status_code == 200, answer.text
     return int(answer.json()["kvboost"]["reused_span_tokens"])
@@ -48,7 +56,11 @@ async def shared(app, prompt, key="one", **body):
 async def test_documents_are_found_in_any_order_and_once(app):
     texts = [document(1, 64), TEXT, document(2, 48)]
     told = await warm(app, documents=texts)
-    assert (told["object"], told["chunks_stored"], told["token_count"]) == ("warm", 3, 64 + len(TEXT) + 48)
+    assert (told["object"], told["chunks_stored"], told["token_count"]) == (
+        "warm",
+        3,
+        64 + len(TEXT) + 48,
+    )
     assert told["usage"]["prompt_tokens"] > told["token_count"]  # with what stands before them
     assert told["timings"]["prompt_n"] > 0
     prompt = [*document(9, 16), *texts[2], *app.engine.tokenizer.encode(TEXT, False), *texts[0], 7]
@@ -64,7 +76,10 @@ async def test_a_text_is_computed_as_it_will_stand(app):
     told = await warm(app, text=TEXT, position_offset=33)
     assert told["token_count"] == len(TEXT)
     assert told["usage"]["prompt_tokens"] >= 33 + len(TEXT)
-    assert await shared(app, [*document(3, 20), *app.engine.tokenizer.encode(TEXT, False), 7]) > len(TEXT) - 32
+    assert (
+        await shared(app, [*document(3, 20), *app.engine.tokenizer.encode(TEXT, False), 7])
+        > len(TEXT) - 32
+    )
     assert (await warm(app, text=TEXT, position_offset=0))["chunks_stored"] == len(TEXT) // 16
 
 
@@ -79,7 +94,9 @@ async def test_they_belong_to_the_key_and_salt_they_came_with(app):
 async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
     seen = []
     submit = app.engine._core.submit
-    monkeypatch.setattr(app.engine._core, "submit", lambda request: seen.append(request) or submit(request))
+    monkeypatch.setattr(
+        app.engine._core, "submit", lambda request: seen.append(request) or submit(request)
+    )
     await warm(app, "two", documents=[document(6, 40)], priority=2)
     (request,) = seen
     assert (request.weight, request.priority, request.deadline is not None) == (3.0, 2, True)
@@ -87,14 +104,17 @@ async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
 
 async def test_who_goes_takes_his_documents_along(app):
     """What is computed stops, the place in the queue is held until then, and nothing is left behind."""
-    begun, may_go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
+    may_go_on = threading.Event()
 
     def wait(batch):
         begun.set()
         assert may_go_on.wait(20)
 
     runner_of(app.engine).on_forward = wait
-    task = asyncio.ensure_future(warm(app, documents=[document(number, 200) for number in range(5)]))
+    task = asyncio.ensure_future(
+        warm(app, documents=[document(number, 200) for number in range(5)])
+    )
     assert await asyncio.to_thread(begun.wait, 20)
     task.cancel()
     await asyncio.sleep(0.2)
@@ -126,7 +146,11 @@ async def test_who_goes_takes_his_documents_along(app):
         ({"documents": ["a"], "pin": True}, "pin", "documents"),
         ({"documents": ["a"], "ttl": 3}, "ttl", "pin: true"),
         ({"documents": ["a"], "position_offset": 3}, "position_offset", "goes with text"),
-        ({"documents": ["a"], "chat_template_kwargs": {}}, "chat_template_kwargs", "not with documents"),
+        (
+            {"documents": ["a"], "chat_template_kwargs": {}},
+            "chat_template_kwargs",
+            "not with documents",
+        ),
         ({"documents": ["a"], "priority": -1}, "priority", "other tenants"),
         ({"text": "a", "position_offset": -1}, "position_offset", ""),
         ({"text": "a", "position_offset": 1.5}, "position_offset", ""),
@@ -147,7 +171,10 @@ async def test_what_is_wrong_is_named(app, body, param, words):
 
 async def test_a_runner_that_cannot_says_why(app):
     runner_of(app.engine).moved_keys_refusal = "this runner cannot; use another one"
-    for body, param in (({"documents": ["a"]}, "documents"), ({"text": "a", "position_offset": 3}, "position_offset")):
+    for body, param in (
+        ({"documents": ["a"]}, "documents"),
+        ({"text": "a", "position_offset": 3}, "position_offset"),
+    ):
         error = (await app.post(WARM, json=body)).json()["error"]
         assert (error["param"], "this runner cannot" in error["message"]) == (param, True)
     assert (await warm(app, text=TEXT))["chunks_stored"] > 0

@@ -11,7 +11,9 @@ from kvboost_edge.server.doctor.diagnosis import CAUSES, diagnose, placed, tool_
 from kvboost_edge.server.doctor.records import Asked, Field, Record
 
 BLOCK = 4
-_PHASES = dict.fromkeys(("tokenize", "queue", "lookup", "load", "probe", "repair", "prefill", "decode"), 0.0)
+_PHASES = dict.fromkeys(
+    ("tokenize", "queue", "lookup", "load", "probe", "repair", "prefill", "decode"), 0.0
+)
 
 
 def decode(ids):
@@ -20,7 +22,9 @@ def decode(ids):
 
 def record(text, asked=None, *, answer="", reasoning=0):
     ids = [ord(letter) for letter in text] if isinstance(text, str) else text
-    made = Record(f"of {len(ids)}", asked or Asked(), np.array([*ids, *map(ord, answer)], np.int32), len(ids))
+    made = Record(
+        f"of {len(ids)}", asked or Asked(), np.array([*ids, *map(ord, answer)], np.int32), len(ids)
+    )
     made.num_reasoning = reasoning
     return made
 
@@ -44,25 +48,37 @@ def found(mine, other, cached=None, reason="first_seen", *dropped):
     return placed(made, mine, other, decode)
 
 
-TOOLS = Asked(tuple(tool_field(n, name) for n, name in enumerate(("clock", "maps"))), ("clock", "maps"))
-CHAT = Asked((Field("message 0 (system)", "It is Tuesday."), Field("message 1 (user)", "Hello there")))
+TOOLS = Asked(
+    tuple(tool_field(n, name) for n, name in enumerate(("clock", "maps"))), ("clock", "maps")
+)
+CHAT = Asked(
+    (Field("message 0 (system)", "It is Tuesday."), Field("message 1 (user)", "Hello there"))
+)
 
 
 def test_another_word_in_the_system_message_is_named_with_both_texts():
     before = record("[s]It is Tuesday.[u]Hello there", CHAT)
-    asked = Asked((Field("message 0 (system)", "It is Wednesday."), Field("message 1 (user)", "Hello there")))
+    asked = Asked(
+        (Field("message 0 (system)", "It is Wednesday."), Field("message 1 (user)", "Hello there"))
+    )
     mine = record("[s]It is Wednesday.[u]Hello there", asked)
     made = found(mine, before)
     assert (made.cause, made.position, made.field) == ("changed_text", 9, "message 0 (system)")
     assert made.text.startswith("It is Wednesday")
     assert made.text_before.startswith("It is Tuesday")
-    assert (made.compared_with, made.seconds, made.computed_tokens) == (before.request_id, 1.5, mine.num_prompt - 8)
+    assert (made.compared_with, made.seconds, made.computed_tokens) == (
+        before.request_id,
+        1.5,
+        mine.num_prompt - 8,
+    )
 
 
 SYSTEM = Field("message 0 (system)", "It is Tuesday. You are a clerk of the post office.")
 
 
-@pytest.mark.parametrize("question", ["Where is my letter?", "Hello", "Hello there, where is it?", "Hi", "x" * 100])
+@pytest.mark.parametrize(
+    "question", ["Where is my letter?", "Hello", "Hello there, where is it?", "Hi", "x" * 100]
+)
 def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
     before, mine = (
         record(f"[s]{SYSTEM.text}[u]{text}[a]", Asked((SYSTEM, Field("message 1 (user)", text))))
@@ -70,9 +86,14 @@ def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
     )
     assert found(mine, before).cause == "other_message"
     told = f"[s]{SYSTEM.text}[u]Hello there[a]Good day.[u]"
-    fields = (SYSTEM, Field("message 1 (user)", "Hello there"), Field("message 2 (assistant)", "Good day."))
+    fields = (
+        SYSTEM,
+        Field("message 1 (user)", "Hello there"),
+        Field("message 2 (assistant)", "Good day."),
+    )
     before, mine = (
-        record(f"{told}{text}[a]", Asked((*fields, Field("message 3 (user)", text)))) for text in ("And", question)
+        record(f"{told}{text}[a]", Asked((*fields, Field("message 3 (user)", text))))
+        for text in ("And", question)
     )
     assert found(mine, before).cause == "other_message"
 
@@ -80,11 +101,19 @@ def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
 @pytest.mark.parametrize("question", ["Hello there", "clerk"])
 def test_a_change_before_the_last_message_is_no_other_message(question):
     """Also where the last message says what stands before it, or is other too."""
-    before = record(f"[s]{SYSTEM.text}[u]Hello there[a]", Asked((SYSTEM, Field("message 1 (user)", "Hello there"))))
+    before = record(
+        f"[s]{SYSTEM.text}[u]Hello there[a]",
+        Asked((SYSTEM, Field("message 1 (user)", "Hello there"))),
+    )
     changed = SYSTEM.text.replace("Tuesday", "Wednesday")
     fields = (SYSTEM._replace(text=changed), Field("message 1 (user)", question))
-    assert found(record(f"[s]{changed}[u]{question}[a]", Asked(fields)), before).cause == "changed_text"
-    assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", "nothing is known but tokens"
+    assert (
+        found(record(f"[s]{changed}[u]{question}[a]", Asked(fields)), before).cause
+        == "changed_text"
+    )
+    assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", (
+        "nothing is known but tokens"
+    )
 
 
 def test_nothing_alike_was_asked():
@@ -105,13 +134,19 @@ def test_the_same_prompt_again_computes_its_last_block():
 
 @pytest.mark.parametrize(
     ("reason", "cause", "tiers"),
-    [("evicted", "evicted", ("pool",)), ("evicted", "evicted", ("pool", "disk")), ("first_seen", "not_kept", ())],
+    [
+        ("evicted", "evicted", ("pool",)),
+        ("evicted", "evicted", ("pool", "disk")),
+        ("first_seen", "not_kept", ()),
+    ],
 )
 def test_what_was_there_and_is_not(reason, cause, tiers):
     before = record("[u]Hello there and everywhere", CHAT)
     made = found(record("[u]Hello there and everywhere!", CHAT), before, 4, reason, *tiers)
     assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
-    assert found(record("abcdefgh"), None, 0, reason, *tiers).evicted_from == tiers, "nothing is kept of it"
+    assert found(record("abcdefgh"), None, 0, reason, *tiers).evicted_from == tiers, (
+        "nothing is kept of it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,9 +162,15 @@ def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason, tiers):
 
 def test_tools_in_another_order_and_other_tools():
     before = record('{"clock"}{"maps"}[u]Hi', TOOLS)
-    swapped = dataclasses.replace(record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock")))
-    assert found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "first_seen"  # the first block differs
-    longer = [f'Tools: {{"{one}"}}{{"{two}"}}[u]Hi' for one, two in (("clock", "maps"), ("maps", "clock"))]
+    swapped = dataclasses.replace(
+        record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock"))
+    )
+    assert (
+        found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "first_seen"
+    )  # the first block differs
+    longer = [
+        f'Tools: {{"{one}"}}{{"{two}"}}[u]Hi' for one, two in (("clock", "maps"), ("maps", "clock"))
+    ]
     before = record(longer[0], TOOLS)
     made = found(record(longer[1], TOOLS._replace(tools=("maps", "clock"))), before)
     assert (made.cause, made.field_before) == ("tool_order", "tool 0 (clock)")
@@ -151,7 +192,9 @@ def test_reasoning_that_was_stripped():
     made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), begun)
     assert made.cause == "thinking", "the template begins it, so no answer shows the mark"
     twice = record("[u]Hello[a]<think>Hm.</think>Good day[u]And now?[a]", CHAT)
-    assert found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"
+    assert (
+        found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"
+    )
 
 
 def test_the_same_text_in_other_tokens():
@@ -168,7 +211,12 @@ def test_what_the_engine_says_itself_is_the_cause(reason):
 
 
 def test_a_field_is_found_where_a_message_says_the_same_twice():
-    asked = Asked(tuple(Field(f"message {number} (user)", text) for number, text in enumerate(("yes", "no", "yes"))))
+    asked = Asked(
+        tuple(
+            Field(f"message {number} (user)", text)
+            for number, text in enumerate(("yes", "no", "yes"))
+        )
+    )
     before, mine = (record(f"[u]yes[u]no[u]yes{end}", asked) for end in ("!", "?"))
     assert found(mine, before).field == "message 2 (user)"
 

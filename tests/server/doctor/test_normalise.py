@@ -26,7 +26,9 @@ def test_tools_that_are_the_same_keep_their_first_order():
 
 def test_the_order_inside_of_lists_is_meant():
     normaliser = Normaliser()
-    one, two = ({"type": "function", "function": {"name": "a", "enum": order}} for order in ([1, 2], [2, 1]))
+    one, two = (
+        {"type": "function", "function": {"name": "a", "enum": order}} for order in ([1, 2], [2, 1])
+    )
     normaliser.tools(ME, [one])
     assert normaliser.tools(ME, [two]) == ([two], False)
 
@@ -47,9 +49,7 @@ def test_arguments_of_calls_keep_the_order_of_their_keys():
 
 def test_the_billing_line_of_system_messages_is_left_out():
     normaliser = Normaliser()
-    text = (
-        "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep x-anthropic-billing-header: so"
-    )
+    text = "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep x-anthropic-billing-header: so"
     messages, changed = normaliser.messages(ME, [{"role": "system", "content": text}])
     assert changed == ["billing"]
     assert messages[0]["content"] == "You are a coder.\nKeep x-anthropic-billing-header: so"

@@ -17,7 +17,11 @@ def record(name, ids, *, text="", at=None):
 def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt():
     history = History(60)
     long = list(range(500))
-    for tenant, name, ids in (("a", "near", [*long[:300], 7]), ("a", "nearer", [*long[:400], 7]), ("b", "same", long)):
+    for tenant, name, ids in (
+        ("a", "near", [*long[:300], 7]),
+        ("a", "nearer", [*long[:400], 7]),
+        ("b", "same", long),
+    ):
         history.add(tenant, None, record(name, ids))
     mine = record("mine", long)
     history.add("a", None, mine)
@@ -37,7 +41,8 @@ def test_the_first_difference_is_found_wherever_it_is(first):
 
 
 def test_an_answer_counts_as_what_was_said():
-    history, mine = History(60), record("mine", [1, 2])
+    history = History(60)
+    mine = record("mine", [1, 2])
     history.add(None, None, mine)
     before = history.nbytes
     history.extend(None, mine, [3, 4])

@@ -51,7 +51,8 @@ def test_who_sends_everything_first_reads_the_answer(server, key, length, status
 
 
 @pytest.mark.parametrize(
-    "start", [b"no head at all\n\n", HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"]
+    "start",
+    [b"no head at all\n\n", HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n"],
 )
 def test_who_sends_on_after_a_malformed_head_reads_the_answer(server, start):
     with server.connect() as sock:
@@ -66,16 +67,28 @@ def test_clients_read_the_answer(server, tmp_path):
         answer = client.post("/v1/completions", json={"prompt": text})
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
         assert client.get("/v1/models").status_code == 200
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=KEYS[0], max_retries=0, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{server.base_url}/v1", api_key=KEYS[0], max_retries=0, timeout=60
+    ) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             client.completions.create(model="any", prompt=text)
         assert caught.value.status_code == 413
     if curl := shutil.which("curl"):
         (tmp_path / "body").write_text(text)
-        command = [curl, "-sS", "-H", KEY.decode().strip(), "--data-binary", f"@{tmp_path / 'body'}"]
+        command = [
+            curl,
+            "-sS",
+            "-H",
+            KEY.decode().strip(),
+            "--data-binary",
+            f"@{tmp_path / 'body'}",
+        ]
         for options in ([], ["-H", "Expect:"], ["-H", "Transfer-Encoding: chunked"]):
             done = subprocess.run(
-                [*command, *options, f"{server.base_url}/v1/completions"], capture_output=True, text=True, timeout=60
+                [*command, *options, f"{server.base_url}/v1/completions"],
+                capture_output=True,
+                text=True,
+                timeout=60,
             )
             assert "request_too_large" in done.stdout, done
 
@@ -105,7 +118,9 @@ def test_who_falls_silent_is_cut_off(server, monkeypatch):
     with server.connect() as sock:
         sock.sendall(HEAD + KEY + b"Content-Length: 50000000\r\n\r\n" + b"x" * 100_000)
         assert raw_answer(sock).startswith(b"HTTP/1.1 413")
-        wait_until(lambda: not server.server.server_state.connections, "the connection to be closed", 10)
+        wait_until(
+            lambda: not server.server.server_state.connections, "the connection to be closed", 10
+        )
 
 
 def test_who_sends_more_than_is_dropped_is_cut_off(server, monkeypatch):

@@ -94,13 +94,17 @@ def test_no_cors_unless_asked(demo_engine, live_server):
         assert answer.status_code == 403
         assert not [name for name in answer.headers if name.startswith("access-control")]
     with serving(demo_engine, cors_origins=("https://example.org",), api_keys=("k",)) as server:
-        with server.client(headers={**preflight, "Access-Control-Request-Headers": "authorization"}) as client:
+        with server.client(
+            headers={**preflight, "Access-Control-Request-Headers": "authorization"}
+        ) as client:
             answer = client.options("/v1/chat/completions")
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-origin"] == "https://example.org"
         # OpenAI's client for JavaScript adds headers of its own to every request.
         wanted = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count,openai-project"
-        with server.client(headers={**preflight, "Access-Control-Request-Headers": wanted}) as client:
+        with server.client(
+            headers={**preflight, "Access-Control-Request-Headers": wanted}
+        ) as client:
             answer = client.options("/v1/chat/completions")
             assert answer.status_code == 200
             assert answer.headers["access-control-allow-headers"] == wanted
@@ -120,7 +124,9 @@ def test_a_wider_bind_without_a_key_is_refused(host):
     assert ServerSettings(host=host, api_keys=("key",)).host == host
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "LOCALHOST"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]", "LOCALHOST"]
+)
 def test_loopback_needs_no_key(host):
     assert is_loopback(host)
     assert ServerSettings(host=host).host == host

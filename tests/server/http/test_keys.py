@@ -50,7 +50,14 @@ def _bearer(key):
 
 def test_every_route_but_the_open_ones_needs_a_key(keyed_server):
     paths = {route.path for route in _routes(keyed_server)}
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/tokenize", "/openapi.json"} <= paths
+    assert {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/metrics",
+        "/tokenize",
+        "/openapi.json",
+    } <= paths
     with keyed_server.client(headers={}) as client:
         told = client.get("/v1/models").json()["error"]
         assert told["code"] == "invalid_api_key"
@@ -70,7 +77,9 @@ def test_every_route_but_the_open_ones_needs_a_key(keyed_server):
 @pytest.mark.parametrize("target", TRICKS)
 def test_no_spelling_of_a_path_opens_anything(keyed_server, target):
     with keyed_server.connect() as sock:
-        sock.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        sock.sendall(
+            b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
         answer = raw_answer(sock)
     assert answer.split(b" ")[1] in (b"400", b"401"), answer[:80]
 
@@ -124,7 +133,11 @@ def test_all_keys_are_compared_whichever_is_right(monkeypatch):
 
 
 def test_tenants_do_not_see_what_others_cached(keyed_server):
-    prompt = {"model": "kvboost-edge/demo", "prompt": "A secret of the first tenant. " * 10, "max_tokens": 1}
+    prompt = {
+        "model": "kvboost-edge/demo",
+        "prompt": "A secret of the first tenant. " * 10,
+        "max_tokens": 1,
+    }
 
     def cached(key):
         with keyed_server.client(headers={"Authorization": f"Bearer {key}"}) as client:
@@ -143,7 +156,8 @@ def test_what_all_tenants_share_is_the_admins(keyed_server):
     for key in (*KEYS, ADMIN_KEY):
         with keyed_server.client(headers={"Authorization": f"Bearer {key}"}) as client:
             answers = [
-                client.request("POST" if path == "/cache/reset" else "GET", path) for path in sorted(ADMIN_PATHS)
+                client.request("POST" if path == "/cache/reset" else "GET", path)
+                for path in sorted(ADMIN_PATHS)
             ]
             answers += [client.get("/v1/%73tats"), client.get("/v1/models")]
         statuses[key] = [answer.status_code for answer in answers]
@@ -153,7 +167,9 @@ def test_what_all_tenants_share_is_the_admins(keyed_server):
     assert statuses == {KEYS[0]: refused, KEYS[1]: refused, ADMIN_KEY: [200] * len(refused)}
 
 
-@pytest.mark.parametrize(("keys", "admins"), [(("only",), ()), ((), ("only",)), (("a",), ("only",))])
+@pytest.mark.parametrize(
+    ("keys", "admins"), [(("only",), ()), ((), ("only",)), (("a",), ("only",))]
+)
 def test_the_only_key_and_an_admin_key_may_see_everything(keys, admins):
     ring = KeyRing(keys, admins)
     assert ring.tenant(_bearer("only")) == tenant_of_key("only")
@@ -168,26 +184,41 @@ def test_without_an_admin_key_nobody_sees_what_several_tenants_share():
 
 
 def test_a_salt_cannot_reach_another_tenant(keyed_server):
-    body = {"model": "kvboost-edge/demo", "prompt": "Salted words of a tenant. " * 10, "max_tokens": 1}
+    body = {
+        "model": "kvboost-edge/demo",
+        "prompt": "Salted words of a tenant. " * 10,
+        "max_tokens": 1,
+    }
     with keyed_server.client(headers={"Authorization": f"Bearer {KEYS[0]}"}) as client:
         client.post("/v1/completions", json=body)
     with keyed_server.client(headers={"Authorization": f"Bearer {KEYS[1]}"}) as client:
         for salt in (tenant_of_key(KEYS[0]), KEYS[0]):
-            usage = client.post("/v1/completions", json={**body, "cache_salt": salt}).json()["usage"]
+            usage = client.post("/v1/completions", json={**body, "cache_salt": salt}).json()[
+                "usage"
+            ]
             assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 def test_neither_keys_nor_prompts_are_logged(keyed_server, kept_logging):
     stream = io.StringIO()
-    wait_until(lambda: not keyed_server.server.server_state.tasks, "the lines of earlier tests' requests")
+    wait_until(
+        lambda: not keyed_server.server.server_state.tasks, "the lines of earlier tests' requests"
+    )
     configure_logging(ServerSettings(log_level="debug"), stream)
     with keyed_server.client() as client:
-        for body in ({"prompt": "MY-SECRET-PROMPT", "max_tokens": 2}, {"prompt": ["MY-SECRET-PROMPT", 5]}):
-            answer = client.post("/v1/completions?q=MY-SECRET-QUERY", json={"model": "kvboost-edge/demo", **body})
+        for body in (
+            {"prompt": "MY-SECRET-PROMPT", "max_tokens": 2},
+            {"prompt": ["MY-SECRET-PROMPT", 5]},
+        ):
+            answer = client.post(
+                "/v1/completions?q=MY-SECRET-QUERY", json={"model": "kvboost-edge/demo", **body}
+            )
         assert answer.status_code == 400
         client.get("/v1/models/MY-SECRET-PATH")
     # A line is written after the answer has gone.
-    wait_until(lambda: stream.getvalue().count('"event": "request"') >= 3, "the lines of three requests")
+    wait_until(
+        lambda: stream.getvalue().count('"event": "request"') >= 3, "the lines of three requests"
+    )
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     requests = [line for line in lines if line["event"] == "request"]
     assert [line["status"] for line in requests] == [200, 400, 404]
@@ -206,7 +237,10 @@ def test_keys_are_not_shown():
         with pytest.raises(ConfigError) as caught:
             ServerSettings(api_keys=(bad,))
         assert not bad or bad not in str(caught.value)
-    for twice in ({"api_keys": ("same", "same")}, {"api_keys": ("same",), "admin_api_keys": ("same",)}):
+    for twice in (
+        {"api_keys": ("same", "same")},
+        {"api_keys": ("same",), "admin_api_keys": ("same",)},
+    ):
         with pytest.raises(ConfigError, match="twice"):
             ServerSettings(**twice)
     assert ServerSettings(host="0.0.0.0", admin_api_keys=("a",)).all_keys == ("a",)
@@ -218,7 +252,9 @@ def test_a_key_may_have_a_weight(tmp_path):
     keys = collect_api_keys(["four weight=1e3"], file, {"KVBOOST_API_KEYS": "five,six weight=2"})
     settings = ServerSettings(api_keys=keys, admin_api_keys=("admin weight=0.001",))
     expected = {"one": 4, "two": 1, "three": 0.5, "four": 1000, "five": 1, "six": 2, "admin": 0.001}
-    assert settings.tenant_weights == {tenant_of_key(key): weight for key, weight in expected.items()}
+    assert settings.tenant_weights == {
+        tenant_of_key(key): weight for key, weight in expected.items()
+    }
     ring = KeyRing(settings.api_keys, settings.admin_api_keys)
     for key in expected:
         assert ring.tenant(_bearer(key)) == tenant_of_key(key)
@@ -229,11 +265,16 @@ def test_a_key_may_have_a_weight(tmp_path):
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "1001", "0.0009", "x", "", "4,5"])
 def test_a_weight_that_is_none_is_named(weight):
-    with pytest.raises(ConfigError, match=re.escape(f"weight={weight} of an API key must be a number in 0.001..1000")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(f"weight={weight} of an API key must be a number in 0.001..1000"),
+    ):
         ServerSettings(api_keys=(f"the-key weight={weight}",))
 
 
-@pytest.mark.parametrize("key", ["the-key weigth=4", "the-key 4", "the-key weight = 4", "the-key weight=4 5"])
+@pytest.mark.parametrize(
+    "key", ["the-key weigth=4", "the-key 4", "the-key weight = 4", "the-key weight=4 5"]
+)
 def test_what_is_no_weight_is_refused_without_showing_the_key(key):
     with pytest.raises(ConfigError, match="weight=NUMBER") as caught:
         ServerSettings(api_keys=(key,))
@@ -252,7 +293,9 @@ def test_keys_come_from_flags_file_and_environment(tmp_path):
     keys = collect_api_keys(["from-flag"], file, environment)
     assert keys == ("from-flag", "from-file", "spaced", "one", "two", "three")
     assert collect_api_keys((), None, {}) == ()
-    assert collect_api_keys((), None, {**environment, "KVBOOST_ADMIN_API_KEYS": "x"}, "KVBOOST_ADMIN_API_KEY") == ("x",)
+    assert collect_api_keys(
+        (), None, {**environment, "KVBOOST_ADMIN_API_KEYS": "x"}, "KVBOOST_ADMIN_API_KEY"
+    ) == ("x",)
 
 
 @pytest.mark.parametrize("value", [",", " ", " , ,"])
@@ -281,7 +324,9 @@ def _routes(server):
     queue = list(server.server.config.app.routes)
     while queue:
         route = queue.pop()
-        nested = getattr(route, "original_router", route)  # newer FastAPI keeps included routers whole
+        nested = getattr(
+            route, "original_router", route
+        )  # newer FastAPI keeps included routers whole
         if hasattr(nested, "routes"):
             queue.extend(nested.routes)
         elif hasattr(route, "path") and "{" not in route.path:
@@ -295,7 +340,12 @@ def test_a_key_may_be_in_x_api_key():
     own = (b"x-api-key", KEYS[0].encode())
     assert ring.tenant([own]) == tenant
     assert ring.tenant([own, *_bearer(KEYS[0])]) == tenant
-    for headers in ([], [own, *_bearer(KEYS[1])], [(b"x-api-key", b"")], [(b"x-api-key", b"Bearer " + own[1])]):
+    for headers in (
+        [],
+        [own, *_bearer(KEYS[1])],
+        [(b"x-api-key", b"")],
+        [(b"x-api-key", b"Bearer " + own[1])],
+    ):
         with pytest.raises(ApiError, match="key") as caught:
             ring.tenant(headers)
         assert caught.value.status_code == 401

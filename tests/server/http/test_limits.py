@@ -19,7 +19,12 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.fixture(scope="module")
 def strict(demo_engine):
     """Deadlines short enough to wait for, and small limits."""
-    settings = {"header_seconds": 0.4, "body_seconds": 0.4, "write_seconds": 0.5, "keep_alive_seconds": 1}
+    settings = {
+        "header_seconds": 0.4,
+        "body_seconds": 0.4,
+        "write_seconds": 0.5,
+        "keep_alive_seconds": 1,
+    }
     with serving(demo_engine, max_body_bytes=20_000, max_connections=300, **settings) as server:
         yield server
 
@@ -148,7 +153,14 @@ def test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped(demo_engine
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.settimeout(20)
         sock.connect((server.host, server.port))
-        body = {**TEXT, "max_tokens": 1900, "ignore_eos": True, "n": 8, "stream": True, "logprobs": 5}
+        body = {
+            **TEXT,
+            "max_tokens": 1900,
+            "ignore_eos": True,
+            "n": 8,
+            "stream": True,
+            "logprobs": 5,
+        }
         sock.sendall(server.request_bytes("/v1/completions", body))
         wait_until(lambda: server.state.admission.tickets, "the request in flight")
         wait_until(server.idle, "the work to stop")
@@ -228,6 +240,8 @@ def test_good_clients_go_on_beside_a_hundred_slow_ones(strict):
 )
 def test_the_size_of_the_head_is_bounded(strict, head, status):
     with strict.connect() as sock:
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + b"\r\n\r\n")
+        sock.sendall(
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + b"\r\n\r\n"
+        )
         answer = raw_answer(sock)
     assert answer.startswith(b"HTTP/1.1 %d" % status)

@@ -12,7 +12,12 @@ from kvboost_edge.server.http.page import STATIC_FILES
 FOLDER = files("kvboost_edge.server.http") / "static"
 TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name in STATIC_FILES}
 PATHS = {name: "/" if name == "index.html" else f"/static/{name}" for name in STATIC_FILES}
-MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+MEDIA_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+}
 # Colours of text (4.5 to 1) and of marks that carry meaning (3 to 1) on the grounds they stand on: WCAG 2.2, AA.
 TEXT_PAIRS = [
     *((ink, ground) for ink in ("text", "muted") for ground in ("bg", "surface", "raised", "tint")),
@@ -87,11 +92,16 @@ def test_a_file_names_nothing_outside_and_makes_no_markup_from_strings(name):
 def test_the_page_has_no_inline_script_style_or_handler():
     page = TEXTS["index.html"]
     assert not re.findall(r"<style|\sstyle=|\son[a-z]+=", page)
-    assert all(re.search(r'src="/static/[a-z]+\.js"></script>', script) for script in re.findall(r"<script.*", page))
+    assert all(
+        re.search(r'src="/static/[a-z]+\.js"></script>', script)
+        for script in re.findall(r"<script.*", page)
+    )
 
 
 def test_every_file_that_is_named_is_in_the_table():
-    named = {name for text in TEXTS.values() for name in re.findall(r"[\"']/static/([^\"']+)[\"']", text)}
+    named = {
+        name for text in TEXTS.values() for name in re.findall(r"[\"']/static/([^\"']+)[\"']", text)
+    }
     assert named == set(STATIC_FILES) - {"index.html"}
 
 
@@ -139,7 +149,9 @@ def _themes():
         "system dark": r":root:not\(\[data-theme\]\) \{(.*?)\}",
     }
     return {
-        theme: dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", re.search(pattern, style, re.DOTALL)[1]))
+        theme: dict(
+            re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", re.search(pattern, style, re.DOTALL)[1])
+        )
         for theme, pattern in blocks.items()
     }
 

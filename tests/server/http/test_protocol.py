@@ -86,7 +86,9 @@ def test_other_protocols_are_refused(live_server, data):
 
 @pytest.mark.parametrize("headers", [b"", b"Host: a\r\nHost: b\r\n"], ids=["none", "two"])
 def test_exactly_one_host_is_needed(live_server, headers):
-    assert ask(live_server, b"GET /health HTTP/1.1\r\n" + headers + CLOSE + b"\r\n").startswith(b"HTTP/1.1 400")
+    assert ask(live_server, b"GET /health HTTP/1.1\r\n" + headers + CLOSE + b"\r\n").startswith(
+        b"HTTP/1.1 400"
+    )
 
 
 def test_pipelined_requests_are_answered_in_order(live_server):
@@ -118,7 +120,9 @@ def test_head_has_no_body(live_server, path):
     assert answer.endswith(b"\r\n\r\n")
 
 
-@pytest.mark.parametrize("method", [b"CONNECT localhost:80", b"TRACE /", b"OPTIONS *", b"PUT /v1/models", b"BREW /"])
+@pytest.mark.parametrize(
+    "method", [b"CONNECT localhost:80", b"TRACE /", b"OPTIONS *", b"PUT /v1/models", b"BREW /"]
+)
 def test_other_methods_are_refused_in_shape(live_server, method):
     answer = ask(live_server, method + b" HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n")
     assert answer.split(b" ")[1] in (b"404", b"405")
@@ -182,19 +186,30 @@ def test_a_target_may_be_a_whole_url_whose_host_counts(live_server, target, stat
     ("data", "status", "phrase"),
     [
         (b"GET / HTTP/1.1\r\nHost\r\n\r\n", 400, b"Bad Request"),
-        (b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 20_000 + b"\r\n\r\n", 431, b"Request Header Fields Too Large"),
-        (b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nXX\r\n", 400, b"Bad Request"),
+        (
+            b"GET / HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 20_000 + b"\r\n\r\n",
+            431,
+            b"Request Header Fields Too Large",
+        ),
+        (
+            b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\nXX\r\n",
+            400,
+            b"Bad Request",
+        ),
     ],
     ids=["head", "size", "body"],
 )
-def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(live_server, caplog, data, status, phrase):
+def test_what_the_connection_refuses_is_counted_logged_and_has_an_id(
+    live_server, caplog, data, status, phrase
+):
     def counted():
         samples = live_server.kv.metrics.registry.collect()
         return sum(
             sample.value
             for family in samples
             for sample in family.samples
-            if sample.name == "kvboost:http_requests_total" and sample.labels["status"] == str(status)
+            if sample.name == "kvboost:http_requests_total"
+            and sample.labels["status"] == str(status)
         )
 
     before = counted()
@@ -240,7 +255,8 @@ def test_another_version_of_http_is_505(live_server, version):
 def test_a_head_in_pieces_is_the_head(size):
     """Wherever the network cuts it; a live test sees only the cuts that happen."""
     head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nA: b\r\nLonger-Name: c d e\r\n\r\n"
-    buffer, lines = protocol._StrictBuffer(), None
+    buffer = protocol._StrictBuffer()
+    lines = None
     for at in range(0, len(head), size):
         assert lines is None
         buffer += head[at : at + size]
@@ -250,7 +266,9 @@ def test_a_head_in_pieces_is_the_head(size):
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n", b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n"])
+@pytest.mark.parametrize(
+    "head", [b"GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n", b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n"]
+)
 def test_an_ambiguous_head_is_refused_in_any_pieces(head, size):
     buffer = protocol._StrictBuffer()
 
@@ -276,15 +294,25 @@ def test_thousands_of_tiny_chunks_are_refused_at_once(live_server):
     text = json.dumps({"content": "a" * 50_000}).encode()
     many = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
     assert ask(live_server, head + many).startswith(b"HTTP/1.1 400 ")
-    few = b"".join(b"64\r\n" + text[at : at + 100].ljust(100) + b"\r\n" for at in range(0, len(text), 100))
+    few = b"".join(
+        b"64\r\n" + text[at : at + 100].ljust(100) + b"\r\n" for at in range(0, len(text), 100)
+    )
     close = head.replace(HOST, HOST + CLOSE)
     assert ask(live_server, close + few + b"0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
 
 
 def test_head_answers_as_get_without_the_body(live_server):
     with live_server.client() as client:
-        for path in ("/v1/models", "/v1/models/kvboost-edge/demo", "/", "/openapi.json", "/health", "/v1/blocks"):
-            head, get = client.head(path), client.get(path)
+        for path in (
+            "/v1/models",
+            "/v1/models/kvboost-edge/demo",
+            "/",
+            "/openapi.json",
+            "/health",
+            "/v1/blocks",
+        ):
+            head = client.head(path)
+            get = client.get(path)
             assert (head.status_code, head.content) == (200, b""), path
             assert head.headers["content-type"] == get.headers["content-type"]
         assert client.head("/v1/completions").status_code == 405
@@ -294,9 +322,16 @@ def test_head_answers_as_get_without_the_body(live_server):
 def test_options_tell_the_methods(live_server, keyed_server):
     for server in (live_server, keyed_server):
         with server.client(headers={}) as client:
-            for path, allow in (("/v1/completions", "OPTIONS, POST"), ("/v1/models", "GET, HEAD, OPTIONS")):
+            for path, allow in (
+                ("/v1/completions", "OPTIONS, POST"),
+                ("/v1/models", "GET, HEAD, OPTIONS"),
+            ):
                 answer = client.options(path)
-                assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allow, b"")
+                assert (answer.status_code, answer.headers["allow"], answer.content) == (
+                    204,
+                    allow,
+                    b"",
+                )
     with live_server.client() as client:
         assert client.options("/nothing").status_code == 404
 
@@ -311,5 +346,8 @@ def test_a_client_that_leaves_a_large_answer_is_no_error(demo_engine, caplog):
                 sock.sendall(request)
                 assert sock.recv(100).startswith(b"HTTP/1.1 200")
         wait_until(server.idle, "the server to be idle")
-        wait_until(lambda: len([r for r in caplog.records if r.getMessage() == "request"]) >= 2, "the log lines")
+        wait_until(
+            lambda: len([r for r in caplog.records if r.getMessage() == "request"]) >= 2,
+            "the log lines",
+        )
     assert {record.levelname for record in caplog.records} == {"INFO"}

@@ -15,7 +15,13 @@ from helpers.server.api_bodies import ASKED, GENERATING, MODEL, READ, asked, err
 from helpers.server.live_servers import raw_answer, serving, wait_until
 
 NUM_CASES = 252  # one of each kind for each path
-CANARY = {"model": MODEL, "prompt": "The capital of France", "max_tokens": 12, "temperature": 0, "logprobs": 3}
+CANARY = {
+    "model": MODEL,
+    "prompt": "The capital of France",
+    "max_tokens": 12,
+    "temperature": 0,
+    "logprobs": 3,
+}
 PATHS = tuple(ASKED)
 
 
@@ -31,29 +37,58 @@ Case = tuple[str, bytes, bool]  # its kind, what is sent, whether the client clo
 @pytest.fixture(scope="module")
 def server(demo_engine):
     """Short deadlines, so that a request which never ends costs a moment."""
-    settings = {"header_seconds": 0.3, "body_seconds": 0.3, "keep_alive_seconds": 1, "max_body_bytes": 300_000}
+    settings = {
+        "header_seconds": 0.3,
+        "body_seconds": 0.3,
+        "keep_alive_seconds": 1,
+        "max_body_bytes": 300_000,
+    }
     with serving(demo_engine, **settings) as server:
         yield server
 
 
 def post(path, body, *headers):
     """A well-formed head with any body; the server closes after its answer."""
-    head = [b"POST " + path.encode() + b" HTTP/1.1", b"Host: localhost", b"Content-Type: application/json"]
-    return b"\r\n".join([*head, b"Connection: close", b"Content-Length: %d" % len(body), *headers, b"", b""]) + body
+    head = [
+        b"POST " + path.encode() + b" HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Type: application/json",
+    ]
+    return (
+        b"\r\n".join(
+            [*head, b"Connection: close", b"Content-Length: %d" % len(body), *headers, b"", b""]
+        )
+        + body
+    )
 
 
 def bad_utf8(rng):
-    parts = (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\xe2\x82", b"\x80", b"\xfe\xff", b"\x00")
+    parts = (
+        b"\xff",
+        b"\xc0\x80",
+        b"\xed\xa0\x80",
+        b"\xf5\x80\x80\x80",
+        b"\xe2\x82",
+        b"\x80",
+        b"\xfe\xff",
+        b"\x00",
+    )
     garbage = b"".join(rng.choices(parts, k=rng.randint(1, 9)))
     path = rng.path
     whole = json.dumps(asked(path, "TEXT", user="TEXT")).encode()
     field = rng.choice((b"prompt", b"model", b"user", garbage))
-    bodies = (b'{"model": "kvboost-edge/demo", "' + field + b'": "' + garbage + b'"}', whole.replace(b"TEXT", garbage))
+    bodies = (
+        b'{"model": "kvboost-edge/demo", "' + field + b'": "' + garbage + b'"}',
+        whole.replace(b"TEXT", garbage),
+    )
     return post(path, rng.choice(bodies))
 
 
 def surrogates(rng):
-    text = "".join(f"\\u{rng.choice((0xD800, 0xDFFF, 0xDC00, 0x0, 0xFFFF)):04x}" for _ in range(rng.randint(1, 5)))
+    text = "".join(
+        f"\\u{rng.choice((0xD800, 0xDFFF, 0xDC00, 0x0, 0xFFFF)):04x}"
+        for _ in range(rng.randint(1, 5))
+    )
     path = rng.path
     return post(path, json.dumps(asked(path, "TEXT")).replace("TEXT", text).encode())
 
@@ -65,18 +100,55 @@ def deep(rng):
     body = opening * depth + b"1" + closing * rng.choice((depth, 0))
     path = rng.path
     # In the place of the text, of a field that any value fits, or of the whole body.
-    fields = ("tools", "metadata", "chat_template_kwargs", "options", "format", "input_schema", "json_schema", "text")
-    beside = json.dumps({**asked(path, "x"), rng.choice(fields): "THIS"}).encode().replace(b'"THIS"', body)
+    fields = (
+        "tools",
+        "metadata",
+        "chat_template_kwargs",
+        "options",
+        "format",
+        "input_schema",
+        "json_schema",
+        "text",
+    )
+    beside = (
+        json.dumps({**asked(path, "x"), rng.choice(fields): "THIS"})
+        .encode()
+        .replace(b'"THIS"', body)
+    )
     inside = json.dumps(asked(path, "THIS")).encode().replace(b'"THIS"', body)
     return post(path, rng.choice((inside, beside, body)))
 
 
 def odd_numbers(rng):
-    number = rng.choice(("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 400, "1" * 5000, "-0", "0.1e-400"))
-    fields = ("temperature", "top_p", "max_tokens", "seed", "n", "logprobs", "priority", "stop_token_ids", "model")
-    fields += ("n_predict", "num_ctx", "budget_tokens", "dimensions", "top_n", "tokens", "max_output_tokens", "ttl")
-    path, field = rng.path, rng.choice(fields)
-    more = {"options": {field: "THIS"}} if path in ("/api/chat", "/api/generate") else {field: "THIS"}
+    number = rng.choice(
+        ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 400, "1" * 5000, "-0", "0.1e-400")
+    )
+    fields = (
+        "temperature",
+        "top_p",
+        "max_tokens",
+        "seed",
+        "n",
+        "logprobs",
+        "priority",
+        "stop_token_ids",
+        "model",
+    )
+    fields += (
+        "n_predict",
+        "num_ctx",
+        "budget_tokens",
+        "dimensions",
+        "top_n",
+        "tokens",
+        "max_output_tokens",
+        "ttl",
+    )
+    path = rng.path
+    field = rng.choice(fields)
+    more = (
+        {"options": {field: "THIS"}} if path in ("/api/chat", "/api/generate") else {field: "THIS"}
+    )
     return post(path, json.dumps({**asked(path, "a"), **more}).replace('"THIS"', number).encode())
 
 
@@ -84,7 +156,9 @@ def duplicates(rng):
     path = rng.path
     whole = asked(path, "a", model=MODEL, stream=False)
     field = rng.choice(list(whole))
-    values = rng.sample(['"a"', "1", "null", "[]", "{}", "true", f'"{MODEL}"', json.dumps(whole[field])], 3)
+    values = rng.sample(
+        ['"a"', "1", "null", "[]", "{}", "true", f'"{MODEL}"', json.dumps(whole[field])], 3
+    )
     members = ", ".join(f'"{field}": {value}' for value in values)
     return post(path, f"{json.dumps(whole)[:-1]}, {members}}}".encode())
 
@@ -92,7 +166,9 @@ def duplicates(rng):
 def not_json(rng):
     path = rng.path
     whole = json.dumps(asked(path, "a")).encode()
-    body = rng.choice((b"", b" ", b"null", b"0", b'"text"', b"[]", b"{}", whole[: rng.randrange(len(whole))]))
+    body = rng.choice(
+        (b"", b" ", b"null", b"0", b'"text"', b"[]", b"{}", whole[: rng.randrange(len(whole))])
+    )
     return post(path, body + rng.choice((b"", b"\0", b"}", b"//")))
 
 
@@ -116,7 +192,12 @@ def chunk_bombs(rng):
 
 def smuggling(rng):
     inner = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    lengths = (b"Content-Length: 4", b"Content-Length: %d" % len(inner), b"Content-Length: 0", b"content-length:\t3")
+    lengths = (
+        b"Content-Length: 4",
+        b"Content-Length: %d" % len(inner),
+        b"Content-Length: 0",
+        b"content-length:\t3",
+    )
     codings = (
         b"Transfer-Encoding: chunked",
         b"Transfer-Encoding: identity",
@@ -127,7 +208,9 @@ def smuggling(rng):
         b" Transfer-Encoding: chunked",
         b"X: y\nTransfer-Encoding: chunked",
     )
-    headers = rng.choice(([rng.choice(lengths), rng.choice(codings)], rng.sample(lengths, 2), rng.sample(codings, 2)))
+    headers = rng.choice(
+        ([rng.choice(lengths), rng.choice(codings)], rng.sample(lengths, 2), rng.sample(codings, 2))
+    )
     rng.shuffle(headers)
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + b"\r\n".join(headers)
     return head + b"\r\n\r\n" + rng.choice((b"0\r\n\r\n", b"5c\r\n", b"")) + inner
@@ -166,29 +249,60 @@ def bad_headers(rng):
         b"Expect: 100-continue",
         b"Expect: nonsense",
         b"Content-Encoding: gzip",
-        b"Content-Type: " + rng.choice((b"text/plain", b"multipart/form-data", b"application/xml; charset=\xff", b"")),
+        b"Content-Type: "
+        + rng.choice(
+            (b"text/plain", b"multipart/form-data", b"application/xml; charset=\xff", b"")
+        ),
         b"Authorization: Bearer \xff\x00",
         b"Accept: " + b"*/*," * 1000,
         b"Range: bytes=0-1,2-3,-9",
         b"If-None-Match: " + b'W/"a",' * 500,
     )
-    start = rng.choice((b"GET / HTTP/1.1", b"GET /health HTTP/1.1", b"POST /tokenize HTTP/1.1\r\nContent-Length: 0"))
-    return start + b"\r\nHost: localhost\r\nConnection: close\r\n" + rng.choice(headers) + b"\r\n\r\n"
+    start = rng.choice(
+        (
+            b"GET / HTTP/1.1",
+            b"GET /health HTTP/1.1",
+            b"POST /tokenize HTTP/1.1\r\nContent-Length: 0",
+        )
+    )
+    return (
+        start + b"\r\nHost: localhost\r\nConnection: close\r\n" + rng.choice(headers) + b"\r\n\r\n"
+    )
 
 
 def early_close(rng):
     path = rng.choice(list(GENERATING))
-    body = asked(path, "The capital of France", tokens=rng.choice((1, 500)), stream=rng.choice((True, False)))
+    body = asked(
+        path, "The capital of France", tokens=rng.choice((1, 500)), stream=rng.choice((True, False))
+    )
     whole = post(path, json.dumps(body).encode())
     return whole[: rng.choice((rng.randrange(1, len(whole)), len(whole)))]
 
 
 def template_names(rng):
-    names = ("self", "messages", "variables", "raise_exception", "namespace", "loop", "bos_token", "range", "cls", "a")
+    names = (
+        "self",
+        "messages",
+        "variables",
+        "raise_exception",
+        "namespace",
+        "loop",
+        "bos_token",
+        "range",
+        "cls",
+        "a",
+    )
     values = (1, "x", True, "\ud800", None, [], {"a": 1}, 1e308, "x" * 5000, "{{ self }}")
     variables = {name: rng.choice(values) for name in rng.sample(names, rng.randint(1, 4))}
     path = rng.choice(
-        ("/v1/chat/completions", "/v1/responses", "/apply-template", "/tokenize", "/v1/warm", "/v1/unpin")
+        (
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/apply-template",
+            "/tokenize",
+            "/v1/warm",
+            "/v1/unpin",
+        )
     )
     body = {"messages": said("a")} if path in ("/tokenize", "/v1/unpin") else ASKED[path]("a")
     return post(path, json.dumps({**body, "chat_template_kwargs": variables}).encode())
@@ -197,7 +311,18 @@ def template_names(rng):
 def odd_targets(rng):
     """Routes without a body, with names and queries that nobody has."""
     path, method = rng.choice([read for read in READ if not read[0].startswith("/static/")])
-    names = ("x", "last", "%00", "%ff%fe", "..%2f..%2fetc", "resp_" + "0" * 48, "a" * 300, "%F0%9F%8C%A7", "{id}", "''")
+    names = (
+        "x",
+        "last",
+        "%00",
+        "%ff%fe",
+        "..%2f..%2fetc",
+        "resp_" + "0" * 48,
+        "a" * 300,
+        "%F0%9F%8C%A7",
+        "{id}",
+        "''",
+    )
     target = re.sub(r"\{.*?\}", lambda _: rng.choice(names), path)
     queries = (
         "",
@@ -216,7 +341,9 @@ def odd_targets(rng):
 
 def pipelined(rng):
     parts = [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"] * rng.randint(1, 30)
-    parts += [post("/tokenize", b'{"prompt": "a"}').replace(b"Connection: close\r\n", b"")] * rng.randint(0, 5)
+    parts += [
+        post("/tokenize", b'{"prompt": "a"}').replace(b"Connection: close\r\n", b"")
+    ] * rng.randint(0, 5)
     rng.shuffle(parts)
     return b"".join(parts) + rng.choice(
         (b"garbage\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -225,7 +352,16 @@ def pipelined(rng):
 
 KINDS = (
     *(bad_utf8, surrogates, deep, odd_numbers, duplicates, not_json),
-    *(chunk_bombs, smuggling, bad_lines, bad_headers, early_close, pipelined, template_names, odd_targets),
+    *(
+        chunk_bombs,
+        smuggling,
+        bad_lines,
+        bad_headers,
+        early_close,
+        pipelined,
+        template_names,
+        odd_targets,
+    ),
 )
 
 
@@ -233,7 +369,8 @@ def cases(count):
     """Each kind in turn, for each path in turn, made from a fixed seed."""
     made = []
     for index in range(count):
-        kind, rng = KINDS[index % len(KINDS)], Drawn(index)
+        kind = KINDS[index % len(KINDS)]
+        rng = Drawn(index)
         rng.path = PATHS[index // len(KINDS) % len(PATHS)]
         made.append((kind.__name__, kind(rng), kind is early_close))
     return made
@@ -271,12 +408,18 @@ def test_bad_requests_do_no_harm(server, scale, rounds):
     expected = canary(server)
     statuses = {}
     slowest = 0.0
-    for index, (kind, data, close) in enumerate(cases(scale(rounds * NUM_CASES, 30 * NUM_CASES)), start=1):
+    for index, (kind, data, close) in enumerate(
+        cases(scale(rounds * NUM_CASES, 30 * NUM_CASES)), start=1
+    ):
         started = time.monotonic()
         answer = send(server, data, close)
         slowest = max(slowest, time.monotonic() - started)
         found = [int(status) for status in re.findall(rb"^HTTP/1\.1 (\d{3})", answer, re.MULTILINE)]
-        assert all(status < 500 or status in (501, 505) for status in found), (kind, data[:300], answer[:600])
+        assert all(status < 500 or status in (501, 505) for status in found), (
+            kind,
+            data[:300],
+            answer[:600],
+        )
         assert close or found or not answer, (kind, data[:300], answer[:300])
         for part in answer.split(b"HTTP/1.1 ")[1:]:
             head, _, body = part.partition(b"\r\n\r\n")
@@ -298,7 +441,8 @@ def test_a_smuggled_request_is_never_answered(server):
         answer = send(server, data, close=False)
         first = answer.partition(b"\r\n\r\n")[0].lower()
         both = (
-            b"content-length" in data.split(b"\r\n\r\n")[0].lower() and b"chunked" in data.split(b"\r\n\r\n")[0].lower()
+            b"content-length" in data.split(b"\r\n\r\n")[0].lower()
+            and b"chunked" in data.split(b"\r\n\r\n")[0].lower()
         )
         if both:
             assert re.search(rb'"object": ?"list"', answer) is None, (data, answer)

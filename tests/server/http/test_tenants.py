@@ -13,7 +13,11 @@ from kvboost_edge.server.http.middleware import ADMIN_PATHS
 
 SECRET = "The first tenant's secret is the word marmalade"
 OPEN = ("/", "/health", "/ready", "/version")
-SHOWING = [(path, method) for path, method in READ if path not in ADMIN_PATHS | set(OPEN) and "/static/" not in path]
+SHOWING = [
+    (path, method)
+    for path, method in READ
+    if path not in ADMIN_PATHS | set(OPEN) and "/static/" not in path
+]
 
 
 @pytest.fixture
@@ -32,20 +36,26 @@ def named(path, name):
 def without_ids(answer, name):
     """What can be compared of two answers: status, text without the id that was asked for, and headers."""
     passing = ("x-request-id", "request-id", "date", "content-length")
-    headers = sorted(f"{key}: {value}" for key, value in answer.headers.items() if key not in passing)
+    headers = sorted(
+        f"{key}: {value}" for key, value in answer.headers.items() if key not in passing
+    )
     return answer.status_code, answer.text.replace(name, "ID"), headers
 
 
 def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
     mine, other = keys
-    asked_of = mine.post("/v1/responses", json={"input": SECRET, "max_output_tokens": 2, "user": "marmalade"})
+    asked_of = mine.post(
+        "/v1/responses", json={"input": SECRET, "max_output_tokens": 2, "user": "marmalade"}
+    )
     assert asked_of.status_code == 200
     names = {"response": asked_of.json()["id"], "request": asked_of.headers["x-request-id"]}
     for path, method in SHOWING:
         kind = "response" if "response_id" in path else "request"
         if "{" not in path or "{name" in path:
             answer = other.request(method, path)
-            assert not {"marmalade", *names.values()} & set(re.findall(r"[\w-]+", answer.text)), path
+            assert not {"marmalade", *names.values()} & set(re.findall(r"[\w-]+", answer.text)), (
+                path
+            )
             continue
         name = names[kind]
         unknown = name[:-8] + "00000000"
@@ -64,7 +74,9 @@ def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
             assert mine.get(named(path, names[kind])).status_code == 200, path
 
 
-@pytest.mark.parametrize("path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))])
+@pytest.mark.parametrize(
+    "path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
+)
 def test_nothing_of_an_answer_tells_what_another_key_asked(keys, path):
     """The second tenant's answer to what the first has asked, its counts and its cause, is as to what nobody has."""
     mine, other = keys
@@ -79,19 +91,27 @@ def test_nothing_of_an_answer_tells_what_another_key_asked(keys, path):
 
     for color in ("Red", "Red"):
         told(mine, color)
-    told(other, "Tan")  # what all its prompts begin with, such as a template's words, is in its cache
+    told(
+        other, "Tan"
+    )  # what all its prompts begin with, such as a template's words, is in its cache
     assert told(other, "Red") == told(other, "Sky")
 
 
 def cached_in(answer, place=""):
     """The counts of an answer that tell of the cache, by their places."""
     if isinstance(answer, dict):
-        return {name: count for key, one in answer.items() for name, count in cached_in(one, f"{place}.{key}").items()}
+        return {
+            name: count
+            for key, one in answer.items()
+            for name, count in cached_in(one, f"{place}.{key}").items()
+        }
     is_count = type(answer) is int and re.search(r"cache|hit|reused|block|computed|pin", place)
     return {place: answer} if is_count else {}
 
 
-@pytest.mark.parametrize("path", [*ASKED, *(path for path, _ in READ if path not in OPEN and "/static/" not in path)])
+@pytest.mark.parametrize(
+    "path", [*ASKED, *(path for path, _ in READ if path not in OPEN and "/static/" not in path)]
+)
 def test_without_a_right_key_each_api_says_so_in_its_own_shape(keyed_server, path):
     """Before anything of the body is looked at, and whether there is such a method or not."""
     wrong = ({}, {"x-api-key": "wrong"}, {"authorization": "Basic x"}, {"x-api-key": ""})

@@ -35,7 +35,9 @@ def alone(tiny_model_dir, second_model_dir):
             serving(engine, model_name=name) as server,
             server.client() as client,
         ):
-            found[name] = client.post("/v1/completions", json={"model": name, **ASKED}).json()["choices"][0]
+            found[name] = client.post("/v1/completions", json={"model": name, **ASKED}).json()[
+                "choices"
+            ][0]
     assert found["a"] != found["b"]
     return found
 

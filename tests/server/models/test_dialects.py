@@ -8,7 +8,11 @@ from helpers.server.model_budget import Room
 from helpers.server.served_models import CountedSource
 
 # Of a reranker a model needs more, and embeddings are no fake model's.
-PATHS = [path for path in ASKED if path not in ("/cache/reset", "/v1/embeddings", "/v1/rerank", "/infill", "/api/show")]
+PATHS = [
+    path
+    for path in ASKED
+    if path not in ("/cache/reset", "/v1/embeddings", "/v1/rerank", "/infill", "/api/show")
+]
 
 
 @pytest.fixture
@@ -19,10 +23,14 @@ async def room(all_of_one_size):
     await found.close()
 
 
-@pytest.mark.parametrize(("path", "streams"), [*((path, False) for path in PATHS), *((p, True) for p in GENERATING)])
+@pytest.mark.parametrize(
+    ("path", "streams"), [*((path, False) for path in PATHS), *((p, True) for p in GENERATING)]
+)
 async def test_every_api_loads_the_model_that_it_names(room, path, streams):
     more = {"stream": streams} if path in GENERATING else {}
-    answer = await room.client.post(path, json={**asked(path, "Hello, hello, hello.", **more), "model": "b"})
+    answer = await room.client.post(
+        path, json={**asked(path, "Hello, hello, hello.", **more), "model": "b"}
+    )
     assert answer.status_code == 200, answer.text
     assert room.model("b").phase == "loaded"
     if streams:
@@ -52,7 +60,9 @@ def server(sources):
     first, second = sources
     with (
         first.open() as engine,
-        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a") as server,
+        serving(
+            engine, source=first.source, others=[(("b",), second.source)], model_name="a"
+        ) as server,
     ):
         yield server
 
@@ -90,17 +100,35 @@ def test_ollama_lists_all_runs_those_that_are_loaded_and_shows_what_it_knew(unlo
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [("1h30m", 5400), ("5m", 300), (90, 90), ("90", 90), ("90.5s", 90.5), (-1, None), ("-1m", None)],
+    [
+        ("1h30m", 5400),
+        ("5m", 300),
+        (90, 90),
+        ("90", 90),
+        ("90.5s", 90.5),
+        (-1, None),
+        ("-1m", None),
+    ],
 )
 def test_the_last_request_says_how_long_a_model_stays(server, given, seconds):
     with server.client() as client:
-        assert client.post("/api/generate", json={"model": "b", "keep_alive": given}).status_code == 200
+        assert (
+            client.post("/api/generate", json={"model": "b", "keep_alive": given}).status_code
+            == 200
+        )
         served = server.kv.models.find("b")
         left = client.get("/v1/stats").json()["models"]["data"][1]["unloads_in_seconds"]
         assert left is None if seconds is None else 0 <= seconds - left < seconds
-        (running,) = [one for one in client.get("/api/ps").json()["models"] if one["name"] == "b:latest"]
+        (running,) = [
+            one for one in client.get("/api/ps").json()["models"] if one["name"] == "b:latest"
+        ]
         assert running["expires_at"].startswith("9999") == (seconds is None)
-        assert client.post("/v1/completions", json=asked("/v1/completions", "Hello", model="b")).status_code == 200
+        assert (
+            client.post(
+                "/v1/completions", json=asked("/v1/completions", "Hello", model="b")
+            ).status_code
+            == 200
+        )
         assert served.keep_alive == 300, "who says nothing means the server's own"
 
 
@@ -116,7 +144,9 @@ def test_keep_alive_of_one_key_does_not_send_away_another_s_model(tiny_model_dir
     first = CountedSource(tiny_model_dir)
     with (
         first.open() as engine,
-        serving(engine, source=first.source, model_name="a", api_keys=("one", "two"), keep_alive=300.0) as server,
+        serving(
+            engine, source=first.source, model_name="a", api_keys=("one", "two"), keep_alive=300.0
+        ) as server,
         server.client(headers={"x-api-key": "one"}) as client,
     ):
         answer = client.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
@@ -129,11 +159,19 @@ def test_keep_alive_of_one_key_does_not_send_away_another_s_model(tiny_model_dir
 def test_one_conversation_goes_on_with_another_model(server):
     """What a key was answered belongs to the key, not to the model."""
     with server.client() as client:
-        first = client.post("/v1/responses", json={"model": "a", **asked("/v1/responses", "Hello")}).json()
-        body = {"model": "b", "previous_response_id": first["id"], **asked("/v1/responses", "Hello")}
+        first = client.post(
+            "/v1/responses", json={"model": "a", **asked("/v1/responses", "Hello")}
+        ).json()
+        body = {
+            "model": "b",
+            "previous_response_id": first["id"],
+            **asked("/v1/responses", "Hello"),
+        }
         second = client.post("/v1/responses", json=body)
         assert (second.status_code, second.json()["model"]) == (200, "b")
-        assert client.post("/v1/embeddings", json={"model": "b", "input": "Hello"}).status_code == 200
+        assert (
+            client.post("/v1/embeddings", json={"model": "b", "input": "Hello"}).status_code == 200
+        )
 
 
 def test_the_doctor_knows_the_requests_of_all_models(server):
@@ -141,12 +179,16 @@ def test_the_doctor_knows_the_requests_of_all_models(server):
     with server.client() as client:
         ids = {}
         for name in ("a", "b"):
-            answer = client.post("/v1/completions", json={"model": name, "prompt": text, "max_tokens": 1})
+            answer = client.post(
+                "/v1/completions", json={"model": name, "prompt": text, "max_tokens": 1}
+            )
             ids[name] = answer.headers["x-request-id"]
         known = [one["request_id"] for one in client.get("/v1/requests").json()["data"]]
         assert known[:2] == [ids["b"], ids["a"]]
         assert client.get("/v1/requests/last/cache").json()["request_id"] == ids["b"]
         client.post("/api/generate", json={"model": "b", "keep_alive": 0})
-        wait_until(lambda: server.kv.models.find("b").phase == "not_loaded", "the model to be unloaded")
+        wait_until(
+            lambda: server.kv.models.find("b").phase == "not_loaded", "the model to be unloaded"
+        )
         found = client.get(f"/v1/requests/{ids['b']}/cache").json()
         assert (found["request_id"], found["prompt_tokens"] > 10) == (ids["b"], True)

@@ -23,7 +23,9 @@ def hybrid():
     """Blocks for 1,024 tokens, and 12 slots of states."""
     config = EngineConfig.from_options(debug_checks=True)
     parts = hybrid_parts(64, 12)
-    ledger = MemoryLedger(1000, parts.backend.pool_bytes, tuple, lambda: 0, parts.backend.states.nbytes)
+    ledger = MemoryLedger(
+        1000, parts.backend.pool_bytes, tuple, lambda: 0, parts.backend.states.nbytes
+    )
     with CPUPagedEngine._from_parts(dataclasses.replace(parts, ledger=ledger), config) as engine:
         yield engine
 
@@ -38,7 +40,9 @@ async def test_a_state_that_was_not_kept_is_the_cause_once(hybrid):
     """The second prompt leaves the first where no state was kept; the third finds one there."""
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
-        first = await complete(app, head + "One goes on with these words, and with more of them. " * 2)
+        first = await complete(
+            app, head + "One goes on with these words, and with more of them. " * 2
+        )
         second = await complete(app, head + "Two, however, does with others. ")
         third = await complete(app, head + "Three has its own. ")
         shown = (await app.get("/v1/requests")).json()["data"]
@@ -56,10 +60,18 @@ async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     found = []
     async with app_of(hybrid) as app:
-        for tail in ("One goes on with these words, and with more of them. ", "Two does not. ", "Three has its own. "):
-            answer = (await app.post("/v1/completions", json={"prompt": head + tail, "max_tokens": 2})).json()
+        for tail in (
+            "One goes on with these words, and with more of them. ",
+            "Two does not. ",
+            "Three has its own. ",
+        ):
+            answer = (
+                await app.post("/v1/completions", json={"prompt": head + tail, "max_tokens": 2})
+            ).json()
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            found.append((answer["kvboost"]["matched_tokens"], cached, answer["kvboost"]["miss_reason"]))
+            found.append(
+                (answer["kvboost"]["matched_tokens"], cached, answer["kvboost"]["miss_reason"])
+            )
     whole = len(head) // 16 * 16
     assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "first_seen")]
 
@@ -67,26 +79,35 @@ async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid
 async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid):
     head = "A beginning that both prompts have, longer than some blocks of the pool are. "
     async with app_of(hybrid) as app:
-        for tail in ("One goes on with these words, and with more of them. ", "Two, however, does with others. "):
+        for tail in (
+            "One goes on with these words, and with more of them. ",
+            "Two, however, does with others. ",
+        ):
             await complete(app, head + tail)
         blocks = (await app.get("/v1/blocks")).json()
         pool = (await app.get("/v1/stats")).json()
         metrics = (await app.get("/metrics")).text
     stats = hybrid.paged_stats()
-    kept, used = stats["state_snapshots"], stats["state_slots_used"]
+    kept = stats["state_snapshots"]
+    used = stats["state_slots_used"]
     assert (kept["junction"], sum(kept.values()), stats["state_slots"]) == (1, used, 12)
     assert stats["replayed_tokens"] == len(head) // 16 * 16
     for name in ("state_slots", "state_slots_used", "replayed_tokens"):
         assert blocks[name] == pool["pool"][name] == stats[name]
     assert blocks["memory"]["state_bytes"] == pool["memory"]["state_bytes"] == stats["state_bytes"]
     assert pool["pool"]["state_snapshots"] == kept
-    told = {state: f'{{model_name="fake",state="{state}"}} {count}.0' for state, count in kept.items()}
+    told = {
+        state: f'{{model_name="fake",state="{state}"}} {count}.0' for state, count in kept.items()
+    }
     told |= {"free": f'{{model_name="fake",state="free"}} {12 - used}.0'}
     told |= {"running": '{model_name="fake",state="running"} 0.0'}
-    assert sorted(line for line in metrics.splitlines() if line.startswith("kvboost:state_slots{")) == sorted(
-        f"kvboost:state_slots{line}" for line in told.values()
+    assert sorted(
+        line for line in metrics.splitlines() if line.startswith("kvboost:state_slots{")
+    ) == sorted(f"kvboost:state_slots{line}" for line in told.values())
+    assert (
+        f'kvboost:replayed_tokens_total{{model_name="fake"}} {stats["replayed_tokens"]}.0'
+        in metrics
     )
-    assert f'kvboost:replayed_tokens_total{{model_name="fake"}} {stats["replayed_tokens"]}.0' in metrics
 
 
 async def test_what_states_do_not_allow_is_refused_by_name(hybrid):
@@ -102,7 +123,16 @@ async def test_what_states_do_not_allow_is_refused_by_name(hybrid):
 
 def test_room_for_states_is_for_those_of_several_models_that_keep_some(tiny_model_dir, tmp_path):
     hybrid = save_tiny_model("lfm2", tmp_path)
-    flags = ["--max-state-bytes", "200000", "--num-blocks", "64", "--num-threads", "1", "--reuse-gate", "off"]
+    flags = [
+        "--max-state-bytes",
+        "200000",
+        "--num-blocks",
+        "64",
+        "--num-threads",
+        "1",
+        "--reuse-gate",
+        "off",
+    ]
     alone = parse_flags(["--model", str(tiny_model_dir), *flags], "p")
     with pytest.raises(ConfigError, match="max_state_bytes=200000 has no effect"):
         _planned(str(tiny_model_dir), alone)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 def held(engine, name):
     """The engine's method waits: (set once it was called, lets it go on)."""
-    called, free, real = threading.Event(), threading.Event(), getattr(engine, name)
+    called = threading.Event()
+    free = threading.Event()
+    real = getattr(engine, name)
 
     def waiting(*arguments):
         called.set()
@@ -64,7 +66,8 @@ async def test_a_reset_reaches_every_model_though_one_leaves_meanwhile(room):
     assert (await room.ask("b")).status_code == 200
     text = {"model": "b", "prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
     assert (await room.client.post("/v1/completions", json=text)).status_code == 200
-    first, second = room.model("a"), room.model("b")
+    first = room.model("a")
+    second = room.model("b")
     assert first.state is not None
     called, free = held(first.state.engine, "reset_cache")
     reset = asyncio.ensure_future(room.client.post("/cache/reset"))
@@ -128,15 +131,21 @@ async def test_a_model_whose_engine_stopped_is_loaded_again(room):
 async def test_a_reset_reaches_the_others_though_an_engine_stopped(room):
     text = {"prompt": "Words that stay in the pool. " * 4, "max_tokens": 1}
     for name in "ab":
-        assert (await room.client.post("/v1/completions", json={"model": name, **text})).status_code == 200
+        assert (
+            await room.client.post("/v1/completions", json={"model": name, **text})
+        ).status_code == 200
     stop(room.made[-1])
-    assert (await room.client.post("/v1/completions", json={"model": "b", **text})).status_code == 500
+    assert (
+        await room.client.post("/v1/completions", json={"model": "b", **text})
+    ).status_code == 500
     answer = await room.client.post("/cache/reset")
     assert (answer.status_code, answer.json()["blocks_dropped"] > 4) == (200, True), answer.text
     assert (await room.ask("b")).status_code == 200
 
 
-async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wants_it_any_more(room):
+async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wants_it_any_more(
+    room,
+):
     assert (await room.ask("b")).status_code == 200
     model = room.model("b")
     called, free = held(room.made[-1], "close")
@@ -149,11 +158,14 @@ async def test_a_model_that_is_being_unloaded_takes_its_memory_though_nobody_wan
     assert (model.phase, model.num_bytes) == ("not_loaded", 0)
 
 
-async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself(all_of_one_size, monkeypatch):
+async def test_a_loading_that_waits_for_an_unloading_does_not_end_it_with_itself(
+    all_of_one_size, monkeypatch
+):
     monkeypatch.setattr(loader, "_ENDING_SECONDS", 0.05)
     room = Room()
     assert (await room.ask("b")).status_code == 200
-    model, engine = room.model("b"), room.made[-1]
+    model = room.model("b")
+    engine = room.made[-1]
     called, free = held(engine, "cache_stats")
     looks = asyncio.ensure_future(room.client.get("/v1/stats", params={"model": "b"}))
     await until(called.is_set)
@@ -176,7 +188,9 @@ async def test_the_error_of_one_model_is_not_told_as_the_end_of_another(room):
     body = {"prompt": "Hello", "max_tokens": 2}
     assert (await room.ask("b")).status_code == 200
     stop(room.made[-1])
-    assert (await room.client.post("/v1/completions", json={"model": "b", **body})).status_code == 500
+    assert (
+        await room.client.post("/v1/completions", json={"model": "b", **body})
+    ).status_code == 500
     first = room.model("a").state
     assert first is not None
 
@@ -200,12 +214,15 @@ async def test_a_loading_that_does_not_end_is_left_behind(all_of_one_size, monke
     assert (room.model("b").phase, room.model("b").num_bytes) == ("not_loaded", 0)
     assert any(vars(one).get("facts", {}).get("model") == "b" for one in caplog.records)
     free.set()
-    await until(lambda: room.made and not room.made[0].is_alive())  # nobody took it, so it was closed
+    await until(
+        lambda: room.made and not room.made[0].is_alive()
+    )  # nobody took it, so it was closed
     await room.close()
 
 
 async def test_a_result_that_nobody_waits_for_is_given_back():
-    free, given = threading.Event(), list[str]()
+    free = threading.Event()
+    given = list[str]()
 
     def work():
         assert free.wait(60)
@@ -225,7 +242,8 @@ async def test_a_result_that_nobody_waits_for_is_given_back():
 
 async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypatch):
     monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.001)
-    given, finished = list[str](), threading.Event()
+    given = list[str]()
+    finished = threading.Event()
 
     def work():
         finished.set()
@@ -240,10 +258,13 @@ async def test_a_result_that_the_loop_takes_late_is_not_given_back_too(monkeypat
 
 
 def test_a_result_that_comes_when_the_loop_has_ended_is_given_back():
-    free, given = threading.Event(), threading.Event()
+    free = threading.Event()
+    given = threading.Event()
 
     async def leave():
-        task = asyncio.ensure_future(in_thread(lambda: free.wait(60), unwanted=lambda result: given.set()))
+        task = asyncio.ensure_future(
+            in_thread(lambda: free.wait(60), unwanted=lambda result: given.set())
+        )
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -261,7 +282,9 @@ async def test_a_full_model_does_not_refuse_nor_count_what_another_has_room_for(
         return await room.client.post("/v1/completions", json={"model": name, **body})
 
     assert [(await ask(name)).status_code for name in "abc"] == [200] * 3
-    admissions = [model.state.admission for model in map(room.model, "abc") if model.state is not None]
+    admissions = [
+        model.state.admission for model in map(room.model, "abc") if model.state is not None
+    ]
     for one in admissions[:2]:
         one.enter(None, 1, 1)
     assert (await ask("c")).status_code == 200

@@ -22,7 +22,10 @@ def both(first, second, **settings):
     with (
         first.open() as engine,
         serving(
-            engine, source=first.source, others=[(("b", "bee"), second.source)], **{"model_name": "a", **settings}
+            engine,
+            source=first.source,
+            others=[(("b", "bee"), second.source)],
+            **{"model_name": "a", **settings},
         ) as server,
     ):
         yield server
@@ -30,7 +33,9 @@ def both(first, second, **settings):
 
 def ask(server, name, **more):
     with server.client() as client:
-        return client.post("/v1/completions", json={**ASKED, **({"model": name} if name else {}), **more})
+        return client.post(
+            "/v1/completions", json={**ASKED, **({"model": name} if name else {}), **more}
+        )
 
 
 def states(server):
@@ -65,7 +70,9 @@ def test_requests_of_both_at_once_are_answered_as_alone(first, second, alone):
         assert second.loads == 1
 
 
-def test_an_idle_model_is_unloaded_and_its_prompts_come_from_disk_afterwards(first, second, alone, tmp_path):
+def test_an_idle_model_is_unloaded_and_its_prompts_come_from_disk_afterwards(
+    first, second, alone, tmp_path
+):
     second.options["disk_cache_dir"] = tmp_path / "blocks"
     with both(first, second, keep_alive=0.2) as server:
         with serving_threads() as started:
@@ -81,7 +88,9 @@ def test_an_idle_model_is_unloaded_and_its_prompts_come_from_disk_afterwards(fir
         assert again["choices"][0]["text"] == alone["b"]["text"]
         assert again["choices"][0]["logprobs"] == alone["b"]["logprobs"]
         # The first one as well, where it was said how long.
-        wait_until(lambda: server.kv.models.first.phase == "not_loaded", "the first one to be unloaded")
+        wait_until(
+            lambda: server.kv.models.first.phase == "not_loaded", "the first one to be unloaded"
+        )
         assert ask(server, None).json()["choices"][0] == alone["a"]
         assert (first.loads, second.loads) == (1, 2)
 
@@ -91,7 +100,9 @@ def serving_threads():
     """Threads of engines and of loading that began inside and live."""
     before = set(threading.enumerate())
     yield lambda: [
-        one for one in threading.enumerate() if one not in before and one.name.startswith("kvboost") and one.is_alive()
+        one
+        for one in threading.enumerate()
+        if one not in before and one.name.startswith("kvboost") and one.is_alive()
     ]
 
 
@@ -126,7 +137,9 @@ def test_what_never_fits_is_refused_with_the_arithmetic(first, second):
         assert (second.loads, ask(server, "a").status_code) == (0, 200)
 
 
-def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(first, second, tmp_path, monkeypatch):
+def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(
+    first, second, tmp_path, monkeypatch
+):
     broken = CountedSource(shutil.copytree(second.path, tmp_path / "broken"))
     weights = broken.path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -138,7 +151,9 @@ def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(first, seco
         assert str(tmp_path) not in refused.text
         assert int(refused.headers["retry-after"]) > 0
         shutil.copy(second.path / "model.safetensors", weights)
-        assert ask(server, "b").json()["error"]["message"] == error["message"], "it was tried again at once"
+        assert ask(server, "b").json()["error"]["message"] == error["message"], (
+            "it was tried again at once"
+        )
         with server.client() as client:
             listed = client.get("/v1/models/b").json()
         assert (listed["state"], listed["failure"]) == ("not_loaded", error["message"])
@@ -150,7 +165,10 @@ def test_a_damaged_model_is_a_503_that_says_why_until_it_is_repaired(first, seco
 
 def test_no_more_requests_wait_for_a_model_than_may(first, second):
     second.hold()
-    with both(first, second, max_queue_size=2) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with (
+        both(first, second, max_queue_size=2) as server,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
         waiting = [pool.submit(ask, server, "b") for _ in range(2)]
         wait_until(lambda: server.kv.models.num_waiting == 2, "both to wait")
         refused = ask(server, "b")
@@ -201,7 +219,11 @@ def test_a_fully_loaded_server_lists_one_memory(first, second, name):
             assert stats["pool"]["num_blocks"] == 64
             told = stats["models"]
             assert [one["id"] for one in told["data"]] == ["a", "b"]
-            assert told["taken_bytes"] == sum(one["bytes"] for one in told["data"]) <= told["max_bytes"]
+            assert (
+                told["taken_bytes"]
+                == sum(one["bytes"] for one in told["data"])
+                <= told["max_bytes"]
+            )
             assert client.get("/v1/blocks", params={"model": name}).status_code == 200
             assert client.get("/props", params={"model": name}).json()["model_alias"] == name
             assert client.get("/slots", params={"model": name}).status_code == 200
@@ -217,7 +239,11 @@ def test_what_was_unloaded_leaves_no_object_file_or_mapping(first, second, tmp_p
 
     def held():
         paths = {one.path for one in (*process.open_files(), *process.memory_maps())}
-        return {path for path in paths if path.startswith((str(tmp_path), str(cache_directory() / "packed")))}
+        return {
+            path
+            for path in paths
+            if path.startswith((str(tmp_path), str(cache_directory() / "packed")))
+        }
 
     with both(first, second, request_history=60) as server:
         before = held()

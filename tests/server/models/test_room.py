@@ -13,7 +13,14 @@ pytestmark = pytest.mark.usefixtures("all_of_one_size")
 
 
 async def test_the_one_that_was_not_used_for_longest_leaves(room):
-    for name, loaded in (("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")):
+    for name, loaded in (
+        ("b", "ab"),
+        ("a", "ab"),
+        ("c", "ac"),
+        ("b", "bc"),
+        ("c", "bc"),
+        ("a", "ac"),
+    ):
         assert (await room.ask(name)).status_code == 200
         assert room.loaded == loaded
         assert room.kv.models.loader.taken == 2 * SIZE
@@ -23,7 +30,8 @@ async def test_the_one_that_was_not_used_for_longest_leaves(room):
 async def test_the_time_until_a_model_leaves_counts_from_its_last_request(room):
     await room.ask("b")
     model = room.model("b")
-    model.keep_alive, model.loaded_at = 60.0, model.loaded_at - 1000.0
+    model.keep_alive = 60.0
+    model.loaded_at = model.loaded_at - 1000.0
     assert model.unloads_at is not None
     assert 0 < model.unloads_at - time.monotonic() <= 60
 
@@ -51,7 +59,11 @@ async def test_nobody_leaves_where_that_is_not_enough(room):
     await until(lambda: "in use" in room.model("c").waits_for)
     assert room.loaded == "ab"
     told = (await room.client.get("/v1/stats")).json()["models"]
-    assert (told["waiting"], told["data"][0]["in_use"], told["data"][2]["state"]) == (1, 1, "loading")
+    assert (told["waiting"], told["data"][0]["in_use"], told["data"][2]["state"]) == (
+        1,
+        1,
+        "loading",
+    )
     assert "are taken: a" in told["data"][2]["waits_for"]
     room.model("a").in_use -= 1
     room.kv.models.loader.released(room.model("a"))
@@ -63,7 +75,8 @@ async def test_a_model_stays_for_as_long_as_its_loading_took(room):
     """Else two that do not fit together would only be loaded in turns."""
     await room.ask("b")
     for name in ("a", "b"):
-        room.model(name).loaded_at, room.model(name).load_seconds = asyncio.get_running_loop().time(), 1000.0
+        room.model(name).loaded_at = asyncio.get_running_loop().time()
+        room.model(name).load_seconds = 1000.0
     waiting = asyncio.ensure_future(room.ask("c"))
     await until(lambda: "a moment ago" in room.model("c").waits_for)
     assert room.loaded == "ab"
@@ -105,7 +118,9 @@ async def test_an_error_that_is_not_ours_stays_in_the_log(room, caplog):
     refused = await room.ask("b")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
     assert "secret" not in refused.text
-    assert "RuntimeError" in [vars(one)["facts"].get("error") for one in caplog.records if "facts" in vars(one)]
+    assert "RuntimeError" in [
+        vars(one)["facts"].get("error") for one in caplog.records if "facts" in vars(one)
+    ]
     assert (await room.ask("a")).status_code == 200
 
 
@@ -120,7 +135,9 @@ async def test_an_idle_model_with_a_pin_stays_until_the_pin_ends(monkeypatch):
         engine = model.state.engine if model.state else None
         assert engine is not None
         seen = []
-        await until(lambda: model.state is None or seen.append(engine.paged_stats()["pinned_blocks"]))
+        await until(
+            lambda: model.state is None or seen.append(engine.paged_stats()["pinned_blocks"])
+        )
         assert seen[0] > 0
         assert time.monotonic() - started >= pin["ttl"]
         await until(lambda: model.phase == "not_loaded")

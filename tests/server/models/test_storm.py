@@ -17,7 +17,16 @@ from helpers.server.visitors import storm
 
 pytestmark = pytest.mark.alone
 
-LOOKS = ("/v1/stats", "/v1/blocks", "/slots", "/props", "/metrics", "/v1/models", "/api/ps", "/v1/requests")
+LOOKS = (
+    "/v1/stats",
+    "/v1/blocks",
+    "/slots",
+    "/props",
+    "/metrics",
+    "/v1/models",
+    "/api/ps",
+    "/v1/requests",
+)
 NAMES = ("a", "b", "nobody", "b\n\"}{'<b>\u202e", "")
 
 
@@ -31,9 +40,11 @@ def request_of(rng):
         query = f"?model={rng.choice('ab')}" if rng.random() < 0.7 else ""
         return path, f"GET {path}{query} HTTP/1.1\r\n{head}\r\n\r\n".encode()
     if kind < 0.35:
-        path, body = "/api/generate", {"model": name, "keep_alive": rng.choice((0, 0, 0.01, "1s", -1))}
+        path = "/api/generate"
+        body = {"model": name, "keep_alive": rng.choice((0, 0, 0.01, "1s", -1))}
     elif kind < 0.4:
-        path, body = "/cache/reset", {}
+        path = "/cache/reset"
+        body = {}
     else:
         path = rng.choice([path for path in ASKED if path != "/cache/reset"])
         text = " ".join(rng.choices(("shared", "prefix", "words"), k=rng.choice((3, 30))))
@@ -42,14 +53,21 @@ def request_of(rng):
         if path in ("/api/chat", "/api/generate") and rng.random() < 0.5:
             body["keep_alive"] = 0
     data = json.dumps(body).encode()
-    return path, f"POST {path} HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    return (
+        path,
+        f"POST {path} HTTP/1.1\r\n{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data,
+    )
 
 
 def held_by(server):
     """What must be the same before and after, with the first model loaded alone."""
     models = server.kv.models
     return (
-        sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")),
+        sorted(
+            thread.name
+            for thread in threading.enumerate()
+            if not thread.name.startswith("asyncio_")
+        ),
         [(one.name, one.phase, one.num_bytes, one.in_use, one.waits_for) for one in models.all],
         models.num_waiting,
         models.loader.taken,
@@ -73,12 +91,20 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
 
     with (
         first.open() as engine,
-        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a", budget=budget) as server,
+        serving(
+            engine,
+            source=first.source,
+            others=[(("b",), second.source)],
+            model_name="a",
+            budget=budget,
+        ) as server,
         server.client() as client,
     ):
 
         def canary(name):
-            answer = client.post("/v1/completions", json={**CANARY, "model": name, "kvboost": {"mode": "baseline"}})
+            answer = client.post(
+                "/v1/completions", json={**CANARY, "model": name, "kvboost": {"mode": "baseline"}}
+            )
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"]
 
@@ -87,8 +113,14 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
             canary("a")
             client.post("/api/generate", json={"model": "b", "keep_alive": 0})
             client.post("/api/generate", json={"model": "a", "keep_alive": -1})
-            wait_until(lambda: [one.phase for one in server.kv.models.all] == ["loaded", "not_loaded"], "b to go", 60)
-            wait_until(lambda: not any(one.in_use for one in server.kv.models.all), "all leases to end", 60)
+            wait_until(
+                lambda: [one.phase for one in server.kv.models.all] == ["loaded", "not_loaded"],
+                "b to go",
+                60,
+            )
+            wait_until(
+                lambda: not any(one.in_use for one in server.kv.models.all), "all leases to end", 60
+            )
             wait_until(lambda: not server.kv.models.loader._tasks, "all tasks to end", 60)
             return held_by(server)
 
@@ -101,7 +133,9 @@ def test_a_storm_of_clients_of_two_models_leaves_nothing(models, scale):
         for name in ("b", "a"):
             assert canary(name) == expected[name]
         assert {"200", "left", "left in the answer"} <= set(seen)
-        assert seen.count("200") > len(seen) // 5, {status: seen.count(status) for status in set(seen)}
+        assert seen.count("200") > len(seen) // 5, {
+            status: seen.count(status) for status in set(seen)
+        }
         assert second.loads > 2
         assert client.get("/health").status_code == 200
 
@@ -110,7 +144,9 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
     process = psutil.Process()
     with (
         first.open() as engine,
-        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a") as server,
+        serving(
+            engine, source=first.source, others=[(("b",), second.source)], model_name="a"
+        ) as server,
         server.client() as client,
     ):
         served = server.kv.models.find("b")
@@ -125,16 +161,24 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
             """Load it, use it, send it away; what is held then."""
             answer = client.post("/v1/completions", json={**CANARY, "model": "b"})
             assert answer.status_code == 200
-            assert server.kv.models.loader.taken == sum(one.num_bytes for one in server.kv.models.all) > 0
+            assert (
+                server.kv.models.loader.taken
+                == sum(one.num_bytes for one in server.kv.models.all)
+                > 0
+            )
             client.post("/api/generate", json={"model": "b", "keep_alive": 0})
-            wait_until(lambda: served.phase == "not_loaded" and not server.kv.models.loader._tasks, "it to go")
+            wait_until(
+                lambda: served.phase == "not_loaded" and not server.kv.models.loader._tasks,
+                "it to go",
+            )
             wait_until(lambda: num_threads() == own, "its threads to end")
             return server.kv.models.loader.taken, process.num_fds()
 
         for _ in range(3):
             turn()
         gc.collect()
-        before, resident = turn(), process.memory_info().rss
+        before = turn()
+        resident = process.memory_info().rss
         count = scale(4, 200)
         assert {turn() for _ in range(count)} == {before}
         gc.collect()
@@ -147,7 +191,9 @@ def test_many_loadings_leave_the_ledger_and_the_process_as_they_were(first, seco
 def test_the_loop_goes_on_while_models_come_and_go(first, second):
     with (
         first.open() as engine,
-        serving(engine, source=first.source, others=[(("b",), second.source)], model_name="a") as server,
+        serving(
+            engine, source=first.source, others=[(("b",), second.source)], model_name="a"
+        ) as server,
         server.client() as client,
     ):
         served = server.kv.models.find("b")
@@ -163,7 +209,9 @@ def test_the_loop_goes_on_while_models_come_and_go(first, second):
             """Short requests for the other model meanwhile."""
             (thread,) = in_threads(turns, 1)
             while thread.is_alive():
-                assert client.post("/v1/completions", json={**CANARY, "model": "a"}).status_code == 200
+                assert (
+                    client.post("/v1/completions", json={**CANARY, "model": "a"}).status_code == 200
+                )
 
         turns(0)  # what is read or compiled once
         before = second.loads

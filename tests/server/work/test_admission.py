@@ -19,7 +19,12 @@ from kvboost_edge.server.work.admission import Ticket
 from kvboost_edge.server.work.grouping import PrefixGroups
 
 MODEL = "kvboost-edge/demo"
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40, "ignore_eos": True}
+CHAT = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 40,
+    "ignore_eos": True,
+}
 TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
@@ -59,7 +64,11 @@ def test_a_full_queue_answers_503_at_once(tiny_engine, held, monkeypatch, body):
     """While the model stands still, and before anything of the prompt is looked at."""
     read = []
     with serving(tiny_engine, max_batch_size=1, max_queue_size=1) as server:
-        with posting(server, TEXT) as first, posting(server, TEXT) as second, server.client() as client:
+        with (
+            posting(server, TEXT) as first,
+            posting(server, TEXT) as second,
+            server.client() as client,
+        ):
             wait_until(lambda: server.state.admission.sequences == 2, "two requests in flight")
             with monkeypatch.context() as patch:
                 patch.setattr(bodies, "parse_json", read.append)
@@ -107,7 +116,10 @@ def test_the_deadline_covers_the_queue(tiny_model_dir):
     with CPUPagedEngine.from_pretrained(str(tiny_model_dir), **options) as engine:
         engine.generate("warm", max_new_tokens=2)
         held = HeldForward(engine)
-        with serving(engine, request_timeout=0.3, max_batch_size=1) as server, server.client() as client:
+        with (
+            serving(engine, request_timeout=0.3, max_batch_size=1) as server,
+            server.client() as client,
+        ):
             with posting(server, TEXT) as first:
                 wait_until(lambda: held.steps == 1, "the first to run")
                 answer = client.post("/v1/completions", json=TEXT)
@@ -163,14 +175,21 @@ def test_a_disconnect_is_seen_whatever_follows_the_request(tiny_engine, held, he
 def test_requests_with_one_prefix_start_together(tiny_engine, held):
     prompt = "The same beginning of every prompt, " * 3
     with serving(tiny_engine, batch_window_ms=10_000) as server, contextlib.ExitStack() as posts:
-        answers = [posts.enter_context(posting(server, {**TEXT, "prompt": prompt + "a", "max_tokens": 4}))]
+        answers = [
+            posts.enter_context(posting(server, {**TEXT, "prompt": prompt + "a", "max_tokens": 4}))
+        ]
         wait_until(lambda: held.steps == 1, "the first prompt to be computed")
         for tail in "bc":
-            answers.append(posts.enter_context(posting(server, {**TEXT, "prompt": prompt + tail, "max_tokens": 4})))
+            answers.append(
+                posts.enter_context(
+                    posting(server, {**TEXT, "prompt": prompt + tail, "max_tokens": 4})
+                )
+            )
         wait_until(lambda: server.state.admission.groups.held == 2, "both to be held")
         alone = posts.enter_context(posting(server, {**TEXT, "prompt": "another", "max_tokens": 4}))
         wait_until(
-            lambda: server.engine._core._live and len(server.engine._core._live) == 2, "the other not to be held"
+            lambda: server.engine._core._live and len(server.engine._core._live) == 2,
+            "the other not to be held",
         )
         started = time.perf_counter()
         held.release()  # the first token of the leader lets them go, long before the window ends
@@ -180,7 +199,9 @@ def test_requests_with_one_prefix_start_together(tiny_engine, held):
         assert alone[0].status_code == 200
         wait_until(server.idle, "the server to be idle")
     for tail, text in zip("abc", texts, strict=True):
-        sampled = tiny_engine.generate(prompt + tail, max_new_tokens=4, temperature=0, ignore_eos=True, mode="baseline")
+        sampled = tiny_engine.generate(
+            prompt + tail, max_new_tokens=4, temperature=0, ignore_eos=True, mode="baseline"
+        )
         assert text == sampled.output_text
 
 
@@ -200,7 +221,9 @@ async def test_the_window_is_the_longest_wait():
     assert not groups._groups
 
 
-@pytest.mark.parametrize(("window", "ids"), [(0.0, [1, 2, 3, 4, 5]), (5.0, [1, 2, 3, 4])], ids=["off", "short"])
+@pytest.mark.parametrize(
+    ("window", "ids"), [(0.0, [1, 2, 3, 4, 5]), (5.0, [1, 2, 3, 4])], ids=["off", "short"]
+)
 async def test_nobody_is_held_without_a_window_or_a_full_block(window, ids):
     groups = PrefixGroups(window_seconds=window, block_size=4)
     for _ in range(3):
@@ -218,12 +241,21 @@ def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
         engine._core._take = _explode
         with serving(engine) as server, server.client() as client:
             streamed = server.connect()
-            streamed.sendall(server.request_bytes("/v1/completions", {**TEXT, "stream": True}, "Connection: close"))
+            streamed.sendall(
+                server.request_bytes(
+                    "/v1/completions", {**TEXT, "stream": True}, "Connection: close"
+                )
+            )
             with posting(server, TEXT) as first:
-                wait_until(lambda: server.state.admission.sequences == 2 and held.steps, "both in flight")
+                wait_until(
+                    lambda: server.state.admission.sequences == 2 and held.steps, "both in flight"
+                )
                 assert client.get("/ready").status_code == 200
                 held.release()
-            assert (first[0].status_code, first[0].json()["error"]["code"]) == (500, "engine_stopped")
+            assert (first[0].status_code, first[0].json()["error"]["code"]) == (
+                500,
+                "engine_stopped",
+            )
             assert "gone" not in first[0].text
             assert b"engine_stopped" in raw_answer(streamed)
             streamed.close()
@@ -232,12 +264,22 @@ def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
                 assert answer.status_code == 503
                 assert "the engine stopped" in answer.json()["error"]["message"]
             assert client.get("/version").status_code == 200
-            assert 'kvboost:engine_alive{model_name="kvboost-edge/demo"} 0.0' in client.get("/metrics").text
+            assert (
+                'kvboost:engine_alive{model_name="kvboost-edge/demo"} 0.0'
+                in client.get("/metrics").text
+            )
             after = client.post("/v1/completions", json=TEXT)
             assert (after.status_code, after.json()["error"]["code"]) == (503, "engine_stopped")
-            for method, path in (("GET", "/v1/stats"), ("GET", "/v1/blocks"), ("POST", "/cache/reset")):
+            for method, path in (
+                ("GET", "/v1/stats"),
+                ("GET", "/v1/blocks"),
+                ("POST", "/cache/reset"),
+            ):
                 answer = client.request(method, path)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stopped"), path
+                assert (answer.status_code, answer.json()["error"]["code"]) == (
+                    503,
+                    "engine_stopped",
+                ), path
             wait_until(lambda: not server.state.admission.tickets, "the tickets to be given back")
 
 
@@ -247,11 +289,19 @@ def _explode(*arguments):
     raise CacheCorruption("gone")
 
 
-@pytest.mark.parametrize("keys", [(), ("one",), ("one", "two")], ids=["no key", "one key", "two keys"])
+@pytest.mark.parametrize(
+    "keys", [(), ("one",), ("one", "two")], ids=["no key", "one key", "two keys"]
+)
 def test_no_tenant_goes_before_another_by_its_priority(tiny_engine, keys):
     with serving(tiny_engine, api_keys=keys) as server, server.client() as client:
-        for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/v1/warm", {"text": "a"})):
-            assert client.post(path, json={**body, "model": MODEL, "priority": 5}).status_code == 200
+        for path, body in (
+            ("/v1/completions", TEXT),
+            ("/v1/chat/completions", CHAT),
+            ("/v1/warm", {"text": "a"}),
+        ):
+            assert (
+                client.post(path, json={**body, "model": MODEL, "priority": 5}).status_code == 200
+            )
             answer = client.post(path, json={**body, "model": MODEL, "priority": -1})
             if len(keys) < 2:
                 assert answer.status_code == 200
@@ -261,7 +311,10 @@ def test_no_tenant_goes_before_another_by_its_priority(tiny_engine, keys):
 
 def test_a_keys_weight_is_its_requests(tiny_engine, held):
     """The scheduler shares by it."""
-    with serving(tiny_engine, api_keys=("heavy weight=4", "light")) as server, contextlib.ExitStack() as stack:
+    with (
+        serving(tiny_engine, api_keys=("heavy weight=4", "light")) as server,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(held.release)
         for number, key in enumerate(("heavy", "light"), start=1):
             stack.enter_context(posting(server, TEXT, headers={"x-api-key": key}))
@@ -291,10 +344,13 @@ async def test_a_cancelled_waiter_lets_nobody_through():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_server, monkeypatch, stream):
+def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(
+    live_server, monkeypatch, stream
+):
     """Its ticket holds all that belongs to it; a circle through the task that watches for the client would keep it."""
 
-    tickets, begin = [], Ticket.__init__
+    tickets = []
+    begin = Ticket.__init__
 
     def noted(self, *arguments):
         begin(self, *arguments)
@@ -305,10 +361,14 @@ def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(live_serv
     try:
         with live_server.client() as client:
             for _ in range(5):
-                assert client.post("/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}).is_success
+                assert client.post(
+                    "/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}
+                ).is_success
             # The connection holds its last request as long as it is open.
             assert len(tickets) == 5
-            wait_until(lambda: sum(one() is not None for one in tickets) <= 1, "the tickets to be freed")
+            wait_until(
+                lambda: sum(one() is not None for one in tickets) <= 1, "the tickets to be freed"
+            )
     finally:
         gc.enable()
 
@@ -317,14 +377,20 @@ def test_the_gates_lists_name_the_routes_there_are():
     """A full queue turns away every route that takes a body, apart from an admin's."""
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes} >= ADMIN_PATHS
-    assert {route.path for route in routes if "POST" in route.methods} - ADMIN_PATHS == ADMITTED_PATHS
+    assert {
+        route.path for route in routes if "POST" in route.methods
+    } - ADMIN_PATHS == ADMITTED_PATHS
 
 
 def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
     """Four places: one is kept for each of two keys, two belong to whoever comes first."""
     limits = {"max_batch_size": 1, "max_queue_size": 3}
-    greedy, patient = {"headers": {"x-api-key": "greedy"}}, {"headers": {"x-api-key": "patient"}}
-    with serving(tiny_engine, api_keys=("greedy", "patient"), **limits) as server, contextlib.ExitStack() as stack:
+    greedy = {"headers": {"x-api-key": "greedy"}}
+    patient = {"headers": {"x-api-key": "patient"}}
+    with (
+        serving(tiny_engine, api_keys=("greedy", "patient"), **limits) as server,
+        contextlib.ExitStack() as stack,
+    ):
         stack.callback(held.release)
         answers = [stack.enter_context(posting(server, TEXT, **greedy)) for _ in range(3)]
         wait_until(lambda: server.state.admission.sequences == 3, "three requests in flight")
@@ -332,11 +398,15 @@ def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
             refused = client.post("/v1/completions", json=TEXT)
             never = client.post("/v1/completions", json={**TEXT, "n": 4})
         answers.append(stack.enter_context(posting(server, TEXT, **patient)))
-        wait_until(lambda: server.state.admission.sequences == 4, "the other key's request in flight")
+        wait_until(
+            lambda: server.state.admission.sequences == 4, "the other key's request in flight"
+        )
         with server.client(**patient) as client:
             second = client.post("/v1/completions", json=TEXT)
         held.release()
-    assert [answer.status_code for answers_of_one in answers for answer in answers_of_one] == [200] * 4
+    assert [answer.status_code for answers_of_one in answers for answer in answers_of_one] == [
+        200
+    ] * 4
     assert (refused.status_code, never.status_code, second.status_code) == (503, 503, 503)
     said = "requests of this key are in flight; its share is 1, and there is no room beyond it; "
     assert refused.json()["error"]["message"].startswith(f"3 {said}")
@@ -346,7 +416,10 @@ def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
 
 def test_what_a_key_could_never_have_beside_the_others_is_400(tiny_engine):
     settings = {"api_keys": ("one", "two"), "max_queue_tokens": 200}
-    with serving(tiny_engine, **settings) as server, server.client(headers={"x-api-key": "one"}) as client:
+    with (
+        serving(tiny_engine, **settings) as server,
+        server.client(headers={"x-api-key": "one"}) as client,
+    ):
         fits = client.post("/v1/completions", json={**TEXT, "max_tokens": 100})
         never = client.post("/v1/completions", json={**TEXT, "max_tokens": 160})
     assert (fits.status_code, never.status_code) == (200, 400)

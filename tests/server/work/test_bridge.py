@@ -13,7 +13,9 @@ from kvboost_edge.server.work.bridge import to_its_end
 async def test_what_is_stopped_while_it_reads_computes_nothing(times):
     """Who asked is cancelled once when it goes, and once more when the server's grace is over: then nobody is left to
     stop what the work comes to later."""
-    handles, begun, read = Handles(), threading.Event(), threading.Event()
+    handles = Handles()
+    begun = threading.Event()
+    read = threading.Event()
     cancelled = []
     ended = threading.Event()
 
@@ -38,7 +40,8 @@ async def test_what_is_stopped_while_it_reads_computes_nothing(times):
 
 
 def test_what_is_queued_already_is_stopped_too():
-    handles, cancelled = Handles(), list[int]()
+    handles = Handles()
+    cancelled = list[int]()
     handles.append(RequestHandle(5, cancelled.append))
     assert not cancelled
     handles.stop()

@@ -22,7 +22,9 @@ def test_while_a_conversation_grows_the_same_turns_go():
     changes = sum(one != other for one, other in itertools.pairwise(gone))
     assert gone == sorted(gone)
     assert changes == 5  # 29 turns of 200 tokens are six times half the limit
-    left = [100 * (2 * turns + 2 - (stop - 1)) for turns, stop in zip(range(10, 40), gone, strict=True)]
+    left = [
+        100 * (2 * turns + 2 - (stop - 1)) for turns, stop in zip(range(10, 40), gone, strict=True)
+    ]
     assert max(left) <= 2000
     assert min(left) >= 1000
 

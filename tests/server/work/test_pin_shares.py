@@ -24,7 +24,9 @@ async def test_one_key_cannot_pin_what_is_the_others():
         assert (await warm(app, "second", "c" * 128))[0] == 200
         assert (await warm(app, "third", "d" * 64))[0] == 200
         assert engine.paged_stats()["pinned_blocks"] == 16
-        assert await warm(app, "first", "b" * 16) == (400, alone), "the same words, whatever the others pinned"
+        assert await warm(app, "first", "b" * 16) == (400, alone), (
+            "the same words, whatever the others pinned"
+        )
         assert "share of max_pinned_blocks is 4" in alone["error"]["message"]
 
 
@@ -33,4 +35,6 @@ async def test_the_only_key_may_pin_all_there_is_for_it():
         app = create_app(engine, ServerSettings(api_keys=KEYS[:1]))
         assert (await warm(app, "first", "a" * 256))[0] == 200
         _, refused = await warm(app, "first", "b" * 16)
-        assert "of the 32 in the pool at most max_pinned_blocks=16 are" in refused["error"]["message"]
+        assert (
+            "of the 32 in the pool at most max_pinned_blocks=16 are" in refused["error"]["message"]
+        )

@@ -50,7 +50,11 @@ def test_tenants_have_their_own_part():
     for name in "abcd":
         remembered.keep("one", name, turn())
     remembered.keep("two", "e", turn())
-    assert (names(remembered, "one"), names(remembered, "two"), names(remembered)) == ("cd", "e", "")
+    assert (names(remembered, "one"), names(remembered, "two"), names(remembered)) == (
+        "cd",
+        "e",
+        "",
+    )
     assert not remembered.forget("two", "c")
     assert remembered.forget("one", "c")
     assert remembered.num_bytes == 2000

@@ -67,19 +67,26 @@ def test_the_rule_holds_in_any_order_of_requests(scale):
     """Never more than there is, and whoever stays within its share is let in."""
     for seed in range(scale(200, 5000)):
         draw = random.Random(seed)
-        weights = {str(number): draw.choice((0.001, 0.5, 1.0, 4.0, 1000.0)) for number in range(draw.randint(2, 6))}
-        limit, least = draw.randint(1, 200), draw.randint(0, 1)
+        weights = {
+            str(number): draw.choice((0.001, 0.5, 1.0, 4.0, 1000.0))
+            for number in range(draw.randint(2, 6))
+        }
+        limit = draw.randint(1, 200)
+        least = draw.randint(0, 1)
         shares = Shares(limit, weights, least)
         used = dict.fromkeys([*weights, None], 0)
         for _ in range(60):
-            tenant, amount = draw.choice(list(used)), draw.randint(0, limit)
+            tenant = draw.choice(list(used))
+            amount = draw.randint(0, limit)
             if draw.random() < 0.4:
                 amount = min(amount, used[tenant])
                 shares.give_back(tenant, amount)
                 used[tenant] -= amount
                 continue
             after = {**used, tenant: used[tenant] + amount}
-            fits = sum(max(number, shares.kept_for(name)) for name, number in after.items()) <= limit
+            fits = (
+                sum(max(number, shares.kept_for(name)) for name, number in after.items()) <= limit
+            )
             assert shares.fit(tenant, amount) == fits
             assert fits or after[tenant] > shares.kept_for(tenant)
             assert not fits or amount <= shares.most(tenant)

@@ -30,7 +30,15 @@ async def test_chat_chunks_to_the_letter(tiny_app):
     body = {**CHAT[1], "max_tokens": 5, "temperature": 0, "stream": True, "ignore_eos": True}
     chunks = events(await tiny_app.post(CHAT[0], json=body))
     head = {"id", "object", "created", "model", "system_fingerprint", "choices"}
-    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"]) for chunk in chunks}) == 1
+    assert (
+        len(
+            {
+                (chunk["id"], chunk["created"], chunk["model"], chunk["system_fingerprint"])
+                for chunk in chunks
+            }
+        )
+        == 1
+    )
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0]["choices"] == [
         {
@@ -56,16 +64,28 @@ async def test_chat_chunks_to_the_letter(tiny_app):
 
 async def test_usage_comes_last_and_alone(tiny_app):
     for path, base in (CHAT, TEXT):
-        body = {**base, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}, "n": 2}
+        body = {
+            **base,
+            "max_tokens": 4,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "n": 2,
+        }
         chunks = events(await tiny_app.post(path, json=body))
         assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks[:-1])
         last = chunks[-1]
         assert last["choices"] == []
-        assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + last["usage"]["completion_tokens"]
+        assert (
+            last["usage"]["total_tokens"]
+            == last["usage"]["prompt_tokens"] + last["usage"]["completion_tokens"]
+        )
         assert last["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
         assert {"timings", "kvboost"} <= set(last)
         reasons = [
-            choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]
+            choice["finish_reason"]
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["finish_reason"]
         ]
         assert len(reasons) == 2
 
@@ -79,8 +99,14 @@ async def test_streams_equal_whole_answers(tiny_app):
         {"return_token_ids": True, "n": 2},
     ]
     cases = [(CHAT, case) for case in [*shared, {"logprobs": True, "top_logprobs": 2}]]
-    cases += [(TEXT, case) for case in [*shared, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}]]
-    cases += [(TEXT, {"echo": True, "max_tokens": 0}), (TEXT, {"echo": True, "max_tokens": 0, "logprobs": 0})]
+    cases += [
+        (TEXT, case)
+        for case in [*shared, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}]
+    ]
+    cases += [
+        (TEXT, {"echo": True, "max_tokens": 0}),
+        (TEXT, {"echo": True, "max_tokens": 0, "logprobs": 0}),
+    ]
     cases += [
         (TEXT, {"prompt": ["one two", "three"], "n": 2, "echo": True}),
         (TEXT, {"prompt": [5, 6, 7], "echo": True}),
@@ -115,7 +141,9 @@ def assemble(chunks, index, chat):
                 lists.setdefault(name, []).extend(values)
     logprobs = {**lists, "refusal": None} if chat and lists else lists or None
     return {
-        "text": "".join(piece["delta"].get("content", "") if chat else piece["text"] for piece in pieces),
+        "text": "".join(
+            piece["delta"].get("content", "") if chat else piece["text"] for piece in pieces
+        ),
         "reason": pieces[-1]["finish_reason"],
         "logprobs": logprobs,
         "token_ids": [i for piece in pieces for i in piece.get("token_ids", [])],
@@ -127,7 +155,10 @@ def test_the_client_reads_streams(client, live_server):
     options = {"model": MODEL, "max_tokens": 16, "temperature": 0, "stream": True}
     options["stream_options"] = {"include_usage": True}
     chunks = list(client.chat.completions.create(messages=MESSAGES, **options))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected.output_text
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == expected.output_text
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == expected.generated_tokens
@@ -148,7 +179,12 @@ def posted(server, path, body):
 
 def test_a_stream_that_is_closed_ends_its_work(client, live_server):
     stream = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, stream=True, max_tokens=1500, n=2, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=MESSAGES,
+        stream=True,
+        max_tokens=1500,
+        n=2,
+        extra_body={"ignore_eos": True},
     )
     for _, _chunk in zip(range(5), stream, strict=False):
         pass
@@ -159,7 +195,9 @@ def test_a_stream_that_is_closed_ends_its_work(client, live_server):
 
 
 def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypatch):
-    engine, release, entered = live_server.engine, threading.Event(), threading.Event()
+    engine = live_server.engine
+    release = threading.Event()
+    entered = threading.Event()
     encode = engine.tokenizer.codec.encode
 
     def slow(text, add_special_tokens):
@@ -170,7 +208,9 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypat
     submitted = []
     monkeypatch.setattr(engine.tokenizer.codec, "encode", slow)
     monkeypatch.setattr(engine, "submit", lambda *args, **kwargs: submitted.append(args))
-    with posted(live_server, TEXT[0], {"prompt": "a text that is long enough for a thread of its own " * 40}):
+    with posted(
+        live_server, TEXT[0], {"prompt": "a text that is long enough for a thread of its own " * 40}
+    ):
         assert entered.wait(30)
     wait_until(lambda: live_server.state.admission.sequences == 0, "the request to be given up")
     release.set()
@@ -181,7 +221,11 @@ def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypat
 
 def test_long_json_is_the_same_json():
     text = 'a"\\\n\0é🙂\u2028' * 9000
-    for value in ({"a b": text, "n": 1}, {"tokens": list(range(40_000)), "s": ""}, {"x": [], "y": [{"a": text}] * 2}):
+    for value in (
+        {"a b": text, "n": 1},
+        {"tokens": list(range(40_000)), "s": ""},
+        {"x": [], "y": [{"a": text}] * 2},
+    ):
         assert dumps_long(value) == dumps(value)
 
 
@@ -197,12 +241,19 @@ async def test_a_large_answer_is_sent_in_pieces():
         pieces = [message["body"] for message in sent[1:]]
         assert b"".join(pieces) == body
         assert max(map(len, pieces)) <= 2**18
-        assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [False]
+        assert [message["more_body"] for message in sent[1:]] == [True] * (len(pieces) - 1) + [
+            False
+        ]
 
 
 def test_offsets_of_a_stream_are_those_of_the_whole_answer(live_server):
     """Tokens that a stop string cut off, in part or whole, begin where the text ends."""
-    base = {"prompt": "The water mill of the old town", "max_tokens": 24, "temperature": 0, "logprobs": 1}
+    base = {
+        "prompt": "The water mill of the old town",
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": 1,
+    }
     with live_server.client() as client:
         text = client.post("/v1/completions", json=base).json()["choices"][0]["text"]
         cut = 0
@@ -211,8 +262,16 @@ def test_offsets_of_a_stream_are_those_of_the_whole_answer(live_server):
                 body = {**base, "stop": [text[first : first + 6], "\u2603"], "echo": echo}
                 whole = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
                 chunks = events(client.post("/v1/completions", json={**body, "stream": True}))
-                found = [piece["logprobs"] for chunk in chunks for piece in chunk["choices"] if piece["logprobs"]]
+                found = [
+                    piece["logprobs"]
+                    for chunk in chunks
+                    for piece in chunk["choices"]
+                    if piece["logprobs"]
+                ]
                 for name in ("tokens", "text_offset", "token_logprobs"):
-                    assert [item for logprobs in found for item in logprobs[name]] == whole[name], (first, name)
+                    assert [item for logprobs in found for item in logprobs[name]] == whole[name], (
+                        first,
+                        name,
+                    )
                 cut += len(set(whole["text_offset"])) < len(whole["text_offset"])
         assert cut, "no stop string cut a token off"

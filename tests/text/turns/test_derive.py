@@ -127,7 +127,8 @@ def test_a_template_that_refuses_all_tells_nothing():
 
 def test_a_prompt_tells_whether_reasoning_goes_on():
     asked = [{"role": "user", "content": "q"}]
-    qwen, deepseek = format_of("qwen3"), format_of("deepseek")
+    qwen = format_of("qwen3")
+    deepseek = format_of("deepseek")
     assert qwen.reasoning_after(template("qwen3").render(asked)) == "possible"
     without = template("qwen3").render(asked, variables={"enable_thinking": False})
     assert qwen.reasoning_after(without) == "closed"
@@ -165,7 +166,8 @@ def test_a_prompt_may_close_a_block_of_mirrored_markers():
         "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
     )
     made = ChatTemplate(source, model_name="made", variables={})
-    found, asked = turn_format(made.render), [{"role": "user", "content": "q"}]
+    found = turn_format(made.render)
+    asked = [{"role": "user", "content": "q"}]
     assert found.reasoning == ("<|channel>thought", "<channel|>")
     assert found.replays
     assert found.reasoning_after(made.render(asked)) == "closed"

@@ -57,7 +57,9 @@ def test_several_calls_are_taken_where_they_may_be(name, markers):
     text = written(name, [PARIS, PING, PARIS])
     for choice in ("required", "auto"):
         assert vocabulary(markers).takes(grammar(name, markers, choice=choice), text)
-        assert not vocabulary(markers).takes(grammar(name, markers, choice=choice, parallel=False), text)
+        assert not vocabulary(markers).takes(
+            grammar(name, markers, choice=choice, parallel=False), text
+        )
 
 
 @EACH
@@ -75,10 +77,14 @@ def test_what_is_no_call_of_a_tool_is_not_taken(name, markers):
     for calls in wrong:
         assert not words.takes(grammar(name, markers), written(name, calls)), calls
         if name != "llama3":  # without a marker, what calls no tool is an answer
-            assert not words.takes(grammar(name, markers, choice="auto"), written(name, calls)), calls
+            assert not words.takes(grammar(name, markers, choice="auto"), written(name, calls)), (
+                calls
+            )
     assert not words.takes(grammar(name, markers), "Hello")
     assert not words.takes(grammar(name, markers), "")
-    assert not words.takes(grammar(name, markers, tools=TOOLS[1:]), written(name, [PARIS])), "a tool that is named"
+    assert not words.takes(grammar(name, markers, tools=TOOLS[1:]), written(name, [PARIS])), (
+        "a tool that is named"
+    )
 
 
 @EACH
@@ -100,14 +106,21 @@ def test_white_space_around_markers_is_free_and_bounded():
     for space in ("", " ", "\n", "\r\n", "\n\n"):
         call = f'<tool_call>{space}{{"name": "ping", "arguments": {{}}}}{space}</tool_call>'
         assert words.takes(grammar("hermes", False, choice="auto"), call)
-    assert not words.takes(grammar("hermes", False), f'<tool_call>{" " * 9}{{"name": "ping", "arguments": {{}}}}')
+    assert not words.takes(
+        grammar("hermes", False), f'<tool_call>{" " * 9}{{"name": "ping", "arguments": {{}}}}'
+    )
 
 
 def test_a_token_may_end_the_marker_and_say_more():
     """Where the marker is several tokens of text, any cut of it comes."""
     words = Vocabulary((), ('l>{"na', "_call>\n{", "see <to"))
     made = calls_grammar(
-        format_of("hermes"), TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=words.codec.marker_id
+        format_of("hermes"),
+        TOOLS,
+        choice="auto",
+        parallel=True,
+        reasoning="closed",
+        special_id=words.codec.marker_id,
     )
     for text in ('<tool_call>{"name": "ping", "arguments": {}}</tool_call>',
                  'see <tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'):  # fmt: skip
@@ -118,7 +131,8 @@ def test_a_token_may_end_the_marker_and_say_more():
 @EITHER
 @pytest.mark.parametrize("name", ["qwen3", "glm", "deepseek"])
 def test_reasoning_stands_in_front(name, markers):
-    words, call = vocabulary(markers), written(name, [PARIS])
+    words = vocabulary(markers)
+    call = written(name, [PARIS])
     thought = "Hm?" if markers else f"Hm, {call}?"  # a special token is none of a thought's text
     for choice in ("auto", "required"):
         possible = grammar(name, markers, choice=choice, reasoning="possible")
@@ -133,16 +147,23 @@ def test_reasoning_stands_in_front(name, markers):
     assert not words.takes(none, f"Hm</think>{call}")
 
 
-@pytest.mark.parametrize(("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible")))
+@pytest.mark.parametrize(
+    ("name", "markers", "reasoning"), pairwise(CALLING, (False, True), ("closed", "possible"))
+)
 def test_noise_under_a_grammar_parses_into_calls_that_fit(name, markers, reasoning):
     format = format_of(name)
-    words, schemas = vocabulary(markers), {tool.name: tool.parameters for tool in TOOLS}
+    words = vocabulary(markers)
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
     assert format.calls is not None
     end = "</think>" if format.reasoning is None else format.reasoning.end
-    wanted = [piece for piece in ('"', format.calls.argument_after, format.calls.quote, end) if piece]
+    wanted = [
+        piece for piece in ('"', format.calls.argument_after, format.calls.quote, end) if piece
+    ]
     ended = 0
     for seed in range(8):
-        text, whole = words.sample(grammar(name, markers, reasoning=reasoning), seed, [*wanted, "1"])
+        text, whole = words.sample(
+            grammar(name, markers, reasoning=reasoning), seed, [*wanted, "1"]
+        )
         parts = parts_of(format, text, reasoning=reasoning)
         if not whole:
             continue
@@ -163,7 +184,9 @@ def test_an_answer_in_json_stands_behind_the_reasoning(markers):
         "required": ["a"],
         "$defs": {"b": {"enum": [1, "x"]}},
     }
-    made = functools.partial(answer_grammar, format_of("qwen3"), schema, special_id=words.codec.marker_id)
+    made = functools.partial(
+        answer_grammar, format_of("qwen3"), schema, special_id=words.codec.marker_id
+    )
     assert words.takes(made(reasoning="closed"), '{"a": "x"}')
     assert words.takes(made(reasoning="opened"), 'so {"a": 2}\n</think>\n\n{"a": 1}')
     assert words.takes(made(reasoning="possible"), '<think>so</think>{"a": 1}')
@@ -175,7 +198,14 @@ def test_an_answer_in_json_stands_behind_the_reasoning(markers):
 def test_what_cannot_be_asked_is_refused_by_name():
     unknown = TurnFormat(None, None, True, True)
     with pytest.raises(RequestError, match="shows no tool calls"):
-        calls_grammar(unknown, TOOLS, choice="auto", parallel=True, reasoning="closed", special_id=lambda _: None)
+        calls_grammar(
+            unknown,
+            TOOLS,
+            choice="auto",
+            parallel=True,
+            reasoning="closed",
+            special_id=lambda _: None,
+        )
     with pytest.raises(RequestError, match="'required' needs at least one tool"):
         grammar("hermes", False, tools=[])
 
@@ -183,12 +213,29 @@ def test_what_cannot_be_asked_is_refused_by_name():
 @EITHER
 def test_values_may_be_written_as_python_does_where_calls_are(markers):
     words = vocabulary(markers)
-    tool = Tool("f", {"properties": {"on": {"type": "boolean"}, "a": {"type": "string"}, "b": {"enum": ["x", "y"]}}})
+    tool = Tool(
+        "f",
+        {
+            "properties": {
+                "on": {"type": "boolean"},
+                "a": {"type": "string"},
+                "b": {"enum": ["x", "y"]},
+            }
+        },
+    )
     for arguments in ("", "on=True", "on=false, a='it', b='y'", 'a="it", b="x"', "b = 'x' "):
         for free, text in ((tool, f"f({arguments})"), (Tool("f", {}), f"f({arguments})")):
             call = f"<|tool_call_start|>[{text}]<|tool_call_end|>"
             assert words.takes(grammar("lfm2", markers, tools=[free]), call), call
-    for arguments in ("on='True'", "a='it' b='y'", "b='z'", "a='it', on=True", "on=True,", "c=1", "a=1"):
+    for arguments in (
+        "on='True'",
+        "a='it' b='y'",
+        "b='z'",
+        "a='it', on=True",
+        "on=True,",
+        "c=1",
+        "a=1",
+    ):
         call = f"<|tool_call_start|>[f({arguments})]<|tool_call_end|>"
         assert not words.takes(grammar("lfm2", markers, tools=[tool]), call), call
 
@@ -199,7 +246,9 @@ NAMES = ("größe", "$filter", "two words")
 
 
 def test_keywords_of_any_letters_are_taken_and_read():
-    tool = Tool("find", {"type": "object", "properties": {name: {"type": "string"} for name in NAMES}})
+    tool = Tool(
+        "find", {"type": "object", "properties": {name: {"type": "string"} for name in NAMES}}
+    )
     text = written("lfm2", [("find", dict.fromkeys(NAMES, "x"))])
     for markers in (False, True):
         assert vocabulary(markers).takes(grammar("lfm2", markers, tools=[tool]), text)

@@ -8,7 +8,10 @@ from kvboost_edge.text.turns.replay import with_arguments
 
 def given(arguments):
     calls = [{"id": "a", "function": {"name": "f", "arguments": arguments}}]
-    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    return [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
 
 
 @pytest.mark.parametrize(

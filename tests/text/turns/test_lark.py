@@ -39,7 +39,12 @@ def test_a_piece_has_free_white_space_ids_and_special_tokens():
     lark = Lark(lambda text: {"<|user|>": 4, "<|end|>": 2}.get(text))
     lark.add("start", lark.literal(f"[<|user|>\n x:{ID_SLOT}y\n</a> <|user|>"))
     for text in ("[", "[ ", "[\n"):
-        with_special = [*vocabulary().tokenize_str(text), 4, *vocabulary().tokenize_str(" x:a-9_y</a>"), 4]
+        with_special = [
+            *vocabulary().tokenize_str(text),
+            4,
+            *vocabulary().tokenize_str(" x:a-9_y</a>"),
+            4,
+        ]
         matcher = LLMatcher(vocabulary(), LLMatcher.grammar_from_lark(lark.text()), log_level=0)
         assert (matcher.try_consume_tokens(with_special) == len(with_special)) == (text == "[")
     assert lark.literal("a<|user|>b") == ["a", 4, "b"]
@@ -59,5 +64,12 @@ def test_text_goes_up_to_the_first_marker():
 def test_a_terminal_leaves_out_what_it_is_told_to():
     lark = Lark(lambda _: None)
     lark.add("start", [lark.terminal("SOME", "(?s:.*)", without=["(?s:.*)no(?s:.*)", "x(?s:.*)"])])
-    for text, wanted in (("yes", True), ("a no b", False), ("n o", True), ("xa", False), ("ax", True), ("", True)):
+    for text, wanted in (
+        ("yes", True),
+        ("a no b", False),
+        ("n o", True),
+        ("xa", False),
+        ("ax", True),
+        ("", True),
+    ):
         assert takes(lark.text(), text) == wanted

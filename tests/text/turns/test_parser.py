@@ -142,10 +142,15 @@ def test_a_name_that_begins_another_is_told_from_it():
     ],
 )
 def test_values_between_tags_become_json_by_the_schema(schema, text, wanted):
-    tool = Tool("f", {"type": "object", "properties": {"a": schema}, "$defs": {"s": {"type": "string"}}})
+    tool = Tool(
+        "f", {"type": "object", "properties": {"a": schema}, "$defs": {"s": {"type": "string"}}}
+    )
     for name, call in (
         ("glm", f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
-        ("qwen3-coder", f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"),
+        (
+            "qwen3-coder",
+            f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>",
+        ),
     ):
         assert calls_of(parts_of(name, call, tools=[tool])) == [("f", {"a": wanted})]
 
@@ -170,8 +175,32 @@ def test_content_comes_as_it_is_written():
 
 PIECES = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "\n", " ", '"', "\\", "}", "{", ", "),
-        *("🙂", "abc", "<", "]", "get", "get_weather", "ping", "<function=", "</parameter>", "</arg_value>"),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<think>",
+            "</think>",
+            "[TOOL_CALLS]",
+            "\n",
+            " ",
+            '"',
+            "\\",
+            "}",
+            "{",
+            ", ",
+        ),
+        *(
+            "🙂",
+            "abc",
+            "<",
+            "]",
+            "get",
+            "get_weather",
+            "ping",
+            "<function=",
+            "</parameter>",
+            "</arg_value>",
+        ),
     ]
 )
 
@@ -195,7 +224,9 @@ def turns(draw):
 @given(turns())
 def test_any_cutting_gives_the_same(turn):
     name, state, pieces = turn
-    assert parts_of(name, *pieces, reasoning=state) == parts_of(name, "".join(pieces), reasoning=state)
+    assert parts_of(name, *pieces, reasoning=state) == parts_of(
+        name, "".join(pieces), reasoning=state
+    )
 
 
 LFM2_VALUES = [
@@ -233,7 +264,17 @@ def test_values_as_python_writes_them_become_json(schema, text, wanted):
 
 @pytest.mark.parametrize(
     "call",
-    ["f(1)", "f(a)", "f(a=)", "f(=1)", "f", "f a=1", "g(a=1)", "f(a={1: 2})", "f(a=" + 40 * "[" + 40 * "]" + ")"],
+    [
+        "f(1)",
+        "f(a)",
+        "f(a=)",
+        "f(=1)",
+        "f",
+        "f a=1",
+        "g(a=1)",
+        "f(a={1: 2})",
+        "f(a=" + 40 * "[" + 40 * "]" + ")",
+    ],
 )
 def test_what_is_no_call_in_python_is_content(call):
     text = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
@@ -241,15 +282,24 @@ def test_what_is_no_call_in_python_is_content(call):
 
 
 def test_a_call_goes_as_far_as_its_arguments_are_some():
-    found = parts_of("lfm2", "<|tool_call_start|>[f(a='x', 7)]<|tool_call_end|>", tools=[Tool("f", {})])
-    assert found == [CallStart(0, "f"), CallArguments(0, '{"a": "x"}'), Content("7)]<|tool_call_end|>")]
+    found = parts_of(
+        "lfm2", "<|tool_call_start|>[f(a='x', 7)]<|tool_call_end|>", tools=[Tool("f", {})]
+    )
+    assert found == [
+        CallStart(0, "f"),
+        CallArguments(0, '{"a": "x"}'),
+        Content("7)]<|tool_call_end|>"),
+    ]
 
 
 def test_strings_of_calls_in_python_come_as_they_are_written():
     parser = TurnParser(format_of("lfm2"), TOOLS, reasoning="closed", calls=True)
     assert parser.push("So: <|tool_call_") == [Content("So:")]
     assert parser.push("start|>[get_weather(ci") == []
-    assert parser.push("ty='L'Aq") == [CallStart(0, "get_weather"), CallArguments(0, '{"city": "L\'Aq')]
+    assert parser.push("ty='L'Aq") == [
+        CallStart(0, "get_weather"),
+        CallArguments(0, '{"city": "L\'Aq'),
+    ]
     assert parser.push("uila'") == [CallArguments(0, "uila")]
     assert parser.push(", da") == [CallArguments(0, '"')]
     assert parser.push("ys=3), ping()") == [

@@ -8,7 +8,11 @@ from kvboost_edge.text.turns.replay import call_keys, find_calls, thought_key, w
 
 def called(call_id, arguments="{}"):
     function = {"name": "weather", "arguments": arguments}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": call_id, "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "function": function}],
+    }
 
 
 def test_no_text_of_an_answer_is_known_as_a_call():
@@ -20,7 +24,10 @@ def test_no_text_of_an_answer_is_known_as_a_call():
 
 def test_the_same_call_made_twice_is_told_apart_by_its_id():
     kept = {}
-    for message, ids in ((called("a", '{"x": 1, "y": 2}'), [1]), (called("b", '{"y":2,"x":1}'), [2])):
+    for message, ids in (
+        (called("a", '{"x": 1, "y": 2}'), [1]),
+        (called("b", '{"y":2,"x":1}'), [2]),
+    ):
         kept |= dict.fromkeys(call_keys(message), ids)
     spelled = [called(call_id, '{"y": 2, "x": 1}') for call_id in ("a", "b", "the client's own")]
     assert [find_calls(message, kept.get) for message in spelled] == [[1], [2], [2]]
@@ -39,13 +46,21 @@ def test_thinking_is_put_back_to_the_turn_it_was_of(raw):
     found, known = with_thoughts([user, said], THINKS, lambda ids: bytes(ids).decode(), kept.get)
     assert (found, known) == ([user, {**said, "reasoning_content": "Hm."}], True)
     other = {**said, "reasoning_content": "What the client sent."}
-    assert with_thoughts([other], THINKS, lambda ids: bytes(ids).decode(), kept.get) == ([other], True)
+    assert with_thoughts([other], THINKS, lambda ids: bytes(ids).decode(), kept.get) == (
+        [other],
+        True,
+    )
     for changed in ({**said, "content": "Yes"}, user):
-        assert with_thoughts([changed], THINKS, lambda ids: bytes(ids).decode(), kept.get) == ([changed], False)
+        assert with_thoughts([changed], THINKS, lambda ids: bytes(ids).decode(), kept.get) == (
+            [changed],
+            False,
+        )
 
 
 def test_thinking_is_known_by_the_calls_behind_it_too():
     calls = [{"id": number, "function": {"name": "a", "arguments": "{}"}} for number in "12"]
-    keys = {thought_key({"content": "Yes.", "tool_calls": made}) for made in ([], calls[:1], calls[1:])}
+    keys = {
+        thought_key({"content": "Yes.", "tool_calls": made}) for made in ([], calls[:1], calls[1:])
+    }
     assert len(keys) == 3
     assert "Yes." not in keys

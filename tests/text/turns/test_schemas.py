@@ -5,7 +5,11 @@ import pytest
 from kvboost_edge.text.turns.schemas import members_of, value_kind, without_needless
 
 ROOT = {
-    "$defs": {"name": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}, "a/b": {"type": "null"}},
+    "$defs": {
+        "name": {"type": "string"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "a/b": {"type": "null"},
+    },
     "definitions": {"size": {"enum": [1, 2.5]}},
 }
 
@@ -70,7 +74,11 @@ def test_schemas_that_refer_to_one_another_are_each_looked_at_once():
 
 def test_property_names_that_say_nothing_are_left_out():
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {}}
-    named = {"properties": {"propertyNames": {"type": "string"}}, "const": record, "required": ["propertyNames"]}
+    named = {
+        "properties": {"propertyNames": {"type": "string"}},
+        "const": record,
+        "required": ["propertyNames"],
+    }
     short = {"type": "object", "propertyNames": {"maxLength": 3}}
     schema = {"properties": {"a": record, "b": {"anyOf": [record, short]}}, "$defs": {"c": named}}
     plain = {"type": "object", "additionalProperties": {}}

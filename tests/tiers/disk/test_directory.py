@@ -93,7 +93,9 @@ def test_a_file_in_the_directorys_place_is_refused_by_name(tmp_path, place):
 
 
 @posix
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away"
+)
 def test_a_directory_of_another_user_is_refused(tmp_path):
     space_dir(tmp_path).mkdir()
     os.chown(space_dir(tmp_path), 12345, 12345)

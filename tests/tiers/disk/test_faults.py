@@ -38,11 +38,24 @@ def number_of_calls(directory):
         assert tier.stat().evicted > 0
     with opened(directory, files=files) as tier:
         assert read(tier, KEPT, LARGE) == len(KEPT)
-    assert set(files.trace) >= {"allocate", "truncate", "unlink", "replace", "sync", "sync_directory", "sizes", "space"}
+    assert set(files.trace) >= {
+        "allocate",
+        "truncate",
+        "unlink",
+        "replace",
+        "sync",
+        "sync_directory",
+        "sizes",
+        "space",
+    }
     return files.calls
 
 
-FAULTS = {**{errno.errorcode[code]: fails(code) for code in ERRORS}, "half": moves_half, "nothing": moves_nothing}
+FAULTS = {
+    **{errno.errorcode[code]: fails(code) for code in ERRORS},
+    "half": moves_half,
+    "nothing": moves_nothing,
+}
 
 
 @pytest.mark.slow
@@ -53,7 +66,8 @@ def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
     calls = number_of_calls(tmp_path / "count")
     step = scale(120, 1)
     for at in range(first_call(name, step), calls, step):
-        clock, directory = Clock(), tmp_path / str(at)
+        clock = Clock()
+        directory = tmp_path / str(at)
         files = FaultyFiles(at, FAULTS[name], lasting=lasting)
         try:
             tier_options = {"files": files, "clock": clock}
@@ -91,7 +105,9 @@ def test_a_full_or_broken_disk_is_read_and_written_again_later(tmp_path, code, c
     files = FaultyFiles(names=("write", "allocate"))
     with opened(tmp_path, files=files, clock=clock) as tier:
         assert write(tier, KEPT) == len(KEPT)
-        files.at, files.fault, files.lasting = files.calls, fails(code), True
+        files.at = files.calls
+        files.fault = fails(code)
+        files.lasting = True
         assert write(tier, BLOCKS[0]) == 0
         calls = files.calls
         stat = tier.stat()
@@ -115,7 +131,8 @@ def test_a_block_that_the_device_cannot_read_is_a_miss_and_forgotten(tmp_path):
     files = FaultyFiles(names=("read",))
     with opened(tmp_path, files=files) as tier:
         write(tier, KEPT)
-        files.at, files.fault = files.calls + 2, fails(errno.EIO)
+        files.at = files.calls + 2
+        files.fault = fails(errno.EIO)
         assert read(tier, KEPT) == 2
         assert tier.stat().errors == 1
         assert not tier.holds(KEPT[2].prefix_hash)

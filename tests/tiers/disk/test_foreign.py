@@ -113,17 +113,32 @@ def test_the_next_segment_takes_no_name_that_is_taken(root):
     with opened(root) as tier:
         assert write(tier, chain(40, 6)) == 40
         assert read(tier, chain(40, 6)) == 40
-    assert [path.name[7] for path in segments(root) if not path.is_symlink()] == ["1", "2", "3", "6", "8", "9"]
+    assert [path.name[7] for path in segments(root) if not path.is_symlink()] == [
+        "1",
+        "2",
+        "3",
+        "6",
+        "8",
+        "9",
+    ]
 
 
 def test_foreign_files_and_directories_are_neither_counted_nor_deleted(root, capsys):
     mine = {root / "notes.txt", space_dir(root) / "notes.txt", space_dir(root) / "00000001.kvs.bak"}
-    mine |= {root / FOREIGN / "data", root / ("cd" * 32), space_dir(root) / "folder" / "00000001.kvs"}
+    mine |= {
+        root / FOREIGN / "data",
+        root / ("cd" * 32),
+        space_dir(root) / "folder" / "00000001.kvs",
+    }
     mine |= {root / "11111111.kvs", root.parent / "packed" / "old.kvpack" / "data"}
     for path in mine:
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(SECRET)
-    links = {root / ("ef" * 32), root.parent / "packed" / "link.kvpack", root.parent / "packed" / "gone.kvpack"}
+    links = {
+        root / ("ef" * 32),
+        root.parent / "packed" / "link.kvpack",
+        root.parent / "packed" / "gone.kvpack",
+    }
     for path in links:
         path.symlink_to(root.parents[1] / ("nowhere" if "gone" in path.name else FOREIGN))
     (root.parents[1] / FOREIGN).mkdir()
@@ -136,12 +151,24 @@ def test_foreign_files_and_directories_are_neither_counted_nor_deleted(root, cap
     found = json.loads(capsys.readouterr().out)
     assert [row["path"] for row in found["rows"]] == [str(space_dir(root))]
     assert found["bytes"] == held
-    for argv in (["status"], ["verify"], ["prune", "--max-disk-bytes", "0"], ["prune", "--older-than", "0"], ["clear"]):
+    for argv in (
+        ["status"],
+        ["verify"],
+        ["prune", "--max-disk-bytes", "0"],
+        ["prune", "--older-than", "0"],
+        ["clear"],
+    ):
         assert run(["cache", *argv]) == 0, argv
     assert {path.read_bytes() for path in mine} == {SECRET}
     assert all(path.is_symlink() for path in links)
-    assert {path: path.stat().st_mtime_ns for path in before} == before, "not even a lock was left there"
-    assert sorted(path.name for path in space_dir(root).iterdir()) == ["00000001.kvs.bak", "folder", "notes.txt"]
+    assert {path: path.stat().st_mtime_ns for path in before} == before, (
+        "not even a lock was left there"
+    )
+    assert sorted(path.name for path in space_dir(root).iterdir()) == [
+        "00000001.kvs.bak",
+        "folder",
+        "notes.txt",
+    ]
 
 
 def test_a_space_that_cannot_be_removed_keeps_no_other_from_going(root, capsys):
@@ -211,7 +238,9 @@ def test_a_file_grown_to_a_tebibyte_is_not_read_through(root, name):
 def test_a_segment_of_the_last_number_ends_nothing_but_storing(root):
     """Numbers behind it would be found by nobody."""
     shutil.copy(space_dir(root) / "00000001.kvs", space_dir(root) / "7fffffff.kvs")
-    shutil.copy(space_dir(root) / "00000001.kvs", space_dir(root) / "ffffffff.kvs")  # not a segment's name
+    shutil.copy(
+        space_dir(root) / "00000001.kvs", space_dir(root) / "ffffffff.kvs"
+    )  # not a segment's name
     for _ in range(2):
         with opened(root) as tier:
             assert len(present(tier, BLOCKS)) >= 25
@@ -241,7 +270,8 @@ class KeepsFiles(Files):
 
 
 def test_the_cap_holds_where_nothing_can_be_deleted(tmp_path):
-    files, now = KeepsFiles(), [0.0]
+    files = KeepsFiles()
+    now = [0.0]
 
     def on_disk():
         return sum(path.stat().st_size for path in segments(tmp_path))
@@ -266,7 +296,13 @@ def leftovers(directory):
 
 
 def test_what_a_crash_left_behind_is_cleared_away(root):
-    for name in ("00000002.kvx.new", "0000000a.kvx", "0000000b.kvx.new", "order.new", "space.json.new"):
+    for name in (
+        "00000002.kvx.new",
+        "0000000a.kvx",
+        "0000000b.kvx.new",
+        "order.new",
+        "space.json.new",
+    ):
         (space_dir(root) / name).write_bytes(bytes(100))
     with opened(root):
         pass

@@ -61,7 +61,8 @@ def sealed_hashes(directory):
     found = set()
     for path in paths:
         if path.with_suffix(".kvx").exists():
-            data, number = path.with_suffix(".kvx").read_bytes(), int(path.stem, 16)
+            data = path.with_suffix(".kvx").read_bytes()
+            number = int(path.stem, 16)
             records = decode_sidecar(data, SPACE, number, path.stat().st_size)
             assert records is not None
             found |= {record.prefix_hash for record in records}
@@ -96,7 +97,9 @@ def test_killed_at_every_kind_of_call(crash, trace, tmp_path, fault, scale):
     """One in the middle; in the long form at the first and the last of every kind, too."""
     for name in NAMED:
         places = [number for number, call in enumerate(trace) if call == name]
-        for which in scale([len(places) // 2], [0, len(places) // 4, len(places) // 2, len(places) - 1]):
+        for which in scale(
+            [len(places) // 2], [0, len(places) // 4, len(places) // 2, len(places) - 1]
+        ):
             directory = tmp_path / f"{name}-{which}"
             assert crash(str(directory), places[which], fault), name
             check(directory)

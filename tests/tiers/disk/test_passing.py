@@ -20,7 +20,9 @@ PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
 @contextlib.contextmanager
 def failing(files, code):
-    files.at, files.fault, files.lasting = files.calls, fails(code), True
+    files.at = files.calls
+    files.fault = fails(code)
+    files.lasting = True
     yield
     files.at = -1
 
@@ -70,7 +72,8 @@ def test_files_it_holds_open_itself_make_room_for_one_more(tmp_path):
 
 
 def test_what_is_copied_while_cleaning_is_not_lost_to_an_error_that_passes(tmp_path):
-    files, now = FaultyFiles(names=("read",)), [0.0]
+    files = FaultyFiles(names=("read",))
+    now = [0.0]
     kept = chain(3, 99)
     with opened(tmp_path, files=files, clock=lambda: now[0]) as tier:
         write(tier, kept, 28_000)
@@ -133,7 +136,9 @@ def test_a_process_at_its_limit_of_open_files(tmp_path):
     tests = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.stdout == "sound\n", done.stderr
 
 

@@ -104,7 +104,8 @@ def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
 
 
 def test_what_was_moved_away_stays_as_it_was(tmp_path):
-    root, moved = tmp_path / "root", tmp_path / "moved"
+    root = tmp_path / "root"
+    moved = tmp_path / "moved"
     with opened(root, max_bytes=16 << 20) as tier:  # all in one segment, not sealed
         write(tier, BLOCKS)
         root.rename(moved)
@@ -119,7 +120,8 @@ def test_what_was_moved_away_stays_as_it_was(tmp_path):
 
 def test_a_cache_that_moved_and_left_a_link_goes_on_as_it_was(tmp_path, caplog):
     """To a larger disk, say, while somebody reads and writes."""
-    root, moved = tmp_path / "root", tmp_path / "moved"
+    root = tmp_path / "root"
+    moved = tmp_path / "moved"
     with opened(root) as tier:
         write(tier, BLOCKS)
         root.rename(moved)
@@ -216,7 +218,9 @@ def test_a_failing_look_is_no_loss(tmp_path, caplog):
     files = FaultyFiles(names=("is_same",))
     with opened(tmp_path, files=files) as tier:
         write(tier, BLOCKS)
-        files.at, files.fault, files.lasting = files.calls, stale, True
+        files.at = files.calls
+        files.fault = stale
+        files.lasting = True
         assert read(tier, BLOCKS) == len(BLOCKS)
         assert write(tier, LATER) == len(LATER)
     assert said(caplog) == 0

@@ -122,7 +122,8 @@ def test_what_was_asked_for_outlives_a_scan_of_prompts_that_come_once(tmp_path):
 
 
 def test_use_outlives_a_restart(tmp_path):
-    first, second = chain(60, 1), chain(60, 2)
+    first = chain(60, 1)
+    second = chain(60, 2)
     with watched(tmp_path) as tier:
         write(tier, first)
         write(tier, second)
@@ -178,7 +179,8 @@ def test_a_space_that_is_open_is_left_alone_by_others(tmp_path):
 def test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again(tmp_path):
     floor = free_floor(20 << 20)
     assert floor == 1 << 20
-    disk, now = SmallDisk(free=4 << 20), [0.0]
+    disk = SmallDisk(free=4 << 20)
+    now = [0.0]
     with opened(tmp_path, files=disk, clock=lambda: now[0]) as tier:
         write(tier, chain(100))
         taken = on_disk(tmp_path)
@@ -232,7 +234,8 @@ class AtOnce(Files):
     that all segments took then."""
 
     def __init__(self, directory):
-        self.directory, self.peak = directory, 0
+        self.directory = directory
+        self.peak = 0
         self.together = threading.Barrier(2)
 
     def allocate(self, handle, nbytes):

@@ -20,7 +20,8 @@ class SlowDevice(Files):
 
 
 def test_a_slow_device_holds_up_neither_writing_nor_reading(tmp_path):
-    files, sealer = SlowDevice(), Sealer()
+    files = SlowDevice()
+    sealer = Sealer()
     tier = DiskTier.open(tmp_path, bytes(32), max_bytes=CAP, files=files, sealer=sealer)
     try:
         assert write_blocks(tier, chain(60)) == 60  # four segments

@@ -86,11 +86,9 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(which=chains, after=st.integers(0, 40), damage=st.integers(0, 2**32))
     def crash(self, which, after, damage):
         """The process ends at some call of a write of new chains; then part of the unsealed segment is not there."""
-        self.files.at, self.files.fault, self.files.lasting = (
-            self.files.calls + after,
-            powers_off,
-            True,
-        )
+        self.files.at = self.files.calls + after
+        self.files.fault = powers_off
+        self.files.lasting = True
         try:
             self.fill(damage % 1000 + 5000)
             self.write(which, 0, 12)

@@ -187,7 +187,8 @@ def test_a_second_process_reads_only_and_says_so(tmp_path):
 def test_a_forked_child_holds_no_lock_and_writes_nothing(tmp_path):
     tier = DiskTier.open(tmp_path, SPACE, max_bytes=CAP)
     write(tier, chain(4))
-    ready, ended = os.pipe(), os.pipe()
+    ready = os.pipe()
+    ended = os.pipe()
     child = os.fork()
     if child == 0:
         empty = (

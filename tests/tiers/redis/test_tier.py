@@ -33,7 +33,8 @@ MIB = 1 << 20
 @pytest.mark.parametrize(("count", "payload_bytes"), [(40, 1000), (5, 3 * MIB), (1, 0)])
 def test_what_one_wrote_another_reads(server, client, count, payload_bytes):
     blocks, payloads = chain(count, payload_bytes)
-    writer, reader = opened(server.url), opened(server.url)
+    writer = opened(server.url)
+    reader = opened(server.url)
     assert reads(reader, blocks, payloads) == 0
     assert writer.write(blocks, payloads) == count
     assert reads(reader, blocks, payloads) == count
@@ -83,7 +84,8 @@ def test_a_block_that_the_server_let_go_is_known_as_dropped(server, client):
 
 def test_blocks_that_are_there_are_not_sent_again_and_stay_as_they_are(server, client):
     blocks, payloads = chain(4, 100_000)
-    first, second = opened(server.url), opened(server.url)
+    first = opened(server.url)
+    second = opened(server.url)
     first.write(blocks[:2], payloads[:2])
     before = client.info("stats")["total_net_input_bytes"]
     assert second.write(blocks, payloads) == 4
@@ -135,7 +137,8 @@ def damages():
         ]
 
     def swap(client, one, another):
-        first, second = client.get(one), client.get(another)
+        first = client.get(one)
+        second = client.get(another)
         client.set(one, second)
         client.set(another, first)
 
@@ -216,10 +219,8 @@ def test_without_a_secret_the_tier_is_refused_unless_trusted():
 
 def test_the_secret_may_come_from_the_environment(server, client):
     blocks, payloads = chain(1)
-    writer, reader = (
-        opened(server.url),
-        opened(server.url, secret=None, environment={SECRET_VARIABLE: SECRET}),
-    )
+    writer = opened(server.url)
+    reader = opened(server.url, secret=None, environment={SECRET_VARIABLE: SECRET})
     writer.write(blocks, payloads)
     assert reads(reader, blocks, payloads) == 1
 
@@ -259,7 +260,8 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
     blocks, payloads = chain(4, 2 * MIB)
     hashes = hashes_of(blocks)
     clock = Clock()
-    tier, reader = opened(server.url, clock=clock, ttl_s=100), opened(server.url)
+    tier = opened(server.url, clock=clock, ttl_s=100)
+    reader = opened(server.url)
 
     def held(by):
         found = [by.holds(prefix_hash) for prefix_hash in hashes]
@@ -285,7 +287,8 @@ def test_it_holds_what_it_wrote_or_read_lately_until_a_read_tells_otherwise(serv
 def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, client):
     blocks, payloads = chain(3, 2 * MIB)
     hashes = hashes_of(blocks)
-    tier, reader = opened(server.url), opened(server.url)
+    tier = opened(server.url)
+    reader = opened(server.url)
     assert reader.ask(hashes) == [False] * 3
     tier.write(blocks[::2], payloads[::2])
     commands = client.info("commandstats")["cmdstat_exists"]["calls"]

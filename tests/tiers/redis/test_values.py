@@ -36,7 +36,9 @@ def test_a_value_opens_for_its_own_block(secret, payload_bytes):
     assert len(value) == stored_bytes(seal, blocks[0], payload_bytes)
     assert opens(seal, value, blocks[0], payload_bytes) == payloads[0]
     assert opens(seal, value, blocks[1], payload_bytes) is None, "swapped"
-    assert opens(Seal(OTHER_SPACE, secret), value, blocks[0], payload_bytes) is None, "of another model"
+    assert opens(Seal(OTHER_SPACE, secret), value, blocks[0], payload_bytes) is None, (
+        "of another model"
+    )
     assert opens(seal, value, blocks[0]._replace(tokens=bytes(64)), payload_bytes) is None
     assert opens(seal, value, blocks[0]._replace(parent_hash=bytes(32)), payload_bytes) is None
 
@@ -72,14 +74,18 @@ def test_who_does_not_know_the_secret_cannot_make_a_value():
     assert opens(Seal(SPACE, None), seal.value(blocks[0], payloads[0]), blocks[0], 1000) is None
 
 
-@pytest.mark.parametrize("length", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1, 7_654_321])
+@pytest.mark.parametrize(
+    "length", [1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES - 1, 7_654_321]
+)
 def test_pieces_are_of_half_to_one_mebibyte_and_make_up_the_value(length):
     value = random.Random(length).randbytes(length)
     pieces = pieces_of(value)
     assert b"".join(pieces) == value
     assert [len(piece) for piece in pieces] == piece_lengths(length)
     assert len(keys_of(SPACE, bytes(32), length)) == len(pieces)
-    assert len(pieces) == 1 or all(PIECE_BYTES // 2 <= len(piece) <= PIECE_BYTES for piece in pieces)
+    assert len(pieces) == 1 or all(
+        PIECE_BYTES // 2 <= len(piece) <= PIECE_BYTES for piece in pieces
+    )
 
 
 def test_keys_name_space_block_and_piece():

@@ -30,7 +30,13 @@ MIXERS = {
     "ssd: a wide state": Ssd(SsdShape(1, 1, 256, 64)),
     "ssd: without bias": Ssd(SsdShape(1, 2, 16, 16), bias=False),
 }
-CUT = [*CONVS, "delta: shared keys", "delta: shared keys, tiled", "ssd: groups", "ssd: a wide state"]
+CUT = [
+    *CONVS,
+    "delta: shared keys",
+    "delta: shared keys, tiled",
+    "ssd: groups",
+    "ssd: a wide state",
+]
 DRAFTED = [
     "conv: of more than a unit",
     "conv: longer",
@@ -48,7 +54,8 @@ ONE_OF_EACH = ["conv: of more than a unit", "delta: shared keys", "ssd: groups"]
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_results_and_the_state_have_the_bits_of_the_specification(name, length):
-    mixer, rows = MIXERS[name], MIXERS[name].rows(length)
+    mixer = MIXERS[name]
+    rows = MIXERS[name].rows(length)
     pool = poisoned_pool(mixer.specs, 2)
     out = mixer.run(rows, [Piece(length, -1, 1)], pool)
     expected, state = mixer.expected(rows)
@@ -61,7 +68,8 @@ def test_results_and_the_state_have_the_bits_of_the_specification(name, length):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_rounding_stays_small_over_a_long_text(name):
-    mixer, rows = MIXERS[name], MIXERS[name].rows(300, 1)
+    mixer = MIXERS[name]
+    rows = MIXERS[name].rows(300, 1)
     exact, exact_state = mixer.expected(rows.astype(np.float64))
     out, state = mixer.expected(rows)
     assert np.linalg.norm(out - exact) <= 2e-6 * np.linalg.norm(exact)
@@ -73,7 +81,8 @@ def test_rounding_stays_small_over_a_long_text(name):
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (16, 17), tuple(range(1, 20))], ids=str)
 def test_any_cut_gives_the_same_bits(name, cuts):
     """In place, where a slot is read and written, and between two slots in turns."""
-    mixer, length = MIXERS[name], 40
+    mixer = MIXERS[name]
+    length = 40
     rows = mixer.rows(length)
     whole, state = mixer.expected(rows)
     bounds = [0, *cuts, length]
@@ -81,7 +90,9 @@ def test_any_cut_gives_the_same_bits(name, cuts):
         pool = poisoned_pool(mixer.specs, 2)
         for index, (first, stop) in enumerate(itertools.pairwise(bounds)):
             piece = Piece(stop - first, slots[index - 1] if index else -1, slots[index])
-            np.testing.assert_array_equal(mixer.run(rows[first:stop], [piece], pool), whole[first:stop])
+            np.testing.assert_array_equal(
+                mixer.run(rows[first:stop], [piece], pool), whole[first:stop]
+            )
         assert_same(mixer.state(pool, slots[len(bounds) - 2]), state)
 
 
@@ -119,19 +130,27 @@ def test_many_sequences_with_saves_do_not_see_each_other(name, threads):
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_states_take_in_the_drafts_that_were_right_and_no_others(name):
-    mixer, num_drafts = MIXERS[name], 9
+    mixer = MIXERS[name]
+    num_drafts = 9
     _, before = mixer.expected(mixer.rows(9))
     rows = mixer.rows(2 * (1 + num_drafts))
     halves = np.split(rows, 2)
-    wholes = [mixer.expected(half, state)[0] for half, state in zip(halves, (before, None), strict=True)]
+    wholes = [
+        mixer.expected(half, state)[0] for half, state in zip(halves, (before, None), strict=True)
+    ]
     for count in range(num_drafts + 1):
         pool = poisoned_pool(mixer.specs, 4, 2 * num_drafts)
         mixer.put(pool, 0, before)
-        pieces = [Piece(1 + num_drafts, 0, 0, drafts=num_drafts), Piece(1 + num_drafts, -1, 1, drafts=num_drafts)]
+        pieces = [
+            Piece(1 + num_drafts, 0, 0, drafts=num_drafts),
+            Piece(1 + num_drafts, -1, 1, drafts=num_drafts),
+        ]
         np.testing.assert_array_equal(mixer.run(rows, pieces, pool), np.concatenate(wholes))
         counts = (count, num_drafts - count)
         mixer.accept(pieces, pool, counts, [(i, n, 2 + i) for i, n in enumerate(counts) if n])
-        for slot, (half, state, right) in enumerate(zip(halves, (before, None), counts, strict=True)):
+        for slot, (half, state, right) in enumerate(
+            zip(halves, (before, None), counts, strict=True)
+        ):
             _, expected = mixer.expected(half[: 1 + right], state)
             assert_same(mixer.state(pool, slot), expected)
             if right:
@@ -142,11 +161,14 @@ def test_states_take_in_the_drafts_that_were_right_and_no_others(name):
 @pytest.mark.parametrize("name", DRAFTED)
 @pytest.mark.parametrize("accepted", range(6))
 def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name, accepted):
-    mixer, num_drafts = MIXERS[name], 5
+    mixer = MIXERS[name]
+    num_drafts = 5
     _, before = mixer.expected(mixer.rows(9))
     rows = mixer.rows(2 + num_drafts)
     whole, _ = mixer.expected(rows, before)
-    certain, some, right = (mixer.expected(rows[: 2 + count], before)[1] for count in (0, min(2, accepted), accepted))
+    certain, some, right = (
+        mixer.expected(rows[: 2 + count], before)[1] for count in (0, min(2, accepted), accepted)
+    )
     pool = poisoned_pool(mixer.specs, 4, num_drafts)
     mixer.put(pool, 0, before)
     pieces = [Piece(len(rows), 0, 0, ((2, 1),), drafts=num_drafts)]
@@ -167,12 +189,22 @@ def test_drafts_see_the_state_and_no_slot_sees_a_draft_until_it_is_accepted(name
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("accepted", [(0, 3, 0, 2), (2, 0, 1, 0), (3, 3, 0, 4), (0, 0, 0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "accepted", [(0, 3, 0, 2), (2, 0, 1, 0), (3, 3, 0, 4), (0, 0, 0, 1)], ids=str
+)
 def test_each_sequence_takes_in_its_own_drafts(name, accepted, threads):
     """The slot of one whose drafts were all wrong may be somebody else's by now."""
     mixer = MIXERS[name]
-    pieces = [Piece(4, -1, 0, drafts=3), Piece(6, 1, 1, drafts=3), Piece(3, -1, 2), Piece(5, 3, 3, drafts=4)]
-    pieces = [piece._replace(drafts=max(piece.drafts, count)) for piece, count in zip(pieces, accepted, strict=True)]
+    pieces = [
+        Piece(4, -1, 0, drafts=3),
+        Piece(6, 1, 1, drafts=3),
+        Piece(3, -1, 2),
+        Piece(5, 3, 3, drafts=4),
+    ]
+    pieces = [
+        piece._replace(drafts=max(piece.drafts, count))
+        for piece, count in zip(pieces, accepted, strict=True)
+    ]
     pool = poisoned_pool(mixer.specs, 12, sum(piece.drafts for piece in pieces))
     _, old = mixer.expected(mixer.rows(9))
     for slot in (1, 3):
@@ -181,7 +213,9 @@ def test_each_sequence_takes_in_its_own_drafts(name, accepted, threads):
     mixer.run(rows, pieces, pool, threads)
     taken = [index for index, count in enumerate(accepted) if not count]
     pool.poison(taken)
-    mixer.accept(pieces, pool, accepted, [(i, n, 4 + i) for i, n in enumerate(accepted) if n], threads)
+    mixer.accept(
+        pieces, pool, accepted, [(i, n, 4 + i) for i, n in enumerate(accepted) if n], threads
+    )
     first = 0
     for index, (piece, count) in enumerate(zip(pieces, accepted, strict=True)):
         own = rows[first : first + piece.rows - piece.drafts + count]

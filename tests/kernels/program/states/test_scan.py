@@ -46,7 +46,9 @@ def test_softplus_is_that_of_float64_and_of_the_specification():
         for index in range(x.size):
             out[index] = softplus_f32(x[index])
 
-    x = np.concatenate([np.linspace(-40, 40, 4001), [0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0]]).astype(np.float32)
+    x = np.concatenate(
+        [np.linspace(-40, 40, 4001), [0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0]]
+    ).astype(np.float32)
     out = np.empty_like(x)
     of_all(x, out)
     np.testing.assert_array_equal(out, reference_softplus(x))

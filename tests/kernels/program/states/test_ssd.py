@@ -31,7 +31,9 @@ def test_steps_of_time_stay_within_their_limits(shape):
     times = ssd.steps(rows[:, : ssd.channels], rows).times[:, 0]
     least, most = (np.float32(end) for end in shape.limit)
     np.testing.assert_array_equal(times[[0, 2]], [least] * 2)
-    np.testing.assert_array_equal(times[[1, 3]], np.minimum(np.float32([1e5, 2e5]) + ssd.dt_bias[0], most))
+    np.testing.assert_array_equal(
+        times[[1, 3]], np.minimum(np.float32([1e5, 2e5]) + ssd.dt_bias[0], most)
+    )
     pool = poisoned_pool(ssd.specs, 1)
     with np.errstate(invalid="ignore", over="ignore"):
         expected, _ = ssd.expected(rows)

@@ -17,30 +17,54 @@ from helpers.kernels.recurrent_cases import Piece, poisoned_pool
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-HIDDEN, TOKENS = 32, 70
-_SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "rms_norm_eps": SSD_EPS, "layer_norm_epsilon": SSD_EPS}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_expand": 2}
+HIDDEN = 32
+TOKENS = 70
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": SSD_EPS,
+    "layer_norm_epsilon": SSD_EPS,
+}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "mamba_expand": 2,
+}
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32}
 
 
 def falcon(norm):
     config = FalconH1Config(
-        **_SIZES, **_MAMBA, mamba_d_ssm=64, mamba_rms_norm=norm != "none", mamba_norm_before_gate=norm == "gated_after"
+        **_SIZES,
+        **_MAMBA,
+        mamba_d_ssm=64,
+        mamba_rms_norm=norm != "none",
+        mamba_norm_before_gate=norm == "gated_after",
     )
     layer = FalconH1Mixer(config, 0)
-    layer.mup_vector = torch.ones(1, 1, layer.in_proj.out_features)  # it multiplies rows, which is not the mixer's work
+    layer.mup_vector = torch.ones(
+        1, 1, layer.in_proj.out_features
+    )  # it multiplies rows, which is not the mixer's work
     return layer, norm
 
 
 LAYERS = {
     "Granite 4": lambda: (
         GraniteMoeHybridMambaLayer(
-            GraniteMoeHybridConfig(**_SIZES, **_MAMBA, layer_types=["mamba"], time_step_limit=(0.2, 0.9)), 0
+            GraniteMoeHybridConfig(
+                **_SIZES, **_MAMBA, layer_types=["mamba"], time_step_limit=(0.2, 0.9)
+            ),
+            0,
         ),
         "gated_before",
     ),
     "Nemotron-H": lambda: (
-        NemotronHMamba2Mixer(NemotronHConfig(**_SIZES, **_NEMOTRON, layers_block_type=["mamba"], time_step_min=0.1), 0),
+        NemotronHMamba2Mixer(
+            NemotronHConfig(**_SIZES, **_NEMOTRON, layers_block_type=["mamba"], time_step_min=0.1),
+            0,
+        ),
         "gated_before",
     ),
     "Falcon-H1, norm behind the gate": lambda: falcon("gated_before"),
@@ -65,11 +89,17 @@ def test_a_layer_is_that_of_transformers(name):
         projected = numbers(layer.in_proj(hidden))[0]
     limit = tuple(layer.time_step_limit)
     ssd = Ssd(SsdShape(2, 4, 32, 16, norm, limit))
-    ssd.decay, ssd.dt_bias, ssd.skip = -np.exp(numbers(layer.A_log)), numbers(layer.dt_bias), numbers(layer.D)
-    ssd.weights, ssd.bias = np.ascontiguousarray(numbers(layer.conv1d.weight)[:, 0].T), numbers(layer.conv1d.bias)
+    ssd.decay = -np.exp(numbers(layer.A_log))
+    ssd.dt_bias = numbers(layer.dt_bias)
+    ssd.skip = numbers(layer.D)
+    ssd.weights = np.ascontiguousarray(numbers(layer.conv1d.weight)[:, 0].T)
+    ssd.bias = numbers(layer.conv1d.bias)
     ssd.norm = None if norm == "none" else numbers(layer.norm.weight)
     z, mixed, steps = np.split(projected, [ssd.width, ssd.width + ssd.channels], axis=1)
     rows = np.concatenate([mixed, z, steps], axis=1)
-    out = ssd.run(rows, [Piece(TOKENS, -1, 0)], poisoned_pool(ssd.specs, 1)) @ numbers(layer.out_proj.weight).T
+    out = (
+        ssd.run(rows, [Piece(TOKENS, -1, 0)], poisoned_pool(ssd.specs, 1))
+        @ numbers(layer.out_proj.weight).T
+    )
     assert np.linalg.norm(out - expected) <= 5e-6 * np.linalg.norm(expected)
     assert math.isinf(limit[1]) == (name != "Granite 4")

@@ -26,7 +26,8 @@ def test_a_layer_has_keys_and_values_and_a_state(config):
 
 def test_what_the_parts_are_multiplied_with(config):
     """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied with is taken back."""
-    spec, factors = describe_model(config), describe_model(config).factors
+    spec = describe_model(config)
+    factors = describe_model(config).factors
     assert spec.softmax_scale == pytest.approx(0.7 / 16**0.5)
     assert (spec.embedding_factor, spec.logit_factor) == (3.0, 0.5)
     assert (factors.attention, factors.attention_out, factors.mixer_out) == (1.2, 0.8, 0.6)

@@ -10,7 +10,8 @@ from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.families import describe_model, heads_by_layer
 from kvboost_edge.models.packed.plan import pack_plan
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 # The shapes of E2B.
 E2B = {
     "model_type": "gemma4_text",
@@ -35,24 +36,44 @@ E2B = {
 
 def test_the_shapes_of_e2b():
     spec = describe_model(E2B)
-    assert [layer.kv for layer in spec.layers] == [*range(15), *[14 if i % 5 == 4 else 13 for i in range(15, 35)]]
+    assert [layer.kv for layer in spec.layers] == [
+        *range(15),
+        *[14 if i % 5 == 4 else 13 for i in range(15, 35)],
+    ]
     assert [layer.intermediate_size for layer in spec.layers] == [6144] * 15 + [12288] * 20
     assert {layer.head_dim for layer in spec.layers if layer.window} == {256}
     assert {layer.head_dim for layer in spec.layers if not layer.window} == {512}
-    assert (spec.first_shared, len(spec.kv_layers), spec.softmax_scale, spec.logit_cap) == (15, 15, 1.0, 30.0)
-    assert sum(4 * layer.num_kv_heads * layer.head_dim for layer in spec.kv_layers) == 18 * 1024  # bytes in float16
+    assert (spec.first_shared, len(spec.kv_layers), spec.softmax_scale, spec.logit_cap) == (
+        15,
+        15,
+        1.0,
+        30.0,
+    )
+    assert (
+        sum(4 * layer.num_kv_heads * layer.head_dim for layer in spec.kv_layers) == 18 * 1024
+    )  # bytes in float16
     assert spec.per_layer == (262144, 256)
 
 
-MIXTURE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+MIXTURE = {
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}]
+)
 def test_layers_share_as_in_transformers(changes):
     """The layer whose keys and values are read is the one of its kind that transformers says stores them."""
-    spec, config = describe_model({**E2B, **changes}), Gemma4TextConfig(**{**E2B, **changes})
+    spec = describe_model({**E2B, **changes})
+    config = Gemma4TextConfig(**{**E2B, **changes})
     modes = config.kv_sharing_modes
-    givers = {config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"}
+    givers = {
+        config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"
+    }
     for index, layer in enumerate(spec.layers):
         assert layer.owns_kv == (modes[index] != "reuse")
         assert layer.kv == (index if layer.owns_kv else givers[config.layer_types[index]])
@@ -62,13 +83,20 @@ def test_sizes_of_full_layers_where_values_are_keys():
     changes = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_key_value_heads": 8,
                "num_global_key_value_heads": 2}  # fmt: skip
     spec = describe_model({**E2B, **changes})
-    assert {(layer.num_kv_heads, layer.has_values) for layer in spec.layers if layer.window} == {(8, True)}
-    assert {(layer.num_kv_heads, layer.has_values) for layer in spec.layers if not layer.window} == {(2, False)}
+    assert {(layer.num_kv_heads, layer.has_values) for layer in spec.layers if layer.window} == {
+        (8, True)
+    }
+    assert {
+        (layer.num_kv_heads, layer.has_values) for layer in spec.layers if not layer.window
+    } == {(2, False)}
     assert heads_by_layer({**E2B, **changes})[4] == (512, 2)
     written = Gemma4TextConfig(**{**E2B, **changes}).to_dict()
     assert describe_model(written).layers == spec.layers
     # Without it the key for full layers means nothing, as in transformers.
-    assert {layer.num_kv_heads for layer in describe_model({**E2B, "num_global_key_value_heads": 2}).layers} == {1}
+    assert {
+        layer.num_kv_heads
+        for layer in describe_model({**E2B, "num_global_key_value_heads": 2}).layers
+    } == {1}
 
 
 def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
@@ -128,7 +156,10 @@ def test_experts_stand_beside_the_mlp_of_every_layer():
     assert entries["layer7.router"].kind == "f32"
     assert entries["layer7.router_in"].parts == (("model.layers.7.router.scale", 1536),)
     assert entries["layer7.shares"].parts == (("model.layers.7.router.per_expert_scale", 128),)
-    norms = {name: entries[f"layer7.{name}"].parts[0][0] for name in ("beside_out", "experts_in", "experts_out")}
+    norms = {
+        name: entries[f"layer7.{name}"].parts[0][0]
+        for name in ("beside_out", "experts_in", "experts_out")
+    }
     assert norms == {
         "beside_out": "model.layers.7.post_feedforward_layernorm_1.weight",
         "experts_in": "model.layers.7.pre_feedforward_layernorm_2.weight",
@@ -146,7 +177,9 @@ def test_attention_both_ways_is_refused_by_name():
 def test_nested_configs_that_contradict_are_refused():
     nested = {"model_type": "gemma4", "text_config": E2B}
     assert describe_model(nested).layers == describe_model(E2B).layers
-    with pytest.raises(ModelFormatError, match="hidden_size=2560, but its text_config hidden_size=1536"):
+    with pytest.raises(
+        ModelFormatError, match="hidden_size=2560, but its text_config hidden_size=1536"
+    ):
         describe_model({**nested, "hidden_size": 2560})
     with pytest.raises(ModelFormatError, match="'gemma4_unified' has model_type='gemma4_text'"):
         describe_model({**nested, "model_type": "gemma4_unified"})

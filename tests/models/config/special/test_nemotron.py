@@ -50,7 +50,8 @@ def test_the_kinds_of_layers_say_how_many_there_are(tmp_path):
 
 def test_older_words_in_a_config(configs):
     for name, pattern in (("nemotron_h", "M-*M-"), ("nemotron_h-moe", "*EM-*EM")):
-        config, spec = dict(configs[name]), describe_model(configs[name])
+        config = dict(configs[name])
+        spec = describe_model(configs[name])
         types = config.pop("layers_block_type")
         assert describe_model({**config, "layer_types": types}) == spec
         assert describe_model({**config, "hybrid_override_pattern": pattern}) == spec

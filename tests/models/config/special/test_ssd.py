@@ -9,7 +9,13 @@ from kvboost_edge.models.config.special.ssd import MAMBA_KEYS, ssd_mixer, ssd_na
 from kvboost_edge.runners.native.plan import state_spec
 from kvboost_edge.runners.native.sizes import MixerSizes
 
-TINY = {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4}
+TINY = {
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+}
 
 
 def test_granites_mixer_is_as_large_as_its_paper_says():
@@ -20,7 +26,12 @@ def test_granites_mixer_is_as_large_as_its_paper_says():
     spec = state_spec(mixer)
     assert (spec.tail_bytes, spec.nbytes - spec.tail_bytes) == (39 << 10, 1536 << 10)
     sizes = MixerSizes.of(mixer)
-    assert (sizes.wide, sizes.gates, sizes.mixed, sizes.key) == (3328 + 3072 + 48, 3328 + 3072, 3072, 128)
+    assert (sizes.wide, sizes.gates, sizes.mixed, sizes.key) == (
+        3328 + 3072 + 48,
+        3328 + 3072,
+        3072,
+        128,
+    )
 
 
 def test_groups_are_those_of_the_norm():
@@ -68,7 +79,17 @@ def test_limits_of_time():
     assert time_limit_of({"time_step_limit": [0.001, 0.5]}) == (0.001, 0.5)
     assert time_limit_of({"dt": (0, math.inf)}, "dt") == (0.0, math.inf)
     assert time_limit_of({"time_step_limit": [0.0, {"__float__": "Infinity"}]}) == (0.0, math.inf)
-    for bad in ([0.5, 0.1], [-1, 1], [1], "0,1", [0, None], [math.inf, math.inf], [0, math.nan], [True, 2], [0, {}]):
+    for bad in (
+        [0.5, 0.1],
+        [-1, 1],
+        [1],
+        "0,1",
+        [0, None],
+        [math.inf, math.inf],
+        [0, math.nan],
+        [True, 2],
+        [0, {}],
+    ):
         with pytest.raises(ModelFormatError, match="time_step_limit"):
             time_limit_of({"time_step_limit": bad})
 

@@ -14,7 +14,8 @@ from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.runners.native.runner import NativeRunner
 
 LAYER = "model.layers.1.mlp.experts."
-UP, DOWN = f"{LAYER}gate_up_proj", f"{LAYER}down_proj"
+UP = f"{LAYER}gate_up_proj"
+DOWN = f"{LAYER}down_proj"
 
 
 def _changed(directory, name, change, *, mxfp4):

@@ -14,7 +14,8 @@ from kvboost_edge.server.api.dialects.anthropic.translate import translated
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
-PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+PATH = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 API = APIS[PATH]
 RECORDED = Path(__file__).parents[3] / "data" / "agents"
 CLOCK = [{"name": "clock", "input_schema": {"type": "object"}}]
@@ -40,7 +41,10 @@ def test_system_messages_come_first_or_are_the_users():
     later = {"role": "system", "content": "Be quick."}
     assert chat_of(system=[text("One."), text("Two.")], messages=[*ASK, later, *ASK]) == [
         {"role": "system", "content": "One.\nTwo."},
-        {"role": "user", "content": "And the weather?\n<system>\nBe quick.\n</system>\nAnd the weather?"},
+        {
+            "role": "user",
+            "content": "And the weather?\n<system>\nBe quick.\n</system>\nAnd the weather?",
+        },
     ]
 
 
@@ -53,7 +57,9 @@ def test_calls_results_and_thoughts():
         {
             "role": "assistant",
             "content": "Let me.",
-            "tool_calls": [{"id": "a", "type": "function", "function": {"name": "clock", "arguments": {}}}],
+            "tool_calls": [
+                {"id": "a", "type": "function", "function": {"name": "clock", "arguments": {}}}
+            ],
             "reasoning_content": "Hm.",
         },
         {"role": "tool", "content": "Error: no\nclock", "tool_call_id": "a"},
@@ -82,7 +88,9 @@ async def test_thoughts_can_be_left_out_of_what_is_shown(app, speaker):
 @pytest.mark.parametrize("kind", [None, "disabled", "adaptive", "enabled"])
 async def test_the_template_is_told_whether_to_think(app, speaker, spoken_engine, kind):
     thinking = kind and {"type": kind}
-    prompt = spoken_engine.tokenizer.encode_chat(ASK, variables={"enable_thinking": kind not in (None, "disabled")})
+    prompt = spoken_engine.tokenizer.encode_chat(
+        ASK, variables={"enable_thinking": kind not in (None, "disabled")}
+    )
     usage = (await API.ask(app, API.body(thinking=thinking)))["usage"]
     assert usage["input_tokens"] == len(prompt)
     counted = await app.post(COUNT, json={"messages": ASK, "thinking": thinking})
@@ -101,7 +109,10 @@ async def test_more_tokens_than_the_context_holds_may_be_asked_for(app, speaker,
 
 
 async def test_no_tokens_asked_for_computes_the_prompt(app, speaker):
-    body = {**API.body(), "messages": [{"role": "user", "content": "A text of more than one block. " * 4}]}
+    body = {
+        **API.body(),
+        "messages": [{"role": "user", "content": "A text of more than one block. " * 4}],
+    }
     for streams in (False, True):
         answer = await API.ask(app, {**body, "max_tokens": 0}, streams=streams)
         ending = (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"])
@@ -138,21 +149,33 @@ async def test_fields_of_tools_that_mean_nothing_here_are_taken(app, speaker):
 
 async def test_what_claude_code_sends_is_answered(monkeypatch):
     """Two requests as it sent them, texts shortened: the second has the call that answers the first, and its result."""
-    first, second = (json.loads((RECORDED / f"claude_code_{name}.json").read_text()) for name in ("first", "result"))
+    first, second = (
+        json.loads((RECORDED / f"claude_code_{name}.json").read_text())
+        for name in ("first", "result")
+    )
     *_, said, _ = second["body"]["messages"]
-    arguments, form = said["content"][1]["input"], FORMATS["hermes"]
+    arguments = said["content"][1]["input"]
+    form = FORMATS["hermes"]
     with scripted(monkeypatch, form, 2000, 15_000) as (engine, speaker):
-        app = create_app(engine, ServerSettings(model_name="fake", model_aliases=(first["body"]["model"],)))
+        app = create_app(
+            engine, ServerSettings(model_name="fake", model_aliases=(first["body"]["model"],))
+        )
         async with app_client(app) as client:
             client.headers.update(first["headers"])
             speaker.text = form.turn("Hm.", "Let me look.", [("Bash", arguments)])
             message = await API.ask(client, {**first["body"], "temperature": 0}, streams=True)
-            assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
+            assert [block["type"] for block in message["content"]] == [
+                "thinking",
+                "text",
+                "tool_use",
+            ]
             assert message["content"][2]["input"] == arguments
             assert message["usage"]["cache_creation_input_tokens"] > 5000
             for block in second["body"]["messages"][-2]["content"][1:]:
                 block["id"] = message["content"][2]["id"]
-            second["body"]["messages"][-1]["content"][0]["tool_use_id"] = message["content"][2]["id"]
+            second["body"]["messages"][-1]["content"][0]["tool_use_id"] = message["content"][2][
+                "id"
+            ]
             speaker.text = "Done."
             answer = await API.ask(client, {**second["body"], "temperature": 0})
             assert answer["content"] == [text("Done.")]

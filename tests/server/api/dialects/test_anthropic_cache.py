@@ -33,7 +33,9 @@ def pinned(engine):
 
 def ends(engine):
     """Seconds until each pin ends, the soonest first."""
-    return sorted(round(pin.until - time.monotonic(), -2) for pin in engine._parts.manager.pins._pins.values())
+    return sorted(
+        round(pin.until - time.monotonic(), -2) for pin in engine._parts.manager.pins._pins.values()
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,11 @@ PLACES = {
         "messages": [{"role": "user", "content": [block("And?", FIVE), block("The weather?")]}],
     },
     "earlier message": {
-        "messages": [{"role": "user", "content": [block(LONG, FIVE)]}, {"role": "assistant", "content": "Yes."}, *ASK]
+        "messages": [
+            {"role": "user", "content": [block(LONG, FIVE)]},
+            {"role": "assistant", "content": "Yes."},
+            *ASK,
+        ]
     },
     "last message": {"messages": [{"role": "user", "content": [block(LONG, FIVE)]}]},
     "whole": {"system": LONG, "cache_control": FIVE},
@@ -67,10 +73,20 @@ PLACES = {
     "result": {
         "messages": [
             *ASK,
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "clock", "input": {}}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "a", "name": "clock", "input": {}}],
+            },
             {
                 "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "a", "content": LONG, "cache_control": FIVE}],
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "a",
+                        "content": LONG,
+                        "cache_control": FIVE,
+                    }
+                ],
             },
         ],
         "tools": TOOLS,
@@ -87,7 +103,8 @@ async def test_what_is_marked_is_pinned_and_counted(app, speaker, spoken_engine,
     size = spoken_engine.config.block_size
     for is_second in (False, True):
         answer = await ask(app, streams=streams, **body)
-        usage, costs = answer["usage"], answer["kvboost"]
+        usage = answer["usage"]
+        costs = answer["kvboost"]
         names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
         assert sum(usage[name] for name in names) == total
         assert pinned(spoken_engine) == costs["pinned_tokens"] > 100
@@ -96,7 +113,10 @@ async def test_what_is_marked_is_pinned_and_counted(app, speaker, spoken_engine,
             assert usage["cache_creation_input_tokens"] <= size
         else:
             assert usage["cache_creation_input_tokens"] == costs["pinned_tokens"]
-            assert usage["cache_creation"]["ephemeral_5m_input_tokens"] == usage["cache_creation_input_tokens"]
+            assert (
+                usage["cache_creation"]["ephemeral_5m_input_tokens"]
+                == usage["cache_creation_input_tokens"]
+            )
         assert ends(spoken_engine) == [300]
     if place in ("system", "message", "earlier message"):
         assert costs["pinned_tokens"] <= total - 16, "no more than the marked part"
@@ -159,8 +179,13 @@ async def test_a_small_pool_retains_instead(monkeypatch):
             assert (await ask(app, system=LONG))["usage"]["cache_read_input_tokens"] >= len(LONG)
 
 
-async def test_a_template_that_takes_no_half_conversation_pins_nothing(app, speaker, spoken_engine, monkeypatch):
-    strict = "{% if messages[-1].content != 'And the weather?' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+async def test_a_template_that_takes_no_half_conversation_pins_nothing(
+    app, speaker, spoken_engine, monkeypatch
+):
+    strict = (
+        "{% if messages[-1].content != 'And the weather?' %}{{ raise_exception('no') }}{% endif %}"
+        + TEMPLATE
+    )
     tokenizer = spoken_engine.tokenizer
     tokenizer.turn_format  # noqa: B018 - derived before: it asks with messages of its own
     monkeypatch.setattr(tokenizer, "chat_template", strict)

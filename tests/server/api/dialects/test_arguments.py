@@ -24,7 +24,9 @@ def test_a_number_beyond_any_double_is_the_largest(text, values):
     assert arguments_of(text) == values
 
 
-@pytest.mark.parametrize("text", ['{"a": ', "", '{"a": NaN}', "Infinity", '{"a": ' + "1" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "text", ['{"a": ', "", '{"a": NaN}', "Infinity", '{"a": ' + "1" * 5000 + "}"]
+)
 def test_what_is_no_json_is_refused(text):
     with pytest.raises(ValueError, match=r"."):
         arguments_of(text)

@@ -19,14 +19,22 @@ from helpers.server.live_servers import KEYS, wait_until
 MODEL = "kvboost-edge/demo"
 PARAMETERS = {
     "type": "object",
-    "properties": {"city": {"enum": ["Bonn", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 3}},
+    "properties": {
+        "city": {"enum": ["Bonn", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 3},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
 ASK = [{"role": "user", "content": "Weather in Bonn?"}]
 CHAT = {
     "model": MODEL,
-    "tools": [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "weather", "parameters": PARAMETERS, "strict": True},
+        }
+    ],
     "tool_choice": "required",
     "parallel_tool_calls": False,
     "max_tokens": 200,
@@ -50,10 +58,12 @@ class Weather(BaseModel):
 
 
 def test_results_sent_back_find_the_calls_in_the_cache(client):
-    messages, written = [*ASK], 0
+    messages = [*ASK]
+    written = 0
     for _ in range(2):
         answer = client.chat.completions.create(messages=messages, **CHAT)
-        usage, message = answer.usage, answer.choices[0].message
+        usage = answer.usage
+        message = answer.choices[0].message
         assert (usage.prompt_tokens_details.cached_tokens or 0) >= written - 17
         assert answer.choices[0].finish_reason == "tool_calls"
         written = usage.prompt_tokens + usage.completion_tokens
@@ -80,7 +90,9 @@ def test_the_clients_helpers_understand_streams_and_types(client):
 def test_the_client_reads_whole_answers_and_streams(client):
     whole = client.responses.create(input="Hello", **RESPONSES)
     with client.responses.stream(input="Hello", **RESPONSES) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
         final = stream.get_final_response()
     assert text == final.output_text == whole.output_text != ""
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
@@ -109,7 +121,9 @@ def test_the_client_calls_a_tool_and_sends_the_result_back(client):
 
 
 def test_the_client_parses_answers_of_a_type(client):
-    assert isinstance(client.responses.parse(input="x", text_format=Weather, **RESPONSES).output_parsed, Weather)
+    assert isinstance(
+        client.responses.parse(input="x", text_format=Weather, **RESPONSES).output_parsed, Weather
+    )
 
 
 # -- Anthropic's --
@@ -117,7 +131,9 @@ def test_the_client_parses_answers_of_a_type(client):
 
 @pytest.fixture(scope="module")
 def claude(live_server):
-    with anthropic.Anthropic(base_url=live_server.base_url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(
+        base_url=live_server.base_url, api_key="none", max_retries=0, timeout=60
+    ) as client:
         yield client
 
 
@@ -130,15 +146,23 @@ def test_anthropics_client_reads_whole_messages_and_streams(claude):
     assert (block.type, text) == ("text", block.text)
     assert text
     assert [one.text for one in final.content] == [text]
-    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert (final.stop_reason, final.usage.output_tokens) == (
+        whole.stop_reason,
+        whole.usage.output_tokens,
+    )
     events = list(claude.messages.create(messages=ASK, stream=True, **MESSAGES))
     assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
 
 
 def test_anthropics_client_counts_what_a_prompt_takes(claude):
-    counted = claude.messages.count_tokens(model=MODEL, messages=ASK, system="Be brief.").input_tokens
+    counted = claude.messages.count_tokens(
+        model=MODEL, messages=ASK, system="Be brief."
+    ).input_tokens
     usage = claude.messages.create(messages=ASK, system="Be brief.", **MESSAGES).usage
-    assert counted == usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    assert (
+        counted
+        == usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    )
 
 
 def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude):
@@ -152,15 +176,21 @@ def test_anthropics_client_calls_a_tool_and_sends_the_result_back(claude):
     assert (streamed.type, streamed.name, streamed.input) == ("tool_use", call.name, call.input)
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain."}
     said = {"role": "assistant", "content": first.content}
-    second = claude.messages.create(messages=[*ASK, said, {"role": "user", "content": [result]}], **CALLS)
-    written = first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
+    second = claude.messages.create(
+        messages=[*ASK, said, {"role": "user", "content": [result]}], **CALLS
+    )
+    written = (
+        first.usage.input_tokens + first.usage.cache_read_input_tokens + first.usage.output_tokens
+    )
     assert second.usage.cache_read_input_tokens >= written - 17
 
 
 def test_anthropics_client_keeps_what_is_marked(claude, live_server):
     system = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
     first = claude.messages.create(messages=ASK, system=system, **MESSAGES).usage
-    again = claude.messages.create(messages=[{"role": "user", "content": "And Rome?"}], system=system, **MESSAGES).usage
+    again = claude.messages.create(
+        messages=[{"role": "user", "content": "And Rome?"}], system=system, **MESSAGES
+    ).usage
     assert first.cache_creation_input_tokens + first.cache_read_input_tokens > 16
     assert again.cache_read_input_tokens > 16
     assert again.cache_creation_input_tokens == 0
@@ -179,9 +209,14 @@ def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
     assert missing.value.request_id
     assert missing.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="context"):
-        claude.messages.create(messages=[{"role": "user", "content": "word " * 20_000}], stream=True, **MESSAGES)
+        claude.messages.create(
+            messages=[{"role": "user", "content": "word " * 20_000}], stream=True, **MESSAGES
+        )
     keyed = {"base_url": keyed_server.base_url, "max_retries": 0}
-    with anthropic.Anthropic(api_key="wrong", **keyed) as other, pytest.raises(anthropic.AuthenticationError):
+    with (
+        anthropic.Anthropic(api_key="wrong", **keyed) as other,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
         other.messages.create(messages=ASK, **MESSAGES)
     for key in ({"auth_token": KEYS[0]}, {"api_key": KEYS[0]}):
         with anthropic.Anthropic(**keyed, **key) as right:
@@ -191,7 +226,9 @@ def test_anthropics_client_raises_its_own_errors(claude, keyed_server):
 async def test_anthropics_client_that_closes_its_stream_ends_the_work(live_server):
     fields = {**MESSAGES, "max_tokens": 900, "messages": ASK}
     async with (
-        anthropic.AsyncAnthropic(base_url=live_server.base_url, api_key="none", max_retries=0) as client,
+        anthropic.AsyncAnthropic(
+            base_url=live_server.base_url, api_key="none", max_retries=0
+        ) as client,
         client.messages.stream(**fields) as stream,
     ):
         async for _ in stream.text_stream:
@@ -216,7 +253,10 @@ def test_ollamas_client_reads_whole_answers_and_lines(llama):
     assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
     assert (lines[-1].eval_count, lines[-1].done_reason) == (whole.eval_count, whole.done_reason)
     made = llama.generate(MODEL, "The mill", raw=True, options=OPTIONS)
-    pieces = [line.response for line in llama.generate(MODEL, "The mill", raw=True, options=OPTIONS, stream=True)]
+    pieces = [
+        line.response
+        for line in llama.generate(MODEL, "The mill", raw=True, options=OPTIONS, stream=True)
+    ]
     assert "".join(pieces) == made.response != ""
     assert made.prompt_eval_count
 
@@ -224,10 +264,19 @@ def test_ollamas_client_reads_whole_answers_and_lines(llama):
 def test_ollamas_client_gets_answers_of_a_form_offers_tools_and_sends_results(llama):
     answer = llama.chat(MODEL, ASK, format=PARAMETERS, options={**OPTIONS, "num_predict": 200})
     assert set(json.loads(answer.message.content)) == {"city", "days"}
-    tools = [{"type": "function", "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "weather", "description": "Weather", "parameters": PARAMETERS},
+        }
+    ]
     asked = llama.chat(MODEL, ASK, tools=tools, options=OPTIONS)
     call = {"function": {"name": "weather", "arguments": {"city": "Bonn", "days": 1}}}
-    messages = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "Rain."}]
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "Rain."},
+    ]
     answered = llama.chat(MODEL, messages, tools=tools, options=OPTIONS)
     assert answered.prompt_eval_count > asked.prompt_eval_count
     assert answered.done

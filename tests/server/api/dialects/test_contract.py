@@ -30,9 +30,19 @@ TALKING = [path for path, api in APIS.items() if "thinks" in api.has]
 CALLING = [path for path, api in APIS.items() if "tools" in api.has]
 CHOOSING = [path for path, api in APIS.items() if "choice" in api.has]
 CHAT = "/v1/chat/completions"
-CALL_FORMATS = ("hermes", "words", "gemma", "lfm2")  # a tiny model of its own is held to a call in the fifth
+CALL_FORMATS = (
+    "hermes",
+    "words",
+    "gemma",
+    "lfm2",
+)  # a tiny model of its own is held to a call in the fifth
 OWN_LOGITS = fake_runner.token_logits
-SEVEN = {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"], "additionalProperties": False}
+SEVEN = {
+    "type": "object",
+    "properties": {"n": {"const": 7}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
 
 
 def pairs(paths, forms=tuple(FORMATS)):
@@ -56,8 +66,11 @@ def possible(form, path, saying):
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
 @pytest.mark.parametrize("saying", SAYINGS)
-async def test_a_whole_answer_and_a_stream_say_what_the_model_said(app, speaker, form, path, saying):
-    api, parts = APIS[path], possible(form, path, saying)
+async def test_a_whole_answer_and_a_stream_say_what_the_model_said(
+    app, speaker, form, path, saying
+):
+    api = APIS[path]
+    parts = possible(form, path, saying)
     speaker.text = FORMATS[form].turn(**parts)
     calls = parts.get("calls", [])
     more = {"thinks": True} if path in TALKING and form == "hermes" else {}
@@ -79,13 +92,16 @@ async def test_reasoning_text_and_calls_are_where_the_api_puts_them(app, speaker
     api = APIS[path]
     speaker.text = FORMATS["hermes"].turn(**SAYINGS["all"])
     answer = await api.ask(app, api.body(tools=TOOLS, thinks=True))
-    assert lasting(api.told(answer)) == api.parts("It may rain.", "Let me look.", "weather", ARGUMENTS)
+    assert lasting(api.told(answer)) == api.parts(
+        "It may rain.", "Let me look.", "weather", ARGUMENTS
+    )
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(APIS), indirect=["form"])
 async def test_an_answer_cut_short_says_so(app, speaker, form, path):
     """In reasoning, in the text, in the name of a call and in its arguments."""
-    api, parts = APIS[path], possible(form, path, "all")
+    api = APIS[path]
+    parts = possible(form, path, "all")
     speaker.text = FORMATS[form].turn(**parts)
     more = {"thinks": True} if path in TALKING and form == "hermes" else {}
     more |= {"tools": TOOLS} if path in CALLING else {}
@@ -115,7 +131,8 @@ async def test_an_answer_cut_short_says_so(app, speaker, form, path):
 @pytest.mark.parametrize("path", [path for path in APIS if path != "/v1/responses"])
 async def test_a_stop_string_ends_the_text(app, speaker, path):
     """Of those that end at one place the longest."""
-    api, speaker.text = APIS[path], "One, two, three."
+    api = APIS[path]
+    speaker.text = "One, two, three."
     for streams, (stops, text, stop) in itertools.product(
         (False, True), ((["four", "two", ", two"], "One", ", two"), (["four"], speaker.text, None))
     ):
@@ -126,7 +143,8 @@ async def test_a_stop_string_ends_the_text(app, speaker, path):
 
 @pytest.mark.parametrize("form", ["hermes", "words", "gemma", "lfm2"], indirect=True)
 async def test_a_call_that_a_stop_string_cuts_is_none_to_make(app, speaker, form):
-    api, speaker.text = APIS[CHAT], FORMATS[form].turn(calls=[("weather", ARGUMENTS)])
+    api = APIS[CHAT]
+    speaker.text = FORMATS[form].turn(calls=[("weather", ARGUMENTS)])
     cut, whole = [
         api.said(await api.ask(app, api.body(tools=TOOLS, stop=[stop])))
         for stop in ("Kö", speaker.text[speaker.text.rindex("<") :])
@@ -144,16 +162,22 @@ def own_logits(monkeypatch, speaker):
 @pytest.mark.parametrize("path", [path for path in APIS if path != "/v1/messages"])
 async def test_a_seed_repeats_an_answer(app, own_logits, path):
     api = APIS[path]
-    said = [api.said(await api.ask(app, api.body(seed=seed, temperature=1, limit=24))) for seed in (5, 5, 6)]
+    said = [
+        api.said(await api.ask(app, api.body(seed=seed, temperature=1, limit=24)))
+        for seed in (5, 5, 6)
+    ]
     first, again, other = (one.thought + one.text for one in said)
     assert first == again != other
 
 
 @pytest.mark.parametrize("path", APIS)
 async def test_a_schema_binds_the_text(app, speaker, path):
-    api, off, on = APIS[path], {}, {}
+    api = APIS[path]
+    off = {}
+    on = {}
     if path in TALKING:
-        off, on = {"thinks": False}, {"thinks": True}
+        off = {"thinks": False}
+        on = {"thinks": True}
     speaker.text = "no JSON"
     for streams in (False, True):
         said = api.said(await api.ask(app, api.body(form=SEVEN, limit=60, **off), streams=streams))
@@ -168,9 +192,15 @@ async def test_a_schema_binds_the_text(app, speaker, path):
 async def test_a_call_or_an_answer_that_fits(app, speaker, path):
     """As agents ask that want a schema of their last answer."""
     api = APIS[path]
-    for choice, text, calls in (("auto", CALL, 1), ("auto", '{"n": 7}', 0), ("none", '{"n": 7}', 0)):
+    for choice, text, calls in (
+        ("auto", CALL, 1),
+        ("auto", '{"n": 7}', 0),
+        ("none", '{"n": 7}', 0),
+    ):
         speaker.text = text
-        said = api.said(await api.ask(app, api.body(tools=TOOLS, form=SEVEN, choice=choice, thinks=True)))
+        said = api.said(
+            await api.ask(app, api.body(tools=TOOLS, form=SEVEN, choice=choice, thinks=True))
+        )
         assert len(said.calls) == calls
         assert calls or json.loads(said.text) == {"n": 7}
 
@@ -196,14 +226,22 @@ async def test_the_choice_of_tools_binds(app, speaker, form, path):
 
 
 @pytest.mark.parametrize(("form", "path"), pairs(CHOOSING, CALL_FORMATS), indirect=["form"])
-async def test_a_required_call_fits_its_schema_whatever_the_model_wants(app, own_logits, form, path):
-    api, ended = APIS[path], 0
-    functions = [WEATHER, {**CLOCK, "parameters": {"type": "object", "additionalProperties": False}}]
+async def test_a_required_call_fits_its_schema_whatever_the_model_wants(
+    app, own_logits, form, path
+):
+    api = APIS[path]
+    ended = 0
+    functions = [
+        WEATHER,
+        {**CLOCK, "parameters": {"type": "object", "additionalProperties": False}},
+    ]
     validators = {one["name"]: jsonschema_rs.validator_for(one["parameters"]) for one in functions}
     tools = [{"type": "function", "function": one} for one in functions]
     for seed in range(40):
         more = {} if path == "/v1/messages" else {"seed": seed}
-        body = api.one_call(api.body(tools=tools, choice="required", temperature=1, limit=300, **more))
+        body = api.one_call(
+            api.body(tools=tools, choice="required", temperature=1, limit=300, **more)
+        )
         said = api.said(await api.ask(app, body))
         if said.reason != "length":
             ended += 1
@@ -216,11 +254,17 @@ async def test_a_required_call_fits_its_schema_whatever_the_model_wants(app, own
 
 @pytest.mark.parametrize(("form", "path"), pairs(CALLING), indirect=["form"])
 @pytest.mark.parametrize("streams", [False, True])
-async def test_results_sent_back_find_what_was_written_in_the_cache(app, speaker, form, path, streams):
+async def test_results_sent_back_find_what_was_written_in_the_cache(
+    app, speaker, form, path, streams
+):
     """Calls stand in the next prompt as the model spelled them, not as the template would."""
-    api, model, written = APIS[path], FORMATS[form], 0
+    api = APIS[path]
+    model = FORMATS[form]
+    written = 0
     body = api.body(tools=TOOLS, **({"thinks": True} if form == "hermes" else {}))
-    values = dict(reversed(ARGUMENTS.items())) if form == "gemma" else ARGUMENTS  # its template sorts them
+    values = (
+        dict(reversed(ARGUMENTS.items())) if form == "gemma" else ARGUMENTS
+    )  # its template sorts them
     for text in (
         model.turn(text="Let me look.", calls=[("weather", values)]).replace('": ', '":'),
         model.turn(calls=[("weather", ARGUMENTS)]),
@@ -256,8 +300,11 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("form", SHOWN, indirect=True)
-async def test_a_result_is_shown_as_the_model_knows_it_and_an_edited_call_is_not_replayed(app, speaker, form):
-    api, model = APIS[CHAT], FORMATS[form]
+async def test_a_result_is_shown_as_the_model_knows_it_and_an_edited_call_is_not_replayed(
+    app, speaker, form
+):
+    api = APIS[CHAT]
+    model = FORMATS[form]
     body = api.body(tools=TOOLS)
     speaker.text = model.turn(calls=[("weather", ARGUMENTS)])
     answer = await api.ask(app, body)
@@ -266,19 +313,26 @@ async def test_a_result_is_shown_as_the_model_knows_it_and_an_edited_call_is_not
     found = []
     for _ in range(2):
         said = api.said(await api.ask(app, body))
-        found.append((app.engine.tokenizer.decode(speaker.seen, skip_special_tokens=False), said.cached))
-        body["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Bonn", "days": 2}'
+        found.append(
+            (app.engine.tokenizer.decode(speaker.seen, skip_special_tokens=False), said.cached)
+        )
+        body["messages"][1]["tool_calls"][0]["function"]["arguments"] = (
+            '{"city": "Bonn", "days": 2}'
+        )
     for (prompt, _), shown in zip(found, SHOWN[form], strict=True):
         assert shown in prompt
     assert found[1][1] < found[0][1]
     if form == "words":
         assert found[0][0].startswith("<|system|>You can call tools.")
-        assert '{"name": "weather", "description": "Weather of a city", "parameters": {' in found[0][0]
+        assert (
+            '{"name": "weather", "description": "Weather of a city", "parameters": {' in found[0][0]
+        )
 
 
 @pytest.mark.parametrize("path", TALKING)
 async def test_thinking_can_be_turned_off(app, speaker, path):
-    api, speaker.text = APIS[path], FORMATS["hermes"].turn(thought="One, two.", text="Three.")
+    api = APIS[path]
+    speaker.text = FORMATS["hermes"].turn(thought="One, two.", text="Three.")
     on, off = [api.said(await api.ask(app, api.body(thinks=thinks))) for thinks in (True, False)]
     assert (on.thought.strip(), on.text, off.thought) == ("One, two.", "Three.", "")
     assert off.prompt > on.prompt  # the closed block is in the prompt
@@ -295,7 +349,8 @@ async def test_another_model_is_not_found(app, path):
 @pytest.fixture
 def ended(monkeypatch):
     """The errors of the sequences that ended."""
-    found, finish = [], RequestHandle._finish
+    found = []
+    finish = RequestHandle._finish
 
     def finish_and_say(handle, result, error):
         finish(handle, result, error)
@@ -310,10 +365,15 @@ EARLY += [(path, True, 3) for path in ("/v1/chat/completions", "/v1/completions"
 
 
 @pytest.mark.parametrize(("path", "streams", "n"), EARLY)
-async def test_an_error_that_comes_with_the_first_token_is_told(app, speaker, ended, path, streams, n):
+async def test_an_error_that_comes_with_the_first_token_is_told(
+    app, speaker, ended, path, streams, n
+):
     """As a status or in the stream, and all that the request held comes back."""
-    api, speaker.text, engine = APIS[path], "Zebras and others.", app.engine
-    runner, go = runner_of(engine), threading.Event()
+    api = APIS[path]
+    speaker.text = "Zebras and others."
+    engine = app.engine
+    runner = runner_of(engine)
+    go = threading.Event()
     (broken,) = engine.tokenizer.codec.encode("Z", False)
     body = {**api.body(limit=9), "stream": streams, **({"n": n} if n > 1 else {})}
     hold_passes(engine, go)
@@ -327,15 +387,21 @@ async def test_an_error_that_comes_with_the_first_token_is_told(app, speaker, en
         wait_until(lambda: len(ended) == n, "the error")
         answer = await asyncio.wait_for(task, 30)
     finally:
-        runner.nan_for, runner.on_forward = set(), None
+        runner.nan_for = set()
+        runner.on_forward = None
     assert None not in ended
     if streams and answer.status_code == 200:
         assert api.went_wrong(api.events(answer))
     else:
         assert answer.status_code == 500
         assert error_text(path, answer.content)
-    state, stats = app.state, engine.paged_stats()
-    assert (state.admission.sequences, state.admission.tokens, len(state.admission.tickets)) == (0, 0, 0)
+    state = app.state
+    stats = engine.paged_stats()
+    assert (state.admission.sequences, state.admission.tokens, len(state.admission.tickets)) == (
+        0,
+        0,
+        0,
+    )
     # The doctor forgets what left nothing in the cache.
     assert (await app.get("/v1/requests")).json()["data"] == []
     assert (state.doctor.history.nbytes, state.remembered.num_bytes) == (0, 0)
@@ -347,8 +413,10 @@ async def test_an_error_that_comes_with_the_first_token_is_told(app, speaker, en
 @pytest.mark.parametrize("path", APIS)
 async def test_an_error_after_the_first_token_is_the_last_event(app, speaker, path):
     """It does not say what happened inside. A whole answer has a status."""
-    api, speaker.text = APIS[path], "Hello. " * 40
-    begun, passes = threading.Event(), itertools.count()
+    api = APIS[path]
+    speaker.text = "Hello. " * 40
+    begun = threading.Event()
+    passes = itertools.count()
 
     async def noting(scope, receive, send):
         async def sent(message):
@@ -364,7 +432,8 @@ async def test_an_error_after_the_first_token_is_the_last_event(app, speaker, pa
             raise RuntimeError("a secret of the runner")
 
     for streams in (True, False):
-        passes, runner_of(app.engine).on_forward = itertools.count(), fail
+        passes = itertools.count()
+        runner_of(app.engine).on_forward = fail
         async with app_client(noting) as client:
             answer = await client.post(path, json={**api.body(limit=300), "stream": streams})
         runner_of(app.engine).on_forward = None
@@ -397,16 +466,21 @@ async def test_hostile_bodies_are_refused(app, path):
     for name, make in HOSTILE.items():
         body = make(json.dumps(asked(path, "hello")))
         answer = await app.post(path, content=body.encode(errors="surrogateescape"))
-        assert (answer.status_code, len(error_text(path, answer.content)) < 400) == (400, True), (name, answer.text)
+        assert (answer.status_code, len(error_text(path, answer.content)) < 400) == (400, True), (
+            name,
+            answer.text,
+        )
 
 
 @pytest.mark.parametrize("path", CALLING)
 async def test_deep_schemas_and_arguments_are_refused(app, path):
-    api, deep = APIS[path], {}
+    api = APIS[path]
+    deep = {}
     for _ in range(200):
         deep = {"properties": {"a": deep}}
     answer = await app.post(
-        path, json=api.body(tools=[{"type": "function", "function": {"name": "x", "parameters": deep}}])
+        path,
+        json=api.body(tools=[{"type": "function", "function": {"name": "x", "parameters": deep}}]),
     )
     assert (answer.status_code, len(error_text(path, answer.content)) < 400) == (400, True)
 
@@ -415,10 +489,13 @@ async def test_deep_schemas_and_arguments_are_refused(app, path):
 async def test_bad_fields_are_refused_by_name(app, path):
     """In the shape of the API's errors, and in few words."""
     for fields, name, *words in REFUSED[path]:
-        answer = await app.post(path, content=json.dumps({**asked(path, "hello", model=MODEL), **fields}))
+        answer = await app.post(
+            path, content=json.dumps({**asked(path, "hello", model=MODEL), **fields})
+        )
         shown = {field: str(value)[:80] for field, value in list(fields.items())[:3]}
         assert answer.status_code == 400, (shown, answer.text)
-        message, error = error_text(path, answer.content), answer.json()["error"]
+        message = error_text(path, answer.content)
+        error = answer.json()["error"]
         if "param" in error:
             assert error["type"] == "invalid_request_error"
             assert (error["param"] or "").partition(".")[0] == name, (shown, error)
@@ -433,4 +510,6 @@ async def test_fields_that_mean_nothing_here_are_taken(app, speaker, path):
     api = APIS[path]
     plain = await api.ask(app, api.body())
     for fields in TAKEN[path]:
-        assert api.said(await api.ask(app, {**api.body(), **fields}))[:4] == api.said(plain)[:4], fields
+        assert api.said(await api.ask(app, {**api.body(), **fields}))[:4] == api.said(plain)[:4], (
+            fields
+        )

@@ -19,7 +19,9 @@ TEXT = "A prompt of more tokens than a few passes compute. " * 10
 
 @pytest.fixture(scope="module")
 def server():
-    with fake_engine(num_blocks=512, max_context=6000, max_batch_tokens=PASS_TOKENS, max_num_seqs=4) as engine:
+    with fake_engine(
+        num_blocks=512, max_context=6000, max_batch_tokens=PASS_TOKENS, max_num_seqs=4
+    ) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         with serving(engine, model_name=MODEL, max_queue_size=64) as server:
             yield server
@@ -29,7 +31,8 @@ def server():
 def held(server):
     """Passes of the model go when the test lets them."""
     runner = server.engine._core._runner
-    before, held = runner.forward, HeldForward(server.engine)
+    before = runner.forward
+    held = HeldForward(server.engine)
     try:
         yield held
     finally:
@@ -57,7 +60,8 @@ def gone_within_a_step(server, held):
 
 @pytest.mark.parametrize(("path", "more"), BODIES)
 def test_a_client_that_leaves_frees_all_within_a_step(server, held, path, more):
-    before, sequences = aborted(server), 4 if "prompt" in more else more.get("n", 1)
+    before = aborted(server)
+    sequences = 4 if "prompt" in more else more.get("n", 1)
     with server.connect() as socket:
         limit = 3000 if sequences == 1 else 1000
         socket.sendall(server.request_bytes(path, asked(path, "hello", tokens=limit, **more)))
@@ -85,7 +89,9 @@ def test_clients_that_leave_while_many_wait_free_their_places(server, held):
     for number in range(40):
         path = PATHS[number % len(PATHS)]
         sockets.append(server.connect())
-        sockets[-1].sendall(server.request_bytes(path, asked(path, f"{number} {TEXT}", tokens=3000)))
+        sockets[-1].sendall(
+            server.request_bytes(path, asked(path, f"{number} {TEXT}", tokens=3000))
+        )
     wait_until(lambda: server.state.admission.sequences == 40, "all to be in the queue")
     for one in sockets:
         one.close()

@@ -9,7 +9,9 @@ import pytest
 from helpers.server.compat_apis import APIS
 from helpers.server.live_servers import KEYS
 
-RECORDED = json.loads((Path(__file__).parents[3] / "data" / "agents" / "litellm.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(
+    (Path(__file__).parents[3] / "data" / "agents" / "litellm.json").read_text(encoding="utf-8")
+)
 CASES = {f"{number} {one['case']}": one for number, one in enumerate(RECORDED)}
 MODEL = "kvboost-edge/demo"
 
@@ -21,7 +23,9 @@ def sent(server, case, **more):
         headers["authorization"] = f"Bearer {KEYS[0]}"  # as its `headers` option gives Ollama one
     name = "name" if case["path"] == "/api/show" else "model"
     with server.client(headers=headers) as client:
-        return client.post(case["path"], content=json.dumps({**case["body"], name: MODEL, **more}).encode())
+        return client.post(
+            case["path"], content=json.dumps({**case["body"], name: MODEL, **more}).encode()
+        )
 
 
 def text_of(api, answer):
@@ -29,7 +33,9 @@ def text_of(api, answer):
     whole = answer.headers["content-type"].startswith("application/json")
     told = answer.json() if whole else api.gather(api.events(answer))
     shown = told.get("choices", [told])[0]
-    found = next(shown[place] for place in ("text", "response", "content", "message") if place in shown)
+    found = next(
+        shown[place] for place in ("text", "response", "content", "message") if place in shown
+    )
     if isinstance(found, list):
         return "".join(block.get("text", "") for block in found)
     return str(found["content"] if isinstance(found, dict) else found)
@@ -47,16 +53,28 @@ def test_each_request_is_answered_and_a_stream_says_the_same(keyed_server, name)
 
 
 def test_usage_ids_and_reasons_are_where_it_looks_for_them(keyed_server):
-    found = {case["case"]: sent(keyed_server, case).json() for case in RECORDED if not case["body"].get("stream")}
+    found = {
+        case["case"]: sent(keyed_server, case).json()
+        for case in RECORDED
+        if not case["body"].get("stream")
+    }
     whole = found["openai whole"]
-    assert whole["usage"]["total_tokens"] == sum(whole["usage"][f"{name}_tokens"] for name in ("prompt", "completion"))
+    assert whole["usage"]["total_tokens"] == sum(
+        whole["usage"][f"{name}_tokens"] for name in ("prompt", "completion")
+    )
     assert whole["choices"][0]["finish_reason"] in ("stop", "length")
     message = found["anthropic whole"]
     assert message["stop_reason"] in ("end_turn", "max_tokens")
     assert {"input_tokens", "output_tokens", "cache_read_input_tokens"} <= message["usage"].keys()
     chat = found["ollama_chat whole"]
-    assert (chat["done"], chat["eval_count"] > 0, chat["prompt_eval_count"] > 0) == (True, True, True)
-    assert found["hosted_vllm whole"]["choices"] == whole["choices"], "the same request under another name"
+    assert (chat["done"], chat["eval_count"] > 0, chat["prompt_eval_count"] > 0) == (
+        True,
+        True,
+        True,
+    )
+    assert found["hosted_vllm whole"]["choices"] == whole["choices"], (
+        "the same request under another name"
+    )
     assert len(found["openai embedding"]["data"][0]["embedding"]) > 0
     assert found["openai responses"]["output"][0]["type"] == "message"
     shown = next(answer for name, answer in found.items() if name.endswith(": show"))
@@ -70,5 +88,7 @@ def test_errors_have_the_status_by_which_it_chooses_its_own(keyed_server, provid
     assert (unknown.status_code, "nobody" in unknown.text) == (404, True)
     bad = sent(keyed_server, case, messages="x")
     assert (bad.status_code, "messages" in bad.text) == (400, True)
-    wrong = {name: "wrong" for name in case["headers"] if name == "x-api-key"} or {"authorization": "Bearer wrong"}
+    wrong = {name: "wrong" for name in case["headers"] if name == "x-api-key"} or {
+        "authorization": "Bearer wrong"
+    }
     assert sent(keyed_server, {**case, "headers": case["headers"] | wrong}).status_code == 401

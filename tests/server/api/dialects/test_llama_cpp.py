@@ -14,7 +14,11 @@ async def ask(app, **more):
 
 async def test_tokens_come_back_if_asked_for(app, speaker):
     whole = await ask(app)
-    assert (whole["prompt"], whole["truncated"], len(whole["tokens"])) == (TURN, False, len("Good day.") + 1)
+    assert (whole["prompt"], whole["truncated"], len(whole["tokens"])) == (
+        TURN,
+        False,
+        len("Good day.") + 1,
+    )
     assert (await ask(app, return_tokens=None))["tokens"] == []
     assert (await ask(app, n_predict=-1))["content"] == "Good day."
 
@@ -41,8 +45,15 @@ async def test_a_prompt_may_be_ids_or_texts_and_ids(app, speaker):
 
 async def test_the_settings_of_the_answer_are_those_that_ran(app, speaker):
     settings = (await ask(app, temperature=None, seed=7))["generation_settings"]
-    assert (settings["seed"], settings["temperature"], settings["top_k"], settings["min_p"]) == (7, 0.8, 40, 0.05)
-    assert (await app.get("/props")).json()["default_generation_settings"]["params"]["temperature"] == 0.8
+    assert (settings["seed"], settings["temperature"], settings["top_k"], settings["min_p"]) == (
+        7,
+        0.8,
+        40,
+        0.05,
+    )
+    assert (await app.get("/props")).json()["default_generation_settings"]["params"][
+        "temperature"
+    ] == 0.8
 
 
 async def test_a_grammar_binds(app, speaker):
@@ -52,7 +63,10 @@ async def test_a_grammar_binds(app, speaker):
 async def test_infill_is_prefix_suffix_and_middle(app, speaker, monkeypatch):
     fields = {"input_prefix": "def f(", "input_suffix": "): pass", "prompt": "a", "n_predict": 2}
     answer = await app.post("/infill", json=fields)
-    assert (answer.status_code, "no tokens for infill" in answer.json()["error"]["message"]) == (400, True)
+    assert (answer.status_code, "no tokens for infill" in answer.json()["error"]["message"]) == (
+        400,
+        True,
+    )
     # Of three letters, as the tokens of this model's vocabulary are letters.
     monkeypatch.setattr(translate, "_INFILL", (("missing", "b", "c"), ("P", "S", "M")))
     answer = await app.post("/infill", json=fields)

@@ -5,7 +5,8 @@ import pytest
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
 
-CHAT, GENERATE = APIS["/api/chat"], APIS["/api/generate"]
+CHAT = APIS["/api/chat"]
+GENERATE = APIS["/api/generate"]
 
 
 async def test_results_find_their_calls_in_order_and_by_name(app, speaker):
@@ -13,8 +14,15 @@ async def test_results_find_their_calls_in_order_and_by_name(app, speaker):
     first = await CHAT.ask(app, CHAT.body(tools=TOOLS))
     called = [*ASK, first["message"]]
     speaker.text = "Rain."
-    for result in ({}, {"tool_name": "weather"}, {"tool_call_id": first["message"]["tool_calls"][0]["id"]}):
-        body = {**CHAT.body(tools=TOOLS), "messages": [*called, {"role": "tool", "content": "rain", **result}]}
+    for result in (
+        {},
+        {"tool_name": "weather"},
+        {"tool_call_id": first["message"]["tool_calls"][0]["id"]},
+    ):
+        body = {
+            **CHAT.body(tools=TOOLS),
+            "messages": [*called, {"role": "tool", "content": "rain", **result}],
+        }
         second = await CHAT.ask(app, body)
         assert second["message"]["content"] == "Rain."
         assert second["prompt_eval_count"] > first["prompt_eval_count"] + first["eval_count"]
@@ -28,17 +36,26 @@ async def test_generate_answers_a_prompt_or_goes_on_with_it(app, speaker):
     answered = GENERATE.said(await GENERATE.ask(app, {**GENERATE.body(), "system": "Be brief."}))
     assert (answered.thought, answered.text) == ("It may rain.", "Sun.")
     for streams in (False, True):
-        raw = await GENERATE.ask(app, {**GENERATE.body(), "prompt": "<|assistant|>", "raw": True}, streams=streams)
+        raw = await GENERATE.ask(
+            app, {**GENERATE.body(), "prompt": "<|assistant|>", "raw": True}, streams=streams
+        )
         assert GENERATE.said(raw).text == speaker.text
         assert GENERATE.said(raw).prompt < answered.prompt
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/api/chat", {}), ("/api/chat", {"messages": []}), ("/api/generate", {}), ("/api/generate", {"prompt": ""})],
+    [
+        ("/api/chat", {}),
+        ("/api/chat", {"messages": []}),
+        ("/api/generate", {}),
+        ("/api/generate", {"prompt": ""}),
+    ],
 )
 async def test_nothing_asked_is_answered_as_loaded(app, path, body):
-    answer = (await app.post(path, json={"model": "fake:latest", "keep_alive": "5m", **body})).json()
+    answer = (
+        await app.post(path, json={"model": "fake:latest", "keep_alive": "5m", **body})
+    ).json()
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("fake:latest", True, "load")
 
 
@@ -50,5 +67,10 @@ async def test_the_model_is_listed_and_shown_by_its_names(app):
     for name in ("fake", "fake:latest"):
         shown = (await app.post("/api/show", json={"model": name})).json()
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
-        assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 8000
-        assert (await app.post("/api/chat", json={"model": name, "messages": []})).status_code == 200
+        assert (
+            shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"]
+            == 8000
+        )
+        assert (
+            await app.post("/api/chat", json={"model": name, "messages": []})
+        ).status_code == 200

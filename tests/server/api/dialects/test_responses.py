@@ -9,7 +9,8 @@ from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, 
 from kvboost_edge.server.work.remembered import Turn
 
 API = APIS["/v1/responses"]
-PATH, FUNCTIONS = API.path, API.tools(TOOLS)
+PATH = API.path
+FUNCTIONS = API.tools(TOOLS)
 FIRST, SECOND = ({"Authorization": f"Bearer {key}"} for key in ("first-key", "second-key"))
 # What codex (npm, 0.169) sends with its third request, its long texts cut, its ids zeroed.
 CODEX = Path(__file__).parents[3] / "data" / "agents" / "codex.json"
@@ -51,7 +52,13 @@ async def test_a_conversation_goes_on_by_its_last_response(app, speaker):
     speaker.text = CALL
     known = {"tools": FUNCTIONS, "instructions": "Be brief."}
     first = await ask(app, store=True, **known)
-    result = [{"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "Rain."}]
+    result = [
+        {
+            "type": "function_call_output",
+            "call_id": first["output"][0]["call_id"],
+            "output": "Rain.",
+        }
+    ]
     speaker.text = "It rains."
     second = await ask(app, input=result, previous_response_id=first["id"], store=True, **known)
     whole = await ask(app, input=[*ASK, *first["output"], *result], **known)
@@ -82,7 +89,11 @@ async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
         found = await app.get(f"{path}/input_items", params=query)
         ItemList.model_validate_json(found.content, strict=True)
         page = found.json()
-        return [item["content"][0]["text"] for item in page["data"]], page["has_more"], page["last_id"]
+        return (
+            [item["content"][0]["text"] for item in page["data"]],
+            page["has_more"],
+            page["last_id"],
+        )
 
     assert (await listed())[0] == ["2", "1", "0"]
     texts, has_more, last = await listed(limit=2)
@@ -111,7 +122,9 @@ async def test_a_response_of_another_key_is_not_there(keyed_app, speaker):
     mine = (await keyed_app.post(PATH, json={"input": "x"}, headers=FIRST)).json()["id"]
     for headers, status in ((SECOND, 404), (FIRST, 200)):
         assert (await keyed_app.get(f"{PATH}/{mine}", headers=headers)).status_code == status
-        assert (await keyed_app.get(f"{PATH}/{mine}/input_items", headers=headers)).status_code == status
+        assert (
+            await keyed_app.get(f"{PATH}/{mine}/input_items", headers=headers)
+        ).status_code == status
         body = {"input": "y", "previous_response_id": mine}
         assert (await keyed_app.post(PATH, json=body, headers=headers)).status_code == status
     assert (await keyed_app.delete(f"{PATH}/{mine}", headers=SECOND)).status_code == 404

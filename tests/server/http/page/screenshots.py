@@ -19,9 +19,16 @@ from typing import Any
 ROOT = Path(__file__).parents[4]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 FOLDER = ROOT / "docs" / "screenshots"
-STEP_SECONDS, TOKEN_SECONDS = 0.03, 0.003  # of a slow machine: each pass, each token in it
+# of a slow machine: each pass, each token in it
+STEP_SECONDS = 0.03
+TOKEN_SECONDS = 0.003
 DESK = {"viewport": {"width": 1280, "height": 860}}
-PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 1.5, "is_mobile": True, "has_touch": True}
+PHONE = {
+    "viewport": {"width": 390, "height": 844},
+    "device_scale_factor": 1.5,
+    "is_mobile": True,
+    "has_touch": True,
+}
 SETTINGS = {"temperature": "0", "max_tokens": "24"}
 QUESTIONS = (
     "What is the metal of Worr camera?",
@@ -30,14 +37,23 @@ QUESTIONS = (
 )
 RULES = "You know what stands in this text and nothing else. Answer in one short sentence, in the words of the text."
 DAYS = ("Monday", "Tuesday")
-OTHERS = ("What is the hobby of Brot Gorbel?", "What is the mine of Lake Brilo?", "What is the home of Jaina Faisa?")
+OTHERS = (
+    "What is the hobby of Brot Gorbel?",
+    "What is the mine of Lake Brilo?",
+    "What is the home of Jaina Faisa?",
+)
 
 
 def main() -> None:
     from helpers.server.browser import running_chromium
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    document = resources.files("kvboost_edge").joinpath("assets/demo_document.txt").read_text(encoding="utf-8").strip()
+    document = (
+        resources.files("kvboost_edge")
+        .joinpath("assets/demo_document.txt")
+        .read_text(encoding="utf-8")
+        .strip()
+    )
     with running_chromium() as browser:
         _pictures_of_the_chat(browser, document)
         _pictures_of_the_requests(browser, document)
@@ -69,7 +85,9 @@ def _pictures_of_the_requests(browser: Any, document: str) -> None:
             page.click(f"[aria-controls=why-{changed}]")
             page.locator(f"#why-{changed} ins").first.wait_for()
             if name == "phone-dark":  # the other one shows how the timeline begins
-                page.locator(f"[aria-controls=why-{changed}]").evaluate("(row) => row.scrollIntoView()")
+                page.locator(f"[aria-controls=why-{changed}]").evaluate(
+                    "(row) => row.scrollIntoView()"
+                )
             _save(page, f"requests-{name}")
 
 
@@ -80,7 +98,9 @@ def _ask_all_morning(server: Any, document: str) -> str:
     def ask(system: str, *said: str, **more: Any) -> str:
         roles = ("user", "assistant") * len(said)
         messages = [{"role": "system", "content": system}]
-        messages += [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+        messages += [
+            {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+        ]
         body = {"messages": messages, "max_tokens": 12, "temperature": 0, **more}
         answer = client.post("/v1/chat/completions", json=body)
         answer.raise_for_status()

@@ -29,7 +29,8 @@ def test_an_answer_is_the_model_s_and_its_figures_are_the_server_s(visit, live_s
         told["choices"][0]["message"]["content"].strip()
     )
     usage = told["usage"]  # of the same prompt when all of it that can be cached was
-    cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    prompt = usage["prompt_tokens"]
     assert cached > 0
     figures = turn.locator(".figures").inner_text()
     assert f"{cached} of {prompt} prompt tokens ({100 * cached / prompt:.0f} %)" in figures

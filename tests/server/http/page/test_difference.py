@@ -28,9 +28,13 @@ def longest_common(one, other):
 def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(modules):
     rng = random.Random(11)
     words = ["a", "b", "to day", "é", " ", "\n", ".", "{", "x1", "  "]
-    pairs = [["".join(rng.choices(words, k=rng.randrange(14))) for _ in range(2)] for _ in range(300)]
+    pairs = [
+        ["".join(rng.choices(words, k=rng.randrange(14))) for _ in range(2)] for _ in range(300)
+    ]
     for (before, now), found in zip(
-        pairs, modules.module("difference", "return argument.map((two) => it.parts(...two));", pairs), strict=True
+        pairs,
+        modules.module("difference", "return argument.map((two) => it.parts(...two));", pairs),
+        strict=True,
     ):
         assert "".join(part[1] for part in found) == before
         assert "".join(part[2] for part in found) == now
@@ -38,7 +42,9 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
         assert all(part[0] == "same" or "" in part[1:] or part[1] != part[2] for part in found)
         assert all(one[0] != next_one[0] for one, next_one in pairwise(found))
         pieces = [PIECE.findall(text) for text in (before, now)]
-        assert sum(len(PIECE.findall(part[1])) for part in found if part[0] == "same") == longest_common(*pieces)
+        assert sum(
+            len(PIECE.findall(part[1])) for part in found if part[0] == "same"
+        ) == longest_common(*pieces)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +72,19 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
 )  # fmt: skip
 def test_a_difference_is_marked_and_said(modules, before, now, shown, said):
     assert modules.module("difference", SHOW, [before, now]) == shown
-    assert modules.module("difference", "return it.differenceInWords(it.parts(...argument));", [before, now]) == said
+    assert (
+        modules.module(
+            "difference", "return it.differenceInWords(it.parts(...argument));", [before, now]
+        )
+        == said
+    )
 
 
 def test_long_texts_are_not_compared_piece_by_piece(modules):
-    texts = [f"same {' '.join(str(number) for number in range(start, start + 5000))}" for start in (0, 7000)]
+    texts = [
+        f"same {' '.join(str(number) for number in range(start, start + 5000))}"
+        for start in (0, 7000)
+    ]
     found = modules.module("difference", "return it.parts(...argument);", texts)
     assert found == [["same", "same ", "same "], ["other", texts[0][5:], texts[1][5:]]]
 
@@ -78,8 +92,12 @@ def test_long_texts_are_not_compared_piece_by_piece(modules):
 def test_every_cause_of_the_server_has_words_and_a_kind(modules):
     causes = modules.module("causes", "return it.CAUSES;")
     assert set(causes) == set(CAUSES)
-    assert {kind for _, kind, _ in causes.values()} == set(modules.module("causes", "return it.SHAPES;"))
+    assert {kind for _, kind, _ in causes.values()} == set(
+        modules.module("causes", "return it.SHAPES;")
+    )
     assert all(words for words, _, _ in causes.values())
     assert all(helps for _, kind, helps in causes.values() if kind == "look")
-    unknown = modules.module("causes", "return ['constructor', '__proto__', 'a_new_one'].map(it.causeInWords);")
+    unknown = modules.module(
+        "causes", "return ['constructor', '__proto__', 'a_new_one'].map(it.causeInWords);"
+    )
     assert unknown == ["constructor", "  proto  ", "a new one"]

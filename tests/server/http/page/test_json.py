@@ -7,7 +7,12 @@ import string
 import pytest
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-SEEDS = ('[{"a": [1, -2.5e+3, true], "b\\n": {}}, null, "\\u00e9\\\\"]', ' {"x":{"y":[[],{}]},"z":""}\n', "-0", '"a"')
+SEEDS = (
+    '[{"a": [1, -2.5e+3, true], "b\\n": {}}, null, "\\u00e9\\\\"]',
+    ' {"x":{"y":[[],{}]},"z":""}\n',
+    "-0",
+    '"a"',
+)
 
 
 def test_a_text_is_json_exactly_when_the_browser_reads_it(modules):
@@ -42,7 +47,10 @@ def test_a_text_is_json_exactly_when_the_browser_reads_it(modules):
         ("{a: 1}", "line 1, column 2: expected a name in double quotes or }, not a."),
         ("[True]", "line 1, column 2: expected a value or ], not True."),
         ("[", "line 1, column 2: the text ends, expected a value or ]."),
-        ('["abc', "line 1, column 2: a string that is not closed, or holds a line break or a wrong escape."),
+        (
+            '["abc',
+            "line 1, column 2: a string that is not closed, or holds a line break or a wrong escape.",
+        ),
         ("{} {}", "line 1, column 4: expected the end, not {."),
         ("🌍", "line 1, column 1: expected a value, not 🌍."),
     ],
@@ -58,11 +66,23 @@ def test_arguments_are_laid_out_as_python_does(modules):
         kind = rng.randrange(7 if depth < 4 else 5)
         if kind > 4:
             items = [value(depth + 1) for _ in range(rng.randrange(4))]
-            return items if kind == 5 else {f"{rng.choice(string.printable)}{at}é": it for at, it in enumerate(items)}
-        return [None, True, rng.randrange(10**20), -1.5, "".join(rng.choices('a"\\\n\x01é🌍{}[],:', k=6))][kind]
+            return (
+                items
+                if kind == 5
+                else {f"{rng.choice(string.printable)}{at}é": it for at, it in enumerate(items)}
+            )
+        return [
+            None,
+            True,
+            rng.randrange(10**20),
+            -1.5,
+            "".join(rng.choices('a"\\\n\x01é🌍{}[],:', k=6)),
+        ][kind]
 
     values = [value(0) for _ in range(200)]
-    shown = modules.module("jsontext", "return argument.map(it.pretty);", [json.dumps(one) for one in values])
+    shown = modules.module(
+        "jsontext", "return argument.map(it.pretty);", [json.dumps(one) for one in values]
+    )
     assert shown == [json.dumps(one, indent=2, ensure_ascii=False) for one in values]
 
 
@@ -74,7 +94,12 @@ def test_numbers_stay_as_they_were_written_and_what_is_no_json_is_not_laid_out(m
 
 
 def test_a_hundred_thousand_brackets_are_laid_out_in_bounds(modules):
-    assert modules.module("jsontext", "return it.pretty(argument).length;", "[" * 100_000 + "]" * 100_000) < 20_000_000
+    assert (
+        modules.module(
+            "jsontext", "return it.pretty(argument).length;", "[" * 100_000 + "]" * 100_000
+        )
+        < 20_000_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +108,10 @@ def test_a_hundred_thousand_brackets_are_laid_out_in_bounds(modules):
         ({"tools": " ", "schema": "\n", "tool_choice": "required"}, {}),
         ({"tools": "[]", "tool_choice": "none"}, {}),
         ({"tools": json.dumps([TOOL])}, {"tools": [TOOL]}),
-        ({"tools": json.dumps([TOOL]), "tool_choice": "required"}, {"tools": [TOOL], "tool_choice": "required"}),
+        (
+            {"tools": json.dumps([TOOL]), "tool_choice": "required"},
+            {"tools": [TOOL], "tool_choice": "required"},
+        ),
         (
             {"schema": '{"type": "object"}'},
             {
@@ -106,7 +134,11 @@ ENTRY = 'is not {"type": "function", "function": {"name": …}}.'
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [
-        ("tools", "[\n{]", "Tools: line 2, column 2: expected a name in double quotes or }, not ]."),
+        (
+            "tools",
+            "[\n{]",
+            "Tools: line 2, column 2: expected a name in double quotes or }, not ].",
+        ),
         ("tools", json.dumps(TOOL), "Tools: this is a list in square brackets."),
         ("tools", json.dumps([TOOL, TOOL["function"]]), f"Tools: entry 2 {ENTRY}"),
         ("tools", '[{"type": "function", "function": {"name": ""}}]', f"Tools: entry 1 {ENTRY}"),

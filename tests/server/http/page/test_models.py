@@ -10,7 +10,8 @@ from helpers.server.served_models import CountedSource
 
 pytestmark = pytest.mark.slow
 
-SMALL, LARGE = "kvboost-edge/demo", "large <b>model</b>"
+SMALL = "kvboost-edge/demo"
+LARGE = "large <b>model</b>"
 
 
 def model(name, state="loaded", failure=None, **more):
@@ -70,7 +71,8 @@ def test_other_names_of_one_model_are_no_choice(modules):
 
 
 def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
-    page, choice = several.page, several.page.get_by_label("Model", exact=True)
+    page = several.page
+    choice = several.page.get_by_label("Model", exact=True)
     assert choice.locator("option").all_inner_texts() == [
         f"{SMALL} (loaded)",
         f"{LARGE} (not loaded)",
@@ -101,7 +103,8 @@ def test_requests_name_the_chosen_model_and_the_choice_is_kept(several):
 
 
 def test_the_live_view_is_that_of_the_chosen_model(several):
-    page, choice = several.page, several.page.get_by_label("Model", exact=True)
+    page = several.page
+    choice = several.page.get_by_label("Model", exact=True)
     state = page.locator("#live-state")
     several.page.until("document.getElementById('live-state').textContent === 'live'")
     assert several.pools[-1] == "?model=kvboost-edge%2Fdemo"
@@ -126,7 +129,8 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
 
 
 def test_rows_of_requests_name_their_model_where_there_are_several(several):
-    page, long = several.page, "n" * 300
+    page = several.page
+    long = "n" * 300
     bare = {"cause": "first_seen", "prompt_tokens": 20, "hit_tokens": {"pool": 0}, "reused_span_tokens": 0,
             "computed_tokens": 20, "seconds": 0.1}  # fmt: skip
     data = [

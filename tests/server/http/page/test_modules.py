@@ -8,7 +8,9 @@ import pytest
 from kvboost_edge.server.api.answers import BlockCounts
 from kvboost_edge.server.api.bounds import BOUNDS
 
-PARSE = "const parser = new it.EventParser(); return argument.flatMap((piece) => parser.push(piece));"
+PARSE = (
+    "const parser = new it.EventParser(); return argument.flatMap((piece) => parser.push(piece));"
+)
 SHOW = """
   const root = document.createElement('div');
   const view = new it.AnswerView(root);
@@ -45,7 +47,9 @@ def test_the_settings_bounds_are_the_server_s(modules):
         low = {"max_tokens": 1, "seed": 0}.get(name, bound.low)
         high = 2**53 - 1 if name == "seed" else bound.high
         assert (field["low"], field["high"]) == (low, high), name
-        assert (field["integer"], field.get("openLow", False)) == (bound.integer, bound.open_low), name
+        assert (field["integer"], field.get("openLow", False)) == (bound.integer, bound.open_low), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,10 @@ def test_an_empty_setting_is_not_sent(modules):
     [
         ("one\n\ntwo", [["text", "one\n\ntwo"]]),
         ("\n\none\n", [["text", "one"]]),
-        ("a\n\n```py\nx = 1\n\n\ny\n```\n\nb", [["text", "a"], ["code", "x = 1\n\n\ny"], ["text", "b"]]),
+        (
+            "a\n\n```py\nx = 1\n\n\ny\n```\n\nb",
+            [["text", "a"], ["code", "x = 1\n\n\ny"], ["text", "b"]],
+        ),
         ("```\nnever closed\n", [["code", "never closed"]]),
         ("~~~~\n```\n~~~\n~~~~\nend", [["code", "```\n~~~"], ["text", "end"]]),
         ("use ```this``` inline", [["text", "use ```this``` inline"]]),
@@ -104,7 +111,9 @@ def test_an_answer_is_text_and_blocks_of_code_however_it_is_cut(modules, text, b
     cuts = [[text], list(text)]
     for _ in range(20):
         at = sorted(rng.randrange(len(text) + 1) for _ in range(3))
-        cuts.append([text[start:stop] for start, stop in zip([0, *at], [*at, len(text)], strict=True)])
+        cuts.append(
+            [text[start:stop] for start, stop in zip([0, *at], [*at, len(text)], strict=True)]
+        )
     for pieces in cuts:
         assert modules.module("answer", SHOW, pieces) == blocks
 
@@ -137,7 +146,11 @@ def test_every_block_has_its_place_on_the_map(modules, num_blocks, width):
     plan = modules.module("poolmap", "return it.layout(...argument);", [num_blocks, width])
     cells = -(-num_blocks // plan["perCell"])
     assert plan["columns"] * plan["cell"] <= width
-    assert (plan["rows"] - 1) * plan["columns"] < max(cells, 1) <= max(plan["rows"], 1) * plan["columns"]
+    assert (
+        (plan["rows"] - 1) * plan["columns"]
+        < max(cells, 1)
+        <= max(plan["rows"], 1) * plan["columns"]
+    )
     assert plan["rows"] * plan["cell"] <= 264
 
 
@@ -211,11 +224,25 @@ def test_what_was_reused_at_other_positions_is_told_in_words_and_in_the_meter(mo
         return [line.querySelector(".flag")?.textContent ?? "", line.textContent, widths];
       });
     """
-    told = {"hit_tokens": {"pool": 50}, "approximate": True, "reused_span_tokens": 100, "recomputed_tokens": 1016}
-    exact = {"hit_tokens": {"pool": 50}, "approximate": False, "reused_span_tokens": 0, "recomputed_tokens": 0}
+    told = {
+        "hit_tokens": {"pool": 50},
+        "approximate": True,
+        "reused_span_tokens": 100,
+        "recomputed_tokens": 1016,
+    }
+    exact = {
+        "hit_tokens": {"pool": 50},
+        "approximate": False,
+        "reused_span_tokens": 0,
+        "recomputed_tokens": 0,
+    }
     cached = "cached50 of 200 prompt tokens (25 %)"
     assert modules.module("figures", body, [told, exact, None]) == [
-        ["approximate", f"approximate{cached}at other positions100 tokens reused, 1,016 recomputed", ["25%", "50%"]],
+        [
+            "approximate",
+            f"approximate{cached}at other positions100 tokens reused, 1,016 recomputed",
+            ["25%", "50%"],
+        ],
         ["", cached, ["25%", "0px"]],
         ["", cached, ["25%", "0px"]],
     ]

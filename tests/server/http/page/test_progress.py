@@ -112,7 +112,8 @@ def test_no_bar_stays_behind(asked, how):
 
 def test_the_server_s_own_progress(visit, demo_engine):
     """The model stands still in the middle of the prompt until the bar is there."""
-    runner, may_go = demo_engine._parts.runner, threading.Event()
+    runner = demo_engine._parts.runner
+    may_go = threading.Event()
     forward = runner.forward
 
     def held_forward(batch):

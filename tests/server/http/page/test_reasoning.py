@@ -14,7 +14,8 @@ def test_thoughts_are_folded_and_their_seconds_counted(stand_in):
     page.begin("2 + 2?")
     page.deltas({"role": "assistant", "content": ""}, {"reasoning_content": "Two and"})
     details = page.locator("details.reasoning")
-    summary, thoughts = details.locator("summary"), details.locator(".text")
+    summary = details.locator("summary")
+    thoughts = details.locator(".text")
     expect(summary).to_have_text("Thinking…")
     expect(thoughts).to_be_hidden()
     for _ in range(3):

@@ -101,7 +101,8 @@ def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
     """All calls of one answer, and again of the next, with the results before them."""
     page = stand_in()
     page.ask("Hello")
-    thought, turn = "\n".join(PAYLOADS), page.locator(".turn")
+    thought = "\n".join(PAYLOADS)
+    turn = page.locator(".turn")
 
     def texts(selector):
         return turn.locator(selector).evaluate_all("(all) => all.map((one) => one.textContent)")

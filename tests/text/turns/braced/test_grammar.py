@@ -42,7 +42,9 @@ def shaped(properties, *required, **more):
     return {"type": "object", "properties": properties, "required": list(required), **more}
 
 
-POINT = shaped({"x": {"type": "integer", "minimum": -9, "maximum": 9}}, "x", additionalProperties=False)
+POINT = shaped(
+    {"x": {"type": "integer", "minimum": -9, "maximum": 9}}, "x", additionalProperties=False
+)
 TREE = {
     **shaped({"root": {"$ref": "#/$defs/node"}}, "root", additionalProperties=False),
     "$defs": {
@@ -70,8 +72,17 @@ LISTS = shaped(
     },
     additionalProperties=False,
 )
-OTHERS = shaped({"map": {"type": "object", "additionalProperties": {"type": "number"}}, "any": {}}, "any")
-SCHEMAS = {"point": POINT, "tree": TREE, "unions": UNIONS, "lists": LISTS, "others": OTHERS, "free": {}}
+OTHERS = shaped(
+    {"map": {"type": "object", "additionalProperties": {"type": "number"}}, "any": {}}, "any"
+)
+SCHEMAS = {
+    "point": POINT,
+    "tree": TREE,
+    "unions": UNIONS,
+    "lists": LISTS,
+    "others": OTHERS,
+    "free": {},
+}
 
 TAKEN = [
     ("point", {"x": -9}),
@@ -121,7 +132,13 @@ def test_what_does_not_fit_is_not(name, arguments, markers):
 @EITHER
 def test_members_stand_in_the_schemas_order_or_by_name(markers):
     schema = shaped({"b": {"type": "null"}, "A": {"type": "null"}, "c": {"type": "null"}}, "b")
-    for inner in ("b:null,A:null,c:null", "A:null,b:null,c:null", "b:null", "b:null,c:null", "A:null,b:null"):
+    for inner in (
+        "b:null,A:null,c:null",
+        "A:null,b:null,c:null",
+        "b:null",
+        "b:null,c:null",
+        "A:null,b:null",
+    ):
         assert takes(schema, f"<|tool_call>call:f{{{inner}}}<tool_call|>", markers), inner
     for inner in ("c:null,b:null", "A:null", "b:null,b:null", "b:null,", ",b:null", "", "b: null"):
         assert not takes(schema, f"<|tool_call>call:f{{{inner}}}<tool_call|>", markers), inner
@@ -132,7 +149,8 @@ WANTED = ("<tool_call|>", '<|"|>', "}", "]", "1", ",", "x")
 
 def sampled(schema, markers, seed):
     """Noise that fits, ends and brackets first; None where it did not end."""
-    words, made = vocabulary(markers), grammar(schema, markers)
+    words = vocabulary(markers)
+    made = grammar(schema, markers)
     text, ended = words.sample(made, seed, WANTED, often=0.6, ends=1.0, most=200)
     return text if ended else None
 
@@ -149,7 +167,9 @@ def test_noise_under_a_grammar_is_read_back_and_fits(name, markers):
         start, arguments = parts_of(format_of("gemma4"), text, tools=[Tool("f", SCHEMAS[name])])
         assert start == CallStart(0, "f")
         assert isinstance(arguments, CallArguments)
-        read = json.loads(arguments.text, parse_float=lambda text: min(float(text), 1e300))  # 1e999 is a number, too
+        read = json.loads(
+            arguments.text, parse_float=lambda text: min(float(text), 1e300)
+        )  # 1e999 is a number, too
         jsonschema_rs.validate(SCHEMAS[name], read)
     assert ended >= 3
 
@@ -190,7 +210,18 @@ def test_what_cannot_be_held_is_refused_by_name(schema, word):
 
 
 WORDS = st.sampled_from(
-    [*_SHAPES, *_NOT_HELD, "const", "minimum", "maximum", "multipleOf", "pattern", "minLength", "a", "b"]
+    [
+        *_SHAPES,
+        *_NOT_HELD,
+        "const",
+        "minimum",
+        "maximum",
+        "multipleOf",
+        "pattern",
+        "minLength",
+        "a",
+        "b",
+    ]
 )
 SCHEMA_PARTS = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 5) | st.floats(-9, 9)
@@ -211,7 +242,9 @@ def test_any_object_is_a_schema_or_is_refused(part, seed):
         return
     made = LLMatcher(vocabulary(True).known, LLMatcher.grammar_from_lark(text), log_level=0)
     if made.is_error():
-        assert "lark" not in made.get_error().lower() or "json" in made.get_error().lower(), made.get_error()
+        assert "lark" not in made.get_error().lower() or "json" in made.get_error().lower(), (
+            made.get_error()
+        )
         return
     told = sampled(schema, True, seed)
     if told is None:
@@ -219,7 +252,8 @@ def test_any_object_is_a_schema_or_is_refused(part, seed):
     (arguments,) = arguments_of(parts_of(format_of("gemma4"), told, tools=[Tool("f", schema)]))
     not_held = {"pattern", "minLength"}
     checked = json.loads(
-        json.dumps(schema), object_hook=lambda one: {k: v for k, v in one.items() if k not in not_held}
+        json.dumps(schema),
+        object_hook=lambda one: {k: v for k, v in one.items() if k not in not_held},
     )
     with contextlib.suppress(jsonschema_rs.ValidationError):  # what is no schema has nothing to fit
         validator = jsonschema_rs.validator_for(checked)
@@ -230,7 +264,11 @@ def test_a_schema_of_any_depth_is_refused_or_held():
     schema = {"type": "null"}
     for _ in range(100):
         schema = {"type": "array", "items": schema}
-    assert takes(shaped({"a": schema}), f"<|tool_call>call:f{{a:{'[' * 100}null{']' * 100}}}<tool_call|>", True)
+    assert takes(
+        shaped({"a": schema}),
+        f"<|tool_call>call:f{{a:{'[' * 100}null{']' * 100}}}<tool_call|>",
+        True,
+    )
     for _ in range(2000):
         schema = {"type": "array", "items": schema}
     with pytest.raises(RequestError, match="nested deeper"):

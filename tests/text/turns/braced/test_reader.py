@@ -48,7 +48,10 @@ HOSTILE = [
 def test_hostile_arguments_come_back_from_every_cut(name, arguments):
     text = f"So: {written(name, [('f', arguments), ('f', {'z': 1})])} And."
     whole = parts_of(name, text)
-    assert [part for part in whole if isinstance(part, Content)] == [Content("So:"), Content("And.")]
+    assert [part for part in whole if isinstance(part, Content)] == [
+        Content("So:"),
+        Content("And."),
+    ]
     assert arguments_of(whole) == [arguments, {"z": 1}]
     for at in range(len(text) + 1):
         assert parts_of(name, text[:at], text[at:]) == whole
@@ -73,7 +76,11 @@ def arguments_count(parts):
     return sum(part.text.count("[") for part in parts if isinstance(part, CallArguments))
 
 
-KEYS = st.text(st.characters(exclude_characters=':,{}[]\n<"', exclude_categories=("C", "Z")), min_size=1, max_size=9)
+KEYS = st.text(
+    st.characters(exclude_characters=':,{}[]\n<"', exclude_categories=("C", "Z")),
+    min_size=1,
+    max_size=9,
+)
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 
 
@@ -82,7 +89,9 @@ def values(quote):
     # A marker may end only where the string does.
     texts = letters.filter(lambda text: (text + quote).index(quote) == len(text))
     leaves = st.one_of(texts, NUMBERS, st.booleans(), st.none())
-    return st.recursive(leaves, lambda one: st.lists(one) | st.dictionaries(KEYS, one), max_leaves=9)
+    return st.recursive(
+        leaves, lambda one: st.lists(one) | st.dictionaries(KEYS, one), max_leaves=9
+    )
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.full)])

@@ -21,7 +21,9 @@ def tokenizer_of(template, *, seen=""):
     raw = byte_level()
     raw.add_special_tokens([text for text in SPECIALS if text != seen])
     raw.add_tokens([seen] if seen else [])
-    return Tokenizer(FastCodec(raw), name="toy", chat_template=template, special_tokens={"bos_token": "<s>"})
+    return Tokenizer(
+        FastCodec(raw), name="toy", chat_template=template, special_tokens={"bos_token": "<s>"}
+    )
 
 
 def called(*cities, content=""):
@@ -39,23 +41,31 @@ def result(city):
 
 def spelled(*cities, content=""):
     """As the model wrote it: the order is not that of the template, and words stand in front."""
-    return content + "".join(f'<|tool_call>call:weather{{days:2,city:<|"|>{city}<|"|>}}<tool_call|>' for city in cities)
+    return content + "".join(
+        f'<|tool_call>call:weather{{days:2,city:<|"|>{city}<|"|>}}<tool_call|>' for city in cities
+    )
 
 
 def kept(tokenizer, *answers):
-    return {key: tokenizer.encode(text, False) for message, text in answers for key in call_keys(message)}
+    return {
+        key: tokenizer.encode(text, False)
+        for message, text in answers
+        for key in call_keys(message)
+    }
 
 
 @pytest.mark.parametrize("cities", [("Bonn",), ("Bonn", "Rome")])
 @pytest.mark.parametrize("content", ["", "Let me look."])
 def test_a_call_stands_as_it_was_written(cities, content):
     tokenizer = tokenizer_of(GEMMA4)
-    message, text = called(*cities, content=content), spelled(*cities, content=content)
+    message = called(*cities, content=content)
+    text = spelled(*cities, content=content)
     answers = kept(tokenizer, (message, text))
     ids = tokenizer.encode_chat([ASKED, message, *map(result, cities)], find_answer=answers.get)
     prompt = tokenizer.encode_chat([ASKED])
     told = "".join(
-        f'<|tool_response>response:weather{{value:<|"|>Rain in {city}.<|"|>}}<tool_response|>' for city in cities
+        f'<|tool_response>response:weather{{value:<|"|>Rain in {city}.<|"|>}}<tool_response|>'
+        for city in cities
     )
     assert ids == [*prompt, *tokenizer.encode(text, False), *tokenizer.encode(told, False)]
     anew = tokenizer.encode_chat([ASKED, message, *map(result, cities)])
@@ -65,11 +75,27 @@ def test_a_call_stands_as_it_was_written(cities, content):
 
 def test_calls_one_after_another_each_stand_as_they_were_written():
     tokenizer = tokenizer_of(GEMMA4)
-    first, second, third = called("Bonn"), called("Rome", "Oslo"), called("Pisa", content="Last.")
+    first = called("Bonn")
+    second = called("Rome", "Oslo")
+    third = called("Pisa", content="Last.")
     answers = kept(tokenizer, (first, spelled("Bonn")), (third, spelled("Pisa", content="Last.")))
-    messages = [ASKED, first, result("Bonn"), second, result("Rome"), result("Oslo"), third, result("Pisa")]
+    messages = [
+        ASKED,
+        first,
+        result("Bonn"),
+        second,
+        result("Rome"),
+        result("Oslo"),
+        third,
+        result("Pisa"),
+    ]
     text = tokenizer.decode(tokenizer.encode_chat(messages, find_answer=answers.get), False)
-    for city, order in (("Bonn", "days:2,city:"), ("Rome", "city:"), ("Oslo", "city:"), ("Pisa", "days:2,city:")):
+    for city, order in (
+        ("Bonn", "days:2,city:"),
+        ("Rome", "city:"),
+        ("Oslo", "city:"),
+        ("Pisa", "days:2,city:"),
+    ):
         assert f'call:weather{{{order}<|"|>{city}' in text
         assert f'response:weather{{value:<|"|>Rain in {city}.' in text
     assert text.count("<|tool_call>call:") == 5, "one of them the user's own words"
@@ -80,13 +106,17 @@ def test_results_are_shown_where_a_template_hangs_them_on_calls():
     assert format_of("gemma4").results_need_calls
     assert not format_of("hermes").results_need_calls
     # The same of a template whose calls cannot be marked: its calls are written anew.
-    hung = HERMES.replace("{%- elif m.role == 'tool' %}", "{%- elif m.role == 'tool' and messages[1].tool_calls %}")
+    hung = HERMES.replace(
+        "{%- elif m.role == 'tool' %}", "{%- elif m.role == 'tool' and messages[1].tool_calls %}"
+    )
     assert hung != HERMES
     tokenizer = tokenizer_of(hung)
     assert not tokenizer.turn_format.replays
     message = called("Bonn")
     answers = kept(tokenizer, (message, "<tool_call>\nspelled\n</tool_call>"))
-    text = tokenizer.decode(tokenizer.encode_chat([ASKED, message, result("Bonn")], find_answer=answers.get), False)
+    text = tokenizer.decode(
+        tokenizer.encode_chat([ASKED, message, result("Bonn")], find_answer=answers.get), False
+    )
     assert "Rain in Bonn." in text
 
 

@@ -33,7 +33,14 @@ from kvboost_edge.text.turns.parser import (
 from kvboost_edge.text.turns.reader import Turn, TurnReader
 
 FORMAT = turn_format(ChatTemplate(TEMPLATE, model_name="m", variables={}).render)
-MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")  # the demo has <|end|>
+MARKERS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
+)  # the demo has <|end|>
 THOUGHT = "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assistant"
 ARGUMENTS = '{"city": "Zürich 🙂 \\"x\\" {<|", "days": 3}'
 CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
@@ -162,7 +169,8 @@ def test_recorded_turns_in_any_pieces(name, cuts):
 def test_what_is_shown_is_never_taken_back(name):
     """A stream shows prefixes of what the whole text says."""
     text, wanted = TURNS[name]
-    parser, shown = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True), list[Part]()
+    parser = TurnParser(FORMAT, TOOLS, reasoning="possible", calls=True)
+    shown = list[Part]()
     for letter in text:
         shown = folded([*shown, *parser.push(letter)])
         assert len(shown) <= len(wanted)
@@ -173,7 +181,11 @@ def test_what_is_shown_is_never_taken_back(name):
 @pytest.mark.parametrize(
     ("state", "text", "wanted"),
     [
-        ("opened", "Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.", [Reasoning("Hm."), Content("So.")]),
+        (
+            "opened",
+            "Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.",
+            [Reasoning("Hm."), Content("So.")],
+        ),
         ("closed", " and so on<|return|>", [Content(" and so on")]),
         ("opened", f"Hm.<|end|><|start|>assistant{CALL}", [Reasoning("Hm."), *WEATHER]),
     ],
@@ -209,7 +221,11 @@ def test_where_a_prompt_ends(prompt, state):
 
 
 def _call(number, name, arguments="{}"):
-    return {"id": f"id{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": f"id{number}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 @functools.cache
@@ -256,7 +272,10 @@ def test_results_without_ids_stay_in_their_order():
 
 
 def test_messages_without_calls_stay_as_they_are():
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}]
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y", "reasoning_content": "z"},
+    ]
     assert one_call_each(messages) == messages
 
 
@@ -265,7 +284,9 @@ def test_messages_without_calls_stay_as_they_are():
 
 def _read(text, kept):
     tokenizer = _tokenizer()
-    reader = TurnReader(Turn(FORMAT, tuple(TOOLS), "possible", True, {}), tokenizer, (), kept.__setitem__)
+    reader = TurnReader(
+        Turn(FORMAT, tuple(TOOLS), "possible", True, {}), tokenizer, (), kept.__setitem__
+    )
     for token_id in tokenizer.encode(text, False):
         reader.push(token_id)
     reader.close()
@@ -312,10 +333,16 @@ BOTH = pytest.mark.parametrize("special", [True, False], ids=["as special tokens
 
 
 @BOTH
-@pytest.mark.parametrize("front", ["", THOUGHT, THOUGHT * 2, THOUGHT.replace("analysis", "commentary")])
+@pytest.mark.parametrize(
+    "front", ["", THOUGHT, THOUGHT * 2, THOUGHT.replace("analysis", "commentary")]
+)
 def test_what_a_grammar_takes(special, front):
     taken = words(special).takes
-    for choice, calls, answers in (("auto", True, True), ("required", True, False), ("none", False, True)):
+    for choice, calls, answers in (
+        ("auto", True, True),
+        ("required", True, False),
+        ("none", False, True),
+    ):
         grammar = _grammar(special, choice)
         assert taken(grammar, front + PLAIN_CALL) is calls
         assert taken(grammar, front + PLAIN_CALL.removesuffix("<|call|>")) is calls
@@ -348,17 +375,26 @@ def test_prompts_that_end_elsewhere_have_grammars_of_their_own(special):
     assert taken(_grammar(special, "required", "opened"), thought + PLAIN_CALL)
     assert taken(_grammar(special, "auto", "opened"), thought + FINAL)
     assert taken(_grammar(special, "auto", "closed"), " and so on")
-    assert not taken(_grammar(special, "auto", "closed"), f"So.<|end|><|start|>assistant{PLAIN_CALL}")
-    assert taken(_grammar(special, "required", "closed"), f"So.<|end|><|start|>assistant{PLAIN_CALL}")
+    assert not taken(
+        _grammar(special, "auto", "closed"), f"So.<|end|><|start|>assistant{PLAIN_CALL}"
+    )
+    assert taken(
+        _grammar(special, "required", "closed"), f"So.<|end|><|start|>assistant{PLAIN_CALL}"
+    )
 
 
 @BOTH
 def test_an_answer_in_json_stands_in_its_channel(special):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    lone = answer_grammar(FORMAT, schema, reasoning="possible", special_id=words(special).codec.marker_id)
+    lone = answer_grammar(
+        FORMAT, schema, reasoning="possible", special_id=words(special).codec.marker_id
+    )
     beside = _grammar(special, "auto", answer=schema)
     for grammar in (lone, beside):
-        for head in ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>"):
+        for head in (
+            "<|channel|>final<|message|>",
+            "<|channel|>final <|constrain|>json<|message|>",
+        ):
             assert words(special).takes(grammar, THOUGHT + head + '{"a": 1}')
             assert not words(special).takes(grammar, THOUGHT + head + '{"a": "x"}')
     assert words(special).takes(beside, PLAIN_CALL)

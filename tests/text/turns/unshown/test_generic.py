@@ -9,8 +9,15 @@ from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
 from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_described
 
-GIVEN = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
-CALL = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}}
+GIVEN = [
+    {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
+    for tool in TOOLS
+]
+CALL = {
+    "id": "a",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city":  "Zürich"}'},
+}
 CHAT = [
     {"role": "user", "content": "Rain?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
@@ -30,7 +37,9 @@ def test_tools_are_told_behind_the_system_message_or_in_one():
 
 
 def test_a_template_without_system_messages_is_told_by_the_user():
-    told = with_tools_described([{"role": "assistant", "content": "Hello"}, *CHAT[:1]], GIVEN, system=False)
+    told = with_tools_described(
+        [{"role": "assistant", "content": "Hello"}, *CHAT[:1]], GIVEN, system=False
+    )
     assert [message["role"] for message in told] == ["assistant", "user"]
     assert told[1]["content"].endswith("\n\nRain?")
     assert '"get_weather"' in told[1]["content"]
@@ -39,15 +48,23 @@ def test_a_template_without_system_messages_is_told_by_the_user():
 def test_past_calls_are_what_the_model_is_told_to_write():
     told = with_tools_described(CHAT, GIVEN)[2]
     assert told == {"role": "assistant", "content": told["content"]}
-    parser = TurnParser(TurnFormat(GENERIC, None, False, True), TOOLS, reasoning="closed", calls=True)
-    wanted = [part for i in range(2) for part in (CallStart(i, "get_weather"), CallArguments(i, '{"city":  "Zürich"}'))]
+    parser = TurnParser(
+        TurnFormat(GENERIC, None, False, True), TOOLS, reasoning="closed", calls=True
+    )
+    wanted = [
+        part
+        for i in range(2)
+        for part in (CallStart(i, "get_weather"), CallArguments(i, '{"city":  "Zürich"}'))
+    ]
     assert [*parser.push(told["content"]), *parser.close()] == wanted
 
 
 @pytest.mark.parametrize("tools", [GIVEN, []])
 def test_any_template_takes_them(tools):
     told = with_tools_described(CHAT, tools)
-    assert [message["role"] for message in told][-3:] == ["user", "assistant", "user"], "results are one message"
+    assert [message["role"] for message in told][-3:] == ["user", "assistant", "user"], (
+        "results are one message"
+    )
     text = template("smollm2").render(told)
     assert "<tool_response>\nyes\n</tool_response>\n<tool_response>\nno\n</tool_response>" in text
     assert ("You can call tools" in text) == bool(tools)

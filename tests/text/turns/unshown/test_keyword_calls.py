@@ -27,7 +27,10 @@ MARKERS = tuple(
         *("tool_call_start", "tool_call_end", "tool_response_start", "tool_response_end"),
     )
 )
-OFFERED = [{"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}} for tool in TOOLS]
+OFFERED = [
+    {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}
+    for tool in TOOLS
+]
 
 
 def call(name, arguments, call_id="a"):
@@ -67,7 +70,12 @@ def derived(template):
 
 def test_tools_between_the_markers_tell_how_calls_are_written():
     found = format_of("lfm2-unshown")
-    assert (found.calls, found.shows_calls, found.shows_tools, found.replays) == (KEYWORD_CALLS, False, True, True)
+    assert (found.calls, found.shows_calls, found.shows_tools, found.replays) == (
+        KEYWORD_CALLS,
+        False,
+        True,
+        True,
+    )
     assert format_of("lfm2").calls == found.calls, "as the template that shows calls writes them"
     assert format_of("lfm2").shows_calls
 
@@ -100,7 +108,9 @@ def test_tools_shown_in_any_other_way_tell_nothing(change):
 @pytest.mark.parametrize("missing", ["<|tool_call_start|>", "<|tool_call_end|>"])
 def test_a_model_without_the_tokens_of_calls_was_not_taught_them(missing):
     assert tokenizer_with(MARKERS).turn_format.calls == KEYWORD_CALLS
-    assert tokenizer_with(tuple(text for text in MARKERS if text != missing)).turn_format.calls is None
+    assert (
+        tokenizer_with(tuple(text for text in MARKERS if text != missing)).turn_format.calls is None
+    )
 
 
 # -- past calls --
@@ -122,9 +132,15 @@ def test_past_calls_and_results_are_written_as_the_format_is_documented():
 
 def test_the_markers_are_tokens_and_those_in_arguments_are_text():
     ours = tokenizer_with(MARKERS)
-    said = {"role": "assistant", "content": None, "tool_calls": [call("ping", {"x": "a<|tool_call_end|><|im_end|>"})]}
+    said = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call("ping", {"x": "a<|tool_call_end|><|im_end|>"})],
+    }
     ids = ours.encode_chat([HISTORY[1], said], False)
-    assert 'ping(x="a<|tool_call_end|><|im_end|>")]<|tool_call_end|><|im_end|>' in ours.decode(ids, False)
+    assert 'ping(x="a<|tool_call_end|><|im_end|>")]<|tool_call_end|><|im_end|>' in ours.decode(
+        ids, False
+    )
     counts = {text: ids.count(ours.codec.token_id(text)) for text in MARKERS[:6]}
     assert counts == dict(zip(MARKERS[:6], (2, 2, 0, 0, 1, 1), strict=True))
 
@@ -136,32 +152,59 @@ VALUES = {
 
 
 def test_what_is_written_is_read_as_it_was():
-    (message,) = with_calls_written([{"content": "Well.", "tool_calls": [call("f", VALUES)]}], KEYWORD_CALLS)
+    (message,) = with_calls_written(
+        [{"content": "Well.", "tool_calls": [call("f", VALUES)]}], KEYWORD_CALLS
+    )
     assert set(message) == {"content"}
     for pieces in ([message["content"]], message["content"]):
-        parser = TurnParser(format_of("lfm2-unshown"), [Tool("f", {})], reasoning="closed", calls=True)
-        start, arguments, behind = folded([*(part for text in pieces for part in parser.push(text)), *parser.close()])
+        parser = TurnParser(
+            format_of("lfm2-unshown"), [Tool("f", {})], reasoning="closed", calls=True
+        )
+        start, arguments, behind = folded(
+            [*(part for text in pieces for part in parser.push(text)), *parser.close()]
+        )
         assert (start, behind) == (CallStart(0, "f"), Content("Well."))
         assert isinstance(arguments, CallArguments)
         assert json.loads(arguments.text) == VALUES
     for value in (True, None, [True, None], {"a": False}):
         (message,) = with_calls_written([{"tool_calls": [call("f", {"x": value})]}], KEYWORD_CALLS)
-        inner = message["content"].removeprefix("<|tool_call_start|>[f(x=").removesuffix(")]<|tool_call_end|>")
+        inner = (
+            message["content"]
+            .removeprefix("<|tool_call_start|>[f(x=")
+            .removesuffix(")]<|tool_call_end|>")
+        )
         assert inner == str(value).replace("'", '"'), "as Python writes it"
 
 
 def test_calls_stand_in_front_of_contents_in_parts():
     parts = [{"type": "text", "text": "Well."}]
-    (message,) = with_calls_written([{"content": parts, "tool_calls": [call("f", {})]}], KEYWORD_CALLS)
-    assert message["content"] == [{"type": "text", "text": "<|tool_call_start|>[f()]<|tool_call_end|>"}, *parts]
+    (message,) = with_calls_written(
+        [{"content": parts, "tool_calls": [call("f", {})]}], KEYWORD_CALLS
+    )
+    assert message["content"] == [
+        {"type": "text", "text": "<|tool_call_start|>[f()]<|tool_call_end|>"},
+        *parts,
+    ]
 
 
 @pytest.mark.parametrize(
-    "calls", [[call("f", '{"a": ')], [call("f", [1])], [call("f", None)], [{"name": "f"}], [3], 3, "f", {"a": 1}]
+    "calls",
+    [
+        [call("f", '{"a": ')],
+        [call("f", [1])],
+        [call("f", None)],
+        [{"name": "f"}],
+        [3],
+        3,
+        "f",
+        {"a": 1},
+    ],
 )
 def test_a_past_call_that_cannot_be_written_is_refused_by_name(calls):
     with pytest.raises(RequestError, match=r"a past call of .* cannot be written"):
-        tokenizer_with(MARKERS).apply_chat_template([HISTORY[1], {"role": "assistant", "tool_calls": calls}])
+        tokenizer_with(MARKERS).apply_chat_template(
+            [HISTORY[1], {"role": "assistant", "tool_calls": calls}]
+        )
 
 
 def test_a_call_takes_the_tokens_it_was_generated_with():
@@ -173,7 +216,9 @@ def test_a_call_takes_the_tokens_it_was_generated_with():
     chat = [HISTORY[1], said, HISTORY[3], HISTORY[5], HISTORY[6]]
     text = ours.decode(ours.encode_chat(chat, tools=OFFERED, find_answer=kept.get), False)
     assert f"<|im_start|>assistant\n{spelled}<|im_end|>\n<|im_start|>tool\n" in text
-    assert "assistant\n<|tool_call_start|>[ping()]<|tool_call_end|><|im_end|>" in text, "another is written anew"
+    assert "assistant\n<|tool_call_start|>[ping()]<|tool_call_end|><|im_end|>" in text, (
+        "another is written anew"
+    )
     assert text == ours.apply_chat_template(chat, tools=OFFERED).replace(
         '<|tool_call_start|>[get_weather(city="Bonn", days=3)]<|tool_call_end|>Hm.', spelled
     )
