@@ -1,4 +1,6 @@
-"""Shared by all tests: an isolated cache directory, no network, nothing left running, and tiny models."""
+"""Shared by all tests: an isolated cache directory, no network, nothing left running, and tiny
+models.
+"""
 
 import functools
 import gc
@@ -23,7 +25,8 @@ LONG = os.environ.get("KVBOOST_EDGE_TEST_LONG") == "1"
 QUICK = os.environ.get("KVBOOST_EDGE_TEST_QUICK") == "1"
 ONE_THREAD = os.environ.get("KVBOOST_EDGE_TEST_ONE_THREAD") == "1"
 
-# Times of single examples vary with what else the machine does; seeds are fixed so that a failure repeats.
+# Times of single examples vary with what else the machine does; seeds are fixed so that a failure
+# repeats.
 settings.register_profile(
     "suite",
     deadline=None,
@@ -39,8 +42,9 @@ RAY_SERVE_THREAD = "_run_router_event_loop"  # one for the process, with a numbe
 
 
 def pytest_collection_modifyitems(config, items):
-    """Workers of `make test` run one test of a name, so there may be no two. `make test-quick`: of each test the first
-    case, of the slow ones none."""
+    """Workers of `make test` run one test of a name, so there may be no two. `make test-quick`: of
+    each test the first case, of the slow ones none.
+    """
     names = Counter(item.nodeid for item in items if item.get_closest_marker("alone") is None)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -58,7 +62,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out test_schemathesis.py where its tests would be deselected: to collect it makes all its examples."""
+    """Leave out test_schemathesis.py where its tests would be deselected: to collect it makes all
+    its examples.
+    """
     leaves_out = "not alone" in config.option.markexpr
     return True if leaves_out and collection_path.name == "test_schemathesis.py" else None
 
@@ -75,7 +81,9 @@ def isolated_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_arrives():
-    """A suite started in the background inherits an ignored SIGINT; tests send that signal and need it heard."""
+    """A suite started in the background inherits an ignored SIGINT; tests send that signal and need
+    it heard.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -83,7 +91,9 @@ def ctrl_c_arrives():
 
 @pytest.fixture(scope="module")
 def one_torch_thread():
-    """Threads only slow down work as small as a tiny model's, most of all when the machine is busy."""
+    """Threads only slow down work as small as a tiny model's, most of all when the machine is
+    busy.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -94,7 +104,9 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_if_asked():
-    """The second run of `make test`: the machine looks as if it had one CPU, so every default is one thread."""
+    """The second run of `make test`: the machine looks as if it had one CPU, so every default is
+    one thread.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if ONE_THREAD:
             patch.setattr("kvboost_edge.host.cpu._affinity", lambda: 1)
@@ -103,8 +115,9 @@ def one_thread_if_asked():
 
 @functools.cache
 def takes_all_threads(path):
-    """Whether tests of a file in a room that computes may leave it to the machine how many threads there are: those
-    `make test-all` runs a second time, with one."""
+    """Whether tests of a file in a room that computes may leave it to the machine how many threads
+    there are: those `make test-all` runs a second time, with one.
+    """
     room = path.relative_to(Path(__file__).parent).parts[0]
     return room not in ("kernels", "runners") or "from_pretrained" in path.read_text(
         encoding="utf-8"
@@ -113,7 +126,9 @@ def takes_all_threads(path):
 
 @pytest.fixture(autouse=True)
 def threads_are_said(request, monkeypatch):
-    """What is not run again with one thread says how many it computes with, so that one run shows all there is."""
+    """What is not run again with one thread says how many it computes with, so that one run shows
+    all there is.
+    """
 
     def refuse():
         raise AssertionError(
@@ -141,7 +156,9 @@ class NetworkBlocked(OSError):
 
 @pytest.fixture(autouse=True)
 def no_network(request, monkeypatch):
-    """Connections that leave the machine raise, and fail the test even if the code under test swallowed the error."""
+    """Connections that leave the machine raise, and fail the test even if the code under test
+    swallowed the error.
+    """
     attempts = []
 
     def guard(real):
@@ -207,7 +224,9 @@ def nothing_left_running(isolated_cache):
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory):
-    """A complete directory of a tiny random Llama with a byte-level tokenizer; do not write into it."""
+    """A complete directory of a tiny random Llama with a byte-level tokenizer; do not write into
+    it.
+    """
     from helpers.models.tiny_models import save_tiny_model
 
     return save_tiny_model("llama", tmp_path_factory.mktemp("tiny-llama"))
@@ -231,7 +250,9 @@ def tiny_engine(tiny_model_dir):
 
 @pytest.fixture(scope="session")
 def scale():
-    """Return a function `scale(short, long)` that chooses the N of `make test` or of `make test-all`."""
+    """Return a function `scale(short, long)` that chooses the N of `make test` or of `make
+    test-all`.
+    """
     return lambda short, long: long if LONG else short
 
 

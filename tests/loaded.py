@@ -1,9 +1,10 @@
-"""Repeated runs of the tests that a busy machine could break, with a busy process on every core; `make test-loaded`.
+"""Repeated runs of the tests that a busy machine could break, with a busy process on every core;
+`make test-loaded`.
 
     python tests/loaded.py [--runs 10] [PATH ...]
 
-Without paths these are the tests marked `alone` or `cluster`, and those that start a process. The script prints each
-failure and a line per run. It ends with status 1 if any run failed.
+Without paths these are the tests marked `alone` or `cluster`, and those that start a process. The
+script prints each failure and a line per run. It ends with status 1 if any run failed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def main() -> int:
             for line in filter(FAILURE.match, lines):
                 print(line)
             print(
-                f"run {number}: {lines[-1]} ({time.monotonic() - started:.0f} s, {cores} busy cores)",
+                f"run {number}: {lines[-1]} ({time.monotonic() - started:.0f} s, {cores} busy "
+                "cores)",
                 flush=True,
             )
     print(f"{options.runs - failed} of {options.runs} runs passed")

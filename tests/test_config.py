@@ -132,12 +132,22 @@ def test_a_token_is_never_shown():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("recompute_strategy", "left"), ("recompute_strategy", None), ("recompute_overlap", -1),
-        ("recompute_overlap", True), ("recompute_ratio", 1.5), ("recompute_ratio", float("nan")),
-        ("recompute_ratio", "0.1"), ("min_chunk_tokens", 0), ("min_chunk_tokens", 65537), ("min_chunk_tokens", 10**30),
-        ("primer_tokens", -1), ("primer_tokens", 1.0), ("reuse_gate", "on"), ("reuse_gate", None),
+        ("recompute_strategy", "left"),
+        ("recompute_strategy", None),
+        ("recompute_overlap", -1),
+        ("recompute_overlap", True),
+        ("recompute_ratio", 1.5),
+        ("recompute_ratio", float("nan")),
+        ("recompute_ratio", "0.1"),
+        ("min_chunk_tokens", 0),
+        ("min_chunk_tokens", 65537),
+        ("min_chunk_tokens", 10**30),
+        ("primer_tokens", -1),
+        ("primer_tokens", 1.0),
+        ("reuse_gate", "on"),
+        ("reuse_gate", None),
     ],
-)  # fmt: skip
+)
 def test_reuse_options_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}="):
         EngineConfig.from_options(**{name: value})

@@ -1,4 +1,6 @@
-"""The layout of the repository: tests mirror the package, no import circle, every test in exactly one set."""
+"""The layout of the repository: tests mirror the package, no import circle, every test in exactly
+one set.
+"""
 
 import graphlib
 import re
@@ -44,8 +46,9 @@ def test_no_file_repeats_the_name_of_its_folder():
 
 
 def circle(package):
-    """Modules of the package that import each other in a circle, the first one again at the end; [] if there is none.
-    Imports inside functions and under TYPE_CHECKING count like any other."""
+    """Modules of the package that import each other in a circle, the first one again at the end; []
+    if there is none. Imports inside functions and under TYPE_CHECKING count like any other.
+    """
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {
         module: graph.find_modules_directly_imported_by(module) for module in sorted(graph.modules)
@@ -99,7 +102,9 @@ SELECTIONS = {
 
 
 def calls_of(goal):
-    """Return the pytest calls of a make target by number of threads: marker expression, and paths (none: all)."""
+    """Return the pytest calls of a make target by number of threads: marker expression, and paths
+    (none: all).
+    """
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", goal]
     plan = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
@@ -141,7 +146,9 @@ def marked(names):
 
 
 def test_make_test_runs_every_test_once():
-    """Each test case belongs to one of two sets: `make test` runs the first, `make test-all` both, each case once."""
+    """Each test case belongs to one of two sets: `make test` runs the first, `make test-all` both,
+    each case once.
+    """
     first = calls_of("test")
     both = calls_of("test-all")
     assert sorted(first) == ["all threads"]

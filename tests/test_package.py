@@ -1,4 +1,6 @@
-"""The package as a whole: what importing it costs, what it exports, and which room may import which."""
+"""The package as a whole: what importing it costs, what it exports, and which room may import
+which.
+"""
 
 import importlib
 import json
@@ -31,12 +33,18 @@ def in_fresh_process(code):
 
 
 def test_import_loads_no_heavy_package():
-    code = f"import sys, json, kvboost_edge; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    code = (
+        f"import sys, json, kvboost_edge; print(json.dumps([m for m in {HEAVY!r} if m in "
+        "sys.modules]))"
+    )
     assert json.loads(in_fresh_process(code)) == []
 
 
 def test_importing_the_command_line_loads_no_heavy_package():
-    code = f"import sys, json, kvboost_edge.cli.app; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    code = (
+        f"import sys, json, kvboost_edge.cli.app; print(json.dumps([m for m in {HEAVY!r} if m in "
+        "sys.modules]))"
+    )
     assert json.loads(in_fresh_process(code)) == []
 
 
@@ -50,7 +58,10 @@ def test_import_takes_less_than_300_ms():
 
 
 def test_errors_are_importable_alone():
-    code = "import sys, kvboost_edge.errors; print([m for m in sys.modules if m.startswith('kvboost_edge.')])"
+    code = (
+        "import sys, kvboost_edge.errors; print([m for m in sys.modules if "
+        "m.startswith('kvboost_edge.')])"
+    )
     assert in_fresh_process(code).strip() == "['kvboost_edge.errors']"
 
 
@@ -61,14 +72,39 @@ def test_every_exported_name_resolves(name):
 
 def test_exports_are_complete_and_fixed():
     assert set(kvboost_edge.__all__) >= {
-        "CPUPagedEngine", "KVBoost", "InferenceEngine", "EngineConfig", "GenerationMode", "SamplingParams",
-        "GenerationResult", "WarmResult", "CorrectnessReport", "KVCache", "LMCacheEngine", "LMCacheEngineBuilder",
-        "LMCacheEngineConfig", "LMCacheEngineMetadata", "check_model_compatibility",
-        "TokenLogprobs", "PromptCheck", "CompatibilityReport",
-        "SUPPORTED_ARCHITECTURES", "find_common_chunk_prefix", "broadcast_kv", "pad_and_mask", "group_by_prefix",
-        "batched_decode", "KVBoostError", "ConfigError", "ModelFormatError", "CapacityError", "BackendUnavailable",
-        "RequestError", "CacheCorruption", "__version__",
-    }  # fmt: skip
+        "CPUPagedEngine",
+        "KVBoost",
+        "InferenceEngine",
+        "EngineConfig",
+        "GenerationMode",
+        "SamplingParams",
+        "GenerationResult",
+        "WarmResult",
+        "CorrectnessReport",
+        "KVCache",
+        "LMCacheEngine",
+        "LMCacheEngineBuilder",
+        "LMCacheEngineConfig",
+        "LMCacheEngineMetadata",
+        "check_model_compatibility",
+        "TokenLogprobs",
+        "PromptCheck",
+        "CompatibilityReport",
+        "SUPPORTED_ARCHITECTURES",
+        "find_common_chunk_prefix",
+        "broadcast_kv",
+        "pad_and_mask",
+        "group_by_prefix",
+        "batched_decode",
+        "KVBoostError",
+        "ConfigError",
+        "ModelFormatError",
+        "CapacityError",
+        "BackendUnavailable",
+        "RequestError",
+        "CacheCorruption",
+        "__version__",
+    }
     assert len(set(kvboost_edge.__all__)) == len(kvboost_edge.__all__)
     assert set(kvboost_edge.__all__) <= set(dir(kvboost_edge))
 
@@ -107,8 +143,12 @@ def test_every_module_says_what_it_exports():
 def test_rooms_import_downward_only():
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,5 +1,6 @@
-"""The README and the pages behind it are true: snippets run, the files and commands they name exist, and every folder
-has its phrase."""
+"""The README and the pages behind it are true: snippets run, the files and commands they name
+exist, and every folder has its phrase.
+"""
 
 import os
 import re

@@ -1,8 +1,10 @@
-"""Sums of test times by package and file, from the output of `pytest --durations=0`; see `make test-times`.
+"""Sums of test times by package and file, from the output of `pytest --durations=0`; see `make
+test-times`.
 
     python tests/times.py OUTPUT [OUTPUT ...]
 
-The first table has the packages, the second all files, the third all tests that took a second or more.
+The first table has the packages, the second all files, the third all tests that took a second or
+more.
 """
 
 from __future__ import annotations

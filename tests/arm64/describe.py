@@ -11,6 +11,6 @@ from kvboost_edge.kernels.coded.dot import coded_dot_form
 from kvboost_edge.kernels.integers import dot_form
 
 print(
-    f"{binding.get_host_cpu_name()} ({describe_cpu().isa}): linear layers {dot_form()!r}, quantized attention "
-    f"{coded_dot_form()!r}; numba {numba.__version__}, numpy {np.__version__}"
+    f"{binding.get_host_cpu_name()} ({describe_cpu().isa}): linear layers {dot_form()!r}, "
+    f"quantized attention {coded_dot_form()!r}; numba {numba.__version__}, numpy {np.__version__}"
 )

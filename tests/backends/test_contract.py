@@ -1,4 +1,6 @@
-"""What every backend promises, against dense attention in float64. Arrays go in and come out as NumPy here."""
+"""What every backend promises, against dense attention in float64. Arrays go in and come out as
+NumPy here.
+"""
 
 import dataclasses
 
@@ -105,7 +107,9 @@ def test_each_option_in_a_ragged_batch(make, params):
 
 
 def test_what_was_written_comes_back_exactly(make):
-    """With a window of 1 a token sees itself alone: out is its value, and unit queries read its key through lse."""
+    """With a window of 1 a token sees itself alone: out is its value, and unit queries read its key
+    through lse.
+    """
     heads = 3
     dim = 24
     case = make.case(2, ((40, 40), (3, 3)), kv_heads=heads, dim=dim)
@@ -114,7 +118,8 @@ def test_what_was_written_comes_back_exactly(make):
     keys, values = (np.concatenate(rows) for rows in (case.keys, case.values))
     queries = np.tile(np.eye(dim, dtype=np.float32), (len(keys), heads, 1))
     out, lse = arrays.attend(0, queries, layout, AttentionParams(1.0, window=1))
-    # Kernels that compute in half precision keep scores in base 2: they come back to the last bits of float32.
+    # Kernels that compute in half precision keep scores in base 2: they come back to the last bits
+    # of float32.
     np.testing.assert_allclose(
         lse.reshape(keys.shape), round_to(keys, make.dtype), rtol=2e-7 if make.in_half else 0
     )
@@ -177,7 +182,9 @@ def test_layers_of_different_shapes(make_f32):
 
 
 def test_a_fork_shares_blocks_until_it_copies(make):
-    """Two sequences over the same blocks; one copies its half-full tail and both write their own next token."""
+    """Two sequences over the same blocks; one copies its half-full tail and both write their own
+    next token.
+    """
     parent = make.case(9, ((1, 25),))
     arrays = make.filled(parent)
     tail = int(parent.tables[0, 1])

@@ -1,4 +1,6 @@
-"""What every backend promises of whole blocks as bytes: what is read can be written anywhere, to the bit."""
+"""What every backend promises of whole blocks as bytes: what is read can be written anywhere, to
+the bit.
+"""
 
 import dataclasses
 
@@ -107,7 +109,9 @@ def filled(make, cases):
 
 
 def attend(backend, cases, table):
-    """A query after the blocks of `table`, in every layer; its own key and value are written to block 7."""
+    """A query after the blocks of `table`, in every layer; its own key and value are written to
+    block 7.
+    """
     moved = [
         dataclasses.replace(
             case,
@@ -165,7 +169,9 @@ def test_blocks_moved_to_another_pool_serve_to_the_bit(make, cases):
 
 
 def test_a_row_is_all_layers_in_order_each_with_its_keys_first(make, cases):
-    """Other tokens in one layer change that layer's bytes alone; other values not the bytes of the keys."""
+    """Other tokens in one layer change that layer's bytes alone; other values not the bytes of the
+    keys.
+    """
     spec = make().spec
     sizes = [KVSpec((shape,), 16, spec.dtype, spec.bits).bytes_per_block for shape in SHAPES]
     rows = []

@@ -1,4 +1,6 @@
-"""What a quantized pool promises, in the specification and compiled: its error, its bits, its open blocks."""
+"""What a quantized pool promises, in the specification and compiled: its error, its bits, its open
+blocks.
+"""
 
 import dataclasses
 import itertools
@@ -28,7 +30,8 @@ from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
 PLAIN = AttentionParams(0.2)
-# Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest; scores lose much less.
+# Relative L2 and absolute. Weights become bytes, each off by up to 1/510 of a tile's largest;
+# scores lose much less.
 OUT_ERROR = 8e-3
 LSE_ERROR = 1e-3
 
@@ -304,7 +307,9 @@ def test_layers_of_different_shapes_keep_apart(name):
 
 
 def test_bytes_of_pool_and_open_blocks(name):
-    """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per token."""
+    """Qwen2-0.5B's heads: codes, a zero and a step per channel, a scale (4 bits: and a middle) per
+    token.
+    """
     layer = LayerKVSpec(2, 64)
     keys = {8: 16 * 64 + 2 * 64 + 64, 4: 16 * 32 + 2 * 64 + 64}
     values = {
@@ -354,7 +359,9 @@ def test_torch_refuses_other_widths_by_name(others):
 
 
 def test_torch_codes_as_the_specification_does():
-    """Scales are rounded to float16 from sums that differ in the last place of a float32, and so a few codes."""
+    """Scales are rounded to float16 from sums that differ in the last place of a float32, and so a
+    few codes.
+    """
     case = small_case(18, ((1, 160),), dim=40)
     ids = case.tables[0, :10].tolist()
     both = []

@@ -1,4 +1,6 @@
-"""What is particular to the compiled backend: its threads, its plans, and its checks of what reaches the kernels."""
+"""What is particular to the compiled backend: its threads, its plans, and its checks of what
+reaches the kernels.
+"""
 
 import threading
 

@@ -1,4 +1,6 @@
-"""What is particular to the CUDA backend; the contract shared by all backends is tested in test_contract.py."""
+"""What is particular to the CUDA backend; the contract shared by all backends is tested in
+test_contract.py.
+"""
 
 import importlib.util
 import logging

@@ -1,4 +1,6 @@
-"""Ids of blocks are looked at where sequences have tokens, and only there, in narrow tables and in wide ones."""
+"""Ids of blocks are looked at where sequences have tokens, and only there, in narrow tables and in
+wide ones.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Layouts whose parts have a delta: who takes them, which are refused, what a pass may read that it writes itself."""
+"""Layouts whose parts have a delta: who takes them, which are refused, what a pass may read that it
+writes itself.
+"""
 
 import numpy as np
 import pytest
@@ -85,7 +87,9 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
     layout = layout_of([from_inside_a_block()], SIZE)
     reasons = {
         CPUBackend: r"parts with delta \[-5, 0\], are attended by queries before rotation",
-        TorchBackend: "backend 'torch', not told how rope turns keys, does not attend keys computed at other",
+        TorchBackend: (
+            "backend 'torch', not told how rope turns keys, does not attend keys computed at other"
+        ),
     }
     if kind in reasons:
         batch = backend.prepare(layout)
@@ -135,7 +139,9 @@ def test_a_row_attends_quantized_blocks_that_another_row_of_the_pass_fills(kind,
 
 @CODED
 def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
-    """Neither one that it begins nor one that was begun before; nothing changes where it is refused."""
+    """Neither one that it begins nor one that was begun before; nothing changes where it is
+    refused.
+    """
     backend = pool(kind, (8, 8))
     whole = plain(26, SIZE, blocks_from(4))
     with pytest.raises(ConfigError, match="block 5 is open and not in the last part"):

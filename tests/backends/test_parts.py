@@ -1,4 +1,6 @@
-"""Block tables of several parts: an entry's index says nothing of its position, and plain sequences keep their bits."""
+"""Block tables of several parts: an entry's index says nothing of its position, and plain sequences
+keep their bits.
+"""
 
 import numpy as np
 import pytest
@@ -25,8 +27,9 @@ CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
 
 class Seamed:
-    """One sequence of a case in blocks of its own: parts begin at `cuts`, each `offsets[i]` slots into a block, with an
-    entry that serves nothing between two parts."""
+    """One sequence of a case in blocks of its own: parts begin at `cuts`, each `offsets[i]` slots
+    into a block, with an entry that serves nothing between two parts.
+    """
 
     def __init__(self, case, sequence, cuts, offsets, first_block):
         self.case = case

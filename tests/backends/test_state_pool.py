@@ -1,4 +1,6 @@
-"""Slots of states: where their parts lie, bytes in and out, poison; and which passes over them are refused."""
+"""Slots of states: where their parts lie, bytes in and out, poison; and which passes over them are
+refused.
+"""
 
 import dataclasses
 

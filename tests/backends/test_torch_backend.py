@@ -1,4 +1,6 @@
-"""What is particular to the torch backend; the contract shared by all backends is tested in test_contract.py."""
+"""What is particular to the torch backend; the contract shared by all backends is tested in
+test_contract.py.
+"""
 
 import numpy as np
 import pytest
@@ -36,7 +38,9 @@ def make_layout(lengths, rng, num_blocks):
 
 
 def attend_plainly(queries, keys, values, params):
-    """One query at a time in float64: queries [n, heads, d] at the last n of the keys' positions."""
+    """One query at a time in float64: queries [n, heads, d] at the last n of the keys'
+    positions.
+    """
     per_kv = queries.shape[1] // keys.shape[1]
     out = torch.empty(queries.shape, dtype=torch.float64)
     lse = torch.empty(queries.shape[:2], dtype=torch.float64)

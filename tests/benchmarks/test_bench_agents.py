@@ -1,4 +1,6 @@
-"""The benchmark of agents' sessions: its model says what is written, answers are taken apart, bars are judged."""
+"""The benchmark of agents' sessions: its model says what is written, answers are taken apart, bars
+are judged.
+"""
 
 import gguf
 import pytest

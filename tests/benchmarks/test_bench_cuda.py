@@ -1,4 +1,6 @@
-"""The benchmark of the CUDA extension: its contenders compute the same, over fibers; without a GPU it says so."""
+"""The benchmark of the CUDA extension: its contenders compute the same, over fibers; without a GPU
+it says so.
+"""
 
 import types
 

@@ -1,4 +1,6 @@
-"""The replay of traces: what is generated stays what it was, recorded traces are read, rivals are what they say."""
+"""The replay of traces: what is generated stays what it was, recorded traces are read, rivals are
+what they say.
+"""
 
 import hashlib
 import json

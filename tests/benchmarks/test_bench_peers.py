@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
 def test_peers_and_what_has_no_file_have_no_memory_beside_it(tmp_path):
     class Peer:
         label = "llama.cpp f16"
-        about = {"about": {}}
+        about: ClassVar = {"about": {}}
 
         def ask(self, what):
             return {"peak_mb": 700.0}

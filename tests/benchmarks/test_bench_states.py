@@ -1,4 +1,6 @@
-"""The benchmark of models with states: what tiny ones find, what is kept while nothing may be, how bars are judged."""
+"""The benchmark of models with states: what tiny ones find, what is kept while nothing may be, how
+bars are judged.
+"""
 
 import numpy as np
 import pytest
@@ -66,13 +68,19 @@ def test_nothing_is_kept_where_nothing_may_be_and_all_slots_come_back(tmp_path):
 def test_bars(second, found, written, decode, met):
     states = States.__new__(States)
     states.figures = {
-        "second turn": [second, 2 * second, 3 * second], "as many tokens alone": [1.0, 2.0, 3.0],
+        "second turn": [second, 2 * second, 3 * second],
+        "as many tokens alone": [1.0, 2.0, 3.0],
         "as many tokens behind a prompt": [1.0, 1.0, 3.0],
-        "second turn, computed": [80, 80, 80], "second of a named prefix, found": [found, 288, 288],
-        "third of a prefix, found": [288, found, 288], "prefill with": [written, 1.0, written],
-        "prefill without": [1.0, 1.0, 1.0], "turn with": [written + 0.04] * 3, "turn without": [1.0] * 3,
-        "decode": [decode], "decode, dense": [1.0],
-    }  # fmt: skip
+        "second turn, computed": [80, 80, 80],
+        "second of a named prefix, found": [found, 288, 288],
+        "third of a prefix, found": [288, found, 288],
+        "prefill with": [written, 1.0, written],
+        "prefill without": [1.0, 1.0, 1.0],
+        "turn with": [written + 0.04] * 3,
+        "turn without": [1.0] * 3,
+        "decode": [decode],
+        "decode, dense": [1.0],
+    }
     rows = rows_of(states, 299.0)
     assert [row["met"] for row in rows] == met
     reached = [second, second, found, found, written, written + 0.04, decode, 299]

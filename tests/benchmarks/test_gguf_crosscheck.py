@@ -1,4 +1,6 @@
-"""The comparison with llama.cpp says so where something disagrees. llama.cpp itself is not run here."""
+"""The comparison with llama.cpp says so where something disagrees. llama.cpp itself is not run
+here.
+"""
 
 import argparse
 from pathlib import Path

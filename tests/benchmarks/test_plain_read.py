@@ -1,4 +1,6 @@
-"""The plain read of the benchmarks: every byte once, whatever the threads; the bytes that a decoded token reads."""
+"""The plain read of the benchmarks: every byte once, whatever the threads; the bytes that a decoded
+token reads.
+"""
 
 from types import SimpleNamespace
 

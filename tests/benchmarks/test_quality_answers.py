@@ -1,4 +1,6 @@
-"""The questions of `make quality` have right answers that fit their schemas, and judging tells right from wrong."""
+"""The questions of `make quality` have right answers that fit their schemas, and judging tells
+right from wrong.
+"""
 
 import json
 

@@ -1,7 +1,9 @@
-"""What reuse at other positions may cost the bundled model, and the figures of `make quality` themselves.
+"""What reuse at other positions may cost the bundled model, and the figures of `make quality`
+themselves.
 
-Facts that stand in one piece are answered rightly whatever is reused, so facts that a seam divides are asked too: there
-reuse without repair has to fail."""
+Facts that stand in one piece are answered rightly whatever is reused, so facts that a seam divides
+are asked too: there reuse without repair has to fail.
+"""
 
 import random
 

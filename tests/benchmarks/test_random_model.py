@@ -1,4 +1,6 @@
-"""The random models of the benchmarks: files as their makers write them, with weights of the wanted spread."""
+"""The random models of the benchmarks: files as their makers write them, with weights of the wanted
+spread.
+"""
 
 import gguf
 import numpy as np
@@ -93,17 +95,31 @@ def test_tensors_are_called_and_shaped_as_in_files_of_the_converter(tmp_path, na
     shape = HYBRID_SHAPES[name]
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     own = (
-        {"layers_block_type": [kinds[kind] for kind in shape.kinds], "mamba_num_heads": shape.value_heads,
-         "mamba_head_dim": shape.value_dim, "n_groups": shape.groups, "ssm_state_size": shape.state_dim}
+        {
+            "layers_block_type": [kinds[kind] for kind in shape.kinds],
+            "mamba_num_heads": shape.value_heads,
+            "mamba_head_dim": shape.value_dim,
+            "n_groups": shape.groups,
+            "ssm_state_size": shape.state_dim,
+        }
         if family == "nemotron_h"
-        else {"mamba_n_heads": shape.value_heads, "mamba_d_head": shape.value_dim, "mamba_n_groups": shape.groups,
-              "mamba_d_ssm": shape.value_heads * shape.value_dim, "mamba_d_state": shape.state_dim}
-    )  # fmt: skip
+        else {
+            "mamba_n_heads": shape.value_heads,
+            "mamba_d_head": shape.value_dim,
+            "mamba_n_groups": shape.groups,
+            "mamba_d_ssm": shape.value_heads * shape.value_dim,
+            "mamba_d_state": shape.state_dim,
+        }
+    )
     sizes = {
-        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.wide, "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.wide,
+        "vocab_size": shape.vocab,
         "head_dim": shape.head_dim,
-    }  # fmt: skip
+    }
     expected = gguf_tensors(save_tiny_model(family, tmp_path, **sizes, **own))
     assert dict(shape.tensors()) == {found: values.shape for found, values in expected.items()}
 

@@ -1,4 +1,6 @@
-"""The model of `make real-model`: whole or not there, and `make quality` adds up what texts of several lengths say."""
+"""The model of `make real-model`: whole or not there, and `make quality` adds up what texts of
+several lengths say.
+"""
 
 import hashlib
 import zipfile

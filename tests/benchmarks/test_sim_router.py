@@ -59,7 +59,9 @@ def test_lost_and_late_messages_and_a_death_cost_time_only(faults, trace):
 
 
 def test_a_shared_tier_serves_what_any_replica_computed(trace):
-    """What was computed anywhere is found everywhere, and what the router is told of it is what it believes then."""
+    """What was computed anywhere is found everywhere, and what the router is told of it is what it
+    believes then.
+    """
     best = floor(trace)
     for faults in (Faults(), Faults(lost=0.2, late=0.2)):
         outcome, _ = simulate(trace, REPLICAS, "ours", faults, shared=Shared(5e-5))
@@ -71,8 +73,9 @@ def test_a_shared_tier_serves_what_any_replica_computed(trace):
 
 
 def test_a_router_that_knows_what_the_tier_has_waits_less():
-    """Bars for a short run, on the virtual clock: the same on every machine. Twice the work that there would be room
-    for without the tier, in prompts that are long and alike."""
+    """Bars for a short run, on the virtual clock: the same on every machine. Twice the work that
+    there would be room for without the tier, in prompts that are long and alike.
+    """
     busy = workload("agents", REPLICAS, 2.0, 300.0, 500)
     told, untold = (
         simulate(busy, REPLICAS, "ours", shared=Shared(5e-5, is_told))[0]
@@ -87,8 +90,10 @@ def test_a_run_is_what_it_was(trace):
 
 
 def test_a_router_that_looks_at_states_expects_what_is_found():
-    """Bars for a short run, on the virtual clock: the same on every machine. With few slots many blocks have no state:
-    who counts blocks alone expects a seventh of all tokens to be there that are computed."""
+    """Bars for a short run, on the virtual clock: the same on every machine. With few slots many
+    blocks have no state: who counts blocks alone expects a seventh of all tokens to be there that
+    are computed.
+    """
     busy = workload("chats", REPLICAS, 1.2, 240.0, 600)
     seen, unseen = (
         simulate(busy, REPLICAS, "ours", states=States(64, are_seen))[0]

@@ -11,7 +11,9 @@ from kvboost_edge.cli.app import run
 
 @pytest.fixture
 def printed(capsys):
-    """`printed(*argv, code=0)` checks the exit status and returns what the command wrote: `out` and `err`."""
+    """`printed(*argv, code=0)` checks the exit status and returns what the command wrote: `out` and
+    `err`.
+    """
 
     def call(*argv, code=0):
         capsys.readouterr()

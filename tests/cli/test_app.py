@@ -94,7 +94,8 @@ def test_errors_are_one_clean_line(extra, named, tiny_model_dir, refused):
 
 def test_chat_reuses_earlier_turns(tiny_model_dir, printed, typed):
     typed(
-        "Hello there, how are you today?\n\n/help\nAnd now something else.\n/stats\n/reset\nHi\n/quit\n"
+        "Hello there, how are you today?\n\n/help\nAnd now something "
+        "else.\n/stats\n/reset\nHi\n/quit\n"
     )
     out = printed("chat", "-m", tiny_model_dir, "-n", "8", *SMALL).out
     cached = [int(count) for count in re.findall(r"(\d+) from the cache", out)]
@@ -199,7 +200,9 @@ def test_doctor_names_the_machine_and_the_path(tiny_model_dir, answered):
 def test_doctor_refuses_what_the_engine_would(
     tiny_model_dir, tmp_path, monkeypatch, answered, printed
 ):
-    """Nothing is packed for it; the same sentence comes from the engine, and both commands end with 1."""
+    """Nothing is packed for it; the same sentence comes from the engine, and both commands end with
+    1.
+    """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     argv = [tiny_model_dir, "-o", "weights=int4", "-o", "num_blocks=1000000000"]
     found = answered("doctor", *argv, code=1)[f"Model {tiny_model_dir}"]

@@ -1,4 +1,6 @@
-"""What the commands print is text: names, reasons and answers with brackets in them come out as they are."""
+"""What the commands print is text: names, reasons and answers with brackets in them come out as
+they are.
+"""
 
 import ast
 import io
@@ -19,7 +21,8 @@ COMMANDS = Path(__file__).parents[2] / "kvboost_edge" / "cli"
 NAMES = ("em[b]x", "a[/b]", "[red]c :smile: \\[dim]")
 SMALL = ("-o", "num_blocks=32", "-o", "dtype=float32")
 MARKUP = re.compile(r"\[/?(b|i|u|bold|dim|italic|red|green|blue|cyan|yellow|magenta)( [a-z]+)*\]")
-# What reads strings as markup wherever it is used; console.py is where they are made so that they do not.
+# What reads strings as markup wherever it is used; console.py is where they are made so that they
+# do not.
 READERS = {"Console", "TextColumn", "from_markup", "render_markup", "status", "Status", "Spinner"}
 
 
@@ -120,7 +123,9 @@ def found_markup(source):
 
 
 def test_no_command_makes_what_reads_markup():
-    """Every console and every column of a bar is console.py's, and no text but the help's has a tag."""
+    """Every console and every column of a bar is console.py's, and no text but the help's has a
+    tag.
+    """
     found = {
         str(path.relative_to(COMMANDS)): lines
         for path in sorted(COMMANDS.rglob("*.py"))
@@ -131,8 +136,14 @@ def test_no_command_makes_what_reads_markup():
 
 @pytest.mark.parametrize(
     "source",
-    ['c = Console(stderr=True)', 'TextColumn("{x}")', 'c.status(f"{x}")', 'c.print(f"[dim]{x}[/dim]")',
-     "Text.from_markup(x)", "c.print(x, markup=True)"],
-)  # fmt: skip
+    [
+        "c = Console(stderr=True)",
+        'TextColumn("{x}")',
+        'c.status(f"{x}")',
+        'c.print(f"[dim]{x}[/dim]")',
+        "Text.from_markup(x)",
+        "c.print(x, markup=True)",
+    ],
+)
 def test_what_reads_markup_is_found(source):
     assert found_markup(source)

@@ -1,4 +1,6 @@
-"""`eval`: perplexity against a direct computation, and the distance between two forms of one model."""
+"""`eval`: perplexity against a direct computation, and the distance between two forms of one
+model.
+"""
 
 import math
 

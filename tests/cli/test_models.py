@@ -1,4 +1,6 @@
-"""`kvboost-edge models` over made-up stores: what runs, what does not and why; a broken file is a row."""
+"""`kvboost-edge models` over made-up stores: what runs, what does not and why; a broken file is a
+row.
+"""
 
 import json
 import random
@@ -70,17 +72,22 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, rows_of, monkeypatc
     assert rows["floats"]["format"].startswith("safetensors ")
     reasons = {name: row["reason"] for name, row in rows.items() if row["runs"] == "refused"}
     for name, words in {
-        "cut.gguf": "truncated", "empty.gguf": "too few for a GGUF file", "vision.gguf": "'clip'",
-        "words.gguf": "tokenizer.ggml.model is 'bert'", "half-00001": "beside it is no half-00002", "strange": "",
-    }.items():  # fmt: skip
+        "cut.gguf": "truncated",
+        "empty.gguf": "too few for a GGUF file",
+        "vision.gguf": "'clip'",
+        "words.gguf": "tokenizer.ggml.model is 'bert'",
+        "half-00001": "beside it is no half-00002",
+        "strange": "",
+    }.items():
         (reason,) = (reason for other, reason in reasons.items() if other.startswith(name))
         assert words in reason
         assert reason
 
 
 def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed, monkeypatch):
-    """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what nobody thought
-    of."""
+    """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what
+    nobody thought of.
+    """
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     (folder / "round.gguf").symlink_to(folder / "round.gguf")
     change_json(shutil.copytree(tiny_model_dir, folder / "wide") / "config.json", head_dim=1 << 31)
@@ -109,7 +116,9 @@ def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed
 
 @pytest.mark.parametrize("seed", range(6))
 def test_damaged_files_are_refused_by_the_readers(folder, tiny_model_dir, rows_of, seed):
-    """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by surprise."""
+    """Flipped bits, cuts and wrong values: each reader says what is wrong, and none is caught by
+    surprise.
+    """
     rng = random.Random(seed)
     write_gguf(tiny_model_dir, folder / "good.gguf", kind="Q8_0")
     data = (folder / "good.gguf").read_bytes()

@@ -1,4 +1,6 @@
-"""`inspect` and `doctor` on folders with ONNX files: what they hold, which runner takes them, and why not another."""
+"""`inspect` and `doctor` on folders with ONNX files: what they hold, which runner takes them, and
+why not another.
+"""
 
 from helpers.models.tiny_models import build_tiny_model
 from helpers.onnx.blocks import Form

@@ -122,7 +122,9 @@ def test_a_shared_prefix_and_ragged_suffixes_decode_like_single_prompts(llama, e
 
 @pytest.mark.parametrize("hole", ["front", "middle", "end"])
 def test_hidden_slots_anywhere_do_not_matter(model, hole):
-    """Rows of different lengths whose KV was computed alone; windows too count positions, not slots."""
+    """Rows of different lengths whose KV was computed alone; windows too count positions, not
+    slots.
+    """
     prompts = [list(range(40, 40 + n)) for n in (30, 17, 24)]
     longest = 30
     rows = []
@@ -183,7 +185,9 @@ def test_equal_lengths_need_no_mask_and_sampling_is_seeded(model):
 
 
 def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(llama):
-    """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix and suffix."""
+    """broadcast_kv, pad_and_mask, batched_decode without a mask: the padding stands between prefix
+    and suffix.
+    """
     past, first, full = behind_the_prefix(llama)
     for start in (25, [25, 21, 23]):
         with pytest.raises(RequestError, match=r"attention_mask=.* pad_and_mask"):

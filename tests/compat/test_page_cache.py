@@ -1,4 +1,6 @@
-"""The page cache for payloads: its forebear's faults tested away (leaks, short hashes, foreign pages, no-op drafts)."""
+"""The page cache for payloads: its forebear's faults tested away (leaks, short hashes, foreign
+pages, no-op drafts).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from helpers.raising import assert_raises
 from kvboost_edge.compat.page_cache import KVCache
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 
-# ---- attach, get, detach ---------------------------------------------------------------------------------------------
+# attach, get, detach
 
 
 def test_defaults_are_the_forebears():
@@ -112,7 +114,7 @@ def test_bad_arguments_are_refused_and_nothing_leaks():
     cache.check_invariants()
 
 
-# ---- payloads --------------------------------------------------------------------------------------------------------
+# payloads
 
 
 def test_no_caller_can_change_what_another_sequence_sees():
@@ -200,14 +202,24 @@ class Pair:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (0.0, -0.0), (complex(0, 0.0), complex(0, -0.0)), (1, True), (None, False), ([0.0], [-0.0]),
+        (0.0, -0.0),
+        (complex(0, 0.0), complex(0, -0.0)),
+        (1, True),
+        (None, False),
+        ([0.0], [-0.0]),
         ({1: 0}, {True: 0}),
-        ({"k": 0.0}, {"k": -0.0}), ({1.0}, {True}), (Pair(1, 0.0), Pair(1, -0.0)), (Pair(1, 2), Pair(True, 2)),
-        (np.zeros(2), -np.zeros(2)), (np.float32(0), np.float32(-0.0)), (torch.zeros(2), -torch.zeros(2)),
-        (torch.zeros(2, dtype=torch.bfloat16), -torch.zeros(2, dtype=torch.bfloat16)), ({1: 2, 3: 4}, {3: 4, 1: 2}),
+        ({"k": 0.0}, {"k": -0.0}),
+        ({1.0}, {True}),
+        (Pair(1, 0.0), Pair(1, -0.0)),
+        (Pair(1, 2), Pair(True, 2)),
+        (np.zeros(2), -np.zeros(2)),
+        (np.float32(0), np.float32(-0.0)),
+        (torch.zeros(2), -torch.zeros(2)),
+        (torch.zeros(2, dtype=torch.bfloat16), -torch.zeros(2, dtype=torch.bfloat16)),
+        ({1: 2, 3: 4}, {3: 4, 1: 2}),
         (Decimal("0"), Decimal("-0")),
     ],
-)  # fmt: skip
+)
 def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one, other):
     cache = KVCache(page_size=1, max_pages=4)
     for seq_id, payload in enumerate((one, other, copy.deepcopy(other))):
@@ -218,9 +230,19 @@ def test_what_compares_equal_and_is_not_the_same_is_not_exchanged(one, other):
 
 @pytest.mark.parametrize(
     "payload",
-    [None, -0.0, Pair(1, [2.0]), {"k": {"a", "b"}}, np.zeros(3), torch.ones(2, 2, dtype=torch.bfloat16), b"x",
-     Decimal("1.5"), torch.tensor(1.0), np.int64(3)],
-)  # fmt: skip
+    [
+        None,
+        -0.0,
+        Pair(1, [2.0]),
+        {"k": {"a", "b"}},
+        np.zeros(3),
+        torch.ones(2, 2, dtype=torch.bfloat16),
+        b"x",
+        Decimal("1.5"),
+        torch.tensor(1.0),
+        np.int64(3),
+    ],
+)
 def test_the_same_payload_is_shared(payload):
     cache = KVCache(page_size=1, max_pages=4)
     cache.attach("a", [payload], [7])

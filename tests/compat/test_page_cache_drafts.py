@@ -1,4 +1,6 @@
-"""The page cache for payloads: drafts are accepted in part, rejected without a trace, and close with their sequence."""
+"""The page cache for payloads: drafts are accepted in part, rejected without a trace, and close
+with their sequence.
+"""
 
 import pytest
 

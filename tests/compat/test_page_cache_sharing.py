@@ -1,4 +1,6 @@
-"""The page cache for payloads: equal prefixes hold their pages once, no page leaks and none is a foreign one."""
+"""The page cache for payloads: equal prefixes hold their pages once, no page leaks and none is a
+foreign one.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""Collection of the tests that compile the CUDA kernels for this processor, where there is a compiler."""
+"""Collection of the tests that compile the CUDA kernels for this processor, where there is a
+compiler.
+"""
 
 from helpers.tools import find_compiler, must_run
 

@@ -1,4 +1,6 @@
-"""The CUDA attention kernels, compiled for this processor over fibers, against the float64 oracle."""
+"""The CUDA attention kernels, compiled for this processor over fibers, against the float64
+oracle.
+"""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""The CUDA attention kernels on calls drawn at random, on memory far apart, and on fibers of the C library."""
+"""The CUDA attention kernels on calls drawn at random, on memory far apart, and on fibers of the C
+library.
+"""
 
 import mmap
 

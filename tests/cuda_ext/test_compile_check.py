@@ -92,8 +92,13 @@ def test_every_form_is_in_a_program():
         for machine in MACHINES
     }
     assert {name: len(found) for name, found in forms.items()} == {
-        "sm_70": 11, "sm_75": 11, "sm_80": 20, "sm_86": 20, "sm_89": 20, "sm_90": 20,
-    }  # fmt: skip
+        "sm_70": 11,
+        "sm_75": 11,
+        "sm_80": 20,
+        "sm_86": 20,
+        "sm_89": 20,
+        "sm_90": 20,
+    }
     assert all(len(set(found)) == len(found) for found in forms.values())
     attention = {form[1:] for form in forms["sm_80"] if form.is_attention}
     assert attention == {

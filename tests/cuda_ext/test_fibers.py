@@ -1,4 +1,6 @@
-"""The fibers themselves: what a GPU would punish is noticed, conversions are exact, the address sanitizer watches."""
+"""The fibers themselves: what a GPU would punish is noticed, conversions are exact, the address
+sanitizer watches.
+"""
 
 import ctypes
 import itertools
@@ -100,10 +102,12 @@ def test_numbers_round_to_the_nearest_and_ties_to_even(functions):
             (rng.standard_normal(4000) * 2.0 ** rng.integers(-30, 18, 4000)).astype(np.float32),
             np.array([0.0, -0.0, 65504, 65519.996, 65520, -65520, np.inf, -np.inf], np.float32),
             np.array([2**-24, 2**-25, 1.5 * 2**-25], np.float32),
-            (np.arange(1, 4001, dtype=np.float32) * np.float32(2**-12) + 1),  # every other one a tie of f16
+            (
+                np.arange(1, 4001, dtype=np.float32) * np.float32(2**-12) + 1
+            ),  # every other one a tie of f16
             (np.arange(1, 512, dtype=np.float32) * np.float32(2**-9) + 1),  # likewise of bf16
         ]
-    )  # fmt: skip
+    )
     with np.errstate(over="ignore"):
         expected = to_bits(numbers, F16)
     assert [functions.pack_half(x, 1.0) for x in numbers.tolist()] == [

@@ -1,4 +1,6 @@
-"""What the package says where its compiled part is missing or of another torch, and what its setup refuses."""
+"""What the package says where its compiled part is missing or of another torch, and what its setup
+refuses.
+"""
 
 import os
 import runpy
@@ -62,7 +64,9 @@ def test_one_that_cannot_be_loaded_is_named(library, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run_setup(monkeypatch, tmp_path):
-    """Runs a copy of setup.py with a value of FORCE_CUDA; the arguments it calls setuptools with."""
+    """Runs a copy of setup.py with a value of FORCE_CUDA; the arguments it calls setuptools
+    with.
+    """
     copy = Path(
         shutil.copytree(
             ROOT / "cuda_ext", tmp_path / "cuda_ext", ignore=shutil.ignore_patterns("__pycache__")

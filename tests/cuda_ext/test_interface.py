@@ -41,7 +41,9 @@ def oracle(
     softcap=0.0,
     sinks=None,
 ):
-    """One sequence in float64: q [len_q, heads, dim], k and v [len_k, kv_heads, dim] -> out, lse [heads, len_q]."""
+    """One sequence in float64: q [len_q, heads, dim], k and v [len_k, kv_heads, dim] -> out, lse
+    [heads, len_q].
+    """
     times = q.shape[1] // k.shape[1]
     wide = [x.double().repeat_interleave(times, dim=1).transpose(0, 1) for x in (k, v)]
     scores = (
@@ -183,9 +185,14 @@ def test_a_cache_that_new_keys_are_put_into(kernels, where, num_splits):
             cache[table.long()] = source.view(3, 6, 16, 2, 64)
     before = [cache.clone() for cache in caches]
     out, lse = kernels.flash_attn_with_kvcache(
-        *(q, *caches, k, v), cache_seqlens=ints(seqlens), cache_batch_idx=index, block_table=table, causal=True,
-        num_splits=num_splits, return_softmax_lse=True,
-    )  # fmt: skip
+        *(q, *caches, k, v),
+        cache_seqlens=ints(seqlens),
+        cache_batch_idx=index,
+        block_table=table,
+        causal=True,
+        num_splits=num_splits,
+        return_softmax_lse=True,
+    )
     for row, length in enumerate(seqlens):
         full = [
             torch.cat([source[row, :length], fresh[row]])
@@ -229,9 +236,18 @@ def test_queries_of_any_strides_are_taken(kernels):
 
 def test_names_and_order_are_flash_attns(kernels):
     tail = "softcap alibi_slopes deterministic return_attn_probs".split()
-    varlen = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size".split()
-    cache = "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table".split()
-    cache += "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse".split()
+    varlen = (
+        "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+        "window_size"
+    ).split()
+    cache = (
+        "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad "
+        "block_table"
+    ).split()
+    cache += (
+        "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits "
+        "return_softmax_lse"
+    ).split()
     wanted = {
         "flash_attn_func": [
             "q",
@@ -313,8 +329,16 @@ def varlen(kernels, starts_q, starts_k, **more):
         (lambda kernels: cached(kernels, cache_seqlens=ints([9])), "cache_seqlens"),
         (lambda kernels: cached(kernels, cache_seqlens=ints([-1])), "cache_seqlens"),
         (lambda kernels: cached(kernels, cache_batch_idx=ints([1])), "cache_batch_idx"),
-        (lambda kernels: cached(kernels, k=draw(1, 1, 2, 64), v=draw(1, 1, 2, 64)), "behind cache_seqlens"),
-        (lambda kernels: cached(kernels, k=draw(1, 2, 2, 64), v=draw(1, 2, 2, 64), cache_seqlens=7), "cache_seqlens"),
+        (
+            lambda kernels: cached(kernels, k=draw(1, 1, 2, 64), v=draw(1, 1, 2, 64)),
+            "behind cache_seqlens",
+        ),
+        (
+            lambda kernels: cached(
+                kernels, k=draw(1, 2, 2, 64), v=draw(1, 2, 2, 64), cache_seqlens=7
+            ),
+            "cache_seqlens",
+        ),
         (lambda kernels: cached(kernels, k=draw(1, 2, 2, 64)), "together"),
         (lambda kernels: cached(kernels, num_splits=-1), "num_splits=-1"),
         (lambda kernels: slots(kernels, [0, 32]), "slot_mapping"),
@@ -322,7 +346,7 @@ def varlen(kernels, starts_q, starts_k, **more):
         (lambda kernels: kernels.copy_blocks([draw(2, 16)], [(0, 2)]), "0 -> 2"),
         (lambda kernels: kernels.copy_blocks([draw(2, 4)], [(0, 1)]), "16 n bytes"),
     ],
-)  # fmt: skip
+)
 def test_indices_out_of_bounds_are_refused_before_a_launch(loaded, call, message):
     kernels, standin = loaded
     before = standin.launches if standin else 0

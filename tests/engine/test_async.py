@@ -200,7 +200,9 @@ async def test_batches_hold_all_that_is_there_and_end_with_the_result(engine):
 
 
 async def test_wakes_before_the_loop_runs_are_one(monkeypatch):
-    """Each is a system call of the engine thread; with many streams there is one for each in every step."""
+    """Each is a system call of the engine thread; with many streams there is one for each in every
+    step.
+    """
     loop = asyncio.get_running_loop()
     real = loop.call_soon_threadsafe
     wakes = []

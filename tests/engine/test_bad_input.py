@@ -1,4 +1,6 @@
-"""Each kind of bad input: an error that names what is wrong, nothing held, and the next request is fine."""
+"""Each kind of bad input: an error that names what is wrong, nothing held, and the next request is
+fine.
+"""
 
 import numpy as np
 import pytest

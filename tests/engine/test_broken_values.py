@@ -1,4 +1,6 @@
-"""NaN in embeddings, keys, values, routers or recurrent states ends the request whose token it is, and no other."""
+"""NaN in embeddings, keys, values, routers or recurrent states ends the request whose token it is,
+and no other.
+"""
 
 import numpy as np
 import pytest
@@ -24,9 +26,9 @@ FAR = [
     *[(7 * i) % 190 for i in range(150)],
 ]  # three layers of a window of 24 look back 69 tokens
 OPTIONS = {"max_new_tokens": 8, "ignore_eos": True, "logit_bias": {BAD: -1e4}}
-# Of each family a matrix of the first layer, rows of it whose products overflow, and how large they are in the first
-# channels. Products of a convolution, of B and x of Mamba2; values of the delta rule are infinite before. A router gets
-# infinity less infinity.
+# Of each family a matrix of the first layer, rows of it whose products overflow, and how large they
+# are in the first channels. Products of a convolution, of B and x of Mamba2; values of the delta
+# rule are infinite before. A router gets infinity less infinity.
 LARGE = {
     "lfm2": ("layers.0.conv.in_proj.weight", (5, 2 * 64 + 5), [1e20]),
     "granitemoehybrid-h": ("layers.0.mamba.in_proj.weight", (128 + 5, 2 * 128 + 3), [1e25]),
@@ -129,7 +131,9 @@ def engine(request, tmp_path_factory):
     "bad", [[7, 9, BAD, 31, 8], [*GOOD[:36], BAD, *range(60)], [*range(90, 150), BAD], FAR], ids=len
 )
 def test_the_request_ends_alone_and_nothing_of_it_is_published(engine, bad):
-    """In its first pass, inside a later one, with its last token, and where windows hide that token."""
+    """In its first pass, inside a later one, with its last token, and where windows hide that
+    token.
+    """
     others = [GOOD[:40], [9, 8, 7], [*GOOD[:20], 4]]
     alone = [
         engine.generate(prompt, mode="baseline", **OPTIONS).output_token_ids for prompt in others

@@ -1,4 +1,6 @@
-"""What is planned before a model is loaded: memory of the packed weights, packages that loading needs."""
+"""What is planned before a model is loaded: memory of the packed weights, packages that loading
+needs.
+"""
 
 import importlib.util
 
@@ -19,7 +21,9 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 
 @pytest.mark.parametrize("weights", ["int4", "int4-asym", "int8", "bf16", "f32"])
 def test_weights_are_weighed_as_they_are_packed(weights, tmp_path, monkeypatch):
-    """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit, and count so."""
+    """A large vocabulary beside few layers: with 4 bits the embedding and the head stay at 8 bit,
+    and count so.
+    """
     directory = save_tiny_checkpoint("llama", tmp_path, vocab_size=8000, **WIDE)
     checkpoint = Checkpoint.open(directory)
     plan = pack_plan(describe_model(checkpoint.config), weights)

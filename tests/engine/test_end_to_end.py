@@ -1,4 +1,6 @@
-"""Real tiny models on the torch runner: greedy tokens equal transformers' own, however they come about."""
+"""Real tiny models on the torch runner: greedy tokens equal transformers' own, however they come
+about.
+"""
 
 import weakref
 
@@ -19,10 +21,15 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 SOME_FAMILIES = ["llama", "gemma2", "qwen3"]
 NEW = 24
 BLOCK = 16
-# One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last member.
+# One thread: a tiny matrix is no work to share, and a busy machine makes the team wait for its last
+# member.
 OPTIONS = {
-    "runner": "torch", "backend": "cpu", "dtype": "float32", "debug_checks": True, "num_threads": 1
-}  # fmt: skip
+    "runner": "torch",
+    "backend": "cpu",
+    "dtype": "float32",
+    "debug_checks": True,
+    "num_threads": 1,
+}
 
 
 class Truth:

@@ -1,5 +1,6 @@
-"""Tiny hybrid models through the whole engine: answers are equal to the bit with and without what was kept of them, in
-the pool, on disk, and after the process that kept it was killed."""
+"""Tiny hybrid models through the whole engine: answers are equal to the bit with and without what
+was kept of them, in the pool, on disk, and after the process that kept it was killed.
+"""
 
 import json
 import os
@@ -80,7 +81,9 @@ def test_cold_hit_and_branch_are_equal_to_the_bit(model, bits):
 
 @pytest.mark.parametrize(("model", "bits"), each_once(FAMILIES, ALL_BITS), indirect=["model"])
 def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, tmp_path):
-    """The second time the tenant asks, its answer is known; and after a restart the states of that are on disk."""
+    """The second time the tenant asks, its answer is known; and after a restart the states of that
+    are on disk.
+    """
     options = {
         "kv_cache_bits": bits,
         "debug_checks": True,
@@ -105,7 +108,9 @@ def test_what_was_said_before_is_guessed_ahead_and_changes_no_bit(model, bits, t
 
 
 def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(tmp_path):
-    """Nobody names the place: the template says where a message of the user begins, and a state is kept before it."""
+    """Nobody names the place: the template says where a message of the user begins, and a state is
+    kept before it.
+    """
     system = {"role": "system", "content": "You are a helper of few words. " * 4}
     chats = [
         [system, {"role": "user", "content": content}]
@@ -130,9 +135,12 @@ def test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it(t
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_states_survive_the_death_of_the_process(model, tmp_path):
     options = {
-        "num_blocks": 64, "num_threads": 1, "weights": "int8",
-        "disk_cache_dir": str(tmp_path / "blocks"), "max_disk_bytes": 64 << 20,
-    }  # fmt: skip
+        "num_blocks": 64,
+        "num_threads": 1,
+        "weights": "int8",
+        "disk_cache_dir": str(tmp_path / "blocks"),
+        "max_disk_bytes": 64 << 20,
+    }
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     told = json.dumps([str(model), PROMPT, ANSWER, options])
     died = subprocess.run(

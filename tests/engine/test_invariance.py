@@ -1,10 +1,13 @@
-"""Bit invariance: a token has the same logits however it came to be computed, for every model, format and cache width.
+"""Bit invariance: a token has the same logits however it came to be computed, for every model,
+format and cache width.
 
-Each way of computing a prompt is compared by `==`, on all rows of logits or on tokens and log probabilities, with the
-prompt alone, uncached, in one pass of one thread. `make test` runs the rows of invariance_pairs.csv, in which every
-possible pair of values of two factors occurs; `make test-all` runs all others too.
+Each way of computing a prompt is compared by `==`, on all rows of logits or on tokens and log
+probabilities, with the prompt alone, uncached, in one pass of one thread. `make test` runs the rows
+of invariance_pairs.csv, in which every possible pair of values of two factors occurs; `make
+test-all` runs all others too.
 
-To write the table again after a factor has changed: cd tests && ../.venv/bin/python -m engine.test_invariance
+To write the table again after a factor has changed: cd tests && ../.venv/bin/python -m
+engine.test_invariance
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ def same(found, expected, where):
 
 
 def cached(case):
-    """After a prefix of any length, in the pool up to its last whole block. A hybrid needs a state there, too."""
+    """After a prefix of any length, in the pool up to its last whole block. A hybrid needs a state
+    there, too.
+    """
     expected = case.cold.logits(TEXT)
     for cut in (0, 1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 81, 89):
         start = cut // BLOCK * BLOCK
@@ -163,7 +168,9 @@ def preempted(case):
 
 
 def speculative(case):
-    """Two answers at once, one of them sampled, whose drafts are right up to any number; and what is kept of them."""
+    """Two answers at once, one of them sampled, whose drafts are right up to any number; and what
+    is kept of them.
+    """
     asked = [(TEXT[:25], GREEDY), (TEXT[40:70], SAMPLED)]
     alone = [case.cold.answer(*each) for each in asked]
     wholes = [
@@ -198,7 +205,9 @@ def speculative(case):
 
 
 def restored(case):
-    """From a tier, by an engine that has only the tier, and once more where the tier lost the third block."""
+    """From a tier, by an engine that has only the tier, and once more where the tier lost the third
+    block.
+    """
     answer = case.cold.answer(TEXT[:60], GREEDY)
     turn = [*TEXT[:60], *answer.output_token_ids, *OTHER[:9]]
     expected = case.cold.logits(turn)
@@ -222,7 +231,9 @@ def restored(case):
 
 
 def next_turn(case):
-    """Keys, values and states that decoding made, one token at a time, equal what one pass makes."""
+    """Keys, values and states that decoding made, one token at a time, equal what one pass
+    makes.
+    """
     for number, budget in ((1, 64), (2, 7)):
         bench = case.bench(threads=number, max_batch_tokens=budget)
         first = bench.generate(TEXT[:25], dataclasses.replace(GREEDY, max_new_tokens=45))
@@ -236,7 +247,9 @@ def next_turn(case):
 
 
 def some_rows(case):
-    """Logits and hidden states of some rows of a pass, after pieces none of whose rows were wanted."""
+    """Logits and hidden states of some rows of a pass, after pieces none of whose rows were
+    wanted.
+    """
     expected, longer, other = (case.cold.logits(each) for each in (TEXT, [*TEXT, 7], OTHER))
     driver = case.driver(1)
     _, hidden = driver.step_for([(driver.open(TEXT), 90)], [], range(90))
@@ -343,7 +356,9 @@ def test_every_possible_pair_is_in_the_table():
 
 
 class Models:
-    """The model in use; it is closed when another one is asked for. Cases of one model follow each other."""
+    """The model in use; it is closed when another one is asked for. Cases of one model follow each
+    other.
+    """
 
     def __init__(self, folder):
         self._folder = folder
@@ -405,7 +420,9 @@ def test_the_rest_of_the_product(models, model):
 
 
 def write_table():
-    """Choose the row with most new pairs until none is missing; of equal ones that with the rarest way and width."""
+    """Choose the row with most new pairs until none is missing; of equal ones that with the rarest
+    way and width.
+    """
     pairs = {row: parts_of(row) for row in ALL}
     missing = set().union(*pairs.values())
     used = Counter[str]()

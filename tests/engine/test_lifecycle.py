@@ -1,4 +1,6 @@
-"""Whatever ends a request - finish, cancel, an error at any point, the engine's end - nothing stays behind."""
+"""Whatever ends a request - finish, cancel, an error at any point, the engine's end - nothing stays
+behind.
+"""
 
 import gc
 import threading
@@ -163,7 +165,9 @@ def test_nan_in_the_middle_of_a_chunked_prefill_is_seen_before_its_blocks_are_pu
 
 
 def test_cancel_in_every_state():
-    """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted, done."""
+    """New, in the inbox, waiting, waiting for a prefix in flight, prefilling, decoding, preempted,
+    done.
+    """
     for steps in range(30):
         bench = Bench(6, max_num_seqs=2, max_batch_tokens=16)
         handles = [

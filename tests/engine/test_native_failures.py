@@ -1,4 +1,6 @@
-"""Requests that fail, are cancelled or get no number on the native runner: they end alone and leave nothing open."""
+"""Requests that fail, are cancelled or get no number on the native runner: they end alone and leave
+nothing open.
+"""
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -24,7 +26,9 @@ def machine(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", ALL_BITS[1:], ids=str)
 def test_no_buffer_of_an_open_block_is_lost(machine, bits):
-    """Finished, cancelled and preempted requests give them back: with two buffers two sequences always run."""
+    """Finished, cancelled and preempted requests give them back: with two buffers two sequences
+    always run.
+    """
     bench = NativeBench(machine, bits=bits, num_blocks=8, max_num_seqs=2, max_batch_tokens=24)
     for number in range(18):
         handles = [
@@ -43,7 +47,9 @@ def test_no_buffer_of_an_open_block_is_lost(machine, bits):
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory):
-    """A Llama whose token BAD, and no other, has first-layer keys beyond float16: stored, they are infinite."""
+    """A Llama whose token BAD, and no other, has first-layer keys beyond float16: stored, they are
+    infinite.
+    """
     directory = save_tiny_checkpoint(
         "llama", tmp_path_factory.mktemp("overflow"), num_hidden_layers=2
     )
@@ -62,7 +68,9 @@ def overflowing(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", ALL_BITS[:3], ids=str)
 def test_keys_that_are_not_finite_end_their_request_alone(overflowing, bits):
-    """RELIABILITY 8: nothing of the request is published, and a request in the same batch keeps its bits."""
+    """RELIABILITY 8: nothing of the request is published, and a request in the same batch keeps its
+    bits.
+    """
     prompt = [7, 8, 9, BAD, *range(40)]
     expected = Cold(overflowing, bits).answer(TEXT[:51], GREEDY)
     bench = NativeBench(overflowing, bits=bits, max_batch_tokens=128)

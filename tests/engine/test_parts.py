@@ -1,4 +1,6 @@
-"""A running sequence whose table gets a seam: through reserving, batch building and the native runner."""
+"""A running sequence whose table gets a seam: through reserving, batch building and the native
+runner.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""What belongs to one request or one model stays with it: sampling in a batch, and all EOS ids of the model."""
+"""What belongs to one request or one model stays with it: sampling in a batch, and all EOS ids of
+the model.
+"""
 
 import json
 import shutil

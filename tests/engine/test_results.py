@@ -188,7 +188,8 @@ def test_generate_many_keeps_the_order_and_shares_prefixes():
         results = engine.generate_many(prompts, max_new_tokens=3)
         for prompt, result in zip(prompts, results, strict=True):
             assert list(result.output_token_ids) == expected_tokens(prompt, 3)
-        # The pool holds one prefix at a time: only running the equal ones next to each other reuses it.
+        # The pool holds one prefix at a time: only running the equal ones next to each other reuses
+        # it.
         assert sum(result.cached_tokens == 64 for result in results) == 6
 
 
@@ -255,7 +256,9 @@ def test_verify_correctness_can_fail(engine, monkeypatch):
     real = runner._row
 
     def drift(batch, row):
-        """Wrong whenever part of the prompt came from the cache: the pass starts behind position 0."""
+        """Wrong whenever part of the prompt came from the cache: the pass starts behind position
+        0.
+        """
         logits = real(batch, row)
         if int(batch.positions[0]) == 48:
             logits = logits + np.linspace(0, 9, len(logits), dtype=np.float32)

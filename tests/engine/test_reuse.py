@@ -1,5 +1,6 @@
-"""Spans at other positions through scheduler, tables and batches: the fake runner reads every token back where it must
-be, so what is shared wrongly shows as an error or as other tokens."""
+"""Spans at other positions through scheduler, tables and batches: the fake runner reads every token
+back where it must be, so what is shared wrongly shows as an error or as other tokens.
+"""
 
 import pytest
 
@@ -140,7 +141,9 @@ def test_one_document_twice_in_a_prompt_is_one_set_of_blocks():
 
 
 def test_what_does_not_fit_with_spans_runs_exactly():
-    """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens for."""
+    """Spans begin and end inside blocks: with them the prompt needs more blocks than it has tokens
+    for.
+    """
     bench = Bench(9)
     docs = [document(number, 41) for number in (1, 2, 3)]
     bench.ask(joined(docs), 1)

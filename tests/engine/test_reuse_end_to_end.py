@@ -1,4 +1,6 @@
-"""Reuse at other positions on the bundled model: its test, documents computed alone, what is found of them."""
+"""Reuse at other positions on the bundled model: its test, documents computed alone, what is found
+of them.
+"""
 
 import numpy as np
 import pytest
@@ -53,8 +55,9 @@ def test_documents_are_found_in_any_order(engine):
 
 
 def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(engine):
-    """Nothing moved and nothing else before it: the keys and values of a text warmed for its place are those of the
-    prompt, and so are its logits."""
+    """Nothing moved and nothing else before it: the keys and values of a text warmed for its place
+    are those of the prompt, and so are its logits.
+    """
     engine.reset_cache()
     lead = engine._documents.lead(77)
     text = engine.tokenizer.encode(PASSAGES[3], False)

@@ -1,6 +1,7 @@
-"""Reuse on a trained model against transformers: keys turned by hand to their new positions, values as they were, and
-the same tokens computed between them. The bundled model answers rightly even where keys were not turned at all, so its
-logits are compared, not its answers."""
+"""Reuse on a trained model against transformers: keys turned by hand to their new positions, values
+as they were, and the same tokens computed between them. The bundled model answers rightly even
+where keys were not turned at all, so its logits are compared, not its answers.
+"""
 
 import dataclasses
 import random
@@ -64,11 +65,15 @@ class Oracle:
         return keys * cos + torch.cat((-second, first), dim=-1) * sin
 
     def logits(self, ids, served, spans):
-        """Logits of the last NUM_ROWS tokens, with the spans' keys and values from where they were served."""
+        """Logits of the last NUM_ROWS tokens, with the spans' keys and values from where they were
+        served.
+        """
         return self._behind_spans(ids, served, spans).logits[0, -NUM_ROWS:].numpy()
 
     def masses(self, ids, served, spans, layer):
-        """What the last tokens of a prompt give to each token [len(ids)] in a layer, over all heads."""
+        """What the last tokens of a prompt give to each token [len(ids)] in a layer, over all
+        heads.
+        """
         found = self._behind_spans(ids, served, spans, output_attentions=True)
         return found.attentions[layer][0, :, -NUM_ASKING:].sum((0, 1)).numpy()
 
@@ -155,7 +160,8 @@ def document(engine, number, count):
     names = ("Mira Dolen", "Lake Brelo", "Sarik Tonar", "Fort Puna")
     values = ("baker", "owl", "tea", "rice", "steel")
     facts = [
-        f"The {rng.choice(('job', 'pet', 'crop', 'code'))} of {rng.choice(names)} is {rng.choice(values)}."
+        f"The {rng.choice(('job', 'pet', 'crop', 'code'))} of {rng.choice(names)} is "
+        f"{rng.choice(values)}."
         for _ in range(count)
     ]
     return engine.tokenizer.encode(
@@ -164,7 +170,9 @@ def document(engine, number, count):
 
 
 def prompts(engine):
-    """What is served, and what is asked: one document moved to the front, a new one, two moved back."""
+    """What is served, and what is asked: one document moved to the front, a new one, two moved
+    back.
+    """
     encode = engine.tokenizer.encode
     head = encode("<|bos|><|system|>\nRead the documents and answer.<|end|>\n<|user|>\n", False)
     one, two, three = (document(engine, 20 + number, 8 + number) for number in range(3))

@@ -90,7 +90,9 @@ def test_distribution_equals_the_slow_truth(options):
 
 @pytest.mark.parametrize("options", CASES, ids=repr)
 def test_draws_invert_the_distribution(options):
-    """The token drawn is the one whose share of the unit interval holds the random number of (seed, position)."""
+    """The token drawn is the one whose share of the unit interval holds the random number of (seed,
+    position).
+    """
     params = SamplingParams.from_options(**options)
     sampler = make_sampler(params, 11)
     logits = random_logits(7)

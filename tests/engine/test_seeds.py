@@ -1,4 +1,6 @@
-"""A seed in a result reproduces its request; it tells nothing of other requests, and of other tenants' least of all."""
+"""A seed in a result reproduces its request; it tells nothing of other requests, and of other
+tenants' least of all.
+"""
 
 import itertools
 

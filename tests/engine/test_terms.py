@@ -1,4 +1,6 @@
-"""What a server asks of the engine: tenants, salts, priorities, deadlines, prompt log probabilities, and its state."""
+"""What a server asks of the engine: tenants, salts, priorities, deadlines, prompt log
+probabilities, and its state.
+"""
 
 import math
 import threading
@@ -36,7 +38,9 @@ def cached(engine, **terms):
 
 
 def test_tenants_and_salts_share_nothing(engine):
-    """RELIABILITY 18: neither hits nor the reasons of misses tell one tenant what another cached."""
+    """RELIABILITY 18: neither hits nor the reasons of misses tell one tenant what another
+    cached.
+    """
     for terms in (
         {},
         {"tenant": "a"},
@@ -158,7 +162,9 @@ def test_memory_is_taken_from_the_highest_priority_number():
 
 
 def test_past_its_deadline_a_request_ends_with_what_it_has(monkeypatch):
-    """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go on."""
+    """New, waiting, prefilling, decoding: it ends within one step, its blocks are back, others go
+    on.
+    """
     now = [100.0]
     give_clock(monkeypatch, lambda: now[0], core)
     for steps in range(12):
@@ -203,7 +209,9 @@ def logprob(token_ids, token):
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_prompt_logprobs_are_those_of_the_prompt(budget):
-    """Whatever the cache holds, however the prompt is cut, and though blocks are lost on the way."""
+    """Whatever the cache holds, however the prompt is cut, and though blocks are lost on the
+    way.
+    """
     prompts = [[i, *range(30 + 9 * i)] for i in range(3)]
     bench = Bench(6, max_num_seqs=3, max_batch_tokens=budget)
     for _ in range(2):

@@ -22,9 +22,7 @@ from faults import (
     tiers,
     weight_tables,
 )
-from faults.fault import Fault, fault
-
-__all__ = ["FAULTS", "Fault", "fault"]
+from faults.fault import Fault as Fault
 
 _MODULES = (
     kernels,

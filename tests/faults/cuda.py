@@ -65,7 +65,8 @@ FAULTS = faults(
     (
         "a row without keys is not a number",
         _MMA,
-        "largest = quad_max(largest);\n        const float base = largest == negative_infinity() ? 0 : largest;",
+        "largest = quad_max(largest);\n        const float base = largest == negative_infinity() "
+        "? 0 : largest;",
         "largest = quad_max(largest);\n        const float base = largest;",
         _ATTENTION,
     ),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Fault", "fault", "faults"]
-
 _OUTSIDE = "cuda_ext/"  # the one folder beside the package whose files have faults
 
 

@@ -120,7 +120,8 @@ FAULTS = (
         "the bias of the choice becomes a part of the share",
         "kernels/program/route.py",
         "        store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))",
-        "        store_f32(shares + 4 * rank, _wanted(row, op[lt.F_BIAS], load_i64(chosen + 8 * rank)))",
+        "        store_f32(shares + 4 * rank, _wanted(row, op[lt.F_BIAS], load_i64(chosen + 8 * "
+        "rank)))",
         *_ROUTED,
     ),
     fault(
@@ -207,17 +208,19 @@ FAULTS = (
         "kernels/program/experts.py",
         "                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)\n"
         "                target = Target(scratch, _LINE, 0, bias, 0, np.float32(1.0))\n"
-        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))\n"
+        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], "
+        "target))\n"
         "                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)\n",
         "                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)\n"
         "                target = Target(scratch, _LINE, 0, 0, 0, np.float32(1.0))\n"
-        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))\n"
+        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], "
+        "target))\n"
         "                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)\n"
         "                for row in range(n):\n"
-        "                    at = place_at(job, experts, first + token + row) // op[lt.F_USED]"
-        " * op[lt.F_DST_STEP]\n"
-        "                    _add_scaled(bias, np.float32(1.0), 1, job.buffers[op[lt.F_DST]]"
-        " + 4 * (at + tile * LANES))\n",
+        "                    at = place_at(job, experts, first + token + row) // op[lt.F_USED] * "
+        "op[lt.F_DST_STEP]\n"
+        "                    _add_scaled(bias, np.float32(1.0), 1, job.buffers[op[lt.F_DST]] + 4 "
+        "* (at + tile * LANES))\n",
         "tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",
     ),
     fault(

@@ -36,7 +36,8 @@ FAULTS = (
                 "        for block_id in self._buckets.get(prefix_hash, ()):\n",
                 (
                     "        for block_id in [\n"
-                    "            b for h, ids in self._buckets.items() if h[:1] == prefix_hash[:1] for b in ids\n"
+                    "            b for h, ids in self._buckets.items() if h[:1] == "
+                    "prefix_hash[:1] for b in ids\n"
                     "        ]:\n"
                 ),
             ),
@@ -89,7 +90,8 @@ FAULTS = (
             "            for serial, pin in self._pins.items()\n"
             "            if pin.until is not None and pin.until <= now\n"
         ),
-        "            serial for serial, pin in self._pins.items() if pin.until is not None and pin.until < 0\n",
+        "            serial for serial, pin in self._pins.items() if pin.until is not None and "
+        "pin.until < 0\n",
         *_ROOM,
     ),
     fault(

@@ -38,7 +38,8 @@ FAULTS = (
             "                    ],\n"
             "                )\n"
         ),
-        "                self._drop(slot, [key for key in (until if keys is None else keys) if key in until])\n",
+        "                self._drop(slot, [key for key in (until if keys is None else keys) if "
+        "key in until])\n",
         f"{_RESIDENCY}::test_what_is_sent_is_believed_renewed_and_forgotten",
     ),
     fault(

@@ -75,10 +75,12 @@ _ENTERING = (
         "server/work/admission.py",
         (
             "        self._timer = loop.call_later(\n"
-            "            self.deadline - self._entered, self.cancel, DeadlineExceeded(self.timeout)\n"
+            "            self.deadline - self._entered, self.cancel, "
+            "DeadlineExceeded(self.timeout)\n"
             "        )\n"
         ),
-        "        self._timer = loop.call_later(self.deadline, self.cancel, DeadlineExceeded(self.timeout))\n",
+        "        self._timer = loop.call_later(self.deadline, self.cancel, "
+        "DeadlineExceeded(self.timeout))\n",
         f"{_ADMISSION}::test_the_deadline_ends_a_request_with_504_and_its_work",
     ),
     fault(

@@ -114,7 +114,8 @@ _OPENAI = (
         "best_of takes the least likely",
         "server/api/completions.py",
         (
-            "        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[\n"
+            "        chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, "
+            "reverse=True)[\n"
             "            :keep\n"
             "        ]\n"
         ),
@@ -299,7 +300,8 @@ _OTHERS = (
     fault(
         "a call is told before its arguments are there",
         "server/api/dialects/ollama/writer.py",
-        "            (part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told\n",
+        "            (part.index for part in parts if isinstance(part, CallStart)), "
+        "default=self._calls_told\n",
         (
             "            (part.index + 1 for part in parts if isinstance(part, CallStart)),\n"
             "            default=self._calls_told,\n"
@@ -324,8 +326,10 @@ _OTHERS = (
     fault(
         "infill has the suffix in front",
         "server/api/dialects/llama_cpp/translate.py",
-        "        *filter(None, (prefix,)),\n        [between],\n        *filter(None, (body.input_suffix,)),\n",
-        "        *filter(None, (body.input_suffix,)),\n        [between],\n        *filter(None, (prefix,)),\n",
+        "        *filter(None, (prefix,)),\n        [between],\n        *filter(None, "
+        "(body.input_suffix,)),\n",
+        "        *filter(None, (body.input_suffix,)),\n        [between],\n        *filter(None, "
+        "(prefix,)),\n",
         f"{_LLAMA_CPP}::test_infill_is_prefix_suffix_and_middle",
     ),
     # Errors.

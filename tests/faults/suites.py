@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["GEMMA4", "GEMMA4_EXPERTS", "GEMMA4_ROWS", "SPARSE"]
-
 _INVARIANCE = "tests/engine/test_invariance.py::test_bits_do_not_depend_on_how_a_token_is_computed"
 _FAMILY = "tests/runners/native/test_families.py::test_family_equals_transformers"
 

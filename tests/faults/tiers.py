@@ -98,10 +98,12 @@ _DISK = (
         "tiers/disk/index.py",
         (
             "            last = (\n"
-            "                frontier[1] if number == frontier[0] else -1 if number > frontier[0] else math.inf\n"
+            "                frontier[1] if number == frontier[0] else -1 if number > frontier[0] "
+            "else math.inf\n"
             "            )\n"
         ),
-        "            last = -1 if number == frontier[0] else -1 if number > frontier[0] else math.inf\n",
+        "            last = -1 if number == frontier[0] else -1 if number > frontier[0] else "
+        "math.inf\n",
         f"{_TIER}::test_dropped_blocks_stay_away_over_a_restart",
     ),
     fault(

@@ -24,31 +24,90 @@ _OF_FORMS = "tests/kernels/linear/test_every_form.py"
 
 FAULTS = faults(
     ("table of another type", _TABLES, "np.array(_NL, dtype=np.int8)", "mxfp4.TABLE", _OF_BLOCKS),
-    ("table: nibbles of a file in the other order", _TABLES, "[packed & np.uint8(15), packed >> np.uint8(4)]",
-     "[packed >> np.uint8(4), packed & np.uint8(15)]", _OF_BLOCKS),
-    ("table: scales of IQ4_XS in the other order", _TABLES, "& np.uint8(15), blocks[:, 4:8] >> np.uint8(4)]",
-     ">> np.uint8(4), blocks[:, 4:8] & np.uint8(15)]", _OF_BLOCKS),
-    ("table: scales below float16 are kept", _MXFP4, "_LEAST_EXPONENT = 104", "_LEAST_EXPONENT = 102", _OF_BLOCKS),
-    ("table: zeros of MXFP4 count as weights", _MXFP4, "np.uint8(0x77)", "np.uint8(0xFF)", _OF_BLOCKS),
-    ("table: scales above float16 are taken", _SOURCE, "if tensor.type in WORKED_OUT and not",
-     "if tensor.type == 'Q8_0' and not", _OF_FILES),
+    (
+        "table: nibbles of a file in the other order",
+        _TABLES,
+        "[packed & np.uint8(15), packed >> np.uint8(4)]",
+        "[packed >> np.uint8(4), packed & np.uint8(15)]",
+        _OF_BLOCKS,
+    ),
+    (
+        "table: scales of IQ4_XS in the other order",
+        _TABLES,
+        "& np.uint8(15), blocks[:, 4:8] >> np.uint8(4)]",
+        ">> np.uint8(4), blocks[:, 4:8] & np.uint8(15)]",
+        _OF_BLOCKS,
+    ),
+    (
+        "table: scales below float16 are kept",
+        _MXFP4,
+        "_LEAST_EXPONENT = 104",
+        "_LEAST_EXPONENT = 102",
+        _OF_BLOCKS,
+    ),
+    (
+        "table: zeros of MXFP4 count as weights",
+        _MXFP4,
+        "np.uint8(0x77)",
+        "np.uint8(0xFF)",
+        _OF_BLOCKS,
+    ),
+    (
+        "table: scales above float16 are taken",
+        _SOURCE,
+        "if tensor.type in WORKED_OUT and not",
+        "if tensor.type == 'Q8_0' and not",
+        _OF_FILES,
+    ),
     ("Q3_K: codes off by one", _BLOCKS, "codes + np.uint8(28)", "codes + np.uint8(27)", _OF_BLOCKS),
-    ("table: quads of a line in the other order", _LOADS, "    return first, second\n", "    return second, first\n",
-     _OF_KERNELS),
-    ("table: bits above a code are looked at", _LOADS, "        low = b.and_(both, mask)\n",
-     "        low = both\n", _OF_FORMS),
-    ("table of another tile", _TILES, "[self._table(b, at) for at in minima]",
-     "[self._table(b, minima[0]) for _ in minima]", _OF_KERNELS),
+    (
+        "table: quads of a line in the other order",
+        _LOADS,
+        "    return first, second\n",
+        "    return second, first\n",
+        _OF_KERNELS,
+    ),
+    (
+        "table: bits above a code are looked at",
+        _LOADS,
+        "        low = b.and_(both, mask)\n",
+        "        low = both\n",
+        _OF_FORMS,
+    ),
+    (
+        "table of another tile",
+        _TILES,
+        "[self._table(b, at) for at in minima]",
+        "[self._table(b, minima[0]) for _ in minima]",
+        _OF_KERNELS,
+    ),
     ("table: seed of half a group", _TILES, "part = _WHOLE", "part = 0", _OF_KERNELS),
-    ("table: embedding rows without a sign", _TOKENS, "code -= 256 if code > 127 else 0", "code -= 0", _OF_EMBED),
+    (
+        "table: embedding rows without a sign",
+        _TOKENS,
+        "code -= 256 if code > 127 else 0",
+        "code -= 0",
+        _OF_EMBED,
+    ),
     ("table: tensors share a tile", _PLAN, 'if in_tiles or kind != "int4t"', "if True", _OF_STREAM),
-    ("table: bytes of int8 without their offset", _STREAM, "[rows.codes] ^ np.uint8(128)", "[rows.codes]", _OF_STREAM),
-    ("table: lost where rows are reordered", _HALVED,
-     "        pick = stored - first\n"
-     "        minima = None if found.minima is None else found.minima[pick]\n"
-     "        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima)",
-     "        pick = stored - first\n"
-     "        minima = None if found.minima is None else found.minima[pick]\n"
-     "        return found._replace(codes=found.codes[pick], scales=found.scales[pick], minima=minima, table=None)",
-     _OF_HALVED),
-)  # fmt: skip
+    (
+        "table: bytes of int8 without their offset",
+        _STREAM,
+        "[rows.codes] ^ np.uint8(128)",
+        "[rows.codes]",
+        _OF_STREAM,
+    ),
+    (
+        "table: lost where rows are reordered",
+        _HALVED,
+        "        pick = stored - first\n"
+        "        minima = None if found.minima is None else found.minima[pick]\n"
+        "        return found._replace(codes=found.codes[pick], scales=found.scales[pick], "
+        "minima=minima)",
+        "        pick = stored - first\n"
+        "        minima = None if found.minima is None else found.minima[pick]\n"
+        "        return found._replace(codes=found.codes[pick], scales=found.scales[pick], "
+        "minima=minima, table=None)",
+        _OF_HALVED,
+    ),
+)

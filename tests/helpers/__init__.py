@@ -1,7 +1,8 @@
 """What several test files share, by subject; `from helpers.SUBJECT.NAME import ...`.
 
-NumPy and torch take one thread where nothing else is said, in processes that tests start, too: work as small as a tiny
-model's gains nothing from more, and those of two workers of pytest would wait for one another.
+NumPy and torch take one thread where nothing else is said, in processes that tests start, too: work
+as small as a tiny model's gains nothing from more, and those of two workers of pytest would wait
+for one another.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-__all__ = ["distance"]
-
 
 def distance(found, expected):
     """Return the L2 norm of the difference over that of what is expected."""

@@ -2,8 +2,6 @@
 
 import json
 
-__all__ = ["LEFT_OUT", "change_json", "read_json"]
-
 LEFT_OUT = object()
 
 

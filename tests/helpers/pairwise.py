@@ -1,4 +1,6 @@
-"""The part of a product of parameters that `make test` runs: each value once, or each pair of values."""
+"""The part of a product of parameters that `make test` runs: each value once, or each pair of
+values.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,10 @@ from typing import Any
 
 import pytest
 
-__all__ = ["each_once", "pairwise"]
-
 
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
-    """All cases of a product, for `parametrize`; marked `full` but for some that show every pair of values.
+    """All cases of a product, for `parametrize`; marked `full` but for some that show every pair of
+    values.
 
     The choice is greedy: next comes the first of the cases that show the most new pairs.
     """
@@ -30,7 +31,9 @@ def pairwise(*axes: Iterable[Any]) -> list[Any]:
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:
-    """All cases of a product, for `parametrize`; marked `full` but for some that show every value."""
+    """All cases of a product, for `parametrize`; marked `full` but for some that show every
+    value.
+    """
     choices = [list(axis) for axis in axes]
     turns = range(max(map(len, choices)))
     return _marked(choices, {tuple(turn % len(axis) for axis in choices) for turn in turns})

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["assert_raises"]
-
 
 def assert_raises(
     error: type[BaseException], match: str, call: Callable[..., Any], *args: Any, **options: Any

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["random_ids"]
-
 
 def random_ids(count: int, seed: int, low: int = 0, high: int = 256) -> list[int]:
     """Draw ids from `low` up to, not including, `high`."""

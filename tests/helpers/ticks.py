@@ -1,4 +1,6 @@
-"""A second thread takes the time every few milliseconds, to show that Python goes on while something computes."""
+"""A second thread takes the time every few milliseconds, to show that Python goes on while
+something computes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def times_of_ticks(work: Callable[[], object]) -> np.ndarray:
 
 
 def assert_ticks_go_on(work: Callable[[], object]) -> None:
-    """Find no gap between ticks that is as long as half the work, of which nearly all is one call of a kernel.
+    """Find no gap between ticks that is as long as half the work, of which nearly all is one call
+    of a kernel.
 
     The work is compiled before. A gap of another process's making is shorter than that.
     """

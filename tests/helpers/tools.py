@@ -11,19 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = [
-    "REDIS_FOLDER",
-    "TOOLS",
-    "Tool",
-    "address_sanitizer",
-    "find_chromium",
-    "find_compiler",
-    "find_curl",
-    "find_redis",
-    "missing_tools",
-    "must_run",
-]
-
 REDIS_FOLDER = Path(__file__).parents[2] / ".redis"  # `make redis-server` unpacks one there
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # redis-check-rdb is the same program: it is the server when it is called so.

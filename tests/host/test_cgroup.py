@@ -54,8 +54,10 @@ def test_version_1_in_a_container_strips_the_root_of_the_mount(tmp_path):
         tmp_path,
         {
             "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc/inner\n0::/\n",
-            "proc/self/mountinfo": "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-            "32 31 0:29 /docker/abc /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n",
+            "proc/self/mountinfo": (
+                "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+                "32 31 0:29 /docker/abc /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+            ),
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
             "sys/fs/cgroup/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 4096\n",

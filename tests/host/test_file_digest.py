@@ -1,4 +1,6 @@
-"""Digests of large files: those of the parts together, whatever the threads; a short file is an error."""
+"""Digests of large files: those of the parts together, whatever the threads; a short file is an
+error.
+"""
 
 import hashlib
 import os

@@ -1,4 +1,6 @@
-"""Processor, memory and threads of the machine the tests run on, and of others by their own words."""
+"""Processor, memory and threads of the machine the tests run on, and of others by their own
+words.
+"""
 
 import os
 import subprocess
@@ -88,10 +90,12 @@ def test_peak_grows_with_what_was_touched_and_is_this_process_own():
 
 def test_import_is_light():
     code = (
-        "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, kvboost_edge.models.weights.safetensors_check, "
-        "kvboost_edge.models.fingerprint, kvboost_edge.models.locate, kvboost_edge.models.config.architectures, "
+        "import sys, kvboost_edge.host.cpu, kvboost_edge.host.memory, "
+        "kvboost_edge.models.weights.safetensors_check, kvboost_edge.models.fingerprint, "
+        "kvboost_edge.models.locate, kvboost_edge.models.config.architectures, "
         "kvboost_edge.text.detokenizer, kvboost_edge.text.stop_strings\n"
-        "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformers', 'numba', 'onnxruntime') if name in "
+        "sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

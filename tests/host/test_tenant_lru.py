@@ -1,4 +1,6 @@
-"""What is remembered for tenants: bounded for each root and for all, and fair, against a list that is plain to read."""
+"""What is remembered for tenants: bounded for each root and for all, and fair, against a list that
+is plain to read.
+"""
 
 import random
 from collections import defaultdict
@@ -37,9 +39,17 @@ def test_who_keeps_no_more_than_an_equal_part_loses_nothing():
         store.keep(b"loud", f"salt {number}".encode(), "key", number, 3000)
         assert store.num_bytes <= 40_000
     assert [store.find(b"quiet", f"{number}") for number in range(4)] == [0, 1, 2, 3]
-    assert [number for number in range(500) if store.find(f"salt {number}".encode(), "key") is not None] == [
-        493, 494, 495, 496, 497, 498, 499,
-    ]  # fmt: skip
+    assert [
+        number for number in range(500) if store.find(f"salt {number}".encode(), "key") is not None
+    ] == [
+        493,
+        494,
+        495,
+        496,
+        497,
+        498,
+        499,
+    ]
 
 
 def test_a_third_one_finds_its_part_and_those_with_more_give():

@@ -14,7 +14,8 @@ from kvboost_edge.kernels import ahead
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.team import team_entries
 
-# In a process of its own, with a cache of its own: what it compiled itself, what it was told, what lies on disk.
+# In a process of its own, with a cache of its own: what it compiled itself, what it was told, what
+# lies on disk.
 COMPILE = """
 import json, sys
 from pathlib import Path

@@ -29,7 +29,9 @@ def assembly(form, cpu):
 
 @pytest.mark.parametrize("cpu", ["cortex-a76", "neoverse-n1", "apple-m1"])
 def test_attention_uses_dot_products(cpu):
-    """For each of four parts one for the codes, and two that put 128 times the signed bytes back."""
+    """For each of four parts one for the codes, and two that put 128 times the signed bytes
+    back.
+    """
     assert assembly("neon", cpu).count("sdot") == 12
 
 

@@ -121,7 +121,9 @@ def key(signature, digest="sources"):
 
 
 def test_a_process_killed_while_saving_leaves_nothing_that_runs(files, monkeypatch):
-    """With numbers for names, the entry written first would name what an older version left under its number."""
+    """With numbers for names, the entry written first would name what an older version left under
+    its number.
+    """
     files().save(key("f(int)", "old"), "code of the old sources")
     for method in ("_save_data", "_save_index"):
         killed = files()

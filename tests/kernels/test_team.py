@@ -1,4 +1,6 @@
-"""Threads that share the units of one call: all units are done, failures come out, nothing stays behind."""
+"""Threads that share the units of one call: all units are done, failures come out, nothing stays
+behind.
+"""
 
 import gc
 import threading
@@ -148,7 +150,9 @@ def test_a_failure_comes_out_when_nobody_uses_the_memory_of_the_call_any_more(te
 
 
 def test_a_helper_that_starts_late_finds_the_counters_still_there(team):
-    """Work knows its counters by address only; they outlive the call for as long as a helper may look at them."""
+    """Work knows its counters by address only; they outlive the call for as long as a helper may
+    look at them.
+    """
     caller = threading.current_thread()
     started = threading.Event()
     may_end = threading.Event()

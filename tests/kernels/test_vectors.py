@@ -1,4 +1,6 @@
-"""exp to two units in the last place, the same in vectors and scalars; exact conversions to and from 16 bits."""
+"""exp to two units in the last place, the same in vectors and scalars; exact conversions to and
+from 16 bits.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Tables whose parts begin inside a block: positions, slots and chains without `index == position // block_size`."""
+"""Tables whose parts begin inside a block: positions, slots and chains without `index == position
+// block_size`.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ ROOT = root_hash(model_fingerprint="m", kv_format="f32", tenant="")
 
 
 def seamed(manager):
-    """Tokens 0..5 in two blocks, 6..8 in one of their own that begins at position 6, 9..10 inside another."""
+    """Tokens 0..5 in two blocks, 6..8 in one of their own that begins at position 6, 9..10 inside
+    another.
+    """
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 6)
     manager.commit(table, range(11), 6)

@@ -1,4 +1,6 @@
-"""What came and left: whoever adds up the events knows the index, whatever happened between two questions."""
+"""What came and left: whoever adds up the events knows the index, whatever happened between two
+questions.
+"""
 
 import pytest
 
@@ -74,7 +76,9 @@ def test_a_state_is_told_with_its_block_and_when_it_is_dropped_without_it():
 
 
 def test_of_a_model_without_states_blocks_alone_are_told():
-    """The same tokens in both pools: what the one tells more is what has `state_hash` for a name."""
+    """The same tokens in both pools: what the one tells more is what has `state_hash` for a
+    name.
+    """
     plain, keeps = (KVCacheManager(8, B, state_sizes=sizes) for sizes in (None, StateSizes(8)))
     tokens = list(range(3 * B + 1))
     told = []

@@ -1,4 +1,6 @@
-"""The hash chain: what enters it, what it must tell apart, and that it is the same in every process."""
+"""The hash chain: what enters it, what it must tell apart, and that it is the same in every
+process.
+"""
 
 import hashlib
 import itertools
@@ -85,7 +87,8 @@ def test_a_tenant_of_undecodable_bytes_has_its_own_root():
 def test_hashes_do_not_depend_on_the_process():
     code = (
         "from kvboost_edge.kvcache.hashing import *;"
-        "print(chain_hash(root_hash(model_fingerprint='m', kv_format='f32'), encode_tokens([1, 2])).hex())"
+        "print(chain_hash(root_hash(model_fingerprint='m', kv_format='f32'), encode_tokens([1, "
+        "2])).hex())"
     )
     runs = [
         subprocess.run(

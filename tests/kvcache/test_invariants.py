@@ -1,4 +1,6 @@
-"""check_invariants must find each contradiction that is planted: a check that cannot fail checks nothing."""
+"""check_invariants must find each contradiction that is planted: a check that cannot fail checks
+nothing.
+"""
 
 import pytest
 

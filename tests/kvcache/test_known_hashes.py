@@ -1,4 +1,6 @@
-"""Chains that somebody else hashed: right ones save the hashing, wrong ones cost a miss and never a wrong block."""
+"""Chains that somebody else hashed: right ones save the hashing, wrong ones cost a miss and never a
+wrong block.
+"""
 
 import pytest
 from hypothesis import given
@@ -54,7 +56,8 @@ def test_a_chain_that_is_known_is_hashed_no_more(held, whole_blocks):
     table = manager.open_table(TOKENS, ROOT, known=right(TOKENS))
     assert hashes.count == 0
     assert (table.num_cached_tokens, table.miss_reason) == expected
-    # What follows the part that is known is hashed as ever: an answer's blocks, or a chain that is known in part.
+    # What follows the part that is known is hashed as ever: an answer's blocks, or a chain that is
+    # known in part.
     hashes.count = 0
     other = manager.open_table(TOKENS, ROOT, known=right(TOKENS[: 2 * B]))
     assert hashes.count == len(TOKENS) // B - 2
@@ -66,8 +69,10 @@ def test_a_chain_that_is_known_is_hashed_no_more(held, whole_blocks):
 
 @given(st.lists(tokens_of, min_size=1, max_size=5), tokens_of, st.data())
 def test_a_lie_finds_nothing_that_is_not_there(before, tokens, data):
-    """Chains of other prompts and roots, shifted, cut and mixed, against a pool that holds all those prompts: what is
-    served is always the prompt's own, and what is published is found by whoever hashes for himself."""
+    """Chains of other prompts and roots, shifted, cut and mixed, against a pool that holds all
+    those prompts: what is served is always the prompt's own, and what is published is found by
+    whoever hashes for himself.
+    """
     manager = KVCacheManager(64, B)
     for prompt in before:
         for root in (ROOT, OTHER):
@@ -98,7 +103,9 @@ def test_a_lie_finds_nothing_that_is_not_there(before, tokens, data):
 
 @given(tokens_of, tokens_of, st.integers(0, 3))
 def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
-    """A tier believes the address it is asked by: blocks of equal tokens behind another prefix must not be named."""
+    """A tier believes the address it is asked by: blocks of equal tokens behind another prefix must
+    not be named.
+    """
     manager = KVCacheManager(64, B)
     manager.free(prefill(manager, tokens[: num_held * B] or tokens[:1]))
     plain_first, _, plain_keys = manager.content.keys_after(tokens, ROOT)

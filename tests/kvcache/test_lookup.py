@@ -1,4 +1,6 @@
-"""What is served of a prompt when full blocks cannot be written into again, and why something was missed."""
+"""What is served of a prompt when full blocks cannot be written into again, and why something was
+missed.
+"""
 
 import pytest
 

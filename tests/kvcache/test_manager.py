@@ -1,4 +1,6 @@
-"""What the manager refuses, shows, evicts and waits for; what it shares and copies is in test_state_machine.py."""
+"""What the manager refuses, shows, evicts and waits for; what it shares and copies is in
+test_state_machine.py.
+"""
 
 import copy
 
@@ -15,7 +17,7 @@ from kvboost_edge.kvcache.manager import (
     KVCacheManager,
 )
 
-# ---- misuse ----------------------------------------------------------------------------------------------------------
+# misuse
 
 
 def test_a_freed_table_is_stale_for_every_operation():
@@ -117,7 +119,7 @@ def test_bad_token_ids_leave_nothing_behind():
     assert manager.open_table([], ROOT).num_cached_tokens == 0
 
 
-# ---- looking ---------------------------------------------------------------------------------------------------------
+# looking
 
 
 def test_states_and_counts_of_the_pool():
@@ -163,7 +165,7 @@ def test_a_table_shows_itself():
     assert len(table) == 2
 
 
-# ---- eviction --------------------------------------------------------------------------------------------------------
+# eviction
 
 
 def test_chains_are_evicted_tail_first_and_the_least_recently_used_chain_first():
@@ -213,7 +215,7 @@ def test_what_was_never_published_is_taken_before_anything_cached():
     assert (manager.peek([1] * 9, ROOT), manager.peek([2] * 9, ROOT)) == (8, 4)
 
 
-# ---- capacity --------------------------------------------------------------------------------------------------------
+# capacity
 
 
 def test_extend_is_all_or_nothing():
@@ -243,7 +245,7 @@ def test_extending_to_what_exists_takes_nothing():
     assert manager.used_block_count == 2
 
 
-# ---- publishing ------------------------------------------------------------------------------------------------------
+# publishing
 
 
 def test_an_unpublished_commit_ends_the_publishing_of_a_table_and_its_forks():
@@ -278,7 +280,7 @@ def test_a_rewrite_with_other_tokens_raises():
         manager.commit(table, [1, 2, 3, 5], 4)
 
 
-# ---- prompts in flight -----------------------------------------------------------------------------------------------
+# prompts in flight
 
 
 def test_what_is_waited_for_is_the_last_block_another_one_promised():

@@ -1,4 +1,6 @@
-"""What is retained: it outlives all else of its owner for its time, and never keeps a block from anybody."""
+"""What is retained: it outlives all else of its owner for its time, and never keeps a block from
+anybody.
+"""
 
 import random
 
@@ -10,7 +12,9 @@ from kvboost_edge.kvcache.manager import KVCacheManager
 
 
 def run(manager, tokens, owner=b"", root=ROOT, ttl=0.0):
-    """A whole prompt, retained until `ttl` where that is not 0; how many of its blocks were there."""
+    """A whole prompt, retained until `ttl` where that is not 0; how many of its blocks were
+    there.
+    """
     table = manager.open_table(tokens, root, owner=owner)
     found = table.num_cached_tokens // B
     manager.extend(table, len(tokens))
@@ -103,7 +107,9 @@ def test_of_an_owner_that_retains_all_the_latest_half_stays():
 
 
 def test_who_retains_all_takes_nothing_from_another_owner():
-    """Two owners of a pool of 24: each finds its floor of 6 again, whether the other retains or not."""
+    """Two owners of a pool of 24: each finds its floor of 6 again, whether the other retains or
+    not.
+    """
     found = []
     for ttl in (0.0, 1e9):
         manager = KVCacheManager(24, B, policy=TenantFloors)
@@ -137,7 +143,9 @@ def test_what_is_reset_is_retained_no_longer():
 
 
 def test_an_equal_block_beside_the_published_one_retains_that_one():
-    """Computed anew without the cache: the sequence's own blocks are unpublished, and the published ones are idle."""
+    """Computed anew without the cache: the sequence's own blocks are unpublished, and the published
+    ones are idle.
+    """
     manager = KVCacheManager(16, B, policy=TenantFloors)
     run(manager, [1] * 2 * B)
     table = prefill(manager, [1] * 2 * B, use_cache=False)

@@ -1,8 +1,9 @@
 """The manager against a plain dict model and a simulated memory, under random operations.
 
-The model knows no hashes: it keys published blocks by (identity of the parent, tokens) in a dict and prefixes in
-flight by their whole token tuple. The memory holds, in each slot, the prefix its KV would stand for; a wrong hit, a
-write into a shared block, a lost copy or a read of poisoned memory all show as a slot with other content.
+The model knows no hashes: it keys published blocks by (identity of the parent, tokens) in a dict
+and prefixes in flight by their whole token tuple. The memory holds, in each slot, the prefix its KV
+would stand for; a wrong hit, a write into a shared block, a lost copy or a read of poisoned memory
+all show as a slot with other content.
 """
 
 import dataclasses
@@ -71,7 +72,7 @@ class PoolMachine(Asking):
         self.now = self.next_node = 0
         self.evictions = self.cow_copies = self.hits = self.misses = 0
 
-    # ---- the model -----------------------------------------------------------------------------------------------
+    # the model
 
     def refs(self):
         pinned = {block_id for block_ids, _ in self.pins.values() for block_id in block_ids}
@@ -86,7 +87,9 @@ class PoolMachine(Asking):
         return root, tuple(seq_tokens[: num_blocks * self.size])
 
     def servable_blocks(self, tokens):
-        """Full blocks a prompt may share; of storage that cannot write into them, not that of the last token."""
+        """Full blocks a prompt may share; of storage that cannot write into them, not that of the
+        last token.
+        """
         return (len(tokens) - int(self.whole)) // self.size
 
     def match(self, tokens, root):
@@ -110,7 +113,9 @@ class PoolMachine(Asking):
         self.claims = {prefix: owner for prefix, owner in self.claims.items() if owner is not seq}
 
     def withdraw_if_published(self, seq, index):
-        """`seq` alone holds the block and is about to write it: the block must not be matched meanwhile."""
+        """`seq` alone holds the block and is about to write it: the block must not be matched
+        meanwhile.
+        """
         for key, (block_id, node) in self.cached.items():
             if block_id == seq.table.block_ids[index]:
                 seq.withdrawn[index] = (key, node)
@@ -127,7 +132,9 @@ class PoolMachine(Asking):
                 self.memory[block_id * self.size + offset] = POISON
 
     def made_writable(self, seq, before, indices, refs):
-        """Follow a make_writable of blocks `indices`, given the ids and reference counts before it."""
+        """Follow a make_writable of blocks `indices`, given the ids and reference counts before
+        it.
+        """
         new = [b for b in seq.table.block_ids if b not in before]
         assert all(refs[block_id] == 0 for block_id in new), "a block somebody holds was handed out"
         self.forget_blocks(new)
@@ -152,7 +159,7 @@ class PoolMachine(Asking):
     def pick(self, number):
         return self.live[number % len(self.live)]
 
-    # ---- operations ----------------------------------------------------------------------------------------------
+    # operations
 
     @rule(tokens=tokens_lists, root=st.sampled_from(ROOTS), use_cache=st.booleans())
     def open(self, tokens, root, use_cache):
@@ -177,7 +184,8 @@ class PoolMachine(Asking):
         seq.chained = len(block_ids)
         seq.node = node
         seq.uncounted = (cached, len(tokens) - cached)
-        # What is there already, and was left out because it may not be written into, nobody need wait for.
+        # What is there already, and was left out because it may not be written into, nobody need
+        # wait for.
         first = len(block_ids) + int((node, self.full_block(tokens, len(block_ids))) in self.cached)
         for count in range(first + 1, len(tokens) // self.size + 1):
             self.claims.setdefault(self.prefix(tokens, root, count), seq)
@@ -405,7 +413,7 @@ class PoolMachine(Asking):
             del self.cached[key]
         assert self.manager.reset() == len(idle)
 
-    # ---- what holds after every operation ------------------------------------------------------------------------
+    # what holds after every operation
 
     @invariant()
     def bookkeeping_agrees(self):

@@ -1,4 +1,6 @@
-"""Blocks that a table computed although equal ones were published: it goes over to those, and all it holds is found."""
+"""Blocks that a table computed although equal ones were published: it goes over to those, and all
+it holds is found.
+"""
 
 import pytest
 
@@ -44,7 +46,9 @@ def test_who_computes_what_is_published_meanwhile_gives_its_own_blocks_back():
 
 
 def test_what_is_replayed_for_its_state_stays_found_while_the_table_lives():
-    """Its keys and values are there twice; those that are published go over to the table before they are evicted."""
+    """Its keys and values are there twice; those that are published go over to the table before
+    they are evicted.
+    """
     manager = KVCacheManager(16, B, state_sizes=StateSizes(8))
     tokens = list(range(7 * B))
     table = manager.open_table(tokens[:25], ROOT)

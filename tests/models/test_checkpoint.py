@@ -1,4 +1,6 @@
-"""Checkpoints: what is read of a model is read once; a file that is replaced meanwhile is not taken for the first."""
+"""Checkpoints: what is read of a model is read once; a file that is replaced meanwhile is not taken
+for the first.
+"""
 
 import hashlib
 import os

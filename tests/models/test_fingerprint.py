@@ -1,4 +1,6 @@
-"""Fingerprints: equal for equal models, different for any byte that matters, remembered by the file's stamp."""
+"""Fingerprints: equal for equal models, different for any byte that matters, remembered by the
+file's stamp.
+"""
 
 import hashlib
 import os

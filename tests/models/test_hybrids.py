@@ -47,7 +47,9 @@ def test_the_packed_tensors_are_the_model_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", HYBRID_NESTED)
 def test_a_language_model_inside_another(name, tmp_path):
-    """Beside it a part for images, and layers that guess tokens ahead: both are told and not used."""
+    """Beside it a part for images, and layers that guess tokens ahead: both are told and not
+    used.
+    """
     save_nested_model(name, tmp_path)
     ahead = {
         f"mtp.{part}.weight": np.ones((4, 4), np.float32)
@@ -69,7 +71,9 @@ def test_a_language_model_inside_another(name, tmp_path):
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("wrong", ["conv", "state", "gate", "rope"])
 def test_the_oracle_sees_what_is_wrong(name, wrong, tmp_path):
-    """Its distance from transformers is far above the tolerance where a tensor is in another order."""
+    """Its distance from transformers is far above the tolerance where a tensor is in another
+    order.
+    """
     spec, weights = plan_floats(save_tiny_model(name, tmp_path))
     expected = hybrid_logits(spec, weights, TOKENS)
     mixer = spec.mixer
@@ -112,7 +116,9 @@ def test_experts_may_be_chosen_without_a_bias(tmp_path):
 
 
 def test_what_a_state_space_packs(tmp_path):
-    """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up from one matrix."""
+    """The file's [z | x | B | C | dt] as [x | B | C | z], and dt as floats beside it; gate and up
+    from one matrix.
+    """
     save_tiny_model("granitemoehybrid-h", tmp_path)
     spec, weights = plan_floats(tmp_path)
     files = {name: tensor.astype(np.float64) for name, tensor in tensors_of(tmp_path).items()}
@@ -127,8 +133,13 @@ def test_what_a_state_space_packs(tmp_path):
         weights["layer2.conv"], files[f"{layer}conv1d.weight"][:, 0].T.reshape(-1)
     )
     np.testing.assert_allclose(weights["layer2.decay"], -np.exp(files[f"{layer}A_log"]), rtol=1e-7)
-    for name, own in (("conv_bias", "conv1d.bias"), ("dt_bias", "dt_bias"), ("skip", "D"),
-                      ("mixer_norm", "norm.weight"), ("mixer_out", "out_proj.weight")):  # fmt: skip
+    for name, own in (
+        ("conv_bias", "conv1d.bias"),
+        ("dt_bias", "dt_bias"),
+        ("skip", "D"),
+        ("mixer_norm", "norm.weight"),
+        ("mixer_out", "out_proj.weight"),
+    ):
         np.testing.assert_array_equal(weights[f"layer2.{name}"], files[layer + own])
     shared = files["model.layers.2.shared_mlp.input_linear.weight"]
     np.testing.assert_array_equal(weights["layer2.gate_up"], shared)
@@ -188,7 +199,9 @@ def test_what_a_gated_delta_rule_packs(tmp_path):
 
 
 def test_queries_and_gates_are_told_apart(tmp_path):
-    """Of each head the file has its query, then its gate; packed are all queries, keys, values, then all gates."""
+    """Of each head the file has its query, then its gate; packed are all queries, keys, values,
+    then all gates.
+    """
     save_tiny_model("qwen3_5_text", tmp_path)
     _, weights = plan_floats(tmp_path)
     files = tensors_of(tmp_path)
@@ -233,59 +246,79 @@ def test_any_range_of_queries_and_gates(kind, tmp_path):
 
 TENSORS = {
     "a tap too many": (
-        "lfm2", {"model.layers.2.conv.conv.weight": np.ones((64, 1, 4), np.float32)},
+        "lfm2",
+        {"model.layers.2.conv.conv.weight": np.ones((64, 1, 4), np.float32)},
         r"conv.weight' has shape \(64, 1, 4\); the config says that a channel has 3 taps",
     ),
     "another shape": (
-        "qwen3_5_text", {"model.layers.1.linear_attn.conv1d.weight": np.ones((192, 2, 4), np.float32)},
+        "qwen3_5_text",
+        {"model.layers.1.linear_attn.conv1d.weight": np.ones((192, 2, 4), np.float32)},
         r"has shape \(192, 2, 4\); the config says that a channel has 4 taps",
     ),
     "too few channels": (
-        "qwen3_5_text", {"model.layers.1.linear_attn.conv1d.weight": np.ones((191, 1, 4), np.float32)},
+        "qwen3_5_text",
+        {"model.layers.1.linear_attn.conv1d.weight": np.ones((191, 1, 4), np.float32)},
         r"conv1d.weight' has shape \(764,\), expected \(768,\)",
     ),
     "a decay that overflows": (
-        "qwen3_5_text", {"model.layers.1.linear_attn.A_log": np.full(4, 200, np.float32)},
+        "qwen3_5_text",
+        {"model.layers.1.linear_attn.A_log": np.full(4, 200, np.float32)},
         "linear_attn.decay' in .* holds NaN or infinity",
     ),
     "no decay": (
-        "qwen3_5_text", {"model.layers.1.linear_attn.A_log": None}, "lack tensor 'model.layers.1.linear_attn.decay'",
+        "qwen3_5_text",
+        {"model.layers.1.linear_attn.A_log": None},
+        "lack tensor 'model.layers.1.linear_attn.decay'",
     ),
     "a convolution where the config says attention": (
-        "lfm2", {"model.layers.1.conv.in_proj.weight": np.ones((192, 64), np.float32)},
+        "lfm2",
+        {"model.layers.1.conv.in_proj.weight": np.ones((192, 64), np.float32)},
         "model.layers.1.conv.in_proj.weight' is not known to the native runner",
     ),
     "steps of time that are missing": (
-        "granitemoehybrid-h", {"model.layers.0.mamba.in_proj.weight": np.ones((288, 64), np.float32)},
+        "granitemoehybrid-h",
+        {"model.layers.0.mamba.in_proj.weight": np.ones((288, 64), np.float32)},
         r"mamba.in_proj.weight' has 288 rows; by the config these are 292",
     ),
-    "no skip": ("granitemoehybrid-h", {"model.layers.0.mamba.D": None}, "lack tensor 'model.layers.0.mamba.D'"),
+    "no skip": (
+        "granitemoehybrid-h",
+        {"model.layers.0.mamba.D": None},
+        "lack tensor 'model.layers.0.mamba.D'",
+    ),
     "a bias that the config has not": (
-        "granitemoehybrid-groups", {"model.layers.1.mamba.conv1d.bias": np.ones(256, np.float32)},
+        "granitemoehybrid-groups",
+        {"model.layers.1.mamba.conv1d.bias": np.ones(256, np.float32)},
         "mamba.conv1d.bias' is not known to the native runner",
     ),
     "a norm of one head": (
-        "granitemoehybrid-h", {"model.layers.0.mamba.norm.weight": np.ones(32, np.float32)},
+        "granitemoehybrid-h",
+        {"model.layers.0.mamba.norm.weight": np.ones(32, np.float32)},
         r"mamba.norm.weight' has shape \(32,\), expected \(128,\)",
     ),
     "a shared MLP of another width": (
-        "granitemoehybrid-experts", {"model.layers.0.shared_mlp.input_linear.weight": np.ones((190, 64), np.float32)},
+        "granitemoehybrid-experts",
+        {"model.layers.0.shared_mlp.input_linear.weight": np.ones((190, 64), np.float32)},
         r"shared_mlp.input_linear.weight' has 190 rows; by the config these are 192",
     ),
     "an expert too many": (
         "lfm2_moe",
-        {f"model.layers.3.feed_forward.experts.12.{part}.weight": np.ones(shape, np.float32)
-         for part, shape in (("w1", (64, 64)), ("w2", (64, 64)), ("w3", (64, 64)))},
+        {
+            f"model.layers.3.feed_forward.experts.12.{part}.weight": np.ones(shape, np.float32)
+            for part, shape in (("w1", (64, 64)), ("w2", (64, 64)), ("w3", (64, 64)))
+        },
         "is of expert 12, and layers have 12: 0 to 11",
     ),
     "an expert missing": (
-        "lfm2_moe", {"model.layers.3.feed_forward.experts.11.w2.weight": None}, r"experts\.11\.w2",
+        "lfm2_moe",
+        {"model.layers.3.feed_forward.experts.11.w2.weight": None},
+        r"experts\.11\.w2",
     ),
     "queries without gates": (
-        "qwen3_5_text", {"model.layers.2.self_attn.q_proj.weight": np.ones((160, 64), np.float32)},
+        "qwen3_5_text",
+        {"model.layers.2.self_attn.q_proj.weight": np.ones((160, 64), np.float32)},
         "has 160 rows, which are not queries and gates of heads of 32",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -1,4 +1,6 @@
-"""Models of several parts: the language model inside equals transformers' own, and what contradicts is refused."""
+"""Models of several parts: the language model inside equals transformers' own, and what contradicts
+is refused.
+"""
 
 import json
 import logging
@@ -66,8 +68,12 @@ def test_a_head_that_the_configs_disagree_about_is_where_the_file_says(tied, tmp
 
 def test_names_of_older_files(tmp_path):
     save_nested_model("qwen3_vl", tmp_path)
-    _rename(tmp_path, model__language_model__="language_model.model.", lm_head__="language_model.lm_head.",
-            model__visual__="visual.")  # fmt: skip
+    _rename(
+        tmp_path,
+        model__language_model__="language_model.model.",
+        lm_head__="language_model.lm_head.",
+        model__visual__="visual.",
+    )
     with SafetensorsSource(tmp_path) as source:
         assert "lm_head.weight" in source.names()
         assert not [name for name in source.names() if "visual" in name or "language_model" in name]
@@ -76,14 +82,26 @@ def test_names_of_older_files(tmp_path):
 
 REFUSED = {
     "two widths": ({"hidden_size": 128}, {}, "hidden_size=128, but its text_config hidden_size=64"),
-    "two vocabularies": ({"vocab_size": 301}, {}, "vocab_size=301, but its text_config vocab_size=300"),
-    "two ropes": ({"rope_theta": 1e4}, {"rope_theta": 1e6}, "rope_theta=10000.0, but its text_config rope_theta="),
-    "another language model": ({}, {"model_type": "llama"}, "of model_type='qwen3_vl' has model_type='llama'"),
+    "two vocabularies": (
+        {"vocab_size": 301},
+        {},
+        "vocab_size=301, but its text_config vocab_size=300",
+    ),
+    "two ropes": (
+        {"rope_theta": 1e4},
+        {"rope_theta": 1e6},
+        "rope_theta=10000.0, but its text_config rope_theta=",
+    ),
+    "another language model": (
+        {},
+        {"model_type": "llama"},
+        "of model_type='qwen3_vl' has model_type='llama'",
+    ),
     "no language model": ({"text_config": None}, {}, "lacks the key 'text_config'"),
     "text for an object": ({"text_config": "qwen3"}, {}, "text_config='qwen3', not an object"),
     "no layers": ({}, {"num_hidden_layers": None}, "lacks the key 'num_hidden_layers'"),
     "damaged heads": ({}, {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads=3"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -120,8 +138,14 @@ def test_a_part_that_is_not_known_is_refused(tmp_path):
 
 def test_what_gemmas_files_leave_out(tmp_path):
     """As of Gemma 3 4B: its text_config names five things."""
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}  # fmt: skip
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
     spec = describe_model({"model_type": "gemma3", "text_config": text})
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (
         8,

@@ -1,4 +1,6 @@
-"""Where documents are cut: every token once, ends of sentences where they are in reach, options that make sense."""
+"""Where documents are cut: every token once, ends of sentences where they are in reach, options
+that make sense.
+"""
 
 import re
 
@@ -138,9 +140,13 @@ def test_every_token_is_in_exactly_one_chunk(data):
         data.draw(st.integers(0, size - 1)) if strategy != "document" else 0 for _ in range(2)
     )
     options = ChunkOptions(
-        strategy=strategy, chunk_size=size, chunk_boundary_window=window, overlap_k=overlap, sink_tokens=sink,
+        strategy=strategy,
+        chunk_size=size,
+        chunk_boundary_window=window,
+        overlap_k=overlap,
+        sink_tokens=sink,
         block_size=2,
-    )  # fmt: skip
+    )
     chunks = cut(documents, options, pieces.__getitem__)
     kept = [(chunk.document, place) for chunk in chunks for place in range(chunk.start, chunk.stop)]
     assert kept == [

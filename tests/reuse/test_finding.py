@@ -1,4 +1,6 @@
-"""Runs of a prompt in blocks of another context, against an oracle that compares every block at every place."""
+"""Runs of a prompt in blocks of another context, against an oracle that compares every block at
+every place.
+"""
 
 import itertools
 import random
@@ -82,7 +84,9 @@ def test_of_several_blocks_the_longest_run_is_taken_then_more_context_then_the_n
 
 
 def test_a_text_repeated_beyond_what_is_tried_is_joined_through_its_neighbours():
-    """Each document begins with one block of its own and goes on with the same block as all others."""
+    """Each document begins with one block of its own and goes on with the same block as all
+    others.
+    """
     offered = Offered(256, 4)
     common = [7, 7, 7, 8]
     documents = [
@@ -132,7 +136,9 @@ def test_the_whole_range_of_token_ids_is_told_apart():
 
 @pytest.mark.parametrize("hash_bits", [1, 8, 61])
 def test_colliding_hashes_find_nothing_that_is_not_there(hash_bits):
-    """10,000 places, each looked up among blocks of which at least a 256th has its hash, unless 61 bits are used."""
+    """10,000 places, each looked up among blocks of which at least a 256th has its hash, unless 61
+    bits are used.
+    """
     rng = random.Random(hash_bits)
     offered = Offered(300, 16, hash_bits)
     for _ in range(30):
@@ -178,7 +184,9 @@ def test_repeated_tokens_fit_the_buffers(stored, wanted):
 
 @st.composite
 def pools(draw):
-    """Contexts that branch, over few tokens, some blocks withdrawn and some of those offered again."""
+    """Contexts that branch, over few tokens, some blocks withdrawn and some of those offered
+    again.
+    """
     size = draw(st.sampled_from([1, 2, 3, 4]))
     tokens = st.lists(st.integers(0, draw(st.integers(1, 2))), min_size=size, max_size=size)
     offered = Offered(80, size, draw(st.sampled_from([1, 8, 61])))
@@ -226,7 +234,9 @@ def test_runs_are_those_of_the_definition(offered, data):
 
 
 def test_long_random_texts_against_the_definition():
-    """What the search above seldom draws: runs over many blocks, groups and families beyond what is tried."""
+    """What the search above seldom draws: runs over many blocks, groups and families beyond what is
+    tried.
+    """
     rng = random.Random(5)
     for _ in range(30):
         size = rng.choice([2, 4, 8])

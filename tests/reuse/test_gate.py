@@ -1,4 +1,6 @@
-"""The test of reuse without a model: its text, its measure, its bound, and what an outcome is kept under."""
+"""The test of reuse without a model: its text, its measure, its bound, and what an outcome is kept
+under.
+"""
 
 import dataclasses
 import itertools

@@ -12,7 +12,9 @@ SIZE = 16
 
 
 def run_at(start, length, offset=0, delta=3):
-    """A run that begins `offset` slots into its first block; block ids count up from its position."""
+    """A run that begins `offset` slots into its first block; block ids count up from its
+    position.
+    """
     count = -(-(offset + length) // SIZE)
     pieces = [Piece(1000 + start + index, 0, SIZE) for index in range(count)]
     pieces[0] = pieces[0]._replace(valid_from=offset)

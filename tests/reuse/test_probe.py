@@ -13,7 +13,9 @@ ROOT = b"r" * 32
 
 
 def shared_table(num_reserved=3):
-    """A prompt of 30 tokens: 4 computed, a span of 10 from inside a block on, 4 computed, a span of 9, the rest."""
+    """A prompt of 30 tokens: 4 computed, a span of 10 from inside a block on, 4 computed, a span of
+    9, the rest.
+    """
     manager = KVCacheManager(32, SIZE)
     stored = manager.open_table(range(100, 140), ROOT)
     manager.extend(stored, 40)

@@ -129,12 +129,23 @@ def hybrid_of(model_type):
 
 
 WITH_STATES = (
-    "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "falcon_h1", "granitemoehybrid", "nemotron_h",
-)  # fmt: skip
+    "lfm2",
+    "lfm2_moe",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
+)
 ELSEWHERE = (
-    {"runner": "torch"}, {"backend": "torch"}, {"backend": "cuda"}, {"backend": "mps"}, {"device": "cuda"},
-    {"device": "mps"}, {"dtype": "float16"},
-)  # fmt: skip
+    {"runner": "torch"},
+    {"backend": "torch"},
+    {"backend": "cuda"},
+    {"backend": "mps"},
+    {"device": "cuda"},
+    {"device": "mps"},
+    {"dtype": "float16"},
+)
 
 
 @pytest.mark.parametrize("model_type", WITH_STATES)
@@ -172,11 +183,14 @@ def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
 
 
 STATES_REFUSED = {
-    **dict.fromkeys(("jamba", "recurrent_gemma", "falcon_mamba"), "keep a recurrent state of a kind"),
+    **dict.fromkeys(
+        ("jamba", "recurrent_gemma", "falcon_mamba"), "keep a recurrent state of a kind"
+    ),
     **dict.fromkeys(("bamba", "zamba2", "qwen3_next"), "its states are known"),
-    "kimi_linear": "its states have a decay", "lfm3": "short convolutions",
+    "kimi_linear": "its states have a decay",
+    "lfm3": "short convolutions",
     "qwen4_exp": "linear attention",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model_type", STATES_REFUSED)
@@ -325,7 +339,8 @@ def test_deciding_loads_no_runner_and_nothing_heavy():
         "from kvboost_edge.runners.base import ModelTraits\n"
         "from kvboost_edge.runners.choice import choose_runner\n"
         "for model_type in ('llama', 'gpt_neox'):\n"
-        f"    choose_runner(EngineConfig(), ModelTraits({LLAMA!r} | {{'model_type': model_type}}))\n"
+        f"    choose_runner(EngineConfig(), ModelTraits({LLAMA!r} | {{'model_type': "
+        "model_type}))\n"
         "heavy = {'numba', 'torch', 'transformers'}\n"
         "found = [name for name in sys.modules if name in heavy or name.endswith('.runner')]\n"
         "assert not found, found\n"

@@ -1,4 +1,6 @@
-"""A Ray of this machine's own for these tests, two replicas of the bundled model on it, and the same model alone."""
+"""A Ray of this machine's own for these tests, two replicas of the bundled model on it, and the
+same model alone.
+"""
 
 import warnings
 
@@ -14,7 +16,9 @@ OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "num_threads": 1, "reuse_gate":
 
 @pytest.fixture(scope="package")
 def ray_cluster(isolated_cache):
-    """Gives its address. Replicas that wait for a place are told of soon, and all know the secret of the suite."""
+    """Gives its address. Replicas that wait for a place are told of soon, and all know the secret
+    of the suite.
+    """
     with warnings.catch_warnings():
         # Ray Serve's own models are written for an older pydantic.
         warnings.filterwarnings(

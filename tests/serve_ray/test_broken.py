@@ -1,4 +1,6 @@
-"""Replicas that are unlike the others, that break, or that cannot load: what is told, and who answers meanwhile."""
+"""Replicas that are unlike the others, that break, or that cannot load: what is told, and who
+answers meanwhile.
+"""
 
 import contextlib
 import logging
@@ -26,9 +28,10 @@ SAMPLING = {"max_new_tokens": 4, "temperature": 0.0}
 
 
 def breakable(folder):
-    """A replica that does what files in a folder say: "small": the next one has a small pool; "other": the next one has
-    keys and values of 8 bits; "dies": processes are killed while they load. And it breaks when it is asked to. Ray
-    copies the class to its processes."""
+    """A replica that does what files in a folder say: "small": the next one has a small pool;
+    "other": the next one has keys and values of 8 bits; "dies": processes are killed while they
+    load. And it breaks when it is asked to. Ray copies the class to its processes.
+    """
     from kvboost_edge.serve_ray.deployment import RayReplica
 
     class Breakable(RayReplica):
@@ -68,7 +71,8 @@ def breakable(folder):
             real = self._engine._core._runner.forward
 
             def forward(batch):
-                # At most half a second a pass: one of two seconds, on a busy machine, would count as still.
+                # At most half a second a pass: one of two seconds, on a busy machine, would count
+                # as still.
                 time.sleep(1e-3 * len(batch.token_ids))
                 return real(batch)
 
@@ -150,7 +154,9 @@ def test_what_one_pool_cannot_hold_a_larger_one_computes(pool):
 
 
 def test_slower_replicas_get_less(pool):
-    """Once its speed has been measured, a slow replica is chosen only where the other one is busy."""
+    """Once its speed has been measured, a slow replica is chosen only where the other one is
+    busy.
+    """
     sizes = {name: view.paged_stats()["num_blocks"] for name, view in pool.replicas().items()}
     slow, fast = sorted(sizes, key=lambda name: sizes[name])
     ask_to(pool, "be_slow", slow)
@@ -168,7 +174,9 @@ def test_slower_replicas_get_less(pool):
 
 @pytest.mark.parametrize("what", ["be_dead", "be_still"])
 def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
-    """One whose thread has died, and one that does nothing although it has a request: that is computed elsewhere."""
+    """One whose thread has died, and one that does nothing although it has a request: that is
+    computed elsewhere.
+    """
     prompt = prompts(100, 1, 300)[0]
     expected = pool.submit(prompt, **SAMPLING).result(timeout=60)
     before = broken.pids()
@@ -190,8 +198,9 @@ def test_an_engine_that_computes_no_more_is_replaced(pool, broken, what):
 def test_replicas_of_another_kind_are_refused_and_the_others_answer(
     pool, broken, folder, model, tmp_path, caplog
 ):
-    """One with other settings, one with other files, one that cannot read them: the log or Ray says why. With the right
-    ones there are two again."""
+    """One with other settings, one with other files, one that cannot read them: the log or Ray says
+    why. With the right ones there are two again.
+    """
     from kvboost_edge.serve_ray.model import model_digest
     from kvboost_edge.serve_ray.replicas import Replicas
     from kvboost_edge.serve_ray.watch.members import _members
@@ -260,7 +269,9 @@ def test_a_replica_that_is_killed_while_it_loads_ends_the_start(broken, folder):
 
 
 def test_replicas_that_have_no_place_are_told(broken, caplog):
-    """CPUs that somebody else has reserved meanwhile; it waits until they are free, or until it is ended."""
+    """CPUs that somebody else has reserved meanwhile; it waits until they are free, or until it is
+    ended.
+    """
     from ray import serve
 
     ended = []

@@ -1,4 +1,6 @@
-"""docs/deploy/serve.yaml as `serve run` runs it: the server on the cluster too, restarted and scaled under load."""
+"""docs/deploy/serve.yaml as `serve run` runs it: the server on the cluster too, restarted and
+scaled under load.
+"""
 
 import concurrent.futures
 import contextlib
@@ -144,7 +146,9 @@ def test_the_file_of_the_docs_serves(cluster, alone):
 
 
 def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster):
-    """Each prompt lies where a cache key of its own has put it: without knowing that half of them would be missed."""
+    """Each prompt lies where a cache key of its own has put it: without knowing that half of them
+    would be missed.
+    """
     prompts = [[20 + number, *range(100, 100 + 159)] for number in range(12)]
     for number, prompt in enumerate(prompts):
         cluster.ask(prompt, prompt_cache_key=f"key {number}")
@@ -169,8 +173,9 @@ def test_a_server_that_is_restarted_under_load_knows_what_replicas_hold(cluster)
 
 
 def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
-    """By the file's `deployments`. The replica that there was stays, those that go end what they have first, and every
-    answer is that of one engine."""
+    """By the file's `deployments`. The replica that there was stays, those that go end what they
+    have first, and every answer is that of one engine.
+    """
     prompts = [[number, 7] for number in range(40, 56)]
     whole = alone.generate_batch(prompts, max_new_tokens=200, temperature=0.0, ignore_eos=True)
     is_enough = threading.Event()
@@ -215,7 +220,9 @@ def test_one_replica_becomes_three_and_one_again_under_streams(cluster, alone):
 
 
 def test_another_model_waits_for_its_own_replicas(cluster, tmp_path):
-    """While Ray replaces replicas, those of the model before are there: the new server refuses them and waits."""
+    """While Ray replaces replicas, those of the model before are there: the new server refuses them
+    and waits.
+    """
     model = Path(shutil.copytree(locate_model("kvboost-edge/demo"), tmp_path / "model"))
     with (model / "config.json").open("a") as config:
         config.write("\n")

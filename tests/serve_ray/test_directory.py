@@ -1,4 +1,6 @@
-"""Where the files of a server's own Ray are, who may see them, and what becomes of those that a killed server left."""
+"""Where the files of a server's own Ray are, who may see them, and what becomes of those that a
+killed server left.
+"""
 
 import os
 import platform
@@ -20,8 +22,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not l
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    """The place in memory, which is not there yet; "disk" beside it is that for temporary files. Their paths are longer
-    than sockets allow."""
+    """The place in memory, which is not there yet; "disk" beside it is that for temporary files.
+    Their paths are longer than sockets allow.
+    """
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(directory, "MEMORY_PLACE", str(tmp_path / "memory"))
     monkeypatch.setattr(directory, "_MEMORY_BYTES", 0)
@@ -86,7 +89,8 @@ def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory):
     program = (
         "import sys, tempfile\n"
         "from kvboost_edge.serve_ray import directory\n"
-        "directory.MEMORY_PLACE, directory._MEMORY_BYTES, directory._MOST_SOCKET_PATH = sys.argv[1], 0, 500\n"
+        "directory.MEMORY_PLACE, directory._MEMORY_BYTES, directory._MOST_SOCKET_PATH = "
+        "sys.argv[1], 0, 500\n"
         "with directory.ray_directory() as found:\n"
         "    open(found + '/prompt', 'w').close()\n"
         "    print(found, flush=True)\n"

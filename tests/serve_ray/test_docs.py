@@ -1,4 +1,6 @@
-"""The configurations for clusters that the documentation shows, against Ray's own schema and the command's flags."""
+"""The configurations for clusters that the documentation shows, against Ray's own schema and the
+command's flags.
+"""
 
 import warnings
 from pathlib import Path

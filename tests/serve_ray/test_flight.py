@@ -75,9 +75,15 @@ class Pools:
         handle = RequestHandle(1, lambda number: None, lambda number: None, 1)
         sent = Sent("r", (), b"", SamplingParams(), Terms(), None, 0.0, None, 1)
         flight = Flight(
-            sent, PromptChain((), 1, 16), handle, PrefixRouter(),
-            choices=self.choices, call=self.call, end=cast(Any, None), keep=cast(Any, None),
-        )  # fmt: skip
+            sent,
+            PromptChain((), 1, 16),
+            handle,
+            PrefixRouter(),
+            choices=self.choices,
+            call=self.call,
+            end=cast(Any, None),
+            keep=cast(Any, None),
+        )
         asyncio.run(flight.run())
         return handle
 

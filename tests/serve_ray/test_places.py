@@ -34,7 +34,9 @@ def test_each_replica_gets_its_threads_or_an_even_part():
 
 @pytest.mark.parametrize("machines", [[3, 3], [5, 1], [2, 2, 2], [7, 1, 1], [1, 1, 1, 1, 1]])
 def test_a_replica_is_on_one_machine(machines):
-    """Ray would wait for ever for a place on two; each size is compared with placing them one by one."""
+    """Ray would wait for ever for a place on two; each size is compared with placing them one by
+    one.
+    """
 
     def fit(workers, each):
         free = list(machines)
@@ -59,7 +61,9 @@ def test_a_replica_is_on_one_machine(machines):
 
 @contextmanager
 def listening(answer):
-    """A server that answers the first client with these bytes and ends; None: it accepts and says nothing."""
+    """A server that answers the first client with these bytes and ends; None: it accepts and says
+    nothing.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         done = threading.Event()
 

@@ -92,7 +92,9 @@ def chain_of(replica, prompt):
 
 
 def test_a_prompt_is_looked_up_by_the_hashes_it_came_with(open_replica, monkeypatch):
-    """Nothing of a prompt is hashed to find it; wrong hashes cost what they hide, and change no answer."""
+    """Nothing of a prompt is hashed to find it; wrong hashes cost what they hide, and change no
+    answer.
+    """
     replica = open_replica("a")
     hashes, _ = chain_of(replica, PROMPT)
     expected = answer(replica, sent(PROMPT)).output_token_ids
@@ -131,8 +133,9 @@ def test_hashes_of_blocks_of_another_size_are_left_aside(open_replica, size):
 
 
 def test_what_a_disk_holds_is_told_and_counts_as_read(open_replica):
-    """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it, and what it took to
-    read is what is expected of the next."""
+    """A replica computes a prompt, and a new one finds it on their disk: it is believed to read it,
+    and what it took to read is what is expected of the next.
+    """
     first = open_replica("a")
     hashes, chain = chain_of(first, PROMPT)
     router = PrefixRouter()
@@ -181,7 +184,9 @@ def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte
 def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_filled(
     isolated_cache, tmp_path, monkeypatch
 ):
-    """By a replica that never saw it, on a machine of its own: as many tokens as a router expects."""
+    """By a replica that never saw it, on a machine of its own: as many tokens as a router
+    expects.
+    """
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_SECRET", "a secret of the test suite")
     prompt = [10 + number % 200 for number in range(500)]
     name = str(save_tiny_model("lfm2", tmp_path / "model"))
@@ -213,8 +218,10 @@ def test_a_prompt_of_a_model_with_states_is_read_from_the_server_that_others_fil
 def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
     isolated_cache, tmp_path
 ):
-    """Two have computed the same prompt, and only one was asked to keep the state behind its head, in its pool and on a
-    disk: what the router expects each of them to find of other prompts with that head is what they find."""
+    """Two have computed the same prompt, and only one was asked to keep the state behind its head,
+    in its pool and on a disk: what the router expects each of them to find of other prompts with
+    that head is what they find.
+    """
     head = [10 + number % 200 for number in range(320)]
     name = str(save_tiny_model("qwen3_5_text", tmp_path / "model"))
     filled, asked, other, last = (

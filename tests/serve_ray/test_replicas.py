@@ -1,4 +1,6 @@
-"""Real replicas: the same answers as one engine's, to the bit; cancelled, killed, more and fewer of them."""
+"""Real replicas: the same answers as one engine's, to the bit; cancelled, killed, more and fewer of
+them.
+"""
 
 import contextlib
 import json
@@ -85,8 +87,8 @@ def test_wrong_requests_are_refused_as_by_an_engine(two):
 
 def test_a_pinned_prompt_is_unpinned_wherever_it_lies(two):
     prompt = (
-        "A prompt that is pinned, so that it stays in the pool of its replica until it is unpinned again. "
-        * 2
+        "A prompt that is pinned, so that it stays in the pool of its replica until it is "
+        "unpinned again. " * 2
     )
     two.pool.warm(prompt, pin=True)
     assert two.pool.paged_stats()["pinned_blocks"] > 0
@@ -163,7 +165,9 @@ def test_who_leaves_the_server_frees_the_replica(two, server):
 
 
 def test_a_frozen_replica_keeps_nobody_waiting(two):
-    """Once it is known not to answer, figures and answers are those of the other; then it is back as it was."""
+    """Once it is known not to answer, figures and answers are those of the other; then it is back
+    as it was.
+    """
     pids = two.pids()
     frozen, other = sorted(pids)
     os.kill(pids[frozen], signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""What is told before and while replicas start, without Ray where it can be; and the command as people run it."""
+"""What is told before and while replicas start, without Ray where it can be; and the command as
+people run it.
+"""
 
 import importlib.util
 import json
@@ -90,7 +92,9 @@ def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):
 
 @pytest.mark.cluster
 def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
-    """Whatever Ray raises then. Another one of this process, and what is no part of any, goes on."""
+    """Whatever Ray raises then. Another one of this process, and what is no part of any, goes
+    on.
+    """
     ray = pytest.importorskip("ray")
     started = []
 
@@ -120,7 +124,9 @@ def test_of_a_ray_that_does_not_start_whole_nothing_is_left(monkeypatch):
 @pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_ray_starts_leaves_none_of_it(number, monkeypatch):
-    """And it ends this process as it would have before: Ray's handler would do so with another status."""
+    """And it ends this process as it would have before: Ray's handler would do so with another
+    status.
+    """
     ray = pytest.importorskip("ray")
     utils = pytest.importorskip("ray._private.utils")
     started = []
@@ -202,7 +208,9 @@ def test_a_cluster_without_room_is_told(ray_cluster):
 @pytest.mark.slow
 @pytest.mark.skipif(default_num_threads() < 2, reason="two replicas need two CPUs")
 def test_the_command_serves_and_leaves_nothing_behind(tmp_path):
-    """On SIGTERM a stream in progress goes on to its end, and then no process, no file and no variable is left."""
+    """On SIGTERM a stream in progress goes on to its end, and then no process, no file and no
+    variable is left.
+    """
     log = (tmp_path / "log").open("w+")
     environment = {**os.environ, "TMPDIR": "/tmp", "HOME": str(tmp_path)}
     flags = ["--workers", "2", "--num-threads", "1"]

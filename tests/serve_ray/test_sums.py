@@ -5,9 +5,13 @@ from kvboost_edge.serve_ray.sums import summed_paged
 
 def replica(used, **snapshots):
     return {
-        "block_size": 16, "num_blocks": 10, "used_blocks": used, "block_utilization": used / 10,
-        "state_snapshots": snapshots, "tiers": {},
-    }  # fmt: skip
+        "block_size": 16,
+        "num_blocks": 10,
+        "used_blocks": used,
+        "block_utilization": used / 10,
+        "state_snapshots": snapshots,
+        "tiers": {},
+    }
 
 
 def test_snapshots_of_all_replicas_are_counted_by_reason():

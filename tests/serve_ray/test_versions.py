@@ -1,4 +1,6 @@
-"""Versions of the replicas that follow one another while requests run; and what new ones know of the old ones' work."""
+"""Versions of the replicas that follow one another while requests run; and what new ones know of
+the old ones' work.
+"""
 
 import threading
 
@@ -48,7 +50,9 @@ def started(pool, count, **sampling):
 
 
 def test_a_new_version_takes_over_while_started_answers_go_on_to_their_end(versions, monkeypatch):
-    """Its settings are others: they become the pool's, and what the new replicas hold is known by them."""
+    """Its settings are others: they become the pool's, and what the new replicas hold is known by
+    them.
+    """
     pool = versions.pool
     before = versions.pids()
     root = versions.pool._about.root

@@ -1,4 +1,6 @@
-"""A real server on a free loopback port with the bundled model, and the app over ASGI with a tiny engine."""
+"""A real server on a free loopback port with the bundled model, and the app over ASGI with a tiny
+engine.
+"""
 
 import logging
 
@@ -71,7 +73,9 @@ def _tiny_engine(tiny_model_dir):
 
 @pytest.fixture
 def tiny_engine(_tiny_engine):
-    """An engine that these tests share, with nothing in its pool; what a test does to it is undone."""
+    """An engine that these tests share, with nothing in its pool; what a test does to it is
+    undone.
+    """
     engine = _tiny_engine
     runner = _tiny_engine._core._runner
     forward = runner.forward

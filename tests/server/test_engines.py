@@ -1,4 +1,6 @@
-"""The engine is what the server asks for, member by member; mypy checks the types where `__main__` serves one."""
+"""The engine is what the server asks for, member by member; mypy checks the types where `__main__`
+serves one.
+"""
 
 import ast
 import inspect

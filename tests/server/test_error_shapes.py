@@ -12,27 +12,46 @@ REFUSED = ApiError(404, "the model 'x' is not served here", code="model_not_foun
     [
         (
             "/v1/chat/completions",
-            {"error": {"message": REFUSED.message, "type": "not_found_error", "param": "model",
-                       "code": "model_not_found"}},
+            {
+                "error": {
+                    "message": REFUSED.message,
+                    "type": "not_found_error",
+                    "param": "model",
+                    "code": "model_not_found",
+                }
+            },
         ),
-        ("/v1/messages", {"type": "error", "error": {"type": "not_found_error", "message": REFUSED.message}}),
+        (
+            "/v1/messages",
+            {"type": "error", "error": {"type": "not_found_error", "message": REFUSED.message}},
+        ),
         (
             "/v1/messages/count_tokens",
             {"type": "error", "error": {"type": "not_found_error", "message": REFUSED.message}},
         ),
         ("/v1/messages_of_others", None),
         ("/api/chat", {"error": REFUSED.message}),
-        ("/completion", {"error": {"code": 404, "message": REFUSED.message, "type": "not_found_error"}}),
+        (
+            "/completion",
+            {"error": {"code": 404, "message": REFUSED.message, "type": "not_found_error"}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_error_has_the_shape_of_its_api(path, body):
     assert error_body(REFUSED, path) == (error_body(REFUSED) if body is None else body)
 
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, "invalid_request_error"), (401, "authentication_error"), (413, "request_too_large"),
-     (418, "invalid_request_error"), (500, "api_error"), (503, "overloaded_error"), (504, "timeout_error")],
-)  # fmt: skip
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (413, "request_too_large"),
+        (418, "invalid_request_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+    ],
+)
 def test_anthropic_s_kinds_follow_the_status(status, kind):
     assert error_body(ApiError(status, "no"), "/v1/messages")["error"]["type"] == kind

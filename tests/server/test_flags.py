@@ -118,8 +118,10 @@ def test_a_redis_server_by_flag_or_environment(monkeypatch):
     url = "redis://:hidden@host:1/2"
     another = "redis://another"
     assert parse("--redis-url", url, "--redis-trust").engine | {"disk_cache_dir": ""} == {
-        "disk_cache_dir": "", "redis_url": url, "redis_trust": True,
-    }  # fmt: skip
+        "disk_cache_dir": "",
+        "redis_url": url,
+        "redis_trust": True,
+    }
     monkeypatch.setenv("KVBOOST_EDGE_REDIS_URL", url)
     assert parse().engine["redis_url"] == url
     assert parse("--redis-url", another).engine["redis_url"] == another
@@ -136,8 +138,11 @@ def test_how_reuse_is_repaired_is_a_flag_with_the_engine_s_default(capsys):
         "0.25",
     )
     assert parse(*flags).engine | {"disk_cache_dir": ""} == {
-        "disk_cache_dir": "", "recompute_strategy": "cacheblend", "recompute_overlap": 8, "recompute_ratio": 0.25,
-    }  # fmt: skip
+        "disk_cache_dir": "",
+        "recompute_strategy": "cacheblend",
+        "recompute_overlap": 8,
+        "recompute_ratio": 0.25,
+    }
     with pytest.raises(SystemExit):
         parse("--help")
     shown = " ".join(capsys.readouterr().out.split())
@@ -369,9 +374,10 @@ def test_a_missing_extra_is_named():
 
 def test_the_package_and_the_flags_load_no_web_framework():
     code = (
-        "import sys, kvboost_edge, kvboost_edge.cli.app, kvboost_edge.server.flags, kvboost_edge.server.__main__\n"
-        "print([name for name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'h11', 'torch', 'numba')"
-        " if name in sys.modules])"
+        "import sys, kvboost_edge, kvboost_edge.cli.app, kvboost_edge.server.flags, "
+        "kvboost_edge.server.__main__\n"
+        "print([name for name in ('fastapi', 'starlette', 'uvicorn', 'prometheus_client', 'h11', "
+        "'torch', 'numba') if name in sys.modules])"
     )
     done = run_code(code)
     assert done.stdout.strip() == "[]", done.stderr

@@ -87,7 +87,9 @@ def running(*flags):
 
 
 def test_sigterm_drains_and_exits_with_0(tmp_path):
-    """What was to be warm is, for every key; what is asked for later is refused, and what runs ends."""
+    """What was to be warm is, for every key; what is asked for later is refused, and what runs
+    ends.
+    """
     text = "A system prompt that every conversation begins with. " * 6
     (tmp_path / "prompt").write_text(text)
     (tmp_path / "keys").write_text("one\ntwo\n")
@@ -245,7 +247,9 @@ def test_sigterm_while_the_model_loads_exits_with_0():
 
 
 def test_two_models_in_one_process(tiny_model_dir, tmp_path):
-    """The second is loaded by the first request for it, unloaded when it is idle, and finds its prompts on disk."""
+    """The second is loaded by the first request for it, unloaded when it is idle, and finds its
+    prompts on disk.
+    """
     flags = (
         "--model",
         "first=kvboost-edge/demo",

@@ -1,4 +1,6 @@
-"""The event loop goes on whatever is asked of which API, whatever is remembered, and however much is compared."""
+"""The event loop goes on whatever is asked of which API, whatever is remembered, and however much
+is compared.
+"""
 
 import contextlib
 import gc
@@ -98,8 +100,9 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.alone
 @pytest.mark.full
 def test_the_largest_messages_do_not_stop_the_loop(server):
-    """Well-formed, 6.9 MB, far longer than the context, which is told after all was tokenized; one of them with the
-    texts of special tokens in it."""
+    """Well-formed, 6.9 MB, far longer than the context, which is told after all was tokenized; one
+    of them with the texts of special tokens in it.
+    """
     message = {"role": "user", "content": "word " * 130}
     marked = {"role": "user", "content": "<|im_start|> " + "word " * 180_000}
     bodies = [
@@ -155,7 +158,9 @@ def test_no_bytes_stop_the_loop(server, data):
     [(True, 10), *(pytest.param(one, 27, marks=pytest.mark.full) for one in (False, True))],
 )
 def test_large_answers_do_not_stop_the_loop(server, stream, choices):
-    """Echoed prompts with twenty log probabilities a token; with 27 choices as many as an answer may have."""
+    """Echoed prompts with twenty log probabilities a token; with 27 choices as many as an answer
+    may have.
+    """
     rng = random.Random(2)
     body = {
         "prompt": rng.choices(range(256), k=900),
@@ -192,7 +197,9 @@ def large():
 
 @pytest.mark.alone
 def test_the_loop_goes_on_while_every_api_tokenizes(server):
-    """Long texts to each route that takes one, a few at a time, while short requests go on beside them."""
+    """Long texts to each route that takes one, a few at a time, while short requests go on beside
+    them.
+    """
     text = " ".join(random.Random(0).choices(WORDS, k=70_000))[:300_000]
     paths = [path for path in TEXTS if path != "/infill"]
     assert len(paths) == 14
@@ -313,7 +320,9 @@ def test_no_bad_body_stops_the_loop(server, path):
 
 @pytest.mark.alone
 def test_a_long_query_with_many_documents_is_refused_before_it_is_written_down(server):
-    """Each document is judged behind the query: together they would be a thousand times as long as the body."""
+    """Each document is judged behind the query: together they would be a thousand times as long as
+    the body.
+    """
     body = {"query": "word " * 200_000, "documents": ["a"] * 1024}
     refused = []
 
@@ -353,8 +362,9 @@ def test_large_responses_are_remembered_shown_and_continued(large):
 
 @pytest.mark.alone
 def test_as_much_as_is_remembered_is_read_beside_others(large):
-    """What was sent with one response, as large as a body may be, is listed page by page; and a whole memory of them
-    is continued."""
+    """What was sent with one response, as large as a body may be, is listed page by page; and a
+    whole memory of them is continued.
+    """
     from kvboost_edge.server.work.remembered import Turn
 
     sent = json.dumps(
@@ -398,7 +408,9 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
 @pytest.mark.alone
 @pytest.mark.full
 def test_comparing_with_all_that_is_kept_does_not_stop_the_loop(large):
-    """Prompts of 30,000 tokens that are alike up to their ends, as many of them as are kept, and the list of them."""
+    """Prompts of 30,000 tokens that are alike up to their ends, as many of them as are kept, and
+    the list of them.
+    """
     ids = random.Random(3).choices(range(256), k=30_000)
     headers = {"content-type": "application/json"}
 

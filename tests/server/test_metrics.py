@@ -1,4 +1,6 @@
-"""/metrics: every promised name, values that agree with what was asked, and a dashboard that reads what is there."""
+"""/metrics: every promised name, values that agree with what was asked, and a dashboard that reads
+what is there.
+"""
 
 import json
 import re

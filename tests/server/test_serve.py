@@ -1,4 +1,6 @@
-"""The server's own part of running: the heap before the first request, and what is left after the last."""
+"""The server's own part of running: the heap before the first request, and what is left after the
+last.
+"""
 
 import gc
 import logging
@@ -26,7 +28,9 @@ LONG = {"content": "steady " * 5000, "with_pieces": True}
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="collects in steps, by another rule")
 def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
-    """The collector waits until what is new is a quarter of what it kept the last time: 75,000 objects here."""
+    """The collector waits until what is new is a quarter of what it kept the last time: 75,000
+    objects here.
+    """
     kept = [[number] for number in range(300_000)]
     full = []
     gc.callbacks.append(
@@ -65,7 +69,8 @@ def test_no_connection_outlives_the_server(demo_engine, monkeypatch, caplog, req
     monkeypatch.setattr(serve, "_LAST_SECONDS", 0.3)
     with socket.socket() as sock:
         with serving(demo_engine) as server, caplog.at_level(logging.WARNING):
-            # Small buffers, which the accepted socket inherits: the kernel's own would hold megabytes.
+            # Small buffers, which the accepted socket inherits: the kernel's own would hold
+            # megabytes.
             server.server.servers[0].sockets[0].setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
             )

@@ -27,7 +27,9 @@ def result(prompt=30, cached=10, prompt_ms=100.0, generated=8, decode_ms=200.0, 
 
 
 def test_nothing_is_kept_for_each_request(clock):
-    """A server that nobody asks for its metrics counts a hundred requests a second for ten minutes."""
+    """A server that nobody asks for its metrics counts a hundred requests a second for ten
+    minutes.
+    """
     speeds = Speeds()
     for _ in range(60_000):
         speeds.observe(result())

@@ -1,5 +1,6 @@
-"""Many requests of all APIs and two keys, whose clients leave at random moments of every phase: all that a request
-holds comes back, exactly."""
+"""Many requests of all APIs and two keys, whose clients leave at random moments of every phase: all
+that a request holds comes back, exactly.
+"""
 
 import asyncio
 import json
@@ -32,8 +33,9 @@ OF_OPENAI = ("/v1/completions", "/v1/chat/completions")
 
 @pytest.fixture(scope="module")
 def server(isolated_cache):
-    """What somebody wants kept is kept for a moment. The engine is its own: in the one that tests share, others' pins
-    stay for minutes."""
+    """What somebody wants kept is kept for a moment. The engine is its own: in the one that tests
+    share, others' pins stay for minutes.
+    """
     with (
         CPUPagedEngine.from_pretrained("kvboost-edge/demo", **ENGINE_OPTIONS) as engine,
         pytest.MonkeyPatch.context() as patch,
@@ -77,12 +79,17 @@ def request_of(rng):
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\n\r\n".encode(),
         )
     data = json.dumps(body_of(rng, path)).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\nContent-Length: {len(data)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{key}\r\nContent-Length: "
+        f"{len(data)}"
+    )
     return path, f"{head}\r\n\r\n".encode() + data
 
 
 def held_by(server):
-    """What must be the same before and after: threads, files and sockets, blocks, tasks, connections, tickets."""
+    """What must be the same before and after: threads, files and sockets, blocks, tasks,
+    connections, tickets.
+    """
     threads = sorted(
         thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")
     )
@@ -105,7 +112,9 @@ def held_by(server):
 
 
 def forget(server):
-    """As if a day had gone by: what is remembered for a time is due, and the next request finds that out."""
+    """As if a day had gone by: what is remembered for a time is due, and the next request finds
+    that out.
+    """
     remembered = server.state.remembered
     doctor = server.state.doctor
     remembered.seconds = doctor.history.seconds = -1.0

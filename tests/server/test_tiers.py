@@ -1,4 +1,6 @@
-"""Tiers as a server's clients see them: where an answer's tokens came from, what each tier holds."""
+"""Tiers as a server's clients see them: where an answer's tokens came from, what each tier
+holds.
+"""
 
 import pytest
 

@@ -31,7 +31,9 @@ def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(
 
 
 def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir, monkeypatch):
-    """Each is searched for in the whole text: of ten thousand messages that was most of the time."""
+    """Each is searched for in the whole text: of ten thousand messages that was most of the
+    time.
+    """
     tokenizer = Tokenizer.from_dir(tiny_model_dir)
     searched = []
 

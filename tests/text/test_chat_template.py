@@ -13,16 +13,24 @@ MESSAGES = [
     {"role": "user", "content": [{"type": "text", "text": "part"}]},
 ]
 TEMPLATES = {
-    "chatml": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + (m['content'] if m.content is string else "
-    "m.content[0].text) + '<|im_end|>' + '\\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
-    "bos, namespace and loop controls": "{{ bos_token }}\n{% set ns = namespace(last='') %}\n"
-    "  {% for m in messages %}\n{% if loop.index > 2 %}{% break %}{% endif %}\n{% set ns.last = m.role %}\n"
-    "{{ m.content | trim }}\n{% endfor %}\n{{ ns.last }}{{ eos_token }}",
+    "chatml": (
+        "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + (m['content'] if "
+        "m.content is string else m.content[0].text) + '<|im_end|>' + '\\n'}}{% endfor %}{% if "
+        "add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "bos, namespace and loop controls": (
+        "{{ bos_token }}\n{% set ns = namespace(last='') %}\n"
+        "  {% for m in messages %}\n{% if loop.index > 2 %}{% break %}{% endif %}\n{% set "
+        "ns.last = m.role %}\n"
+        "{{ m.content | trim }}\n{% endfor %}\n{{ ns.last }}{{ eos_token }}"
+    ),
     "tojson": "{{ messages | tojson }}|{{ messages[1] | tojson(indent=2) }}|"
     "{{ {'b': 1, 'a': '<é>'} | tojson(sort_keys=true) }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.role }};{% endgeneration %}{% endfor %}",
-    "tools": "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ extra | default('none') }}{{ dict(a=1) }}",
+    "tools": (
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ extra | default('none') }}{{ "
+        "dict(a=1) }}"
+    ),
 }
 
 
@@ -37,9 +45,14 @@ def make(source):
 def test_equals_transformers(name, prompt):
     tools = [{"type": "function", "function": {"name": "look_up"}}]
     truth, _ = render_jinja_template(
-        [MESSAGES], tools=tools, chat_template=TEMPLATES[name], add_generation_prompt=prompt, bos_token="<s>",
-        eos_token="</s>", extra="more",
-    )  # fmt: skip
+        [MESSAGES],
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=prompt,
+        bos_token="<s>",
+        eos_token="</s>",
+        extra="more",
+    )
     ours = make(TEMPLATES[name]).render(
         MESSAGES, tools=tools, add_generation_prompt=prompt, variables={"extra": "more"}
     )

@@ -43,7 +43,9 @@ def byte_level():
 
 
 def llama2():
-    """Sentencepiece as Llama 2 has it: byte fallback, a leading space that is put on and taken off."""
+    """Sentencepiece as Llama 2 has it: byte fallback, a leading space that is put on and taken
+    off.
+    """
     pieces = [
         "<unk>",
         "▁",
@@ -262,7 +264,9 @@ def test_work_per_token_does_not_grow(family, monkeypatch):
 
 
 def test_decoder_json_names_are_those_of_the_library():
-    """The codec reads the decoder's own JSON; a renamed field must be noticed here, not in somebody's output."""
+    """The codec reads the decoder's own JSON; a renamed field must be noticed here, not in
+    somebody's output.
+    """
     assert json.loads(llama2().decoder.__getstate__())["decoders"][3] == {
         "type": "Strip",
         "content": " ",

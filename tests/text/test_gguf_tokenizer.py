@@ -91,8 +91,10 @@ def _metadata(tokenizer, pre):
         "tokenizer.ggml.bos_token_id": tokens.index("<|begin|>"),
         "tokenizer.ggml.eos_token_id": tokens.index("<|end|>"),
         "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-        "{{ eos_token }}{% endfor %}",
+        "tokenizer.chat_template": (
+            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{{ eos_token "
+            "}}{% endfor %}"
+        ),
     }
 
 
@@ -195,8 +197,8 @@ def test_default_splits_as_llama_cpp_does():
         assert [word for word, _ in steps.pre_tokenize_str(text)] == words, text
 
 
-# Worked out by hand from the expressions, each on what the ones before left. DeepSeek's signs, from ":" to "~", hold
-# the letters of ASCII, too: a word with others falls apart.
+# Worked out by hand from the expressions, each on what the ones before left. DeepSeek's signs, from
+# ":" to "~", hold the letters of ASCII, too: a word with others falls apart.
 WORDS = {
     "falcon": {
         "Hello, wo`rld 12345": ["Hello", ",", " wo", "`", "rld", " ", "123", "45"],
@@ -247,7 +249,9 @@ def test_the_end_of_phi3_swallows_spaces_whatever_its_kind():
 
 
 def _scored(prefix):
-    """A sentencepiece-like BPE tokenizer as Llama 2's tokenizer.json has it, and its GGUF metadata."""
+    """A sentencepiece-like BPE tokenizer as Llama 2's tokenizer.json has it, and its GGUF
+    metadata.
+    """
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     learner.train_from_iterator(
@@ -258,7 +262,8 @@ def _scored(prefix):
     control = ["<unk>", "<s>", "</s>"]
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
     merged = ["".join(pair) for pair in merges]
-    # Letters beyond ASCII are left to the byte tokens; sentencepiece's learned pieces come before single letters.
+    # Letters beyond ASCII are left to the byte tokens; sentencepiece's learned pieces come before
+    # single letters.
     letters = sorted(t for t in state["vocab"] if len(t) == 1 and (t.isascii() or t == "▁"))
     merged = [t for t in merged if all(c in letters for c in t)]
     pairs = [pair for pair in merges if all(c in letters for c in "".join(pair))]
@@ -268,10 +273,13 @@ def _scored(prefix):
     scores.append(-1000.0)
     original = Tokenizer(
         models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=pairs, unk_token="<unk>", fuse_unk=True,
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=pairs,
+            unk_token="<unk>",
+            fuse_unk=True,
             byte_fallback=True,
         )
-    )  # fmt: skip
+    )
     replace = normalizers.Replace(" ", "▁")
     original.normalizer = (
         normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
@@ -298,8 +306,9 @@ def _scored(prefix):
 
 
 def _best_first(text, metadata):
-    """Sentencepiece's own rule: of all neighbours whose union is a token, merge those of the highest score, leftmost
-    first."""
+    """Sentencepiece's own rule: of all neighbours whose union is a token, merge those of the
+    highest score, leftmost first.
+    """
     scores = dict(
         zip(
             metadata["tokenizer.ggml.tokens"],
@@ -361,18 +370,28 @@ REFUSED = {
     "no pre": (_without("pre"), "tokenizer.ggml.pre is missing"),
     "unknown pre": ({"tokenizer.ggml.pre": "not-yet"}, "not-yet.*known are .*dbrx, .*qwen2"),
     "no tokens": (_without("tokens"), "tokenizer.ggml.tokens is missing"),
-    "tokens are numbers": ({"tokenizer.ggml.tokens": np.arange(4)}, "tokens must be a list of strings"),
+    "tokens are numbers": (
+        {"tokenizer.ggml.tokens": np.arange(4)},
+        "tokens must be a list of strings",
+    ),
     "no merges": (_without("merges"), "merges is missing, but there are tokens such as"),
     "half a merge": ({"tokenizer.ggml.merges": ["ab"]}, "'ab' .number 0."),
-    "merge of nothing": ({"tokenizer.ggml.merges": ["q\u0120 \u0120q"]}, "cannot be built.*out of vocabulary"),
-    "types too short": ({"tokenizer.ggml.token_type": np.ones(3, dtype=np.int32)}, "token_type must have one number"),
+    "merge of nothing": (
+        {"tokenizer.ggml.merges": ["q\u0120 \u0120q"]},
+        "cannot be built.*out of vocabulary",
+    ),
+    "types too short": (
+        {"tokenizer.ggml.token_type": np.ones(3, dtype=np.int32)},
+        "token_type must have one number",
+    ),
     "bos beyond": ({"tokenizer.ggml.bos_token_id": 99999}, "bos_token_id is 99999"),
     "bos is text": ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id must be of type int"),
     "bos wanted": (
-        {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing",
+        {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True},
+        "bos_token_id is missing",
     ),
     "template": ({"tokenizer.chat_template": 3}, "chat_template must be a string"),
-}  # fmt: skip
+}
 
 
 SCORED = _scored(prefix=True)[1]

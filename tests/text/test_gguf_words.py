@@ -1,5 +1,7 @@
-"""Ways of splitting text that GGUF files name, against what llama.cpp splits: recorded once, and compared again with
-`make bench-peers`. The texts and the vocabularies are those of hostile_words.py."""
+"""Ways of splitting text that GGUF files name, against what llama.cpp splits: recorded once, and
+compared again with `make bench-peers`. The texts and the vocabularies are those of
+hostile_words.py.
+"""
 
 import json
 from pathlib import Path
@@ -15,8 +17,9 @@ from kvboost_edge.text.pre_tokenizers import PRE_TOKENIZERS
 RECORDED = json.loads((Path(__file__).parent / "llama_cpp_words.json").read_text(encoding="utf-8"))
 WORDS = {pre: words for names, words in RECORDED["words"] for pre in names}
 _MARKS = ("naïve Größe é\u0301", "e\u0301a\u0308 क्या हिन्दी", "ไทย ລາວ ខ្មែរ")
-# Texts that are split otherwise here, as the makers' tokenizer.json says. llama.cpp writes classes of letters with case
-# as lookaheads that leave combining marks out, does not normalize, and does not take ranges that hold spaces.
+# Texts that are split otherwise here, as the makers' tokenizer.json says. llama.cpp writes classes
+# of letters with case as lookaheads that leave combining marks out, does not normalize, and does
+# not take ranges that hold spaces.
 OTHERWISE = {
     **dict.fromkeys(("gpt-4o", "kanana2", "llama4", "tekken"), _MARKS),
     **dict.fromkeys(("qwen2", "qwen35"), (_MARKS[1],)),
@@ -41,7 +44,9 @@ def test_words_are_llama_cpps(pre):
 
 
 def test_numbers_of_afmoe_end_in_threes():
-    """As the ids of its published vocabulary do: "33333" is the token of "33", then that of "333"."""
+    """As the ids of its published vocabulary do: "33333" is the token of "33", then that of
+    "333".
+    """
     steps = gguf_tokenizer(metadata_of("afmoe"), name="m.gguf").codec._tokenizer.pre_tokenizer
     for text, words in {
         "33333": ["33", "333"],

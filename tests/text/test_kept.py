@@ -1,4 +1,6 @@
-"""A kept tokenizer is the one that was built; what is damaged, foreign or of another model is built again."""
+"""A kept tokenizer is the one that was built; what is damaged, foreign or of another model is built
+again.
+"""
 
 import logging
 import os

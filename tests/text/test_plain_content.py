@@ -20,8 +20,8 @@ MESSAGES = [
     {"role": "assistant", "content": " Hi"},
 ]
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 HOW = [
     "m.content",
@@ -52,7 +52,9 @@ ATTACKS += [
 
 
 def byte_fallback(prefixed):
-    """Sentencepiece's kind: the first text has a space before it, or (`prefixed`) each behind a special token."""
+    """Sentencepiece's kind: the first text has a space before it, or (`prefixed`) each behind a
+    special token.
+    """
     pieces = [
         "<unk>",
         "▁",

@@ -1,4 +1,6 @@
-"""Tokenizer: equal to transformers' own on a saved directory and on a loaded one; damaged files are named."""
+"""Tokenizer: equal to transformers' own on a saved directory and on a loaded one; damaged files are
+named.
+"""
 
 import json
 import shutil
@@ -114,10 +116,21 @@ def test_tokens_that_only_the_config_knows_are_added(directory):
 def test_truncation_and_padding_of_the_file_are_switched_off(directory):
     path = directory / "tokenizer.json"
     fields = {
-        "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-        "padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-                    "pad_type_id": 0, "pad_token": "<pad>"},
-    }  # fmt: skip
+        "truncation": {
+            "direction": "Right",
+            "max_length": 4,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        },
+        "padding": {
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<pad>",
+        },
+    }
     edit(path, **fields)
     assert len(Tokenizer.from_dir(directory).encode("x" * 20, add_special_tokens=False)) == 20
 
@@ -230,9 +243,10 @@ TOOLS = [
     }
 ]
 SHOWS_TOOLS = (
-    "{% if tools %}{{ '[T]' + tools | tojson }}{% endif %}{% for m in messages %}{{ '<' + m.role + '>' }}"
-    "{{- m.content or '' }}{% for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    "{% if tools %}{{ '[T]' + tools | tojson }}{% endif %}{% for m in messages %}{{ '<' + m.role "
+    "+ '>' }}{{- m.content or '' }}{% for call in m.tool_calls or [] %}{{ '<call>' + "
+    "call.function | tojson + '</call>' }}{% endfor %}{% endfor %}{% if add_generation_prompt "
+    "%}{{ '<assistant>' }}{% endif %}"
 )
 CALL_TEXT = '{"name": "look_up", "arguments": {"a": "</s>"}}'
 CALLED = [

@@ -1,4 +1,6 @@
-"""What somebody is told that a tier holds: everything once, then what changed, and what left without a word in time."""
+"""What somebody is told that a tier holds: everything once, then what changed, and what left
+without a word in time.
+"""
 
 import numpy as np
 import pytest
@@ -34,8 +36,9 @@ def tier_with(held):
     st.booleans(),
 )
 def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
-    """Blocks that came are noted, those that left go without a word; `few`: only some are looked for again each time,
-    and then what left is told within a few calls."""
+    """Blocks that came are noted, those that left go without a word; `few`: only some are looked
+    for again each time, and then what left is told within a few calls.
+    """
     tier = tier_with(held)
     holdings = Holdings(tier)
     holdings.note([hash_of(9)])  # nobody has asked: nothing to remember

@@ -1,1 +1,1 @@
-"""The scheduler: running sequences, token budget, fairness between tenants, and the batch of a step."""
+"""The scheduler: running sequences, token budget, tenant fairness, the batch of a step."""

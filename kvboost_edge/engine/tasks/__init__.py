@@ -1,1 +1,1 @@
-"""Tasks made of several requests: embedding and reranking, documents, verification, quality gate."""
+"""Tasks of several requests: embedding and reranking, documents, verification, quality gate."""

@@ -1,4 +1,6 @@
-"""Apple GPUs as far as they are known without one: refusals, limits, and a trial at start that finds faults."""
+"""Apple GPUs as far as they are known without one: refusals, limits, and a trial at start that
+finds faults.
+"""
 
 import re
 
@@ -74,7 +76,9 @@ def test_trials_are_small_enough_for_one_thread_and_leave_torchs_threads_as_they
 
 
 class Leaking(TorchBackend):
-    """As with is_causal in half precision on some versions: queries see up to 3 tokens of the future."""
+    """As with is_causal in half precision on some versions: queries see up to 3 tokens of the
+    future.
+    """
 
     def attention(self, layer, queries, batch, params, *more):
         for group in batch.groups(params.window):
@@ -132,7 +136,9 @@ def test_a_device_with_a_fault_is_refused_with_the_version_of_torch(kind, messag
     ("bits", "per_block"), [((16, 16), 32768), ((8, 8), 8 * (128 * 16 + 384 + 128 * 16 + 64))]
 )
 def test_tensors_of_the_pool_stay_below_four_gibibytes(bits, per_block):
-    """Of the largest layer: 16 tokens of 8 heads of 128 channels, keys or values, or the codes of both."""
+    """Of the largest layer: 16 tokens of 8 heads of 128 channels, keys or values, or the codes of
+    both.
+    """
     spec = KVSpec(SPEC.layers, 16, "float16", bits)
     most = ((1 << 32) - 1) // per_block
     apple.check_buffers(spec, most)

@@ -1,5 +1,6 @@
-"""The fake Apple GPU finds what a real one would refuse: planted operators, dtypes and integers, alone and in the
-backend."""
+"""The fake Apple GPU finds what a real one would refuse: planted operators, dtypes and integers,
+alone and in the backend.
+"""
 
 import numpy as np
 import pytest

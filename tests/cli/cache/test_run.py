@@ -1,4 +1,6 @@
-"""`kvboost-edge cache` over made-up directories: what is there, what is sound, what goes; what is open stays."""
+"""`kvboost-edge cache` over made-up directories: what is there, what is sound, what goes; what is
+open stays.
+"""
 
 import os
 import time
@@ -20,7 +22,9 @@ from kvboost_edge.cli.app import run
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """The package's cache directory: two spaces, the first used longest ago, and a file of packed weights."""
+    """The package's cache directory: two spaces, the first used longest ago, and a file of packed
+    weights.
+    """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     with opened(
@@ -152,7 +156,9 @@ def test_another_directory_and_none_at_all(home, answer, printed):
 def test_a_clock_that_jumps_makes_nothing_negative_and_takes_nothing_that_is_open(
     home, answer, monkeypatch, clock, gone
 ):
-    """A day back, a year forward: what is open stays whatever the clock says, and no age is below zero."""
+    """A day back, a year forward: what is open stays whatever the clock says, and no age is below
+    zero.
+    """
     (home / "packed" / "0123-int4.kvpack").unlink()
     now = time.time()
     with opened(home / "blocks", SPACE) as tier:

@@ -53,7 +53,9 @@ def server(monkeypatch):
 
 @pytest.fixture
 def launched(printed):
-    """`launched(*argv)` returns the environment that a shell makes of what is printed, and the command."""
+    """`launched(*argv)` returns the environment that a shell makes of what is printed, and the
+    command.
+    """
 
     def call(*argv):
         out = printed("launch", *argv).out
@@ -114,7 +116,9 @@ def test_open_webui_gets_the_address(server, launched):
 
 
 def test_exec_becomes_the_client(server, tmp_path):
-    """A program of that name is found on PATH and gets environment and arguments; its exit status is ours."""
+    """A program of that name is found on PATH and gets environment and arguments; its exit status
+    is ours.
+    """
     client = tmp_path / "claude"
     client.write_text('#!/bin/sh\necho "$ANTHROPIC_BASE_URL $ANTHROPIC_MODEL" "$@"\nexit 3\n')
     client.chmod(0o755)

@@ -1,4 +1,6 @@
-"""`chat --url` against a scripted server: streams, figures, and every way a server can be absent or wrong."""
+"""`chat --url` against a scripted server: streams, figures, and every way a server can be absent or
+wrong.
+"""
 
 import json
 import re
@@ -170,10 +172,12 @@ STOPPED = [chunk("x"), {"error": {"message": "the engine stopped"}}]
         ("status", 503, RequestError, "answered 503"),
         ("events", STOPPED, RequestError, "ended the answer: the engine stopped"),
         ("raw", b"data: {nonsense\n\n", RequestError, "no JSON object"),
-        *(("models", other, RequestError, "not as an OpenAI-compatible server")
-          for other in (b"<html>", {"data": []}, [1], {})),
+        *(
+            ("models", other, RequestError, "not as an OpenAI-compatible server")
+            for other in (b"<html>", {"data": []}, [1], {})
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_server_refuses(server, said, answer, kind, message):
     setattr(server, said, answer)
     with pytest.raises(kind, match=message):

@@ -14,10 +14,20 @@ TOOLS = [
     for name in ("map", "clock")
 ]
 RECORDED = {
-    "model": "fake", "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.7, "max_tokens": 3,
-    "tool_choice": "auto", "user": "me", "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False},
-    "messages": [{"role": "system", "content": "You are a coder."}, {"role": "user", "content": "Read the file."}],
-}  # fmt: skip
+    "model": "fake",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "temperature": 0.7,
+    "max_tokens": 3,
+    "tool_choice": "auto",
+    "user": "me",
+    "tools": TOOLS,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "messages": [
+        {"role": "system", "content": "You are a coder."},
+        {"role": "user", "content": "Read the file."},
+    ],
+}
 
 
 @pytest.fixture

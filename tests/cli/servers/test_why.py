@@ -1,4 +1,6 @@
-"""`kvboost-edge why` against a server with a fake model: what it says, and what it says where there is nothing."""
+"""`kvboost-edge why` against a server with a fake model: what it says, and what it says where there
+is nothing.
+"""
 
 import json
 

@@ -30,10 +30,13 @@ def test_a_name_has_one_engine():
 
 @pytest.mark.parametrize(
     ("config", "metadata"),
-    [(LMCacheEngineConfig(5), METADATA), (LMCacheEngineConfig(4, True), METADATA),
-     (LMCacheEngineConfig(4, backend="file:///elsewhere"), METADATA),
-     (CONFIG, LMCacheEngineMetadata("m", 1, 0, "huggingface"))],
-)  # fmt: skip
+    [
+        (LMCacheEngineConfig(5), METADATA),
+        (LMCacheEngineConfig(4, True), METADATA),
+        (LMCacheEngineConfig(4, backend="file:///elsewhere"), METADATA),
+        (CONFIG, LMCacheEngineMetadata("m", 1, 0, "huggingface")),
+    ],
+)
 def test_another_configuration_under_the_same_name_is_a_value_error(config, metadata):
     engine = LMCacheEngineBuilder.get_or_create("a", CONFIG, METADATA)
     with pytest.raises(

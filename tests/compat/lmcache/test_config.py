@@ -18,8 +18,10 @@ def test_the_names_of_the_first_engine():
     assert LMCacheEngineConfig().places == (("memory", "memory"),)
     assert LMCacheEngineConfig(backend="file:///a/b").places == (("disk", "/a/b"),)
     assert LMCacheEngineConfig(backend=["memory", "file://b", "valkey://h"]).places == (
-        ("memory", "memory"), ("disk", "b"), ("redis", "valkey://h"),
-    )  # fmt: skip
+        ("memory", "memory"),
+        ("disk", "b"),
+        ("redis", "valkey://h"),
+    )
     metadata = LMCacheEngineMetadata("model", 2, 1, "huggingface")
     assert (metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt) == (
         "model",
@@ -32,17 +34,21 @@ def test_the_names_of_the_first_engine():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk_size": 0}, "chunk_size=0"), ({"chunk_size": 2.0}, "chunk_size=2.0"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"chunk_size": 2.0}, "chunk_size=2.0"),
         ({"chunk_size": True}, "chunk_size=True"),
-        ({"save_decode_cache": 1}, "save_decode_cache=1"), ({"max_memory_bytes": 0}, "max_memory_bytes=0"),
+        ({"save_decode_cache": 1}, "save_decode_cache=1"),
+        ({"max_memory_bytes": 0}, "max_memory_bytes=0"),
         ({"max_memory_bytes": float("nan")}, "max_memory_bytes=nan"),
         ({"max_disk_bytes": float("inf")}, "max_disk_bytes=inf"),
-        ({"backend": "disk"}, "backend='disk'"), ({"backend": "file://"}, "backend=file://…"),
+        ({"backend": "disk"}, "backend='disk'"),
+        ({"backend": "file://"}, "backend=file://…"),
         ({"backend": 5}, "backend=5"),
-        ({"backend": "lm://user:hunter2@h"}, "backend=lm://…"), ({"backend": []}, "at least one place"),
+        ({"backend": "lm://user:hunter2@h"}, "backend=lm://…"),
+        ({"backend": []}, "at least one place"),
         ({"backend": ["memory", "cpu"]}, "one of each kind"),
     ],
-)  # fmt: skip
+)
 def test_bad_values_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         LMCacheEngineConfig(**options)
@@ -51,10 +57,14 @@ def test_bad_values_are_refused_by_name(options, message):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"model_name": ""}, "model_name=''"), ({"model_name": None}, "model_name=None"),
-     ({"world_size": -1}, "world_size=-1"),
-     ({"worker_id": "0"}, "worker_id='0'"), ({"fmt": "hf"}, "fmt='hf' must be one of huggingface, vllm")],
-)  # fmt: skip
+    [
+        ({"model_name": ""}, "model_name=''"),
+        ({"model_name": None}, "model_name=None"),
+        ({"world_size": -1}, "world_size=-1"),
+        ({"worker_id": "0"}, "worker_id='0'"),
+        ({"fmt": "hf"}, "fmt='hf' must be one of huggingface, vllm"),
+    ],
+)
 def test_bad_metadata_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         LMCacheEngineMetadata(
@@ -65,8 +75,11 @@ def test_bad_metadata_is_refused_by_name(change, message):
 def test_no_two_metadata_have_one_space():
     made = [
         LMCacheEngineMetadata(model, size, worker, fmt).space
-        for model in ("m", "m1", "m'1") for size in (1, 11) for worker in (0, 1, 11) for fmt in ("vllm", "huggingface")
-    ]  # fmt: skip
+        for model in ("m", "m1", "m'1")
+        for size in (1, 11)
+        for worker in (0, 1, 11)
+        for fmt in ("vllm", "huggingface")
+    ]
     assert len(set(made)) == len(made)
     assert (
         LMCacheEngineMetadata("m", 1, 0, "vllm").space
@@ -83,9 +96,14 @@ def test_the_later_names_and_defaults():
     )
     assert (config.save_decode_cache, config.save_unfull_chunk) == (False, False)
     config = LMCacheEngineConfig.from_defaults(
-        chunk_size=64, local_cpu=False, local_disk="/d", max_local_disk_size=1.5, remote_url="redis://h",
-        save_unfull_chunk=True, redis_trust=True,
-    )  # fmt: skip
+        chunk_size=64,
+        local_cpu=False,
+        local_disk="/d",
+        max_local_disk_size=1.5,
+        remote_url="redis://h",
+        save_unfull_chunk=True,
+        redis_trust=True,
+    )
     assert (config.chunk_size, config.places) == (64, (("disk", "/d"), ("redis", "redis://h")))
     assert (config.max_disk_bytes, config.save_unfull_chunk, config.redis_trust) == (
         1.5 * GIB,
@@ -96,21 +114,33 @@ def test_the_later_names_and_defaults():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"enable_blending": True}, "enable_blending: not offered"), ({"cache_policy": "LFU"}, "cache_policy='LFU'"),
-     ({"remote_serde": "cachegen"}, "remote_serde='cachegen'"), ({"local_disk": "/d"}, "max_local_disk_size=0.0"),
-     ({"local_cpu": False}, "at least one place"), ({"max_local_cpu_size": -1}, "max_local_cpu_size=-1"),
-     ({"remote_url": "lm://h"}, "backend=lm://…")],
-)  # fmt: skip
+    [
+        ({"enable_blending": True}, "enable_blending: not offered"),
+        ({"cache_policy": "LFU"}, "cache_policy='LFU'"),
+        ({"remote_serde": "cachegen"}, "remote_serde='cachegen'"),
+        ({"local_disk": "/d"}, "max_local_disk_size=0.0"),
+        ({"local_cpu": False}, "at least one place"),
+        ({"max_local_cpu_size": -1}, "max_local_cpu_size=-1"),
+        ({"remote_url": "lm://h"}, "backend=lm://…"),
+    ],
+)
 def test_later_options_that_are_not_offered_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         LMCacheEngineConfig.from_defaults(**options)
 
 
 def test_the_environment_sets_what_from_defaults_takes():
-    config = LMCacheEngineConfig.from_env({
-        "LMCACHE_CHUNK_SIZE": "32", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5",
-        "LMCACHE_LOCAL_DISK": "file:///d", "LMCACHE_MAX_LOCAL_DISK_SIZE": "2", "LMCACHE_LOG_LEVEL": "INFO", "PATH": "/",
-    })  # fmt: skip
+    config = LMCacheEngineConfig.from_env(
+        {
+            "LMCACHE_CHUNK_SIZE": "32",
+            "LMCACHE_LOCAL_CPU": "True",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5",
+            "LMCACHE_LOCAL_DISK": "file:///d",
+            "LMCACHE_MAX_LOCAL_DISK_SIZE": "2",
+            "LMCACHE_LOG_LEVEL": "INFO",
+            "PATH": "/",
+        }
+    )
     assert (config.chunk_size, config.max_memory_bytes, config.max_disk_bytes) == (
         32,
         GIB // 2,
@@ -121,11 +151,13 @@ def test_the_environment_sets_what_from_defaults_takes():
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [("LMCACHE_CHUNK_SIZE", "many", "LMCACHE_CHUNK_SIZE='many' must be a number"),
-     ("LMCACHE_LOCAL_CPU", "maybe", "LMCACHE_LOCAL_CPU='maybe' must be true or false"),
-     ("LMCACHE_ENABLE_P2P", "1", "LMCACHE_ENABLE_P2P is not offered"),
-     ("LMCACHE_CONFIG_FILE", "f", "CONFIG_FILE is not")],
-)  # fmt: skip
+    [
+        ("LMCACHE_CHUNK_SIZE", "many", "LMCACHE_CHUNK_SIZE='many' must be a number"),
+        ("LMCACHE_LOCAL_CPU", "maybe", "LMCACHE_LOCAL_CPU='maybe' must be true or false"),
+        ("LMCACHE_ENABLE_P2P", "1", "LMCACHE_ENABLE_P2P is not offered"),
+        ("LMCACHE_CONFIG_FILE", "f", "CONFIG_FILE is not"),
+    ],
+)
 def test_an_environment_that_cannot_be_followed_is_refused_by_name(name, value, message):
     with pytest.raises(ConfigError, match=message):
         LMCacheEngineConfig.from_env({name: value})

@@ -27,7 +27,7 @@ def mask(skipped, total):
     return np.arange(total) >= skipped
 
 
-# ---- store and retrieve ----------------------------------------------------------------------------------------------
+# store and retrieve
 
 
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
@@ -124,7 +124,7 @@ def test_without_partial_chunks_the_last_tokens_are_not_stored(engines):
     assert engine.lookup(tokens[:3]) == 0
 
 
-# ---- whose they are --------------------------------------------------------------------------------------------------
+# whose they are
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_after_a_restart_what_is_on_disk_is_found_again(tmp_path, engines):
     assert second.stats()["memory"].blocks == 3, "and is in memory from then on"
 
 
-# ---- bad arguments ---------------------------------------------------------------------------------------------------
+# bad arguments
 
 
 @pytest.mark.parametrize("skipped", [1, 2, 3, 5, 9, 11])
@@ -185,9 +185,16 @@ def test_a_store_mask_must_leave_out_whole_chunks(engine, skipped):
 
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [([T, F, T, T], "False for the first"), ([T, T, T, F], "False for the first"), ([T] * 3, "4 booleans"),
-     ([0, 0, 1, 1], "4 booleans"), ([[T] * 4], "4 booleans"), ("x", "4 booleans"), (5, "4 booleans")],
-)  # fmt: skip
+    [
+        ([T, F, T, T], "False for the first"),
+        ([T, T, T, F], "False for the first"),
+        ([T] * 3, "4 booleans"),
+        ([0, 0, 1, 1], "4 booleans"),
+        ([[T] * 4], "4 booleans"),
+        ("x", "4 booleans"),
+        (5, "4 booleans"),
+    ],
+)
 def test_a_mask_is_false_then_true_one_boolean_per_token(engine, bad, message):
     tokens = np.arange(4)
     engine.store(tokens, kv_of(tokens))
@@ -273,6 +280,11 @@ def test_bad_arguments_are_refused_without_assertions_too():
         "    try: e.store([1, 2, 3, 4], kv, mask)\n"
         "    except ValueError: print('refused')\n"
     )
-    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True,
-                          cwd=Path(__file__).parents[3])  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
     assert done.stdout == "refused\nrefused\n"

@@ -133,7 +133,9 @@ def test_any_calls_do_as_the_dictionary_does(backend, scale, tmp_path_factory):
 
 @pytest.mark.parametrize("max_memory_bytes", [1 << 30, 3000])
 def test_threads_see_whole_chunks_and_counts_add_up(backend, engines, max_memory_bytes):
-    """Eight threads store, replace and ask for sequences of a common head: what one gets is of one store per chunk."""
+    """Eight threads store, replace and ask for sequences of a common head: what one gets is of one
+    store per chunk.
+    """
     engine = engines(max_memory_bytes=max_memory_bytes)
     kinds = [kv_of(np.arange(24), salt=salt / 8) for salt in range(4)]
     failures = []

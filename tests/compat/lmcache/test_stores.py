@@ -1,4 +1,6 @@
-"""Memory is bounded and forgets tails first; a tier's failed writes are never served, whichever fails."""
+"""Memory is bounded and forgets tails first; a tier's failed writes are never served, whichever
+fails.
+"""
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ def chunks_of(tokens, fill=0):
     ]
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# memory
 
 
 def test_memory_holds_no_more_than_its_cap_and_drops_the_least_recently_used():
@@ -112,7 +114,7 @@ def test_a_chunk_of_another_sequence_under_the_same_hash_is_not_found():
         assert store.get([other]) == []
 
 
-# ---- tiers -----------------------------------------------------------------------------------------------------------
+# tiers
 
 
 class FailingWrites:

@@ -1,4 +1,6 @@
-"""Torch tensors go in and come back, type and bits; torch is loaded when a tensor is there and not before."""
+"""Torch tensors go in and come back, type and bits; torch is loaded when a tensor is there and not
+before.
+"""
 
 import subprocess
 import sys
@@ -109,7 +111,8 @@ def test_arrays_load_no_torch(tmp_path):
     code = (
         "import sys, numpy as np, kvboost_edge\n"
         "config = kvboost_edge.LMCacheEngineConfig(4, backend=('memory', sys.argv[1]))\n"
-        "e = kvboost_edge.LMCacheEngine(config, kvboost_edge.LMCacheEngineMetadata('m', 1, 0, 'vllm'))\n"
+        "e = kvboost_edge.LMCacheEngine(config, kvboost_edge.LMCacheEngineMetadata('m', 1, 0, "
+        "'vllm'))\n"
         "t = np.arange(6); kv = [(np.ones((6, 1, 2)), np.ones((6, 1, 2)))]\n"
         "e.store(t, kv); assert e.retrieve(t)[1].all() and e.lookup(t) == 6; e.close()\n"
         "sys.exit('torch' in sys.modules or 'redis' in sys.modules)\n"

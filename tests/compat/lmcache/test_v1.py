@@ -27,10 +27,15 @@ def make(tmp_path):
     made = []
 
     def engine(metadata=ANY, **options):
-        config = LMCacheEngineConfig.from_defaults(**{
-            "chunk_size": 4, "local_disk": str(tmp_path), "max_local_disk_size": 0.01, "save_unfull_chunk": True,
-            **options,
-        })  # fmt: skip
+        config = LMCacheEngineConfig.from_defaults(
+            **{
+                "chunk_size": 4,
+                "local_disk": str(tmp_path),
+                "max_local_disk_size": 0.01,
+                "save_unfull_chunk": True,
+                **options,
+            }
+        )
         made.append(LMCacheEngine(config, metadata))
         return made[-1]
 
@@ -145,11 +150,23 @@ def test_what_says_where_an_engine_runs_is_no_part_of_the_key(make):
     tokens = np.arange(8)
     make(base).store(tokens, kvcaches=kv_of(tokens))
     for change, found in (
-        ({"engine_id": "e", "role": "worker", "local_worker_id": 3, "served_model_name": "s", "chunk_size": 8}, 8),
+        (
+            {
+                "engine_id": "e",
+                "role": "worker",
+                "local_worker_id": 3,
+                "served_model_name": "s",
+                "chunk_size": 8,
+            },
+            8,
+        ),
         ({"kv_shape": (LAYERS, 2, 8, HEADS, HEAD_SIZE)}, 8),
-        ({"model_name": "n"}, 0), ({"world_size": 2}, 0), ({"worker_id": 1}, 0), ({"kv_dtype": "float16"}, 0),
+        ({"model_name": "n"}, 0),
+        ({"world_size": 2}, 0),
+        ({"worker_id": 1}, 0),
+        ({"kv_dtype": "float16"}, 0),
         ({"kv_shape": None}, 0),
-    ):  # fmt: skip
+    ):
         assert make(dataclasses.replace(base, **change)).lookup(tokens) == found
     with pytest.raises(RequestError, match="kv_shape="):
         make(dataclasses.replace(base, kv_shape=(9, 2, 4, 9, 9))).store(
@@ -171,9 +188,11 @@ def test_what_is_not_offered_is_refused_by_name(make):
     with pytest.raises(AttributeError):
         _ = engine.no_such_name
     for call in (
-        lambda: engine.lookup(hashes=[1]), lambda: engine.store(hashes=[1], offsets=[4]),
-        lambda: engine.lookup([1], request_configs={}), lambda: engine.clear(request_configs={}),
-    ):  # fmt: skip
+        lambda: engine.lookup(hashes=[1]),
+        lambda: engine.store(hashes=[1], offsets=[4]),
+        lambda: engine.lookup([1], request_configs={}),
+        lambda: engine.clear(request_configs={}),
+    ):
         assert_raises(RequestError, "is not offered", call)
     assert_raises(RequestError, "needs tokens", engine.lookup)
     for options, message in (

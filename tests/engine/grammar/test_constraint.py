@@ -1,5 +1,6 @@
-"""Whatever the logits say, an answer that ends fits what it was asked to fit; guessed ahead or not, alone or among
-others, preempted or not, it is the same."""
+"""Whatever the logits say, an answer that ends fits what it was asked to fit; guessed ahead or not,
+alone or among others, preempted or not, it is the same.
+"""
 
 import contextlib
 import json
@@ -42,7 +43,9 @@ def prompt(number):
 
 @pytest.mark.parametrize("part", range(4))
 def test_answers_of_random_logits_fit_their_schemas(engine, part):
-    """The fake runner's logits are noise: every token of an answer is one that the schema allows."""
+    """The fake runner's logits are noise: every token of an answer is one that the schema
+    allows.
+    """
     seeds = range(part * COUNT // 4, (part + 1) * COUNT // 4)
     schemas = {seed: made_schema(seed) for seed in seeds}
     handles = {
@@ -129,9 +132,13 @@ def test_guessed_ahead_or_not_the_answer_is_the_same(way):
     with fake_engine(num_blocks=256) as plain:
         for number, result in enumerate(results):
             alone = plain.generate(
-                prompt(number), max_new_tokens=MOST, temperature=1.0, seed=number, json_schema=made_schema(number),
+                prompt(number),
+                max_new_tokens=MOST,
+                temperature=1.0,
+                seed=number,
+                json_schema=made_schema(number),
                 logprobs=1,
-            )  # fmt: skip
+            )
             assert result.output_token_ids == alone.output_token_ids
             assert result.logprobs == alone.logprobs
     assert (sum(result.drafted_tokens for result in results) > 0) == (way == "on")
@@ -150,11 +157,15 @@ def test_preemption_and_company_change_nothing():
     bench = Bench(num_blocks=10, max_num_seqs=5)
     handles = [
         bench.submit(
-            prompt(number), 100, temperature=1.0, seed=3, stop_ids=frozenset({EOS_ID}),
+            prompt(number),
+            100,
+            temperature=1.0,
+            seed=3,
+            stop_ids=frozenset({EOS_ID}),
             terms={"grammar": Grammar("regex", "[a-z ]{90}")},
         )
         for number in range(5)
-    ]  # fmt: skip
+    ]
     while not all(handle.done for handle in handles):
         bench.step()
     assert bench.scheduler.num_preemptions > 0
@@ -277,7 +288,9 @@ def test_a_schema_that_refers_to_itself_ends_where_the_tokens_do(engine):
     ids=["nested stars", "nested counts", "catastrophic for backtracking", "400 branches"],
 )
 def test_a_hostile_grammar_cannot_hold_the_engine(engine, options):
-    """It is refused, or its answer comes, or ends with an error of its own; others get on meanwhile."""
+    """It is refused, or its answer comes, or ends with an error of its own; others get on
+    meanwhile.
+    """
     began = time.monotonic()
     try:
         handle = engine.submit(prompt(3), max_new_tokens=30, temperature=1.0, seed=1, **options)
@@ -368,7 +381,9 @@ def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
 
 
 def test_a_forced_text_is_cut_into_tokens_once():
-    """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long as the text."""
+    """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long
+    as the text.
+    """
     structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
     structure = structures.make(Grammar("choice", json.dumps(["x" * 300])))
     first = structure.forced()

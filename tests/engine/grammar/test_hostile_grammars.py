@@ -1,4 +1,5 @@
-"""What is made to hold a compiler or to break it ends its own request at most, soon, while others are answered.
+"""What is made to hold a compiler or to break it ends its own request at most, soon, while others
+are answered.
 
 KVBOOST_EDGE_TEST_LONG=1 tries more examples.
 """
@@ -129,7 +130,9 @@ HOSTILE = {
 
 
 def survives(engine, options):
-    """It is refused, or its answer comes, or an error of its own; another one is answered, and nothing is kept."""
+    """It is refused, or its answer comes, or an error of its own; another one is answered, and
+    nothing is kept.
+    """
     try:
         handle = engine.submit([1, 2, 3], max_new_tokens=12, temperature=1.0, seed=1, **options)
     except RequestError:
@@ -214,22 +217,104 @@ def test_a_schema_cannot_ask_for_less_than_it_says(engine):
 
 
 KEYWORDS = st.sampled_from(
-    ["type", "enum", "const", "anyOf", "oneOf", "allOf", "items", "prefixItems", "properties", "required", "minItems",
-     "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf", "$ref", "$defs",
-     "patternProperties", "additionalProperties", "minProperties", "maxProperties", "not", "if", "x-guidance", "odd"]
-)  # fmt: skip
+    [
+        "type",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "items",
+        "prefixItems",
+        "properties",
+        "required",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "minimum",
+        "maximum",
+        "multipleOf",
+        "$ref",
+        "$defs",
+        "patternProperties",
+        "additionalProperties",
+        "minProperties",
+        "maxProperties",
+        "not",
+        "if",
+        "x-guidance",
+        "odd",
+    ]
+)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from(["string", "object", "array", "integer", "null", "#", "#/$defs/a", "^a+$", "(", "date-time", ""])
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(
+        [
+            "string",
+            "object",
+            "array",
+            "integer",
+            "null",
+            "#",
+            "#/$defs/a",
+            "^a+$",
+            "(",
+            "date-time",
+            "",
+        ]
+    )
     | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYWORDS | st.text(max_size=3), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(KEYWORDS | st.text(max_size=3), inner, max_size=4)
+    ),
     max_leaves=12,
-)  # fmt: skip
+)
 SCHEMAS = st.dictionaries(KEYWORDS, VALUES, max_size=5)
 PIECES = st.sampled_from(
-    ["a", "b", ".", "(", ")", "[a-c]", "[^", "]", "|", "*", "+", "?", "{0,1000}", "{3}", "\\d", "\\p{L}", "\\b", "ä",
-     "^", "$", "(?i)", "\\", "start: ", "\n", "x: ", "x", '"y"', "/z/", " ", "~", "&", "%json {}", "::=", "root "]
-)  # fmt: skip
+    [
+        "a",
+        "b",
+        ".",
+        "(",
+        ")",
+        "[a-c]",
+        "[^",
+        "]",
+        "|",
+        "*",
+        "+",
+        "?",
+        "{0,1000}",
+        "{3}",
+        "\\d",
+        "\\p{L}",
+        "\\b",
+        "ä",
+        "^",
+        "$",
+        "(?i)",
+        "\\",
+        "start: ",
+        "\n",
+        "x: ",
+        "x",
+        '"y"',
+        "/z/",
+        " ",
+        "~",
+        "&",
+        "%json {}",
+        "::=",
+        "root ",
+    ]
+)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

@@ -128,7 +128,9 @@ def test_states_are_weighed_beside_weights_and_pool(hybrid):
 def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
     max_state_bytes, hybrid, monkeypatch
 ):
-    """A budget below the batch's, and one for which there is no memory: with the numbers of both."""
+    """A budget below the batch's, and one for which there is no memory: with the numbers of
+    both.
+    """
     options = {
         "weights": "int8",
         "num_blocks": 64,
@@ -212,7 +214,9 @@ def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path, monkeyp
 
 
 def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(model, monkeypatch):
-    """Weights of a mapped file are no less available once they are read, so what there was before counts."""
+    """Weights of a mapped file are no less available once they are read, so what there was before
+    counts.
+    """
     weights = _fit(model, GB, weights="int4").info.weight_bytes
     available = weights + 4_000_000
     fit = _fit(model, available, weights="int4", max_num_seqs=4)

@@ -1,4 +1,6 @@
-"""Where the memory goes: what is resident is counted, not what is reserved; nothing is kept unless it is wanted."""
+"""Where the memory goes: what is resident is counted, not what is reserved; nothing is kept unless
+it is wanted.
+"""
 
 import json
 import os
@@ -34,9 +36,14 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
     assert MemoryLedger(600, 300).snapshot()["other_bytes"] == 100
     counted = MemoryLedger(600, 300, lambda: regions)
     assert counted.snapshot() | {"process_peak_bytes": 0} == {
-        "weight_bytes": 600, "pool_bytes": 300, "state_bytes": 0, "copied_bytes": 0, "other_bytes": 400,
-        "process_rss_bytes": 1000, "process_peak_bytes": 0,
-    }  # fmt: skip
+        "weight_bytes": 600,
+        "pool_bytes": 300,
+        "state_bytes": 0,
+        "copied_bytes": 0,
+        "other_bytes": 400,
+        "process_rss_bytes": 1000,
+        "process_peak_bytes": 0,
+    }
     regions.append(Region(0, 350))
     now[0] += 0.9
     assert (

@@ -49,7 +49,8 @@ def test_the_sizes_of_the_models_that_the_defaults_were_made_for():
         ((LARGE,), 4096, None, (30, False, 13)),
         # A quarter of 4 MiB is not one: 4 + 2 x 3 at least.
         ((LARGE,), 64, 3, (10, False, 3)),
-        # Small states are kept behind every block: no more than there are blocks, a quarter of the bytes at most.
+        # Small states are kept behind every block: no more than there are blocks, a quarter of the
+        # bytes at most.
         ((SMALL,), 256, 4, (256, True, 4)),
         ((SMALL,) * 8, 256, 4, (32, True, 4)),
         ((SMALL,) * 9, 256, 4, (28, False, 4)),
@@ -252,7 +253,13 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
 def test_an_engine_without_states_says_so():
     with CPUPagedEngine._from_parts(fake_parts(8), EngineConfig()) as engine:
         stats = engine.paged_stats()
-        assert [stats[name] for name in ("state_slots", "state_slots_used", "state_snapshots", "state_bytes")] == [
-            0, 0, {}, 0,
-        ]  # fmt: skip
+        assert [
+            stats[name]
+            for name in ("state_slots", "state_slots_used", "state_snapshots", "state_bytes")
+        ] == [
+            0,
+            0,
+            {},
+            0,
+        ]
         assert stats["max_draft_tokens"] == 31

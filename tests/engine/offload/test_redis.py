@@ -1,5 +1,6 @@
-"""Engines that share blocks, and the recurrent states of hybrids, through a real server: what one computed another
-restores, equal to the bit; what the server lost, or has damaged, costs time alone."""
+"""Engines that share blocks, and the recurrent states of hybrids, through a real server: what one
+computed another restores, equal to the bit; what the server lost, or has damaged, costs time alone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ DAY_S = 86_400
 
 
 class Model(NamedTuple):
-    """A model, and how an engine that keeps nothing anywhere goes on after the prompt: its last logits, an answer."""
+    """A model, and how an engine that keeps nothing anywhere goes on after the prompt: its last
+    logits, an answer.
+    """
 
     path: str | Path
     bits: Any
@@ -42,7 +45,9 @@ class Model(NamedTuple):
         return CPUPagedEngine.from_pretrained(self.path, redis_url=url, **options)
 
     def fill(self, server):
-        """An engine computes the prompt and goes; keys of its blocks, by number, and below zero of their states."""
+        """An engine computes the prompt and goes; keys of its blocks, by number, and below zero of
+        their states.
+        """
         num_records = 9 + len(self.states)
         with self.engine(server) as one:
             one.generate(TOKENS, max_new_tokens=1, snapshot_hints=HINTS)
@@ -259,7 +264,7 @@ def test_a_server_that_dies_costs_no_request(model, when, monkeypatch):
             assert "unix://" in redis_of(two)["state"]
 
 
-# ---- the server and other tiers --------------------------------------------------------------------------------------
+# the server and other tiers
 
 
 def engine(server, **options):

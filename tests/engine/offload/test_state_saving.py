@@ -1,4 +1,6 @@
-"""States on their way to tiers: each once, none that is to stay inside, and no more bytes than steps have to spare."""
+"""States on their way to tiers: each once, none that is to stay inside, and no more bytes than
+steps have to spare.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""States outside the pool: a prompt is taken up at the deepest state that is there, behind blocks that are there.
+"""States outside the pool: a prompt is taken up at the deepest state that is there, behind blocks
+that are there.
 
 A tier that cannot say what it has is asked; what it lost, or has damaged, costs time alone.
 """

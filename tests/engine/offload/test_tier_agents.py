@@ -1,4 +1,6 @@
-"""An agent on a pool that holds its head and little more: nothing that a tier can bring back is computed twice."""
+"""An agent on a pool that holds its head and little more: nothing that a tier can bring back is
+computed twice.
+"""
 
 import dataclasses
 import random
@@ -13,7 +15,9 @@ AGENT = Turns(head=160, chats=2, turns=3, message=20, answer=8, side=70, sides=3
 
 
 def run(bench, turns, seed):
-    """Full blocks computed twice, in all and at most by one request. `seed`: the mover is as slow as chance wills."""
+    """Full blocks computed twice, in all and at most by one request. `seed`: the mover is as slow
+    as chance wills.
+    """
     draw = random.Random(seed)
 
     def ask(prompt, count):

@@ -1,4 +1,6 @@
-"""kill -9 of whole engines, at system calls, at steps and at random times: what the next one answers is right."""
+"""kill -9 of whole engines, at system calls, at steps and at random times: what the next one
+answers is right.
+"""
 
 import os
 import random

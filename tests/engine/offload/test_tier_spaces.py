@@ -1,4 +1,6 @@
-"""One directory for engines that differ in what shapes a block: none finds another's, and the cap holds over all."""
+"""One directory for engines that differ in what shapes a block: none finds another's, and the cap
+holds over all.
+"""
 
 import numpy as np
 import pytest

@@ -1,5 +1,6 @@
-"""Hypothesis drives scheduler, loads, pool and a real disk tier through requests, cancels, resets, faults, damage,
-restarts and crashes: every answer is the one the prompt has alone."""
+"""Hypothesis drives scheduler, loads, pool and a real disk tier through requests, cancels, resets,
+faults, damage, restarts and crashes: every answer is the one the prompt has alone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ MODES = (
 
 
 class TieredMachine(RuleBasedStateMachine):
-    """`asked`: requests whose answers are wanted. A crash forgets them; what is on disk stays, or part of it."""
+    """`asked`: requests whose answers are wanted. A crash forgets them; what is on disk stays, or
+    part of it.
+    """
 
     kind: ModelKind
     hits: ClassVar[Counter[str]] = Counter()
@@ -149,7 +152,9 @@ class TieredMachine(RuleBasedStateMachine):
         which=st.integers(0, len(PROMPTS) - 1), after=st.integers(0, 20), seed=st.integers(0, 2**32)
     )
     def crash(self, which, after, seed):
-        """The process ends at some call of the system; part of the unsealed segment may not be there afterwards."""
+        """The process ends at some call of the system; part of the unsealed segment may not be
+        there afterwards.
+        """
         self.files.at = self.files.calls + after
         self.files.fault = powers_off
         self.files.lasting = True

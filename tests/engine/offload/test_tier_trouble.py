@@ -1,4 +1,6 @@
-"""A running engine over a real disk tier, and what a hostile operator does to it: answers stay right, nothing hangs."""
+"""A running engine over a real disk tier, and what a hostile operator does to it: answers stay
+right, nothing hangs.
+"""
 
 import contextlib
 import os

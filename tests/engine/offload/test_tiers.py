@@ -1,4 +1,6 @@
-"""Blocks outside the pool: what is kept and when, what comes back and who waits for it, and what goes wrong."""
+"""Blocks outside the pool: what is kept and when, what comes back and who waits for it, and what
+goes wrong.
+"""
 
 import errno
 
@@ -85,8 +87,14 @@ def test_a_miss_names_the_places_that_dropped_its_block():
     assert dropped(kept(PROMPT)) == ("evicted", ("shelf",)), "this pool never had it"
 
 
-@pytest.mark.parametrize(("reason", "told"), [("first_seen", ("evicted", ("shelf",))), ("state", ("state", ())),
-                                              ("evicted", ("evicted", ("pool", "shelf")))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("first_seen", ("evicted", ("shelf",))),
+        ("state", ("state", ())),
+        ("evicted", ("evicted", ("pool", "shelf"))),
+    ],
+)
 def test_a_missing_state_is_no_eviction_though_a_tier_dropped_the_block_once(reason, told):
     tier = DictTier()
     tier.lost.add(b"hash")
@@ -347,9 +355,11 @@ def test_the_figures_name_the_tier(tmp_path):
 
 
 def test_a_chain_from_outside_that_lies_reads_no_other_prefix():
-    """Two prompts that differ in their first block alone, and one is sent with the other's hashes: their second blocks
-    have equal tokens, and keys and values that are not equal. A lie finds nothing in the pool, not even what was
-    just read for it, and is computed; with its own hashes the prompt is read."""
+    """Two prompts that differ in their first block alone, and one is sent with the other's hashes:
+    their second blocks have equal tokens, and keys and values that are not equal. A lie finds
+    nothing in the pool, not even what was just read for it, and is computed; with its own hashes
+    the prompt is read.
+    """
     other = [200, *PROMPT[1:]]
     for lie in (other, PROMPT[::-1], PROMPT):
         bench = Bench(tiers=[kept(PROMPT, other)])

@@ -1,4 +1,6 @@
-"""Answers go into the next turn with the ids they were generated with, for their tenant alone, in bounded memory."""
+"""Answers go into the next turn with the ids they were generated with, for their tenant alone, in
+bounded memory.
+"""
 
 import pytest
 
@@ -31,7 +33,9 @@ def test_a_store_keeps_the_latest_of_each_root():
 
 
 class Pairs:
-    """A tokenizer of characters that makes one id (1000 + code) of a doubled one; single ids decode alike."""
+    """A tokenizer of characters that makes one id (1000 + code) of a doubled one; single ids decode
+    alike.
+    """
 
     def encode(self, text, add_special_tokens=True):
         ids = []
@@ -53,12 +57,16 @@ class Pairs:
         ("u:hi a:loop u:", ["loop"], {}, "u : h i _ a : l oo p _ u :"),
         ("u:loop a:loop", ["loop"], {"loop": "l o o p"}, "u : l oo p _ a : l oo p"),
         ("u:hi a:loop", ["loop"], {"loop": "l o o l"}, "u : h i _ a : l oo p"),
-        ("u:hi a:loo a:pool", ["loo", "pool"], {"loo": "l o o", "pool": "p o o l"},
-         "u : h i _ a : l o o _ a : p o o l"),
+        (
+            "u:hi a:loo a:pool",
+            ["loo", "pool"],
+            {"loo": "l o o", "pool": "p o o l"},
+            "u : h i _ a : l o o _ a : p o o l",
+        ),
         ("loop", ["loop"], {"loop": "l o o p"}, "l o o p"),
         ("u:hi", ["away"], {"away": "a w a y"}, "u : h i"),
     ],
-)  # fmt: skip
+)
 def test_kept_ids_stand_where_the_answer_stands_once(text, answers, kept, wanted):
     def ids(spaced):
         return [Pairs().encode(part.replace("_", " "))[0] for part in spaced.split()]

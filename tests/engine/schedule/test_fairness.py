@@ -1,4 +1,6 @@
-"""Tenants share one machine: no mix of requests starves one of them, and nobody's cache is flushed below its floor."""
+"""Tenants share one machine: no mix of requests starves one of them, and nobody's cache is flushed
+below its floor.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""RELIABILITY 5 on the native runner: whatever happens around a request, its tokens and the log probabilities of prompt
-and output are equal to the bit to those of an uncached run alone, for every width of the cache."""
+"""RELIABILITY 5 on the native runner: whatever happens around a request, its tokens and the log
+probabilities of prompt and output are equal to the bit to those of an uncached run alone, for every
+width of the cache.
+"""
 
 import dataclasses
 import random
@@ -19,9 +21,17 @@ from kvboost_edge.kvcache.states.tables import StateSizes
 from kvboost_edge.reuse.repair import Repair
 
 CHOSEN = (
-    "qwen3", "qwen3_moe", "gpt_oss", "gemma4", "lfm2", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid-experts",
-    "nemotron_h-moe", "falcon_h1",
-)  # fmt: skip
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "gemma4",
+    "lfm2",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid-experts",
+    "nemotron_h-moe",
+    "falcon_h1",
+)
 VOCABULARY = 256
 NEW = 24
 REPAIRS = [
@@ -32,7 +42,9 @@ REPAIRS = [
 
 
 def _prompts():
-    """Two stems, each cut at many places, each cut alone and with two tails: much to share and much to diverge."""
+    """Two stems, each cut at many places, each cut alone and with two tails: much to share and much
+    to diverge.
+    """
     rng = np.random.default_rng(5)
     stems = [rng.integers(0, VOCABULARY, 33).tolist() for _ in range(2)]
     tails = [rng.integers(0, VOCABULARY, length).tolist() for length in (3, 10)]

@@ -177,7 +177,7 @@ def test_pins_outlive_preemption_and_every_request_ends():
     assert bench.manager.pins.num_blocks == 8
 
 
-# ---- requests that only the pins keep from running -------------------------------------------------------------------
+# requests that only the pins keep from running
 
 
 def test_a_request_larger_than_what_is_left_is_refused_at_once(engine):
@@ -203,7 +203,9 @@ def test_a_prompt_that_begins_with_pinned_blocks_needs_only_the_rest(engine):
 
 
 def test_a_request_that_fitted_when_it_was_queued_is_refused_and_not_a_contradiction():
-    """The pins grew while it waited: nothing else runs, so nothing would ever free what it needs."""
+    """The pins grew while it waited: nothing else runs, so nothing would ever free what it
+    needs.
+    """
     bench = Bench(16)
     bench.ask([3] * 128, 1)
     handle = bench.submit([1] * 200)
@@ -261,7 +263,7 @@ def test_a_pin_may_be_ended_while_a_request_reads_its_blocks():
         assert engine.paged_stats()["used_blocks"] == 0
 
 
-# ---- several tenants -------------------------------------------------------------------------------------------------
+# several tenants
 
 
 def pinned(engine, number, blocks, tenant):

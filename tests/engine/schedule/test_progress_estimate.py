@@ -1,4 +1,6 @@
-"""How far a prompt is and how long it will take: against what is known of steps whose time the test says."""
+"""How far a prompt is and how long it will take: against what is known of steps whose time the test
+says.
+"""
 
 import asyncio
 import random

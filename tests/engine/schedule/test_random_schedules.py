@@ -1,4 +1,6 @@
-"""Batch equals single: random schedules over tiny pools, checked against the output each prompt has alone."""
+"""Batch equals single: random schedules over tiny pools, checked against the output each prompt has
+alone.
+"""
 
 import random
 from collections import Counter
@@ -32,7 +34,9 @@ class PassFailed(Exception):
 
 
 class RandomSchedule:
-    """Requests, cancels, resets, failed passes and slow tiers at random, over a small pool of one kind of model."""
+    """Requests, cancels, resets, failed passes and slow tiers at random, over a small pool of one
+    kind of model.
+    """
 
     def __init__(self, kind, seed):
         self.kind = kind
@@ -76,7 +80,9 @@ class RandomSchedule:
             raise PassFailed
 
     def prompt(self, is_moved):
-        """A stem, perhaps at another position, and something of its own; or a conversation that goes on or branches."""
+        """A stem, perhaps at another position, and something of its own; or a conversation that
+        goes on or branches.
+        """
         rng = self.rng
         tail = [rng.randrange(256) for _ in range(rng.choice((0, 1, 5, 20)))]
         if self.known and rng.random() < 0.4:
@@ -127,7 +133,9 @@ class RandomSchedule:
         bench.run()
 
     def outcome(self):
-        """Check every answer and that nothing is held; count what happened, so that the test sees that all did."""
+        """Check every answer and that nothing is held; count what happened, so that the test sees
+        that all did.
+        """
         bench = self.bench
         found = Counter(preemptions=self.bench.scheduler.num_preemptions)
         for handle in self.handles:
@@ -167,8 +175,9 @@ OF_KIND = {PLAIN: {"spans": 50}, HYBRID: {"missing_states": 10, "replayed": 200,
 
 
 def test_random_schedules_equal_single_runs(kind, scale):
-    """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget, cold or cached, preempted, with any
-    drafts and after failed passes; no schedule hangs."""
+    """RELIABILITY 5, 7: the same tokens in any batch, order, pool size and budget, cold or cached,
+    preempted, with any drafts and after failed passes; no schedule hangs.
+    """
     found = Counter()
     for seed in range(scale(100, 3000)):
         schedule = RandomSchedule(kind, seed)

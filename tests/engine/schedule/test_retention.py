@@ -52,11 +52,13 @@ class Scan:
             assert ask(self._engine, text, cache_key=name, **terms) == 0
 
 
-# ---- keys ------------------------------------------------------------------------------------------------------------
+# keys
 
 
 def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine):
-    """The third call finds it, and from then on all: each time twenty texts were read, two fillings of the pool."""
+    """The third call finds it, and from then on all: each time twenty texts were read, two fillings
+    of the pool.
+    """
     scan = Scan(engine)
     found = {None: [], "chat": []}
     plain = [token + 100 for token in HEAD]
@@ -70,7 +72,9 @@ def test_a_keyed_chain_survives_a_scan_that_flushes_one_without_a_key(engine):
 
 @pytest.mark.parametrize("key", ["fresh", "always the same"])
 def test_texts_that_never_come_again_gain_nothing_by_a_key(engine, key):
-    """Neither with a new key each time nor with one for all: what is wanted again stays, whoever scans beside it."""
+    """Neither with a new key each time nor with one for all: what is wanted again stays, whoever
+    scans beside it.
+    """
     scan = Scan(engine)
     manager = engine._parts.manager
     for _ in range(2):
@@ -189,7 +193,7 @@ def test_a_key_is_in_no_message_and_in_no_log(engine, caplog):
     assert secret not in f"{request!r}{caplog.text}{engine._core._retention.keys._calls!r}"
 
 
-# ---- for a time ------------------------------------------------------------------------------------------------------
+# for a time
 
 
 def test_a_prompt_is_retained_for_its_time(clock):

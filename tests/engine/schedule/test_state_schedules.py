@@ -1,4 +1,6 @@
-"""Sequences with recurrent states: where a state is kept, who goes on from it, and whose it never is."""
+"""Sequences with recurrent states: where a state is kept, who goes on from it, and whose it never
+is.
+"""
 
 import pytest
 
@@ -9,7 +11,9 @@ bench_of = HYBRID.bench
 
 
 def computed_by(bench, prompt, *args, **options):
-    """Run one request alone, for one token unless more are asked for; tokens that computed, and its result."""
+    """Run one request alone, for one token unless more are asked for; tokens that computed, and its
+    result.
+    """
     before = bench.runner.computed
     result = bench.ask(prompt, *(args or (1,)), **options)
     return bench.runner.computed - before, result
@@ -59,7 +63,9 @@ def test_a_request_that_waits_for_a_prefix_in_flight_finds_its_state_there():
 
 
 def test_nobody_goes_on_from_another_tenants_state():
-    """Not one after the other, not at once, and not where slots are so few that the one's are taken for the other."""
+    """Not one after the other, not at once, and not where slots are so few that the one's are taken
+    for the other.
+    """
     prompt = list(range(50))
     for num_slots in (40, 4):
         bench = bench_of(num_slots=num_slots, max_num_seqs=2)

@@ -88,7 +88,9 @@ def test_logits_before_the_wanted_ones_are_not_kept():
 
 @pytest.mark.parametrize("agreeing", range(4))
 def test_several_rows_sample_as_far_as_the_tokens_agree(agreeing):
-    """Row k samples the token that row k + 1 was computed for; behind the first that differs nothing counts."""
+    """Row k samples the token that row k + 1 was computed for; behind the first that differs
+    nothing counts.
+    """
     sequence = running([5, 6])
     sequence.take(next_of(sequence, 9), rows(10))
     truth = [11, 12, 13]

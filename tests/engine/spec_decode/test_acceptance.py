@@ -1,4 +1,6 @@
-"""Drafts of sequences with states: a slot holds the state of exactly the tokens that are computed."""
+"""Drafts of sequences with states: a slot holds the state of exactly the tokens that are
+computed.
+"""
 
 import threading
 
@@ -60,7 +62,9 @@ def test_drafts_right_up_to_any_cut_change_nothing_but_the_number_of_passes(
 
 @pytest.mark.parametrize("num_right", [1, 5, 6])
 def test_what_drafts_were_right_is_kept_where_blocks_end(num_right):
-    """After any cut of the answer the next turn goes on from the last full block, and every one with small states."""
+    """After any cut of the answer the next turn goes on from the last full block, and every one
+    with small states.
+    """
     token_ids = prompt(1, 20)
     for length in range(30, 47):
         bench = drafting(num_right)
@@ -143,7 +147,9 @@ def test_an_answer_that_its_drafts_end_is_whole_though_no_state_takes_them_in():
 
 
 def test_a_slot_of_a_request_that_failed_is_another_ones_while_drafts_are_taken_in():
-    """The one that fails is first in the pass, and its slot may be given away before the others' states move on."""
+    """The one that fails is first in the pass, and its slot may be given away before the others'
+    states move on.
+    """
     token_ids = prompt(9, 20)
     bad = 251
     bench = HYBRID.bench(64, 3)

@@ -1,4 +1,6 @@
-"""What is proposed to follow a text, from which of its tenant's texts, and how many tokens of it are tried."""
+"""What is proposed to follow a text, from which of its tenant's texts, and how many tokens of it
+are tried.
+"""
 
 import pytest
 

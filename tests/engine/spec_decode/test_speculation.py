@@ -1,5 +1,6 @@
-"""Tokens guessed ahead change when an answer comes, never what it is: proposers of every kind on the fake runner, whose
-next token is a hash of all before it."""
+"""Tokens guessed ahead change when an answer comes, never what it is: proposers of every kind on
+the fake runner, whose next token is a hash of all before it.
+"""
 
 import itertools
 import random
@@ -54,7 +55,9 @@ def test_right_guesses_save_passes_and_wrong_ones_cost_none(kind):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_at_once_in_a_pool_that_is_too_small(kind, seed):
-    """Preempted with drafts under way, sharing prefixes of what was drafted, cancelled between: the tokens stand."""
+    """Preempted with drafts under way, sharing prefixes of what was drafted, cancelled between: the
+    tokens stand.
+    """
     rng = random.Random(seed)
     bench = drafting(
         kind,
@@ -196,7 +199,9 @@ def test_nan_after_a_wrong_guess_changes_no_answer_and_after_a_right_one_fails_a
 
 
 def test_nothing_that_was_not_accepted_is_published(kind):
-    """What the next request finds in the cache is what it would compute; the fake runner looks at every slot."""
+    """What the next request finds in the cache is what it would compute; the fake runner looks at
+    every slot.
+    """
     for drafts in KINDS:
         bench = drafting(kind, [drafts])
         longer = [*prompt(2, 20), *bench.ask(prompt(2, 20), 50, terms=DRAFTS).output_token_ids]

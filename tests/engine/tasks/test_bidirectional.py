@@ -1,4 +1,6 @@
-"""Embedding models that attend both ways (EmbeddingGemma): transformers' own vectors, and no trace of them anywhere."""
+"""Embedding models that attend both ways (EmbeddingGemma): transformers' own vectors, and no trace
+of them anywhere.
+"""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +20,23 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ConfigError, ModelFormatError, RequestError
 
 RNG = np.random.default_rng(7)
-# The window of 24 reaches 12 tokens to either side: around it, around blocks of 16 and tiles of 64, and far beyond.
+# The window of 24 reaches 12 tokens to either side: around it, around blocks of 16 and tiles of 64,
+# and far beyond.
 LENGTHS = (1, 2, 11, 12, 13, 14, 16, 25, 63, 64, 65, 130, 500)
 TEXTS = [RNG.integers(0, 250, length).tolist() for length in LENGTHS]
-UNCHANGED = ("used_blocks", "cached_blocks", "free_blocks", "hit_tokens", "miss_tokens", "tokens_held", "evictions",
-             "loaded_chunks", "cow_copies", "pool_bytes", "copied_bytes")  # fmt: skip
+UNCHANGED = (
+    "used_blocks",
+    "cached_blocks",
+    "free_blocks",
+    "hit_tokens",
+    "miss_tokens",
+    "tokens_held",
+    "evictions",
+    "loaded_chunks",
+    "cow_copies",
+    "pool_bytes",
+    "copied_bytes",
+)
 
 
 @pytest.fixture(scope="module")

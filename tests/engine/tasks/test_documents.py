@@ -1,4 +1,6 @@
-"""Documents computed alone: found at other positions to the token, what they were computed behind never found."""
+"""Documents computed alone: found at other positions to the token, what they were computed behind
+never found.
+"""
 
 import numpy as np
 import pytest
@@ -40,7 +42,8 @@ def test_documents_are_found_at_other_positions_to_the_token():
         computed = runner_of(engine).computed
         prompt = document(0, 21) + documents[2] + documents[0] + documents[1] + document(9, 5)
         result = checked(engine, prompt, 12, mode=REUSE)
-        # Before a document there are whole blocks of computed tokens: at most a block less one of it is computed.
+        # Before a document there are whole blocks of computed tokens: at most a block less one of
+        # it is computed.
         assert warmed.token_count - 3 * 15 <= result.reused_span_tokens <= warmed.token_count
         assert result.reused_span_tokens + runner_of(engine).computed - computed == len(prompt) + 11
         assert (result.mode, result.gate) == (REUSE, "off")

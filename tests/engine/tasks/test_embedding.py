@@ -1,4 +1,6 @@
-"""Vectors of texts and scores of documents, against transformers' own states and whatever the schedule."""
+"""Vectors of texts and scores of documents, against transformers' own states and whatever the
+schedule.
+"""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor

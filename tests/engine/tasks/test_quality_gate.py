@@ -1,4 +1,6 @@
-"""The test that stands before reuse: run once, by one thread, leaving nothing behind; what fails it is refused."""
+"""The test that stands before reuse: run once, by one thread, leaving nothing behind; what fails it
+is refused.
+"""
 
 import asyncio
 import threading
@@ -233,7 +235,9 @@ def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
 
 @pytest.mark.parametrize(("times", "passes"), [(3, True), (5, False)])
 def test_what_others_drive_out_of_the_pool_proves_nothing(times, passes, monkeypatch, tests_run):
-    """The documents are computed again, so many times; then the request is refused and the next one tries."""
+    """The documents are computed again, so many times; then the request is refused and the next one
+    tries.
+    """
     left = iter(range(times))
     logits = Gate.logits
     with engine_of() as engine:

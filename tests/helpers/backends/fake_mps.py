@@ -1,11 +1,13 @@
-"""A device "mps" for machines without one: the CPU's results, but every operator passes the rules of Apple GPUs.
+"""A device "mps" for machines without one: the CPU's results, but every operator passes the rules
+of Apple GPUs.
 
-Tensors on it are wrapped: they cannot be read without `.cpu()`, nor be mixed with the CPU's. Each operator that torch
-dispatches for them is refused unless it has a kernel by torch's table (mps_kernels.py), its tensors have dtypes that
-Metal has, 64-bit integers are indices alone, and matrix products read contiguous memory. What the fake cannot show is
-what the kernels of a Mac compute. Operators written in terms of others are taken apart as on a Mac, unless the table
-has a kernel for the whole (`linear`). Torch's C++ takes the tensors for the CPU's: an operator that chooses by device
-would choose wrongly here, and none is allowed.
+Tensors on it are wrapped: they cannot be read without `.cpu()`, nor be mixed with the CPU's. Each
+operator that torch dispatches for them is refused unless it has a kernel by torch's table
+(mps_kernels.py), its tensors have dtypes that Metal has, 64-bit integers are indices alone, and
+matrix products read contiguous memory. What the fake cannot show is what the kernels of a Mac
+compute. Operators written in terms of others are taken apart as on a Mac, unless the table has a
+kernel for the whole (`linear`). Torch's C++ takes the tensors for the CPU's: an operator that
+chooses by device would choose wrongly here, and none is allowed.
 """
 
 from __future__ import annotations
@@ -22,17 +24,6 @@ from torch.utils._pytree import tree_iter, tree_map
 from helpers.backends.mps_kernels import problem_of
 from kvboost_edge.backends.torch_backend import TorchBackend
 
-__all__ = [
-    "DEVICE",
-    "FakeMps",
-    "FakeMpsBackend",
-    "Refused",
-    "counting",
-    "fake_device",
-    "place",
-    "recorded",
-]
-
 DEVICE = "mps:0"  # without a number torch asks for the device itself
 MOST_BYTES = 1 << 32
 # Dtypes that Metal has not.
@@ -45,7 +36,8 @@ _FOREIGN = {
     torch.uint32,
     torch.uint64,
 }
-# Where 64-bit integers are: arguments that are indices, by position, and operators that only move what they are given.
+# Where 64-bit integers are: arguments that are indices, by position, and operators that only move
+# what they are given.
 _INDICES = {
     "embedding": 1,
     "index.Tensor": 1,
@@ -55,9 +47,20 @@ _INDICES = {
     "gather": 2,
 }
 _MOVES = {
-    "_to_copy", "_unsafe_view", "alias", "arange", "arange.start_step", "clone", "detach", "expand", "index.Tensor",
-    "select.int", "slice.Tensor", "unsqueeze", "view",
-}  # fmt: skip
+    "_to_copy",
+    "_unsafe_view",
+    "alias",
+    "arange",
+    "arange.start_step",
+    "clone",
+    "detach",
+    "expand",
+    "index.Tensor",
+    "select.int",
+    "slice.Tensor",
+    "unsqueeze",
+    "view",
+}
 _PRODUCTS = {"bmm", "mm", "addmm", "baddbmm"}
 _COUNTED = {"cat", "eq.Scalar", "ne.Scalar", "sub.Tensor"}
 _EXACT = 1 << 24  # integers below are exact in a kernel that computes in float32
@@ -71,8 +74,9 @@ _counting: list[bool] = []
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Inside, small 64-bit integers may be compared and subtracted: transformers looks for packed sequences in the
-    position ids so."""
+    """Inside, small 64-bit integers may be compared and subtracted: transformers looks for packed
+    sequences in the position ids so.
+    """
     _counting.append(True)
     try:
         yield
@@ -109,7 +113,9 @@ class FakeMps(torch.Tensor):
         return self.inner.clone()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch does it: the conversion is the source's, so a dtype that the GPU has not cannot be asked for."""
+        """As torch does it: the conversion is the source's, so a dtype that the GPU has not cannot
+        be asked for.
+        """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         converted: torch.Tensor = self if dtype is None else torch.Tensor.to(self, dtype)
         return converted.cpu() if device is not None and device.type == "cpu" else converted
@@ -157,8 +163,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether it is nothing but other operators, which torch calls for it on every device; not taken apart where no
-    gradient can be asked for."""
+    """Whether it is nothing but other operators, which torch calls for it on every device; not
+    taken apart where no gradient can be asked for.
+    """
     return bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )

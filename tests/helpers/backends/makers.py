@@ -1,4 +1,6 @@
-"""Backends under the contract's tests, fed with NumPy arrays: made, filled with cases, compared with the oracle."""
+"""Backends under the contract's tests, fed with NumPy arrays: made, filled with cases, compared
+with the oracle.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,6 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.cuda import CUDABackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
-
-__all__ = ["MAKERS", "MIX", "UNMADE", "Arrays", "Maker", "into", "opened", "small_case"]
 
 
 def on_cuda(spec: KVSpec, num_blocks: int) -> Backend:
@@ -47,7 +47,8 @@ UNMADE = {
     ("torch-mps", "bfloat16"),
     ("torch-mps", "float32"),
 }
-# What weights and results in that dtype are off by, where the backend computes in it; else as in float32.
+# What weights and results in that dtype are off by, where the backend computes in it; else as in
+# float32.
 HALF_ERRORS = {"float16": 5e-3, "bfloat16": 4e-2}
 MIX = ((1, 30), (40, 40), (1, 65), (7, 100), (1, 1), (1, 530))  # new tokens, all tokens
 

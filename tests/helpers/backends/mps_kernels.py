@@ -1,7 +1,8 @@
-"""Which of torch's operators have a kernel on Apple GPUs, by the table that torch ships with its code generator.
+"""Which of torch's operators have a kernel on Apple GPUs, by the table that torch ships with its
+code generator.
 
-The table says nothing of dtypes, nor of what an operator without a kernel of its own calls: CALLEES does, for those
-that the backend uses.
+The table says nothing of dtypes, nor of what an operator without a kernel of its own calls: CALLEES
+does, for those that the backend uses.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import Any
 import torchgen
 import yaml
 
-__all__ = ["CALLEES", "SDPA", "problem_of", "read_table"]
-
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
 _DEVICES = {"CPU", "CUDA", "MPS"}
 
-# What operators that are written in terms of others call on a device. () where they only make views or bookkeeping.
+# What operators that are written in terms of others call on a device. () where they only make views
+# or bookkeeping.
 CALLEES: dict[str, tuple[str, ...]] = {
     "_to_copy": ("empty_strided", "copy_"),
     "_unsafe_view": (),
@@ -49,7 +49,8 @@ CALLEES: dict[str, tuple[str, ...]] = {
     "view.dtype": (),
     "zeros": ("empty.memory_format", "zero_"),
 }
-# scaled_dot_product_attention chooses by device: what is recorded on the CPU says nothing of MPS. Not used at all.
+# scaled_dot_product_attention chooses by device: what is recorded on the CPU says nothing of MPS.
+# Not used at all.
 SDPA = "scaled_dot_product"
 
 

@@ -1,4 +1,6 @@
-"""Shared by the tests of LMCache's engine: keys and values that say whose they are, engines over every backend."""
+"""Shared by the tests of LMCache's engine: keys and values that say whose they are, engines over
+every backend.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,6 @@ import numpy as np
 
 from helpers.tiers.redis_cases import SECRET
 from kvboost_edge.compat.lmcache import LMCacheEngine, LMCacheEngineConfig, LMCacheEngineMetadata
-
-__all__ = [
-    "BACKENDS",
-    "HEADS",
-    "HEAD_SIZE",
-    "LAYERS",
-    "equal",
-    "kv_of",
-    "kv_slice",
-    "make_engine",
-    "num_tokens_of",
-]
 
 LAYERS = 2
 HEADS = 3

@@ -1,7 +1,8 @@
-"""Cases of attention for the CUDA kernels, their arrays in the layouts a launch may have, and the float64 oracle.
+"""Cases of attention for the CUDA kernels, their arrays in the layouts a launch may have, and the
+float64 oracle.
 
-Whatever no query may see is poison: rows past a sequence's end, blocks before its window, entries of block tables that
-are not needed (-1), and all of the output that is not a row of it.
+Whatever no query may see is poison: rows past a sequence's end, blocks before its window, entries
+of block tables that are not needed (-1), and all of the output that is not a row of it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.cuda.on_cpu import BF16, F16, AttentionParams, Form, Library, Schedule
-
-__all__ = [
-    "Call",
-    "Case",
-    "Result",
-    "bound_of_error",
-    "check",
-    "from_bits",
-    "make_inputs",
-    "oracle",
-    "run",
-    "to_bits",
-]
 
 Bits = npt.NDArray[np.uint16]
 Doubles = npt.NDArray[np.float64]
@@ -51,10 +39,12 @@ def from_bits(bits: Bits, dtype: int) -> Doubles:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. `lens`: (queries, keys) of each sequence. block_size 0: keys in rows, not in blocks. `is_flat`: tensors
-    [total, heads, dim] with cu_seqlens, else [batch, rows, heads, dim], all sequences with as many queries. `shared`:
-    that many leading blocks are the same ones for all sequences. `is_strided`: heads before rows, gaps between rows.
-    `is_indexed`: keys of sequence i are not at row i of the batch, see cache_batch_idx."""
+    """One call. `lens`: (queries, keys) of each sequence. block_size 0: keys in rows, not in
+    blocks. `is_flat`: tensors [total, heads, dim] with cu_seqlens, else [batch, rows, heads, dim],
+    all sequences with as many queries. `shared`: that many leading blocks are the same ones for all
+    sequences. `is_strided`: heads before rows, gaps between rows.
+    `is_indexed`: keys of sequence i are not at row i of the batch, see cache_batch_idx.
+    """
 
     lens: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (2, 1)
@@ -73,7 +63,9 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """Bits of each sequence: q [len_q, num_q_heads, head_dim], k and v [len_k, num_kv_heads, head_dim]; sinks f32."""
+    """Bits of each sequence: q [len_q, num_q_heads, head_dim], k and v [len_k, num_kv_heads,
+    head_dim]; sinks f32.
+    """
 
     q: list[Bits]
     k: list[Bits]
@@ -119,8 +111,9 @@ def softmax_scale(case: Case, form: Form) -> float:
 
 
 class Expected(NamedTuple):
-    """float64, of one sequence. magnitude: like out, of absolute values: what rounding of weights scales with. noise:
-    like lse, what sums in f32 may add to a score."""
+    """float64, of one sequence. magnitude: like out, of absolute values: what rounding of weights
+    scales with. noise: like lse, what sums in f32 may add to a score.
+    """
 
     out: Doubles
     lse: Doubles
@@ -158,7 +151,9 @@ def oracle(case: Case, form: Form, inputs: Inputs) -> list[Expected]:
 
 
 def bound_of_error(expected: Expected, dtype: int) -> Doubles:
-    """How far an element of out may lie off: weights and result are rounded once each, all else is f32."""
+    """How far an element of out may lie off: weights and result are rounded once each, all else is
+    f32.
+    """
     weights = 3e-6 + 2 * expected.noise[:, :, None]
     return UNIT_ROUNDOFF[dtype] * (expected.magnitude + np.abs(expected.out)) * 1.01 + weights * (
         1 + expected.magnitude
@@ -166,7 +161,9 @@ def bound_of_error(expected: Expected, dtype: int) -> Doubles:
 
 
 class _Tensor(NamedTuple):
-    """An array that a launch reads or writes, and its view as [batch, rows, heads, dim]; `used` marks what is a row."""
+    """An array that a launch reads or writes, and its view as [batch, rows, heads, dim]; `used`
+    marks what is a row.
+    """
 
     array: npt.NDArray[Any]
     view: npt.NDArray[Any]
@@ -215,7 +212,9 @@ class _Blocks(NamedTuple):
 
 
 def _in_blocks(case: Case, inputs: Inputs, rng: np.random.Generator) -> _Blocks:
-    """Keys and values in a pool of blocks in no order; tables name only blocks that some query sees a key of."""
+    """Keys and values in a pool of blocks in no order; tables name only blocks that some query sees
+    a key of.
+    """
     size = case.block_size
     num_kv_heads, dim = inputs.k[0].shape[1:]
     counts = [-(-len_k // size) for _, len_k in case.lens]

@@ -1,8 +1,9 @@
-"""The kernels of cuda_ext/ on this processor: g++ compiles them over fibers (cuda_ext/fibers.h), ctypes calls them.
+"""The kernels of cuda_ext/ on this processor: g++ compiles them over fibers (cuda_ext/fibers.h),
+ctypes calls them.
 
-What is compiled is the `.cuh` that NVRTC and nvcc compile. Pointers are addresses of arrays in this process; nothing is
-said about speed. A launch that goes wrong (threads that do not meet, an address that is not aligned or outside of
-shared memory) raises `LaunchError`.
+What is compiled is the `.cuh` that NVRTC and nvcc compile. Pointers are addresses of arrays in this
+process; nothing is said about speed. A launch that goes wrong (threads that do not meet, an address
+that is not aligned or outside of shared memory) raises `LaunchError`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from helpers.tools import find_compiler
-
-__all__ = [
-    "BF16",
-    "F16",
-    "HEAD_DIMS",
-    "AttentionParams",
-    "CopyBlocksParams",
-    "Form",
-    "LaunchError",
-    "Schedule",
-    "WriteKVParams",
-    "built",
-    "library",
-]
 
 ROOT = Path(__file__).parents[3]
 CSRC = ROOT / "cuda_ext" / "kvboost_edge_cuda" / "csrc"
@@ -53,7 +40,8 @@ _FLAGS = (
     "-fno-gnu-unique",  # else all libraries of a process have one machine
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
 )
-# Stacks of fibers are switched by hand, so the sanitizer must not watch them: it watches the heap, with shared memory.
+# Stacks of fibers are switched by hand, so the sanitizer must not watch them: it watches the heap,
+# with shared memory.
 ASAN_FLAGS = ("-fsanitize=address", "--param", "asan-stack=0", "-g1")
 
 
@@ -62,7 +50,9 @@ class LaunchError(Exception):
 
 
 class Schedule(ctypes.Structure):
-    """order: threads 0 forward, 1 backward, 2 shuffled; timing: asynchronous work 0 as early as it may be, 1 late."""
+    """order: threads 0 forward, 1 backward, 2 shuffled; timing: asynchronous work 0 as early as it
+    may be, 1 late.
+    """
 
     _fields_ = (("order", ctypes.c_int), ("timing", ctypes.c_int))
 
@@ -125,7 +115,9 @@ class CopyBlocksParams(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Which attention kernel: wmma or mma, dtype, template head dim, warps along the rows (4 prefill, 1 decode)."""
+    """Which attention kernel: wmma or mma, dtype, template head dim, warps along the rows (4
+    prefill, 1 decode).
+    """
 
     is_wmma: bool
     dtype: int
@@ -172,7 +164,9 @@ def _check(message: bytes | None) -> None:
 
 
 def built(source: Path, flags: Sequence[str] = (), include: Path = CSRC) -> Path:
-    """The shared library of one C++ file, compiled unless the same text was compiled before; it lies in build/."""
+    """The shared library of one C++ file, compiled unless the same text was compiled before; it
+    lies in build/.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError(

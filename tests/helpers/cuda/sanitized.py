@@ -1,7 +1,8 @@
-"""Run by tests in a process of its own, the address sanitizer loaded first: `attention`, or a faulty kernel's name.
+"""Run by tests in a process of its own, the address sanitizer loaded first: `attention`, or a
+faulty kernel's name.
 
-Arrays of NumPy and the fibers' shared memory are pieces of the heap, each with a red zone around it: a read or write
-beside one ends the process.
+Arrays of NumPy and the fibers' shared memory are pieces of the heap, each with a red zone around
+it: a read or write beside one ends the process.
 """
 
 from __future__ import annotations

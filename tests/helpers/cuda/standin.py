@@ -1,7 +1,9 @@
-"""The CUDA extension on this processor: its own binding and Python, its kernels over fibers, tensors of the host.
+"""The CUDA extension on this processor: its own binding and Python, its kernels over fibers,
+tensors of the host.
 
-What is not proven so is what only a GPU has: its scheduling, its memory, its arithmetic to the last bit. With
-KVBOOST_EDGE_TEST_GPU=1 (`make cuda-test`) the installed extension and the GPU are taken instead.
+What is not proven so is what only a GPU has: its scheduling, its memory, its arithmetic to the last
+bit. With KVBOOST_EDGE_TEST_GPU=1 (`make cuda-test`) the installed extension and the GPU are taken
+instead.
 """
 
 from __future__ import annotations
@@ -24,8 +26,6 @@ import torch
 from helpers.cuda.on_cpu import CSRC, HEAD_DIMS, ROOT, SHIM, built
 from helpers.tools import find_compiler, must_run
 
-__all__ = ["CAN_RUN", "DEVICE", "ON_GPU", "StandIn", "needs_kernels", "standing_in"]
-
 ON_GPU = os.environ.get("KVBOOST_EDGE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 CAN_RUN = ON_GPU or find_compiler() is not None or must_run()
@@ -40,7 +40,9 @@ _INCLUDES = (CSRC, _TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "
 
 
 class StandIn:
-    """What the stand-in's launchers count and obey. `launches`: how many launches there were so far."""
+    """What the stand-in's launchers count and obey. `launches`: how many launches there were so
+    far.
+    """
 
     def __init__(self, path: Path) -> None:
         torch.ops.load_library(str(path))
@@ -54,7 +56,9 @@ class StandIn:
 
     @contextlib.contextmanager
     def of(self, major: int) -> Iterator[None]:
-        """A device of this compute capability: below 8 the wmma kernels run, else the mma kernels."""
+        """A device of this compute capability: below 8 the wmma kernels run, else the mma
+        kernels.
+        """
         before = self._major.value
         self._major.value = major
         try:
@@ -65,7 +69,9 @@ class StandIn:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[tuple[Any, StandIn | None]]:
-    """The package `kvboost_edge_cuda`, its compiled part replaced by the stand-in, and that; None on a GPU."""
+    """The package `kvboost_edge_cuda`, its compiled part replaced by the stand-in, and that; None
+    on a GPU.
+    """
     import kvboost_edge_cuda
     from kvboost_edge_cuda import library
 

@@ -7,8 +7,6 @@ import random
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.reuse.repair import Repair
 
-__all__ = ["BARE", "BLEND", "QUERY", "REUSE", "SEAMS", "document"]
-
 REUSE = GenerationMode.CHUNK_KV_REUSE
 BARE = Repair(strategy=RecomputeStrategy.NONE)
 SEAMS = Repair(strategy=RecomputeStrategy.SELECTIVE, overlap=16)

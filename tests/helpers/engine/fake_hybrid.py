@@ -1,10 +1,11 @@
-"""A runner without a model whose next token depends on a state beside what it reads back through the block table.
+"""A runner without a model whose next token depends on a state beside what it reads back through
+the block table.
 
-The state of a sequence is a hash over its tokens, one after another, and their number. It lies in the slots of a real
-`StatePool`; the logits hash it together with all tokens read from the pool of blocks. A state of another sequence, one
-token ahead or behind, of a pass that failed, or a slot that was handed out too early gives other tokens than
-`expected_hybrid` computes from the prompt alone. Passes are checked as the compiled backend checks them. Of a draft its
-token is kept.
+The state of a sequence is a hash over its tokens, one after another, and their number. It lies in
+the slots of a real `StatePool`; the logits hash it together with all tokens read from the pool of
+blocks. A state of another sequence, one token ahead or behind, of a pass that failed, or a slot
+that was handed out too early gives other tokens than `expected_hybrid` computes from the prompt
+alone. Passes are checked as the compiled backend checks them. Of a draft its token is kept.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ class HybridBackend(FakeBackend):
 
 
 class HybridRunner(FakeRunner):
-    """`saved` counts states that were kept beside those of running sequences, `taken_in` drafts that were right;
-    `on_accept` runs before those are."""
+    """`saved` counts states that were kept beside those of running sequences, `taken_in` drafts
+    that were right; `on_accept` runs before those are.
+    """
 
     backend: HybridBackend
     expected = staticmethod(expected_hybrid)

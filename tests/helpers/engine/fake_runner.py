@@ -1,8 +1,10 @@
-"""A runner without a model: the next token is a hash of the tokens read back through the block table.
+"""A runner without a model: the next token is a hash of the tokens read back through the block
+table.
 
-Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row would attend to,
-and a slot that is poisoned, stale or at a wrong position raises, so each error of the bookkeeping shows as an error or
-as other tokens than `expected_tokens` computes from the prompt alone.
+Every slot of the fake pool stores (token id, position). The logits of a row hash all tokens the row
+would attend to, and a slot that is poisoned, stale or at a wrong position raises, so each error of
+the bookkeeping shows as an error or as other tokens than `expected_tokens` computes from the prompt
+alone.
 """
 
 from __future__ import annotations
@@ -147,8 +149,10 @@ class FakeBackend:
 
 
 class FakeRunner:
-    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens, `batches` holds how
-    many sequences each pass had. `expected` computes the greedy output without any engine."""
+    """`on_forward(batch)` runs before each pass and may raise or wait; `computed` counts tokens,
+    `batches` holds how many sequences each pass had. `expected` computes the greedy output without
+    any engine.
+    """
 
     expected = staticmethod(expected_tokens)
 
@@ -180,7 +184,9 @@ class FakeRunner:
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Some number for each token, once it was seen that what is stored is this token and all before it is there."""
+        """Some number for each token, once it was seen that what is stored is this token and all
+        before it is there.
+        """
         self._look(batch)
         assert (self.backend.tokens.reshape(-1)[slots] == batch.token_ids[rows]).all()
         return np.random.default_rng(len(slots)).random(len(rows), dtype=np.float32)
@@ -223,7 +229,9 @@ class FakeRunner:
         return token_logits(tokens)
 
     def _read(self, layout: BatchLayout, sequence: int, length: int) -> tuple[Any, Any]:
-        """Tokens and positions [length] of a sequence, those at other positions moved to where they are used."""
+        """Tokens and positions [length] of a sequence, those at other positions moved to where they
+        are used.
+        """
         size = self.backend.spec.block_size
         tokens = np.full(length, POISON)
         positions = np.full(length, POISON)
@@ -246,7 +254,9 @@ class FakeRunner:
 
 
 def fake_tokenizer() -> Tokenizer:
-    """Bytes are tokens 0..255 in the alphabet's order; those behind are special and have no text in answers."""
+    """Bytes are tokens 0..255 in the alphabet's order; those behind are special and have no text in
+    answers.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -285,7 +295,9 @@ def fake_parts(
 def fake_engine(
     num_blocks: int = 64, max_context: int = CONTEXT, *, tiers: Sequence[Tier] = (), **options: Any
 ) -> CPUPagedEngine:
-    """A running engine around a `FakeRunner`, debug checks on, reuse untested unless asked for; close it."""
+    """A running engine around a `FakeRunner`, debug checks on, reuse untested unless asked for;
+    close it.
+    """
     config = EngineConfig.from_options(**{"debug_checks": True, "reuse_gate": "off", **options})
     return CPUPagedEngine._from_parts(
         fake_parts(
@@ -307,7 +319,9 @@ def runner_of(engine: CPUPagedEngine) -> FakeRunner:
 
 
 class Bench:
-    """An engine core without its thread: requests go in, `step` is called by hand, invariants are checked each time."""
+    """An engine core without its thread: requests go in, `step` is called by hand, invariants are
+    checked each time.
+    """
 
     def __init__(
         self,
@@ -397,7 +411,9 @@ class Bench:
         return self.answer(handle)
 
     def answer(self, handle: RequestHandle) -> GenerationResult:
-        """Result of a greedy request whose tokens are the expected ones, or the first of them if it was cut short."""
+        """Result of a greedy request whose tokens are the expected ones, or the first of them if it
+        was cut short.
+        """
         result = handle.result(0)
         tokens = list(result.output_token_ids)
         expected = self.runner.expected(*self._asked[handle.index])
@@ -410,8 +426,9 @@ class Bench:
     def submit_logits(
         self, token_ids: Sequence[int], start: int = 0, *, terms: Mapping[str, Any] | None = None
     ) -> tuple[RequestHandle, list[npt.NDArray[np.float32]]]:
-        """A request for the logits of token_ids[start:]; the list holds them when the handle is done. terms: as
-        above."""
+        """A request for the logits of token_ids[start:]; the list holds them when the handle is
+        done. terms: as above.
+        """
         self.num_requests += 1
         request = Request(
             index=self.num_requests,

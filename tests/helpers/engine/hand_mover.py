@@ -1,4 +1,6 @@
-"""A tier in memory, and a mover that is driven by hand: every interleaving of loads, stores and steps can be made."""
+"""A tier in memory, and a mover that is driven by hand: every interleaving of loads, stores and
+steps can be made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from kvboost_edge.tiers.mover import Mover, Piece
 
 
 class DictTier:
-    """Blocks in a dict. knows: whether `holds` can tell. losses: chance that a block is gone when it is read."""
+    """Blocks in a dict. knows: whether `holds` can tell. losses: chance that a block is gone when
+    it is read.
+    """
 
     def __init__(
         self, name: str = "shelf", *, knows: bool = True, losses: float = 0.0, seed: int = 0

@@ -9,8 +9,6 @@ from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory
 
-__all__ = ["KINDS", "CutDrafter", "HostileDrafter", "draft_in_turn", "hostile"]
-
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
 
@@ -82,7 +80,9 @@ def hostile(
 
 
 def draft_in_turn(bench: Bench, kinds: Sequence[str] = KINDS, answer: Sequence[int] = ()) -> Bench:
-    """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it is not the greedy."""
+    """Give the requests of a bench drafts of these kinds in turn. answer: what they sample, if it
+    is not the greedy.
+    """
     bench.scheduler.speculation.drafter = hostile(
         lambda request: [
             *request.prompt_ids,

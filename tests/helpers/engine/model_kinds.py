@@ -1,4 +1,6 @@
-"""The two kinds of models that engine tests run by hand: plain ones, and hybrids, which have recurrent states."""
+"""The two kinds of models that engine tests run by hand: plain ones, and hybrids, which have
+recurrent states.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,6 @@ from typing import Any
 from helpers.engine.fake_hybrid import hybrid_parts
 from helpers.engine.fake_runner import Bench, fake_parts
 from kvboost_edge.engine.build import EngineParts
-
-__all__ = ["HYBRID", "PLAIN", "ModelKind"]
 
 
 class ModelKind(enum.Enum):

@@ -1,4 +1,6 @@
-"""A tiny model on the native runner in an engine core that is stepped by hand, and the results of each prompt alone."""
+"""A tiny model on the native runner in an engine core that is stepped by hand, and the results of
+each prompt alone.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ Floats = npt.NDArray[np.float32]
 
 
 class Machine:
-    """Runners and backends over one model directory, made once: a schedule gets a fresh manager over an old pool, so
-    whatever former schedules left in memory is in its way. `states` of benches that do not say themselves."""
+    """Runners and backends over one model directory, made once: a schedule gets a fresh manager
+    over an old pool, so whatever former schedules left in memory is in its way. `states` of benches
+    that do not say themselves.
+    """
 
     def __init__(
         self, directory: Path, weights: str = "int8", states: StateSizes | None = None
@@ -191,9 +195,11 @@ class NativeBench:
 
 
 class Cold:
-    """Results of prompts alone, uncached, in one pass of one thread; each is computed when it is first asked for.
+    """Results of prompts alone, uncached, in one pass of one thread; each is computed when it is
+    first asked for.
 
-    A bench that is in use when one is computed loses its backend: ask before making it, or after its last step.
+    A bench that is in use when one is computed loses its backend: ask before making it, or after
+    its last step.
     """
 
     def __init__(self, machine: Machine, bits: Bits) -> None:
@@ -223,7 +229,9 @@ class Cold:
 
 
 def assert_begins(result: GenerationResult, expected: GenerationResult, where: str) -> None:
-    """Everything generated so far is the beginning of what is expected, with `==` on every float."""
+    """Everything generated so far is the beginning of what is expected, with `==` on every
+    float.
+    """
     count = result.generated_tokens
     assert result.output_token_ids == expected.output_token_ids[:count], where
     assert result.logprobs is not None

@@ -1,4 +1,6 @@
-"""Tiny models of the native runner by kind and weight format, for tests that run the same checks on many of them."""
+"""Tiny models of the native runner by kind and weight format, for tests that run the same checks on
+many of them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,9 @@ from helpers.models.gpt_oss_files import save_gpt_oss
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.kvcache.states.tables import StateSizes
 
-__all__ = ["FORMATS", "KINDS", "STATES", "machine_of", "needs_torch"]
-
 STATES = StateSizes(24, num_draft_rows=31)
-# Weight format -> the packed formats that some matrix of a model has then. Those in capitals are of GGUF files.
+# Weight format -> the packed formats that some matrix of a model has then. Those in capitals are of
+# GGUF files.
 FORMATS = {
     "f32": {"f32"},
     "bf16": {"bf16"},
@@ -61,7 +62,8 @@ _QWEN3 = {"hidden_size": 64, "intermediate_size": 96}
 _DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "intermediate_size": 256}
 _SPACE = {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64}
 KINDS: dict[str, Kind] = {
-    # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile too many.
+    # Sizes that are no multiples of 16 or 32, more than one chunk of elementwise work, and one tile
+    # too many.
     "qwen2": Kind(
         "qwen2",
         {"hidden_size": 80, "intermediate_size": 1096, "num_hidden_layers": 2},
@@ -167,6 +169,8 @@ def _saved(family: str, directory: Path, fields: Mapping[str, Any]) -> Path:
 
 
 def _k_mix(name: str) -> str:
-    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than others, or than their gate."""
+    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than others, or
+    than their gate.
+    """
     more = {"attn_qkv": "Q5_K", "attn_q.": "Q5_K", "attn_v": "Q6_K", "token_embd": "Q6_K"}
     return next((kind for part, kind in more.items() if part in name), "Q4_K")

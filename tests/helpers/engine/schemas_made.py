@@ -1,11 +1,11 @@
-"""JSON schemas of every supported keyword, made by rule, all of whose values are short enough to be written out."""
+"""JSON schemas of every supported keyword, made by rule, all of whose values are short enough to be
+written out.
+"""
 
 from __future__ import annotations
 
 import random
 from typing import Any
-
-__all__ = ["made_schema"]
 
 _WORDS = ["red", "green", "blå", "a b", '"quoted"', "\\", "line\nbreak", "🙂", "", "null", "0"]
 _NAMES = ["name", "size", "ü", "a-b", "x y", "_", "items"]

@@ -9,14 +9,13 @@ from gguf import GGUFWriter
 
 from helpers.gguf.layers import Config, Tensors, write_sizes
 
-__all__ = ["dequantized", "merged_experts", "write_expert_sizes"]
-
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def merged_experts(tensors: Tensors) -> Tensors:
-    """All experts of a matrix as one tensor, stacked by their numbers; Granite's gate and up apart. Other tensors lose
-    axes of one."""
+    """All experts of a matrix as one tensor, stacked by their numbers; Granite's gate and up apart.
+    Other tensors lose axes of one.
+    """
     if any(name.endswith("gate_up_proj_bias") for name in tensors):
         return _of_gpt_oss(tensors)
     found = {}
@@ -40,7 +39,9 @@ def merged_experts(tensors: Tensors) -> Tensors:
 
 
 def _of_gpt_oss(tensors: Tensors) -> Tensors:
-    """By its own converter: columns become rows, of gate and up the even ones and the odd ones; MXFP4 as floats."""
+    """By its own converter: columns become rows, of gate and up the even ones and the odd ones;
+    MXFP4 as floats.
+    """
     found = {}
     for name, values in tensors.items():
         if name.endswith("_blocks"):
@@ -65,7 +66,9 @@ def _of_gpt_oss(tensors: Tensors) -> Tensors:
 
 
 def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """MXFP4 of safetensors, uint8 [..., groups, 16] and [..., groups], as float32 [..., 32 * groups]."""
+    """MXFP4 of safetensors, uint8 [..., groups, 16] and [..., groups], as float32 [..., 32 *
+    groups].
+    """
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
     values = (
@@ -77,7 +80,9 @@ def dequantized(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def write_expert_sizes(writer: GGUFWriter, config: Config) -> None:
-    """What `TextModel.set_gguf_parameters` writes of any mixture, and what single converters add."""
+    """What `TextModel.set_gguf_parameters` writes of any mixture, and what single converters
+    add.
+    """
     model_type = config["model_type"]
     if model_type == "ernie4_5_moe":
         write_sizes(

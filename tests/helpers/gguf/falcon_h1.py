@@ -1,5 +1,6 @@
-"""Falcon-H1 in GGUF files for tests, by the rules of llama.cpp's converter (conversion/falcon_h1.py and what it is made
-of, conversion/mamba.py)."""
+"""Falcon-H1 in GGUF files for tests, by the rules of llama.cpp's converter (conversion/falcon_h1.py
+and what it is made of, conversion/mamba.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
 from helpers.gguf.layers import Config, Tensors, mamba_values, named, write_sizes
-
-__all__ = ["falcon_tensors", "write_falcon_sizes"]
 
 
 def falcon_tensors(tensors: Tensors, config: Config) -> Tensors:

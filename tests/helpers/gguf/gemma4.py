@@ -1,7 +1,8 @@
 """What llama.cpp's converter writes of a Gemma 4 beyond what it writes of any model.
 
-Full layers may be of other sizes than those that slide; transformers saves that as `per_layer_config`, where the
-makers' files have global_head_dim and num_global_key_value_heads, which is what the converter reads.
+Full layers may be of other sizes than those that slide; transformers saves that as
+`per_layer_config`, where the makers' files have global_head_dim and num_global_key_value_heads,
+which is what the converter reads.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from gguf import GGUFWriter
 
 from helpers.gguf.layers import Config
 
-__all__ = ["gemma4_scale", "makers_config", "rope_freqs", "write_gemma4_sizes"]
-
 
 def gemma4_scale(name: str) -> str | None:
-    """What `Gemma4Model.modify_tensors` calls the factors of a router's inputs and of its experts; None: another
-    tensor."""
+    """What `Gemma4Model.modify_tensors` calls the factors of a router's inputs and of its experts;
+    None: another tensor.
+    """
     layer = name.split(".")[2] if name.startswith("model.layers.") else ""
     found = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
     target = found.get(name.partition(f".{layer}.")[2]) if layer else None

@@ -1,5 +1,6 @@
-"""Granite 4 with layers that keep a state in GGUF files for tests, by the rules of llama.cpp's converters
-(conversion/granite.py and conversion/mamba.py)."""
+"""Granite 4 with layers that keep a state in GGUF files for tests, by the rules of llama.cpp's
+converters (conversion/granite.py and conversion/mamba.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
 from helpers.gguf.layers import Config, Tensors, mamba_values, named, permuted, write_sizes
-
-__all__ = ["granite_tensors", "has_states", "write_granite_factors", "write_granite_sizes"]
 
 
 def has_states(config: Config) -> bool:
@@ -39,7 +38,9 @@ def _of_shared(name: str, values: np.ndarray, room: str) -> Tensors:
 
 
 def write_granite_sizes(writer: GGUFWriter, config: Config) -> None:
-    """Files of the makers' models say that there is no rope; those with some that there is, as Bamba's are."""
+    """Files of the makers' models say that there is no rope; those with some that there is, as
+    Bamba's are.
+    """
     turned = config["position_embedding_type"] == "rope"
     write_sizes(
         writer,
@@ -69,7 +70,9 @@ def write_granite_sizes(writer: GGUFWriter, config: Config) -> None:
 
 
 def write_granite_factors(writer: GGUFWriter, config: Config) -> None:
-    """What Granites multiply by, and of one without states the sizes of layers that it has none of."""
+    """What Granites multiply by, and of one without states the sizes of layers that it has none
+    of.
+    """
     if config["model_type"] == "granitemoehybrid":
         writer.add_expert_count(0)
         writer.add_expert_used_count(0)

@@ -1,7 +1,8 @@
-"""Hybrids in GGUF files for tests, by the rules of llama.cpp's converters (conversion/lfm2.py, conversion/qwen.py).
+"""Hybrids in GGUF files for tests, by the rules of llama.cpp's converters (conversion/lfm2.py,
+conversion/qwen.py).
 
-Of models with more value heads than key heads these write value heads in the order of tiles, everywhere: the first one
-of each key head, then the second ones.
+Of models with more value heads than key heads these write value heads in the order of tiles,
+everywhere: the first one of each key head, then the second ones.
 """
 
 from __future__ import annotations
@@ -17,25 +18,19 @@ from helpers.gguf.granite import granite_tensors, has_states, write_granite_size
 from helpers.gguf.layers import Config, Tensors, named, write_sizes
 from helpers.gguf.nemotron_h import nemotron_arch, nemotron_tensors, write_nemotron_sizes
 
-__all__ = [
-    "HYBRID_ARCHS",
-    "HYBRID_FAMILIES",
-    "arch_of",
-    "draft_layer",
-    "hybrid_tensors",
-    "is_hybrid",
-    "tiled_heads",
-    "write_hybrid_sizes",
-]
-
 HYBRID_ARCHS = {
-    "lfm2": MODEL_ARCH.LFM2, "lfm2_moe": MODEL_ARCH.LFM2MOE, "qwen3_5_text": MODEL_ARCH.QWEN35,
-    "qwen3_5": MODEL_ARCH.QWEN35, "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE, "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
-    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID, "nemotron_h": MODEL_ARCH.NEMOTRON_H,
+    "lfm2": MODEL_ARCH.LFM2,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
+    "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5": MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "qwen3_5_moe": MODEL_ARCH.QWEN35MOE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "nemotron_h": MODEL_ARCH.NEMOTRON_H,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
-}  # fmt: skip
-# Heads of keys and values have one size there, shares of LFM2's experts have no scale, and llama.cpp takes a state
-# space's convolution to have biases.
+}
+# Heads of keys and values have one size there, shares of LFM2's experts have no scale, and
+# llama.cpp takes a state space's convolution to have biases.
 HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "lfm2-plain": {},
@@ -49,8 +44,9 @@ HYBRID_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid-groups": {"mamba_conv_bias": True},
     "granitemoehybrid-experts": {},
     "falcon_h1": {},
-    # There is a norm behind the gate, or none, and a head that is not the embedding, of which the file holds a multiple
-    # and does not say which. Convolutions have biases: llama.cpp ends with a signal where they have none.
+    # There is a norm behind the gate, or none, and a head that is not the embedding, of which the
+    # file holds a multiple and does not say which. Convolutions have biases: llama.cpp ends with a
+    # signal where they have none.
     "falcon_h1-after": {"mamba_conv_bias": True},
     "nemotron_h": {},
     # With experts they have no MLPs.
@@ -88,7 +84,9 @@ def arch_of(config: Config) -> MODEL_ARCH:
 
 
 def tiled_heads(values: np.ndarray, axis: int, config: Config, dim: int) -> np.ndarray:
-    """Value heads of `dim` entries each along an axis, from the order of key heads into that of tiles."""
+    """Value heads of `dim` entries each along an axis, from the order of key heads into that of
+    tiles.
+    """
     keys = config["linear_num_key_heads"]
     heads = config["linear_num_value_heads"]
     before = values.shape[:axis]
@@ -98,7 +96,9 @@ def tiled_heads(values: np.ndarray, axis: int, config: Config, dim: int) -> np.n
 
 
 def hybrid_tensors(tensors: Tensors, config: Config) -> Tensors:
-    """float32 tensors under GGUF's names, of transformers' without the prefix of a language model inside another."""
+    """float32 tensors under GGUF's names, of transformers' without the prefix of a language model
+    inside another.
+    """
     if config["model_type"] in _OWN_TENSORS:
         return _OWN_TENSORS[config["model_type"]](tensors, config)
 
@@ -227,8 +227,9 @@ def _lfm2_width(config: Config) -> int:
 
 
 def draft_layer(tensors: Tensors, layers: int) -> Tensors:
-    """Tensors of a layer behind the others that guesses one more token: those of a full layer, which `tensors` must
-    have, and how it joins the model's."""
+    """Tensors of a layer behind the others that guesses one more token: those of a full layer,
+    which `tensors` must have, and how it joins the model's.
+    """
     full = next(name.split(".")[1] for name in tensors if ".attn_q." in name)
     found = {
         name.replace(f"blk.{full}.", f"blk.{layers}."): values

@@ -1,5 +1,6 @@
-"""What llama.cpp's converters do to the tensors of several families: names, rows in the order of its rope, and state
-spaces as conversion/mamba.py has them."""
+"""What llama.cpp's converters do to the tensors of several families: names, rows in the order of
+its rope, and state spaces as conversion/mamba.py has them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
-
-__all__ = ["Config", "Tensors", "mamba_values", "named", "permuted", "write_sizes"]
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, np.ndarray]
@@ -22,7 +21,9 @@ def named(
     config: Config,
     parts: Callable[[str, np.ndarray], Tensors],
 ) -> Tensors:
-    """Tensors under GGUF's names. parts: what a tensor becomes, float32, by names that the package's table has."""
+    """Tensors under GGUF's names. parts: what a tensor becomes, float32, by names that the
+    package's table has.
+    """
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found = {}
     for name, values in sorted(tensors.items()):
@@ -36,8 +37,9 @@ def named(
 
 
 def permuted(name: str, weights: np.ndarray, config: Config) -> np.ndarray:
-    """Rows of queries and keys in the order of llama.cpp's rope: pairs (i, i + half) one after the other. Other tensors
-    as they are."""
+    """Rows of queries and keys in the order of llama.cpp's rope: pairs (i, i + half) one after the
+    other. Other tensors as they are.
+    """
     sizes = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
     heads = next((config[size] for part, size in sizes.items() if part in name), 0)
     if not heads:
@@ -62,6 +64,8 @@ def mamba_values(name: str, values: np.ndarray, groups: int) -> np.ndarray:
 
 
 def write_sizes(writer: GGUFWriter, config: Config, **sources: str) -> None:
-    """Keys of a file by the names of the writer's methods, each with the key of the config that it takes."""
+    """Keys of a file by the names of the writer's methods, each with the key of the config that it
+    takes.
+    """
     for name, source in sources.items():
         getattr(writer, f"add_{name}")(config[source])

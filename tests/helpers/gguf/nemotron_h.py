@@ -1,5 +1,6 @@
-"""Nemotron-H in GGUF files for tests, by the rules of llama.cpp's converter (conversion/nemotron.py and what it is made
-of, conversion/granite.py and conversion/mamba.py)."""
+"""Nemotron-H in GGUF files for tests, by the rules of llama.cpp's converter (conversion/nemotron.py
+and what it is made of, conversion/granite.py and conversion/mamba.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +8,6 @@ import numpy as np
 from gguf import MODEL_ARCH, GGUFWriter
 
 from helpers.gguf.layers import Config, Tensors, mamba_values, named, permuted, write_sizes
-
-__all__ = ["nemotron_arch", "nemotron_tensors", "write_nemotron_sizes"]
 
 
 def nemotron_arch(config: Config) -> MODEL_ARCH:
@@ -35,7 +34,9 @@ def nemotron_tensors(tensors: Tensors, config: Config) -> Tensors:
 
 
 def write_nemotron_sizes(writer: GGUFWriter, config: Config) -> None:
-    """Makers' configs have norm_eps beside layer_norm_epsilon, and so do files; transformers writes the other alone."""
+    """Makers' configs have norm_eps beside layer_norm_epsilon, and so do files; transformers writes
+    the other alone.
+    """
     types = config["layers_block_type"]
     has_experts = "moe" in types
     write_sizes(

@@ -1,4 +1,5 @@
-"""GGUF files for tests, written with the `gguf` package from a tiny model directory, as llama.cpp's converters do.
+"""GGUF files for tests, written with the `gguf` package from a tiny model directory, as llama.cpp's
+converters do.
 
 Tensor names come from the package's own tables, so that they are an oracle for ours.
 """
@@ -33,32 +34,37 @@ from helpers.models.hybrid_models import HYBRID_NESTED
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import NESTED, save_nested_model, save_tiny_model
 
-__all__ = [
-    "ARCHS",
-    "FAMILIES",
-    "PERMUTED",
-    "WIDE",
-    "add_keys",
-    "gguf_tensors",
-    "iq4_xs",
-    "q4_k_m",
-    "save_gguf",
-    "save_model",
-    "write_gguf",
-]
-
 ARCHS = {
-    "llama": MODEL_ARCH.LLAMA, "mistral": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3,
-    "gemma": MODEL_ARCH.GEMMA, "gemma2": MODEL_ARCH.GEMMA2, "gemma3_text": MODEL_ARCH.GEMMA3,
+    "llama": MODEL_ARCH.LLAMA,
+    "mistral": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "gemma": MODEL_ARCH.GEMMA,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
     "gemma4_text": MODEL_ARCH.GEMMA4,
-    "phi3": MODEL_ARCH.PHI3, "olmo2": MODEL_ARCH.OLMO2, "granite": MODEL_ARCH.GRANITE, "smollm3": MODEL_ARCH.SMOLLM3,
-    "olmo3": MODEL_ARCH.OLMO2, "exaone4": MODEL_ARCH.EXAONE4, "ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "glm4": MODEL_ARCH.GLM4, "qwen3_vl": MODEL_ARCH.QWEN3VL, "ministral3": MODEL_ARCH.MISTRAL3,
-    "mistral3": MODEL_ARCH.MISTRAL3, "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
-    "qwen2_moe": MODEL_ARCH.QWEN2MOE, "qwen3_moe": MODEL_ARCH.QWEN3MOE, "olmoe": MODEL_ARCH.OLMOE,
-    "mixtral": MODEL_ARCH.LLAMA, "granitemoe": MODEL_ARCH.GRANITE_MOE, "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
-    "gpt_oss": MODEL_ARCH.GPT_OSS, "granitemoehybrid": MODEL_ARCH.GRANITE, "minicpm": MODEL_ARCH.MINICPM,
-}  # fmt: skip
+    "phi3": MODEL_ARCH.PHI3,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "granite": MODEL_ARCH.GRANITE,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "glm4": MODEL_ARCH.GLM4,
+    "qwen3_vl": MODEL_ARCH.QWEN3VL,
+    "ministral3": MODEL_ARCH.MISTRAL3,
+    "mistral3": MODEL_ARCH.MISTRAL3,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "granitemoehybrid": MODEL_ARCH.GRANITE,
+    "minicpm": MODEL_ARCH.MINICPM,
+}
 # What GGUF cannot say has to have the value that llama.cpp knows.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -78,7 +84,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "granitemoe": {},
     "ernie4_5_moe": {"intermediate_size": 256},
-    # llama.cpp rounds yarn's borders to whole numbers: of this base they are the first and the last channel either way.
+    # llama.cpp rounds yarn's borders to whole numbers: of this base they are the first and the last
+    # channel either way.
     "gpt_oss": {"rope_parameters": {**GPT_OSS_ROPE, "rope_theta": 4.0}},
     "ministral3": {},
     "mistral3": {"sliding_window": None},
@@ -125,11 +132,16 @@ PLUS_ONE = ("gemma", "gemma2", "gemma3_text")  # norms that multiply by 1 + weig
 IN_FLOATS = ("conv.weight", "conv1d.weight", "ssm_norm.weight", "ssm_a", "ssm_d")
 OTHER_PARTS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 TOKEN_TYPES = gguf.TokenType
-# Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest weight is in them.
+# Types that the package cannot quantize to: offsets of their float16 numbers, and what the largest
+# weight is in them.
 K_SCALES = {
-    "Q4_K": ((0, 2), 63 * 15), "Q5_K": ((0, 2), 63 * 31), "Q6_K": ((208,), 127 * 32), "Q3_K": ((108,), 32 * 4),
-    "IQ4_NL": ((0,), 127), "IQ4_XS": ((0,), 32 * 127),
-}  # fmt: skip
+    "Q4_K": ((0, 2), 63 * 15),
+    "Q5_K": ((0, 2), 63 * 31),
+    "Q6_K": ((208,), 127 * 32),
+    "Q3_K": ((108,), 32 * 4),
+    "IQ4_NL": ((0,), 127),
+    "IQ4_XS": ((0,), 32 * 127),
+}
 
 
 def save_model(name: str, directory: Path) -> Path:
@@ -144,13 +156,17 @@ def save_model(name: str, directory: Path) -> Path:
 
 
 def _config(model_dir: Path) -> dict[str, Any]:
-    """As the converters' `load_hparams`: what text_config says goes before what stands around it."""
+    """As the converters' `load_hparams`: what text_config says goes before what stands around
+    it.
+    """
     config = json.loads((model_dir / "config.json").read_text())
     return {**config, **config.get("text_config", {}), "model_type": config["model_type"]}
 
 
 def gguf_tensors(model_dir: Path) -> Tensors:
-    """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF norms."""
+    """float32 tensors of a tiny model under GGUF names, in GGUF order of rows and with GGUF
+    norms.
+    """
     config = _config(model_dir)
     model_type = config["model_type"]
     if is_hybrid(config):
@@ -236,8 +252,9 @@ def q4_k_m(name: str) -> str:
 
 
 def iq4_xs(name: str) -> str:
-    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the first layers' way
-    down."""
+    """IQ4_XS, of a model whose query heads share keys: llama.cpp has more bits for values and the
+    first layers' way down.
+    """
     if name in ("token_embd.weight", "output.weight"):
         return "Q6_K"
     return "Q5_K" if "attn_v" in name or name.startswith("blk.0.ffn_down") else "IQ4_XS"
@@ -256,11 +273,14 @@ def write_gguf(
 ) -> Path:
     """Write the model as GGUF.
 
-    kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types are random.
-    tokenizer: the model's own, or keys of one; None for a file that says there is none, as llama.cpp wants to be told.
-    keys: other metadata of the architecture, {"attention.scale": 0.5}; None for a key that is left out.
-    more: further tensors, F32; None for one that is left out.  split: parts of so many tensors each, beside `path`,
-    which is not written then; the first one is returned.
+    kind: the type of matrices, or a function of the GGUF name; vectors are F32. Weights of K types
+      are random.
+    tokenizer: the model's own, or keys of one; None for a file that says there is none, as
+      llama.cpp wants to be told.
+    keys: other metadata of the architecture, {"attention.scale": 0.5}; None for a key that is left
+      out.
+    more: further tensors, F32; None for one that is left out.  split: parts of so many tensors
+      each, beside `path`, which is not written then; the first one is returned.
     dense: with the matrices behind the pooling of a model that attends both ways.
     """
     config = _config(model_dir)
@@ -315,7 +335,9 @@ def write_gguf(
 def save_gguf(
     name: str, directory: Path, fields: Mapping[str, Any] | None = None, **options: Any
 ) -> Path:
-    """A tiny model with these fields in its config as the file m.gguf, and its makers' directory beside it."""
+    """A tiny model with these fields in its config as the file m.gguf, and its makers' directory
+    beside it.
+    """
     return write_gguf(
         save_tiny_model(name, directory / "model", **(fields or {})),
         directory / "m.gguf",

@@ -1,11 +1,14 @@
-"""Intel's AMX on a processor that lacks it: tile instructions raise SIGILL, and a handler does what they would do.
+"""Intel's AMX on a processor that lacks it: tile instructions raise SIGILL, and a handler does what
+they would do.
 
-The instructions that Numba compiled for AMX run as they are, each of them decoded from memory, so that tests of those
-kernels need no such processor. Only what the kernels use is known: LDTILECFG, TILERELEASE, TILEZERO, TILELOADD,
-TILESTORED and TDPBSSD, as Intel's manual describes them (Software Developer's Manual, volume 2), for Linux on x86-64.
-A mistake in a kernel that a processor would refuse ends the process: sizes that do not fit, no configuration.
+The instructions that Numba compiled for AMX run as they are, each of them decoded from memory, so
+that tests of those kernels need no such processor. Only what the kernels use is known: LDTILECFG,
+TILERELEASE, TILEZERO, TILELOADD, TILESTORED and TDPBSSD, as Intel's manual describes them (Software
+Developer's Manual, volume 2), for Linux on x86-64. A mistake in a kernel that a processor would
+refuse ends the process: sizes that do not fit, no configuration.
 
-`install()` must be called once in a process of its own: the handler stays. It says nothing about speed.
+`install()` must be called once in a process of its own: the handler stays. It says nothing about
+speed.
 """
 
 from __future__ import annotations
@@ -23,17 +26,17 @@ from numba.extending import intrinsic
 
 from kvboost_edge.kernels.vectors import fetch_add
 
-__all__ = ["counts", "install"]
-
 _REGISTERS = 8
 _THREADS = 64
 _ROWS = 16
 _WIDTH = 64
 _PALETTE_BYTES = 64
-# ucontext_t of glibc and musl: registers of the thread in the order of the kernel's, RIP the 17th of them.
+# ucontext_t of glibc and musl: registers of the thread in the order of the kernel's, RIP the 17th
+# of them.
 _FIRST_REGISTER = 5
 _RIP = 5 + 16
-# Where the kernel keeps each general register, by its number in an instruction: RAX, RCX, RDX, RBX, RSP, RBP, RSI, RDI.
+# Where the kernel keeps each general register, by its number in an instruction: RAX, RCX, RDX, RBX,
+# RSP, RBP, RSI, RDI.
 _PLACES = (13, 14, 12, 11, 15, 10, 9, 8, 0, 1, 2, 3, 4, 5, 6, 7)
 
 
@@ -148,7 +151,9 @@ def _register(context: int, number: int) -> int:
 
 @_inline
 def _memory(context: int, at: int, rex: int, length: int) -> tuple[int, int, int]:
-    """Of the operand in memory whose ModRM byte is at `at`: address, stride, bytes the operand takes in the code."""
+    """Of the operand in memory whose ModRM byte is at `at`: address, stride, bytes the operand
+    takes in the code.
+    """
     mod = _byte(at) >> 6
     low = _byte(at) & 7
     size = 1
@@ -232,7 +237,9 @@ def _move(thread: int, number: int, address: int, stride: int, to_memory: bool) 
 
 @_inline
 def _multiply(thread: int, out: int, left: int, right: int) -> None:
-    """Signed bytes: out[row][column] += sum over k and i of left[row][4 k + i] * right[k][4 column + i]."""
+    """Signed bytes: out[row][column] += sum over k and i of left[row][4 k + i] * right[k][4 column
+    + i].
+    """
     if out in (left, right) or left == right:
         _abort()
     rows, width = _shape(thread, out)

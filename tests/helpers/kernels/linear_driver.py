@@ -1,4 +1,6 @@
-"""Operations of a layer program over arrays of a test: matrices with what comes before and after them."""
+"""Operations of a layer program over arrays of a test: matrices with what comes before and after
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,6 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
-
-__all__ = ["PLAIN", "Extra", "Program", "matrix_fields", "panel_sizes", "run_linear"]
 
 Floats = npt.NDArray[np.float32]
 

@@ -1,4 +1,6 @@
-"""Mixers with a state as tests have them: short convolutions, the gated delta rule and Mamba2's state spaces."""
+"""Mixers with a state as tests have them: short convolutions, the gated delta rule and Mamba2's
+state spaces.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,6 @@ from kvboost_edge.kernels.reference.gate import gated_rows
 from kvboost_edge.kernels.reference.scan import DeltaSteps, delta_rows, delta_steps
 from kvboost_edge.kernels.reference.ssd import SsdSteps, ssd_rows, ssd_steps
 
-__all__ = [
-    "SSD_EPS",
-    "Conv",
-    "Delta",
-    "DeltaShape",
-    "Mixer",
-    "Ssd",
-    "SsdShape",
-    "State",
-    "assert_same",
-]
-
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.floating[Any]]
 Fields = Mapping[int, int]
@@ -41,8 +31,9 @@ SSD_EPS = 1e-5
 
 
 class State(NamedTuple):
-    """The tail of a convolution [taps, channels] and the matrices [heads, key_dim, value_dim], of a mixer without
-    heads none."""
+    """The tail of a convolution [taps, channels] and the matrices [heads, key_dim, value_dim], of a
+    mixer without heads none.
+    """
 
     tail: Numbers
     matrices: Numbers
@@ -54,8 +45,8 @@ def assert_same(found: State, expected: State) -> None:
 
 
 class Mixer(abc.ABC):
-    """Rows of random numbers, as the matrices of a layer leave them, the specification of what they become, and the
-    operations. Its state lies behind another layer's.
+    """Rows of random numbers, as the matrices of a layer leave them, the specification of what they
+    become, and the operations. Its state lies behind another layer's.
 
     columns  of a row
     width    of a row of results
@@ -123,7 +114,9 @@ class Mixer(abc.ABC):
         threads: int = 1,
         written: Sequence[int] | None = None,
     ) -> None:
-        """Let the states of the pieces take in so many of the drafts run last. saves: (piece, drafts, slot)."""
+        """Let the states of the pieces take in so many of the drafts run last. saves: (piece,
+        drafts, slot).
+        """
         program = accepting(pieces, pool, accepted, saves, written)
         first = pool.draft_offset(1) // 4
         fields = {
@@ -187,8 +180,9 @@ class Conv(Mixer):
 
 
 class Scan(Mixer):
-    """A mixer that has matrices: a row is the inputs of the convolution, then a gate for each of the results, and then,
-    from `gates` on, the numbers that make decays."""
+    """A mixer that has matrices: a row is the inputs of the convolution, then a gate for each of
+    the results, and then, from `gates` on, the numbers that make decays.
+    """
 
     def __init__(self, spec: LayerStateSpec, key_heads: int, bias: bool) -> None:
         width = spec.heads * spec.value_dim
@@ -283,12 +277,16 @@ class Delta(Scan):
         shape = self.shape
         (q_norm, k_norm) = (norm.ctypes.data for norm in self.norms)
         return {
-            lt.OP_STEPS: ({lt.F_Q_NORM: q_norm, lt.F_K_NORM: k_norm}, {lt.P_EPS: DELTA_EPS / shape.key_dim}),
+            lt.OP_STEPS: (
+                {lt.F_Q_NORM: q_norm, lt.F_K_NORM: k_norm},
+                {lt.P_EPS: DELTA_EPS / shape.key_dim},
+            ),
             lt.OP_SCAN: ({lt.F_TILED: int(shape.tiled)}, {}),
             lt.OP_GATE: (
-                {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_GROUPS: shape.value_heads}, {lt.P_EPS: DELTA_EPS}
+                {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_GROUPS: shape.value_heads},
+                {lt.P_EPS: DELTA_EPS},
             ),
-        }  # fmt: skip
+        }
 
 
 class SsdShape(NamedTuple):

@@ -1,4 +1,6 @@
-"""Ragged batches laid out in scattered blocks, and dense attention in float64 as the oracle for all of them."""
+"""Ragged batches laid out in scattered blocks, and dense attention in float64 as the oracle for all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ DTYPES = tuple(NUMPY_DTYPES)
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 -> the nearest values that `dtype` can hold, ties to even, as float32; NaN stays NaN."""
+    """float32 -> the nearest values that `dtype` can hold, ties to even, as float32; NaN stays
+    NaN.
+    """
     if dtype != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(dtype).astype(np.float32)
@@ -38,7 +42,9 @@ def round_with_torch(values: np.ndarray, dtype: str) -> np.ndarray:
 def attend_densely(
     queries: np.ndarray, keys: np.ndarray, values: np.ndarray, params: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence: queries [n, heads, dim] at the last n positions of keys and values [tokens, kv_heads, dim]."""
+    """One sequence: queries [n, heads, dim] at the last n positions of keys and values [tokens,
+    kv_heads, dim].
+    """
     repeats = queries.shape[1] // keys.shape[1]
     wide_keys, wide_values = (
         np.repeat(x.astype(np.float64), repeats, axis=1) for x in (keys, values)
@@ -59,7 +65,9 @@ def attend_densely(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sequences of random tokens. `lengths`: (new tokens, all tokens) of each; queries, keys, values of all tokens."""
+    """Sequences of random tokens. `lengths`: (new tokens, all tokens) of each; queries, keys,
+    values of all tokens.
+    """
 
     lengths: tuple[tuple[int, int], ...]
     block_size: int
@@ -83,7 +91,9 @@ class Case:
         ]
 
     def layout(self, spans: Sequence[tuple[int, int, int]]) -> BatchLayout:
-        """A batch of tokens [start, stop) of some of the sequences; the rest of a sequence does not exist yet."""
+        """A batch of tokens [start, stop) of some of the sequences; the rest of a sequence does not
+        exist yet.
+        """
         slots = [
             slots_of(self.tables[seq], np.arange(start, stop), self.block_size)
             for seq, start, stop in spans
@@ -141,7 +151,9 @@ def make_case(
     dim: int,
     block_size: int,
 ) -> Case:
-    """Blocks are drawn at random, so neighbours in a sequence are strangers in the pool; tables end with -1."""
+    """Blocks are drawn at random, so neighbours in a sequence are strangers in the pool; tables end
+    with -1.
+    """
     free = rng.permutation(num_blocks_for(lengths, block_size)).tolist()
     needed = [-(-total // block_size) for _, total in lengths]
     tables = np.full((len(lengths), max(needed) + 1), -1, np.int32)

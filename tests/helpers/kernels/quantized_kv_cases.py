@@ -1,4 +1,6 @@
-"""Quantized pools under test: passes over them, and dense attention in float64 over what their blocks decode to."""
+"""Quantized pools under test: passes over them, and dense attention in float64 over what their
+blocks decode to.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ MAKERS: dict[str, Callable[..., Backend]] = {
     "torch-mps": _torch("mps"),
 }
 KERNELS = ("reference", "cpu")
-"""Those that round as the kernels do, and have codes of all widths; the others are of 8 bits, in float32."""
+"""Those that round as the kernels do, and have codes of all widths; the others are of 8 bits, in
+float32.
+"""
 KINDS = [(name, bits) for name in MAKERS for bits in BIT_PAIRS if name in KERNELS or bits == (8, 8)]
 Span = tuple[int, int, int]  # sequence, first position, position after the last
 
@@ -135,7 +139,9 @@ def before_new(case: Case) -> list[Span]:
 def decoded(
     keys: np.ndarray, values: np.ndarray, size: int, bits: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One sequence's keys and values [tokens, heads, dim] as its full blocks decode, float64; the rest as it is."""
+    """One sequence's keys and values [tokens, heads, dim] as its full blocks decode, float64; the
+    rest as it is.
+    """
     tokens, heads, dim = keys.shape
     layout = code_layout(size, dim, bits)
     full = tokens // size
@@ -181,7 +187,9 @@ def expected(
 
 
 def form_and_digest() -> tuple[str, str]:
-    """The form of this process's byte dot product, and a digest of what attention gives with each pair of bits."""
+    """The form of this process's byte dot product, and a digest of what attention gives with each
+    pair of bits.
+    """
     case = make_case(
         np.random.default_rng(0),
         ((1, 30), (3, 600)),

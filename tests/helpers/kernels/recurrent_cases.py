@@ -1,4 +1,6 @@
-"""Passes over sequences with states, for tests: operations over rows of random numbers, slots given by hand."""
+"""Passes over sequences with states, for tests: operations over rows of random numbers, slots given
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,6 @@ from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.runners.native.states import accepted_rows, pass_states
-
-__all__ = ["Piece", "accepting", "add_states", "layout_of", "poisoned_pool"]
 
 
 class Piece(NamedTuple):
@@ -77,8 +77,9 @@ def accepting(
     saves: Sequence[tuple[int, int, int]],
     written: Sequence[int] | None = None,
 ) -> Program:
-    """A program without operations over the rows of drafts that a pass over these pieces left, into the slots that it
-    wrote, or into others."""
+    """A program without operations over the rows of drafts that a pass over these pieces left, into
+    the slots that it wrote, or into others.
+    """
     layout = layout_of(pieces, pool.num_slots, pool.num_draft_rows)
     slots = np.array([piece.write for piece in pieces], np.int32)
     outs = slots if written is None else np.array(written, np.int32)

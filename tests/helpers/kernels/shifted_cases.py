@@ -1,5 +1,6 @@
-"""Sequences put together of runs of stored blocks, at positions other than those they were computed at, and of
-stretches that they compute themselves."""
+"""Sequences put together of runs of stored blocks, at positions other than those they were computed
+at, and of stretches that they compute themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from kvboost_edge.kernels.attention.parts import Part, entry_of
 
 
 class Row(NamedTuple):
-    """Tokens [start, stop) that a sequence computes, as a row of a batch; parts are those of sequence 0."""
+    """Tokens [start, stop) that a sequence computes, as a row of a batch; parts are those of
+    sequence 0.
+    """
 
     start: int
     stop: int
@@ -42,7 +45,9 @@ class Pieces:
         self.length = 0
 
     def run(self, stored: Sequence[int], start: int, count: int) -> None:
-        """Go on with tokens [start, start + count) of a sequence that lies in the blocks `stored`."""
+        """Go on with tokens [start, start + count) of a sequence that lies in the blocks
+        `stored`.
+        """
         self._begin(start % self.size, self.length - start)
         self.table += stored[start // self.size : -(-(start + count) // self.size)]
         self.length += count

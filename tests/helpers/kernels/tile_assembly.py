@@ -1,4 +1,6 @@
-"""A linear microkernel as a module of its own: compiled for this machine, or its code for another one as text."""
+"""A linear microkernel as a module of its own: compiled for this machine, or its code for another
+one as text.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.vectors import F32, I64
 
-__all__ = ["NAMES", "compiled_tile", "product_of", "tile_assembly", "tile_module"]
-
 NAMES = {number: name for name, number in NUMBERS.items()}
 
 
 def tile_module(tiles: IntTiles, triple: str) -> str:
-    """A module with the function "tile": the fields of `Tile`, the panel's address, the fields of `Target`."""
+    """A module with the function "tile": the fields of `Tile`, the panel's address, the fields of
+    `Target`.
+    """
     module = ir.Module()
     module.triple = triple
     arguments = [I64] * (len(Tile._fields) + 1 + len(Target._fields) - 1) + [F32]
@@ -39,8 +41,9 @@ def tile_module(tiles: IntTiles, triple: str) -> str:
 
 
 def compiled_tile(text: str, functions: dict[str, Any]) -> tuple[Callable[..., None], Any]:
-    """The function "tile" of a module for this machine, and what must outlive it; functions: what "emulated_<name>" in
-    the text calls."""
+    """The function "tile" of a module for this machine, and what must outlive it; functions: what
+    "emulated_<name>" in the text calls.
+    """
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     for name, function in functions.items():
@@ -79,8 +82,9 @@ def product_of(
     *,
     add: bool = False,
 ) -> npt.NDArray[np.float32]:
-    """float32 [tokens, rows]: so many tiles of random weights, with extremes among them, against a panel; or a tile
-    against so many panels."""
+    """float32 [tokens, rows]: so many tiles of random weights, with extremes among them, against a
+    panel; or a tile against so many panels.
+    """
     kind = tiles.kind
     rng = np.random.default_rng(tiles.kind)
     extreme = groups // 15 * group_bytes(kind)
@@ -101,8 +105,10 @@ def product_of(
     where = Tile(
         *(array.ctypes.data for array in (weights, scales, minima)),
         *(array.strides[0] for array in (weights, scales, minima)),
-        groups, panels if panels > 1 else count // tiles.tiles, panel.nbytes // panels if panels > 1 else 0,
-    )  # fmt: skip
+        groups,
+        panels if panels > 1 else count // tiles.tiles,
+        panel.nbytes // panels if panels > 1 else 0,
+    )
     run(
         *where,
         panel.ctypes.data,

@@ -1,4 +1,6 @@
-"""Random packed weights of every format, and what they and a product with them are by the NumPy specification."""
+"""Random packed weights of every format, and what they and a product with them are by the NumPy
+specification.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,6 @@ from kvboost_edge.kernels.linear.weights import (
 )
 from kvboost_edge.kernels.reference import linear as reference
 
-__all__ = ["FORMATS", "INTEGERS", "in_blocks", "product", "random_blocks", "random_weights"]
-
 Floats = npt.NDArray[np.float32]
 FORMATS = tuple(NUMBERS)
 INTEGERS = tuple(kind for kind in FORMATS if kind not in ("f32", "bf16"))
@@ -32,8 +32,9 @@ def in_blocks(kind: str, inputs: int) -> int:
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """Rows of random bits with ordinary float16 numbers, uint8 [rows, bytes]; the first block of row 0 is at the
-    extremes: the largest codes, and scales of the largest magnitude."""
+    """Rows of random bits with ordinary float16 numbers, uint8 [rows, bytes]; the first block of
+    row 0 is at the extremes: the largest codes, and scales of the largest magnitude.
+    """
     rng = np.random.default_rng(seed)
     number = BLOCK_FORMATS[kind]
     nbytes = BLOCK_BYTES[number]
@@ -60,7 +61,9 @@ def random_weights(
 
 
 def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
-    """Random codes of int4t, and tables that differ from tile to tile, with both ends of a byte in each."""
+    """Random codes of int4t, and tables that differ from tile to tile, with both ends of a byte in
+    each.
+    """
     rng = np.random.default_rng(seed)
     parts = []
     for start in range(0, rows, 16):

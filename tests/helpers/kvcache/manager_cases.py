@@ -1,4 +1,6 @@
-"""Shared by the tests of the manager and of llmds: roots and a block size, a whole prompt, an empty page cache."""
+"""Shared by the tests of the manager and of llmds: roots and a block size, a whole prompt, an empty
+page cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What models of a pool share: tables, prompts that often begin alike, and a watcher of its events."""
+"""What models of a pool share: tables, prompts that often begin alike, and a watcher of its
+events.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,12 @@ from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import chain_hash, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = [
-    "POISON",
-    "ROOTS",
-    "Asking",
-    "Live",
-    "Prefix",
-    "cut_hash",
-    "go_over",
-    "held",
-    "picks",
-    "tokens_lists",
-]
-
 Prefix = tuple[bytes, tuple[int, ...]]
 POISON: Prefix = (b"poison", ())
 ROOTS = [b"A" * 32, b"B" * 32]
 
-# Prompts that often begin alike: a stretch of one of two texts, then up to three tokens of their own.
+# Prompts that often begin alike: a stretch of one of two texts, then up to three tokens of their
+# own.
 TEXTS = [[0] * 16, [0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 1]]
 tokens_lists = st.builds(
     lambda text, length, tail: text[:length] + tail,
@@ -42,9 +32,12 @@ picks = st.integers(0, 1000)
 
 @dataclasses.dataclass(eq=False)
 class Live:
-    """What the model knows of one live table. `node` is the identity of the prefix its chain has reached; `withdrawn`
-    are blocks that it writes again in place, `copied` those of which it got copies to write into, by their index;
-    `lacks_some`: it was forked while the other one wrote such a block, which may never be published again."""
+    """What the model knows of one live table. `node` is the identity of the prefix its chain has
+    reached; `withdrawn` are blocks that it writes again in place, `copied` those of which it got
+    copies to write into, by their index;
+    `lacks_some`: it was forked while the other one wrote such a block, which may never be published
+      again.
+    """
 
     table: BlockTable
     tokens: list[int]
@@ -67,8 +60,10 @@ def go_over(
     num_full: int,
     size: int,
 ) -> None:
-    """What a table that uses the cache holds of full blocks after a commit is what others find, in its own blocks or
-    theirs; a block that it had copied is published again by the copy if it was evicted meanwhile."""
+    """What a table that uses the cache holds of full blocks after a commit is what others find, in
+    its own blocks or theirs; a block that it had copied is published again by the copy if it was
+    evicted meanwhile.
+    """
     for index in sorted(index for index in seq.copied if index < num_full):
         key, node = seq.copied.pop(index)
         _, node = cached.setdefault(key, (before[index], node))
@@ -91,7 +86,9 @@ def cut_hash(bits: int) -> Any:
 
 
 def held(manager: KVCacheManager) -> set[bytes]:
-    """The hashes of all published blocks, block by block, and of the states behind them, slot by slot."""
+    """The hashes of all published blocks, block by block, and of the states behind them, slot by
+    slot.
+    """
     keys = [manager.content.key(block_id) for block_id in range(manager.num_blocks)]
     kept = () if manager.states is None else manager.states.slots.snapshots()
     states = {

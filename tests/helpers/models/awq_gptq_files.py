@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-__all__ = ["Codes", "quantize_dir"]
-
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Codes = dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
 
@@ -27,8 +25,9 @@ def _words(codes: np.ndarray, order: tuple[int, ...] | range) -> np.ndarray:
 def quantize_dir(
     directory: Path, method: str, *, group: int, symmetric: bool, seed: int = 0, **settings: Any
 ) -> Codes:
-    """Replace the layers' matrices of a float model directory by random codes; returns them by module as
-    (codes [out, in], scales [out, groups], zeros [out, groups])."""
+    """Replace the layers' matrices of a float model directory by random codes; returns them by
+    module as (codes [out, in], scales [out, groups], zeros [out, groups]).
+    """
     rng = np.random.default_rng(seed)
     tensors = load_file(directory / "model.safetensors")
     known: Codes = {}

@@ -1,4 +1,5 @@
-"""Model directories that tests build once: they stay in `build/test-models` for other tests, workers and runs.
+"""Model directories that tests build once: they stay in `build/test-models` for other tests,
+workers and runs.
 
 A test gets a copy, so it may change what it got.
 """
@@ -17,8 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "copy_of"]
-
 ROOT = Path(__file__).parents[3] / "build" / "test-models"
 SOURCES = (
     *sorted(Path(__file__).parent.glob("*.py")),
@@ -34,9 +33,11 @@ A_DAY = 86400.0
 def copy_of(
     directory: Path, make: Callable[[Path], object], *arguments: Any, root: Path = ROOT
 ) -> Path:
-    """Fill `directory` with the files that `make` writes into a folder; it is called for new arguments only.
+    """Fill `directory` with the files that `make` writes into a folder; it is called for new
+    arguments only.
 
-    Its result depends on the arguments, which JSON can hold, on the helpers for models and on the packages' versions.
+    Its result depends on the arguments, which JSON can hold, on the helpers for models and on the
+    packages' versions.
     """
     key = json.dumps([make.__qualname__, *arguments])
     entry = _generation(root) / hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -64,7 +65,9 @@ def _copied(source: Path, directory: Path) -> Path:
 
 @functools.cache
 def _generation(root: Path) -> Path:
-    """The folder of the models of these helpers and packages; those of others go when they are a day old."""
+    """The folder of the models of these helpers and packages; those of others go when they are a
+    day old.
+    """
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in SOURCES))
     digest.update(json.dumps([version(name) for name in PACKAGES]).encode())
     folder = root / digest.hexdigest()[:16]

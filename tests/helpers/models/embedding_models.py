@@ -1,4 +1,6 @@
-"""The files that make an embedding model of a tiny checkpoint, as sentence-transformers saves them."""
+"""The files that make an embedding model of a tiny checkpoint, as sentence-transformers saves
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,6 @@ from safetensors.numpy import save_file
 from helpers.models.tiny_checkpoints import BOS_ID, EOS_ID
 from helpers.models.tiny_models import save_tiny_model
 
-__all__ = ["DENSE", "HIDDEN", "make_embedding_model", "save_two_way_model"]
-
 HIDDEN = 64
 DENSE = (160, 48)  # outputs of the matrices behind the pooling
 
@@ -21,8 +21,9 @@ DENSE = (160, 48)  # outputs of the matrices behind the pooling
 def make_embedding_model(
     directory: Path, kind: str = "lasttoken", *, dense: Sequence[int] = (), begins: bool = False
 ) -> Path:
-    """Modules, pooling, matrices with so many outputs, and a tokenizer that ends each text by <eos> (and begins it by
-    <bos>)."""
+    """Modules, pooling, matrices with so many outputs, and a tokenizer that ends each text by <eos>
+    (and begins it by <bos>).
+    """
     folders = [f"{number}_Dense" for number, _ in enumerate(dense, 2)]
     kinds = [
         ("", "Transformer"),
@@ -65,8 +66,10 @@ def _end_texts(directory: Path, begins: bool) -> None:
     path = directory / "tokenizer.json"
     begin, end = ({"SpecialToken": {"id": name, "type_id": 0}} for name in ("<bos>", "<eos>"))
     single = [*([begin] if begins else []), {"Sequence": {"id": "A", "type_id": 0}}, end]
-    special = {name: {"id": name, "ids": [number], "tokens": [name]}
-               for name, number in (("<bos>", BOS_ID), ("<eos>", EOS_ID))}  # fmt: skip
+    special = {
+        name: {"id": name, "ids": [number], "tokens": [name]}
+        for name, number in (("<bos>", BOS_ID), ("<eos>", EOS_ID))
+    }
     template = {
         "type": "TemplateProcessing",
         "pair": [],
@@ -79,7 +82,9 @@ def _end_texts(directory: Path, begins: bool) -> None:
 def save_two_way_model(
     directory: Path, *, dense: Sequence[int] = DENSE, **overrides: object
 ) -> Path:
-    """A tiny model of EmbeddingGemma's family: attention both ways, the mean, matrices behind it."""
+    """A tiny model of EmbeddingGemma's family: attention both ways, the mean, matrices behind
+    it.
+    """
     directory.mkdir(exist_ok=True)
     save_tiny_model("gemma3", directory, use_bidirectional_attention=True, **overrides)
     return make_embedding_model(directory, "mean_tokens", dense=dense, begins=True)

@@ -1,4 +1,6 @@
-"""The HTTP of the Hugging Face hub on this machine: one repository of given files, and what was asked for."""
+"""The HTTP of the Hugging Face hub on this machine: one repository of given files, and what was
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-__all__ = ["COMMIT", "FakeHub", "fake_hub"]
-
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """`files` of the repository `name`, by path. `asked`: method, path and range of every request for a file.
+    """`files` of the repository `name`, by path. `asked`: method, path and range of every request
+    for a file.
 
-    `cut`: the next download ends after so many bytes; `damaged`: what is sent has its last byte changed.
+    `cut`: the next download ends after so many bytes; `damaged`: what is sent has its last byte
+      changed.
     """
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -88,8 +90,10 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             wanted = self.headers.get("Range")
             hub.asked.append((self.command, name, wanted))
             headers = {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes",
-            }  # fmt: skip
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
             if hub.damaged:
                 data = data[:-1] + bytes([data[-1] ^ 1])
             start = int(wanted.removeprefix("bytes=").partition("-")[0]) if wanted else 0

@@ -1,4 +1,6 @@
-"""Tiny random gpt-oss directories, written with NumPy alone: all experts of a layer in one tensor, floats or MXFP4."""
+"""Tiny random gpt-oss directories, written with NumPy alone: all experts of a layer in one tensor,
+floats or MXFP4.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,25 @@ from tokenizers import AddedToken, Tokenizer
 
 from helpers.models.tiny_checkpoints import BOS_ID, COMMON_FIELDS, EOS_ID, PAD_ID, save_tokenizer
 
-__all__ = ["ROPE", "SIZES", "random_blocks", "save_gpt_oss"]
-
 # With 16 channels its upper border is 3.5, which a whole number would not do for.
 ROPE = {
-    "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
     "original_max_position_embeddings": 128,
-}  # fmt: skip
+}
 SIZES: dict[str, Any] = {
-    "head_dim": 16, "sliding_window": 24, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96,
-    "num_hidden_layers": 3, "rope_parameters": ROPE,
-}  # fmt: skip
+    "head_dim": 16,
+    "sliding_window": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "rope_parameters": ROPE,
+}
 
 
 def save_gpt_oss(
@@ -38,7 +48,8 @@ def save_gpt_oss(
     """A complete directory; gates are wide enough that some are limited.
 
     mxfp4    experts as blocks and scales
-    markers  special tokens that the tokenizer gets on top; the last two end an answer.  template: of the chat
+    markers  special tokens that the tokenizer gets on top; the last two end an answer.  template:
+             of the chat
     """
     directory.mkdir(exist_ok=True)
     config = {

@@ -1,10 +1,10 @@
-"""Fields of tiny models with layers that keep a state instead of keys and values; the native runner alone runs them."""
+"""Fields of tiny models with layers that keep a state instead of keys and values; the native runner
+alone runs them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
-
-__all__ = ["HYBRIDS", "HYBRID_NESTED"]
 
 _CONV = "conv"
 _DELTA = "linear_attention"

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DATA", "add"]
-
 MODEL = "application/vnd.ollama.image.model"
 DATA = b"GGUF and what follows"
 

@@ -9,8 +9,6 @@ from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.packed.file import PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan
 
-__all__ = ["content", "file_plan", "load", "only_file"]
-
 
 def load(model_dir: Path, cache: Path, weights: str = "int8") -> PackedWeights:
     checkpoint = Checkpoint.open(model_dir)

@@ -3,8 +3,6 @@
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 
-__all__ = ["spec_of"]
-
 
 def spec_of(path, **options):
     return describe_model(Checkpoint.open(path, **options).config)

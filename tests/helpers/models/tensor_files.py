@@ -3,16 +3,15 @@
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-__all__ = ["change_tensors", "tensors_of"]
-
 
 def tensors_of(directory):
     return load_file(directory / "model.safetensors")
 
 
 def change_tensors(directory, change):
-    """Write the file anew. change: a function that changes a dict of all tensors, or new tensors by name, None for one
-    that is left out."""
+    """Write the file anew. change: a function that changes a dict of all tensors, or new tensors by
+    name, None for one that is left out.
+    """
     tensors = tensors_of(directory)
     if callable(change):
         change(tensors)

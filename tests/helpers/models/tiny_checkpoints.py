@@ -1,7 +1,9 @@
-"""Tiny random checkpoints of the Llama-like families, written with NumPy alone, for tests of the native path.
+"""Tiny random checkpoints of the Llama-like families, written with NumPy alone, for tests of the
+native path.
 
-They need neither torch nor transformers, so that those tests also run where torch is not: on emulated ARM processors.
-tiny_models.py is for tests that compare with transformers, and for every other family.
+They need neither torch nor transformers, so that those tests also run where torch is not: on
+emulated ARM processors. tiny_models.py is for tests that compare with transformers, and for every
+other family.
 """
 
 from __future__ import annotations
@@ -16,17 +18,6 @@ from tokenizers import AddedToken, processors
 
 from helpers.text.byte_level import byte_level
 
-__all__ = [
-    "BOS_ID",
-    "COMMON_FIELDS",
-    "CONTEXT",
-    "EOS_ID",
-    "PAD_ID",
-    "VOCAB_SIZE",
-    "save_tiny_checkpoint",
-    "save_tokenizer",
-]
-
 VOCAB_SIZE = 300  # 256 bytes, 5 special tokens, the rest ids without a token
 CONTEXT = 512
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<|user|>", "<|assistant|>")
@@ -35,8 +26,9 @@ BOS_ID = 257
 EOS_ID = 258
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + "
+    "message['content'] + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|assistant|>' }}{% endif %}"
 )
 
 COMMON_FIELDS: dict[str, Any] = {
@@ -58,7 +50,8 @@ _WRITTEN_OUT = {
     "rope_theta": 10000.0,
     "dtype": "float32",
 }
-# model_type -> (architecture, biases of queries, keys and values, norms of query and key heads, other config fields)
+# model_type -> (architecture, biases of queries, keys and values, norms of query and key heads,
+# other config fields)
 _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", False, False, {}),
     "qwen2": ("Qwen2ForCausalLM", True, False, {}),
@@ -87,9 +80,11 @@ _FAMILIES: dict[str, tuple[str, bool, bool, dict[str, Any]]] = {
 def save_tiny_checkpoint(
     model_type: str, directory: Path | str, *, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Write a complete model directory (float32 safetensors) and return its path. `overrides` are config fields.
+    """Write a complete model directory (float32 safetensors) and return its path. `overrides` are
+    config fields.
 
-    Weights have unit gain, queries and keys more, so that attention is sharp; norms and biases are not neutral.
+    Weights have unit gain, queries and keys more, so that attention is sharp; norms and biases are
+    not neutral.
     """
     directory = Path(directory)
     architecture, has_bias, has_head_norm, extra = _FAMILIES[model_type]
@@ -157,7 +152,8 @@ def _shapes(
 def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = rng.standard_normal(shape, dtype=np.float32)
     if "norm" in name:
-        # Norms of heads more than double: they set the sharpness of attention in place of the projections.
+        # Norms of heads more than double: they set the sharpness of attention in place of the
+        # projections.
         return (np.float32(2.0 if "self_attn" in name else 1.0) + np.float32(0.2) * noise).astype(
             np.float32
         )
@@ -170,7 +166,9 @@ def _values(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds <bos>."""
+    """Byte-level BPE without merges: id i < 256 is a byte, then the special tokens; encoding adds
+    <bos>.
+    """
     tokenizer = byte_level()
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]

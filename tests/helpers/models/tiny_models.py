@@ -1,9 +1,10 @@
 """Tiny random transformers models, one per supported family, for tests.
 
-`build_tiny_model("gemma2")` gives a seeded float32 model whose weights are scaled up so that attention is sharp: a
-wrong mask, position, window or scale changes the logits by far more than rounding does. `save_tiny_model` writes a
-complete model directory: weights, config, generation config, and a byte-level tokenizer with a chat template. It builds
-a model once and copies its files from then on, without torch.
+`build_tiny_model("gemma2")` gives a seeded float32 model whose weights are scaled up so that
+attention is sharp: a wrong mask, position, window or scale changes the logits by far more than
+rounding does. `save_tiny_model` writes a complete model directory: weights, config, generation
+config, and a byte-level tokenizer with a chat template. It builds a model once and copies its files
+from then on, without torch.
 """
 
 from __future__ import annotations
@@ -28,14 +29,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = [
-    "EOS_ID", "FAMILIES", "NESTED", "PAD_ID", "VOCAB_SIZE", "build_nested_model", "build_tiny_model",
-    "save_nested_model", "save_tiny_model",
-]  # fmt: skip
 
 _LOCAL_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
-# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4: each to the last one of its kind.
+# Layers 5 and 6 attend to what layer 3 computes, and layer 7 to that of layer 4: each to the last
+# one of its kind.
 _GEMMA4 = {
     "model_type": "gemma4_text",
     "head_dim": 32,
@@ -271,8 +269,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Models with a part for images: the language model's type, its fields, and those of the other part. The native runner
-# alone runs them.
+# Models with a part for images: the language model's type, its fields, and those of the other part.
+# The native runner alone runs them.
 NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         "qwen3_vl_text",
@@ -285,26 +283,54 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "mrope_interleaved": True,
             },
         },
-        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
-         "deepstack_visual_indexes": [0]},
+        {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
     ),
     "gemma3": (
         "gemma3_text",
         {name: value for name, value in FAMILIES["gemma3"].items() if name != "model_type"},
-        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-         "image_size": 32, "patch_size": 16},
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 16,
+        },
     ),
     "gemma4": (
         "gemma4_text",
         {name: value for name, value in _GEMMA4.items() if name != "model_type"},
-        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 16,
+        },
     ),
     "gemma4-moe": (
         "gemma4_text",
         {name: value for name, value in FAMILIES["gemma4-moe"].items() if name != "model_type"},
-        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 16},
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "position_embedding_size": 16,
+        },
     ),
     "gemma4_unified": (
         "gemma4_unified_text",
@@ -314,20 +340,34 @@ NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
         "mistral",
         {"sliding_window": 24, "head_dim": 16},
-        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-         "image_size": 32, "patch_size": 16},
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 16,
+        },
     ),
     "mistral3-ministral3": (
         "ministral3",
         FAMILIES["ministral3"],
-        {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
-         "image_size": 32, "patch_size": 16},
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 16,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the language model."""
+    """As `build_tiny_model`, of several parts; `model_type` is a key of NESTED, `overrides` of the
+    language model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -346,8 +386,9 @@ def build_nested_model(model_type: str, *, seed: int = 0, **overrides: Any) -> P
 
 
 def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers model type;
-    `overrides` are config fields."""
+    """A seeded float32 model in eval mode. `model_type` is a key of FAMILIES or any transformers
+    model type; `overrides` are config fields.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -370,13 +411,19 @@ def build_tiny_model(model_type: str, *, seed: int = 0, **overrides: Any) -> Pre
 
 
 _HEAD_NORMS = (
-    "q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_layernorm.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+    "query_layernorm.weight",
+    "key_layernorm.weight",
+    "q_layernorm.weight",
     "k_layernorm.weight",
-)  # fmt: skip
+)
 
 
 def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights of unit gain, queries and keys of about twice that; norms and biases away from their neutral values."""
+    """Weights of unit gain, queries and keys of about twice that; norms and biases away from their
+    neutral values.
+    """
     import torch
 
     for name, weight in model.named_parameters():

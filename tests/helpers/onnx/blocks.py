@@ -1,4 +1,6 @@
-"""How the tests' ONNX files store weights: codes of 4 and 8 bit in blocks, as MatMulNBits reads them."""
+"""How the tests' ONNX files store weights: codes of 4 and 8 bit in blocks, as MatMulNBits reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ import dataclasses
 
 import numpy as np
 
-__all__ = ["Form", "dequantize", "packed_codes", "quantize"]
-
 Array = np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a file is written. bits: 4, 8, or 0 for floats; zeros: "" none, "codes" packed like the codes, "floats"."""
+    """How a file is written. bits: 4, 8, or 0 for floats; zeros: "" none, "codes" packed like the
+    codes, "floats".
+    """
 
     bits: int = 4
     block: int = 32

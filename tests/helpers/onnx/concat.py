@@ -1,12 +1,11 @@
-"""The other form of the tests' ONNX decoders: attention in small operators, keys and values concatenated behind the
-past ones, as a plain export of a model has it."""
+"""The other form of the tests' ONNX decoders: attention in small operators, keys and values
+concatenated behind the past ones, as a plain export of a model has it.
+"""
 
 from __future__ import annotations
 
 from helpers.onnx import wire
 from helpers.onnx.writer import FLOAT, HALF, Decoder
-
-__all__ = ["ConcatDecoder"]
 
 
 class ConcatDecoder(Decoder):

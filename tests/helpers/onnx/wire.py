@@ -1,6 +1,8 @@
-"""A writer of ONNX files for tests: protobuf's wire format by hand, so that no `onnx` package is needed.
+"""A writer of ONNX files for tests: protobuf's wire format by hand, so that no `onnx` package is
+needed.
 
-Everything is bytes of a message; `model` puts them together. Weights go into the file, or into one beside it.
+Everything is bytes of a message; `model` puts them together. Weights go into the file, or into one
+beside it.
 """
 
 from __future__ import annotations
@@ -11,10 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-
-__all__ = [
-    "BFLOAT16", "Weights", "blob", "damaged", "graph_of", "message", "model", "node", "number", "tensor", "value",
-]  # fmt: skip
 
 NUMBERS = {
     "float32": 1,

@@ -1,9 +1,10 @@
-"""Decoders as ONNX files for tests, written from tiny transformers models without the `onnx` package.
+"""Decoders as ONNX files for tests, written from tiny transformers models without the `onnx`
+package.
 
-Two forms of graph: that of onnxruntime-genai's builder (MatMulNBits or MatMul, GroupQueryAttention, keys and values in
-one buffer), and that of a plain export (onnx_concat.py: attention in small operators, keys and values
-concatenated).
-`write_onnx` sets the model's weights to what the file holds, so that transformers' own logits are the oracle.
+Two forms of graph: that of onnxruntime-genai's builder (MatMulNBits or MatMul, GroupQueryAttention,
+keys and values in one buffer), and that of a plain export (onnx_concat.py: attention in small
+operators, keys and values concatenated). `write_onnx` sets the model's weights to what the file
+holds, so that transformers' own logits are the oracle.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from transformers import PreTrainedModel
 from helpers.models.tiny_checkpoints import BOS_ID, EOS_ID, PAD_ID, save_tokenizer
 from helpers.onnx import wire
 from helpers.onnx.blocks import Form, dequantize, packed_codes, quantize
-
-__all__ = ["Decoder", "write_onnx"]
 
 MICROSOFT = "com.microsoft"
 # ONNX's numbers of types
@@ -87,7 +86,9 @@ class Decoder:
     def matmul(
         self, source: str, name: str, weights: Array, bias: Array | None = None
     ) -> tuple[str, Array]:
-        """source @ weights^T + bias; the name of the result, and the weights as they are in the file."""
+        """source @ weights^T + bias; the name of the result, and the weights as they are in the
+        file.
+        """
         form = self.form
         kind = np.float16 if self.form.halves else np.float32
         inputs = [source]
@@ -138,7 +139,9 @@ class Decoder:
         return self.once(f"{name}.weight", weights + np.float32(1) if self.is_gemma else weights)
 
     def project(self, source: str, names: list[str], title: str) -> str:
-        """Matrices of transformers' names one below the other; the state keeps what the file holds."""
+        """Matrices of transformers' names one below the other; the state keeps what the file
+        holds.
+        """
         rows = [len(self.state[f"{name}.weight"]) for name in names]
         whole = np.concatenate([self.state[f"{name}.weight"] for name in names])
         biases = [self.state[f"{name}.bias"] for name in names if f"{name}.bias" in self.state]
@@ -159,9 +162,15 @@ class Decoder:
             flat = self.integers(len(table), -1)
             rows = self.op("Reshape", [names[0], flat], "/embed/Reshape")
             value = self.op(
-                "GatherBlockQuantized", [rows, "input_ids", *names[1:]], "/embed/Gather", MICROSOFT, bits=form.bits,
-                block_size=form.block, gather_axis=0, quantize_axis=1,
-            )  # fmt: skip
+                "GatherBlockQuantized",
+                [rows, "input_ids", *names[1:]],
+                "/embed/Gather",
+                MICROSOFT,
+                bits=form.bits,
+                block_size=form.block,
+                gather_axis=0,
+                quantize_axis=1,
+            )
         else:
             value = self.op(
                 "Gather",
@@ -368,12 +377,19 @@ class Decoder:
         presents = [f"present.{index}.{name}" for name in ("key", "value")]
         self.nodes.append(
             wire.node(
-                "GroupQueryAttention", inputs, [output, *presents], MICROSOFT, num_heads=self.heads,
-                kv_num_heads=self.kv_heads, scale=self.scale(), local_window_size=self.window(index),
+                "GroupQueryAttention",
+                inputs,
+                [output, *presents],
+                MICROSOFT,
+                num_heads=self.heads,
+                kv_num_heads=self.kv_heads,
+                scale=self.scale(),
+                local_window_size=self.window(index),
                 softcap=float(getattr(self.config, "attn_logit_softcapping", None) or 0.0),
-                do_rotary=int(not self.form.outer_rope), rotary_interleaved=0,
+                do_rotary=int(not self.form.outer_rope),
+                rotary_interleaved=0,
             )
-        )  # fmt: skip
+        )
         return self.cast(output, FLOAT) if self.form.half_past else output
 
     def cast(self, value: str, kind: int) -> str:
@@ -416,7 +432,9 @@ def write_onnx(
     form: Form | None = None,
     kind: type[Decoder] | None = None,
 ) -> Path:
-    """Write a folder with an ONNX model, and set the weights of `model` to what it holds. Returns the folder."""
+    """Write a folder with an ONNX model, and set the weights of `model` to what it holds. Returns
+    the folder.
+    """
     form = form or Form()
     decoder = (kind or Decoder)(model, form)
     decoder.build()

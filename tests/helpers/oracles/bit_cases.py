@@ -27,7 +27,9 @@ def native_logits(
 
 
 def logits_in_any_pass(path: Path) -> tuple[Logits, Logits]:
-    """In the file's own formats, at once and in pieces, all with the same last row; and in float32."""
+    """In the file's own formats, at once and in pieces, all with the same last row; and in
+    float32.
+    """
     found = native_logits(path, "auto", chunk=len(PROMPT))
     for chunk, num_threads in ((len(PROMPT), 2), (7, 2), (1, 1)):
         other = native_logits(path, "auto", chunk=chunk, num_threads=num_threads)

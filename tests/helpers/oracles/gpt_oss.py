@@ -1,4 +1,6 @@
-"""gpt-oss in float64, on the very weights that a packed format stands for, written from its formulas."""
+"""gpt-oss in float64, on the very weights that a packed format stands for, written from its
+formulas.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,6 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.weights.source import WeightSource
-
-__all__ = ["GptOssOracle"]
 
 Floats = npt.NDArray[np.float64]
 

@@ -10,8 +10,6 @@ from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.gate import gated_rows
 from kvboost_edge.kernels.reference.ssd import ssd_rows, ssd_steps
 
-__all__ = ["ExactGranite"]
-
 Doubles = npt.NDArray[np.float64]
 _NO_LIMIT = (0.0, np.inf)
 

@@ -15,14 +15,14 @@ from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.scan import delta_rows, delta_steps
 from kvboost_edge.kernels.reference.weights import unpack_rows
 
-__all__ = ["ExactHybrid"]
-
 Doubles = npt.NDArray[np.float64]
 _FLOATS = ("in_proj_a.weight", "in_proj_b.weight")  # of gates, which are floats in all formats
 
 
 class ExactHybrid:
-    """A text model of dense layers, saved by transformers; `weights` as the native runner takes it."""
+    """A text model of dense layers, saved by transformers; `weights` as the native runner takes
+    it.
+    """
 
     def __init__(self, directory: Path, weights: str) -> None:
         self.config: dict[str, Any] = json.loads(

@@ -1,7 +1,8 @@
-"""A whole tiny model in NumPy and float64, computed from the entries of its packed plan: slow, and sure.
+"""A whole tiny model in NumPy and float64, computed from the entries of its packed plan: slow, and
+sure.
 
-It has the layers that keep a state, token by token from zeros, gated attention and experts. Weights are those of a
-plan's entries by their names there, as floats, whatever files they come from.
+It has the layers that keep a state, token by token from zeros, gated attention and experts. Weights
+are those of a plan's entries by their names there, as floats, whatever files they come from.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from kvboost_edge.models.config.families import ModelSpec, describe_model
 from kvboost_edge.models.config.mixers import Mixer
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan
 from kvboost_edge.models.packed.stream import Piece, read_rows
-
-__all__ = ["hybrid_logits", "plan_floats"]
 
 Doubles = npt.NDArray[np.float64]
 Weights = Mapping[str, Doubles]
@@ -144,7 +143,9 @@ def _turned(rows: Doubles, frequencies: Doubles) -> Doubles:
 
 
 def _convolved(mixer: Mixer, taps: Doubles, rows: Doubles) -> Doubles:
-    """Each channel's weighted sum of its inputs, the oldest with the first tap; zeros stand before the text."""
+    """Each channel's weighted sum of its inputs, the oldest with the first tap; zeros stand before
+    the text.
+    """
     taps = taps.reshape(mixer.taps + 1, mixer.channels)
     before = np.concatenate([np.zeros((mixer.taps, mixer.channels)), rows])
     return np.array(

@@ -14,8 +14,6 @@ from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.runners.native.runner import NativeRunner
 
-__all__ = ["assert_native_equals", "driver_of"]
-
 NEW_TOKENS = 24
 
 
@@ -27,14 +25,19 @@ def driver_of(runner: NativeRunner, num_threads: int = 1) -> PagedDriver:
 
 
 def assert_native_equals(model: Any, directory: Path) -> None:
-    """Logits of a prompt within 1e-4 of the transformers model's, in pieces, and the same greedy tokens after it."""
+    """Logits of a prompt within 1e-4 of the transformers model's, in pieces, and the same greedy
+    tokens after it.
+    """
     model.set_attn_implementation("eager")
     prompt = np.random.default_rng(7).integers(0, 256, 61).tolist()
     with torch.inference_mode():
         whole = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None,
+            torch.tensor([prompt]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        )[0].tolist()  # fmt: skip
+        )[0].tolist()
         expected = model(torch.tensor([whole]), use_cache=False).logits[0].numpy()[: len(prompt)]
     runner = NativeRunner.from_dir(directory, weights="f32")
     driver = driver_of(runner)

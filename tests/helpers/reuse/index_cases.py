@@ -1,4 +1,6 @@
-"""Shared by the tests of reuse: an index beside a list of what it was offered, and runs read back slot by slot."""
+"""Shared by the tests of reuse: an index beside a list of what it was offered, and runs read back
+slot by slot.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ OTHER = b"o" * 32
 
 
 class Offered:
-    """An index, and what it holds in the order it was offered in. Serials are counted up, as `PrefixIndex` does."""
+    """An index, and what it holds in the order it was offered in. Serials are counted up, as
+    `PrefixIndex` does.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, hash_bits: int = 61) -> None:
         self.index = SpanIndex(num_blocks, block_size, hash_bits=hash_bits)

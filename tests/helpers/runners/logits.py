@@ -13,8 +13,6 @@ import torch
 from helpers.oracles.transformers_logits import driver_of
 from kvboost_edge.runners.native.runner import NativeRunner
 
-__all__ = ["dense_logits", "native_logits"]
-
 
 @torch.inference_mode()
 def dense_logits(model: Any, token_ids: Sequence[int]) -> npt.NDArray[np.floating]:

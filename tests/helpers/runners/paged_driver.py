@@ -1,4 +1,6 @@
-"""Drives a runner without an engine, for tests: block tables by the manager, one hand-made pass at a time."""
+"""Drives a runner without an engine, for tests: block tables by the manager, one hand-made pass at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch, Runner
 
-__all__ = ["PagedDriver", "Sequence_"]
-
 ROOT = root_hash(model_fingerprint="test", kv_format="test")
 
 
 @dataclasses.dataclass(slots=True)
 class Sequence_:
-    """A running sequence: all its tokens so far, and the table that holds the first num_computed of them."""
+    """A running sequence: all its tokens so far, and the table that holds the first num_computed of
+    them.
+    """
 
     token_ids: list[int]
     table: BlockTable
@@ -33,8 +35,9 @@ class Sequence_:
 
 
 class PagedDriver:
-    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots shows as NaN. `layout`:
-    of the last pass."""
+    """Opens sequences and computes them; free memory is poisoned, so a read of unwritten slots
+    shows as NaN. `layout`: of the last pass.
+    """
 
     layout: BatchLayout
 
@@ -63,7 +66,9 @@ class PagedDriver:
         self.manager.check_invariants([other.table for other in self.live])
 
     def step(self, work: Sequence[tuple[Sequence_, int]]) -> list[npt.NDArray[np.float32]]:
-        """One pass over the next `count` tokens of each sequence; logits of every new token, per sequence."""
+        """One pass over the next `count` tokens of each sequence; logits of every new token, per
+        sequence.
+        """
         starts = np.cumsum([0, *(count for _, count in work)]).tolist()
         logits, _ = self.step_for(work, range(starts[-1]))
         return [logits[first:stop] for first, stop in itertools.pairwise(starts)]
@@ -74,7 +79,9 @@ class PagedDriver:
         logit_rows: Sequence[int],
         state_rows: Sequence[int] = (),
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """One pass over the next `count` tokens of each sequence; logits and states of these rows of the pass."""
+        """One pass over the next `count` tokens of each sequence; logits and states of these rows
+        of the pass.
+        """
         copies = []
         token_ids = []
         positions = []
@@ -118,7 +125,9 @@ class PagedDriver:
         return None
 
     def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
-        """Compute all that is left, at most `chunk` tokens a pass; logits of the computed tokens."""
+        """Compute all that is left, at most `chunk` tokens a pass; logits of the computed
+        tokens.
+        """
         parts = []
         while sequence.num_left:
             parts += self.step([(sequence, min(chunk, sequence.num_left))])

@@ -1,4 +1,6 @@
-"""Drives a runner of a model with states without an engine: slots are given by hand, beside the blocks of keys."""
+"""Drives a runner of a model with states without an engine: slots are given by hand, beside the
+blocks of keys.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,13 @@ from helpers.runners.paged_driver import PagedDriver, Sequence_
 from kvboost_edge.backends.base import Backend, PassStates
 from kvboost_edge.runners.base import Runner
 
-__all__ = ["StateDriver"]
-
 
 class StateDriver(PagedDriver):
-    """A sequence has a slot that it reads and writes; slots are poisoned before, so that what was never written shows.
+    """A sequence has a slot that it reads and writes; slots are poisoned before, so that what was
+    never written shows.
 
-    `wanted`: positions behind which states of sequences, by id, are to be saved, with their slots. `drafts`: how many
-    of a sequence's tokens, the last ones, are drafts in its next pass.
+    `wanted`: positions behind which states of sequences, by id, are to be saved, with their slots.
+      `drafts`: how many of a sequence's tokens, the last ones, are drafts in its next pass.
     """
 
     def __init__(self, runner: Runner, backend: Backend) -> None:

@@ -13,8 +13,6 @@ import psutil
 
 from helpers.server.live_servers import wait_until
 
-__all__ = ["Running", "options_of", "replica_processes", "running_replicas"]
-
 
 @dataclasses.dataclass
 class Running:
@@ -25,7 +23,9 @@ class Running:
     options: Any
 
     def deploy(self, workers: int, options: Any = None) -> None:
-        """Have Ray put so many new ones in the place of those there are, and wait until the pool knows it."""
+        """Have Ray put so many new ones in the place of those there are, and wait until the pool
+        knows it.
+        """
         from ray import serve
 
         from kvboost_edge.serve_ray.deployment import replica_deployment

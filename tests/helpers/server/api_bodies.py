@@ -1,5 +1,7 @@
-"""What clients of each API send, small and right: one body for every route that takes one, and what errors and
-streams look like there. Written down once more, apart from the server, so that it can be compared with it."""
+"""What clients of each API send, small and right: one body for every route that takes one, and what
+errors and streams look like there. Written down once more, apart from the server, so that it can be
+compared with it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvboost_edge.server.app import ROUTERS
-
-__all__ = ["ASKED", "GENERATING", "MODEL", "PATHS", "READ", "TEXTS", "asked", "error_text", "said"]
 
 MODEL = "kvboost-edge/demo"
 Json = dict[str, Any]
@@ -55,7 +55,9 @@ GENERATING: dict[str, str] = {
     "/api/generate": "options.num_predict",
     "/completion": "n_predict",
 }
-"""The paths that generate, and the field that says how many tokens. (/infill does with other models.)"""
+"""The paths that generate, and the field that says how many tokens. (/infill does with other
+models.)
+"""
 
 TEXTS = [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
 """The paths whose bodies hold the text itself."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from helpers.tools import find_chromium
 
-__all__ = ["running_chromium"]
-
 # Nothing of the browser's own may start, connect or ask; every name but loopback fails to resolve.
 FLAGS = (
     "--headless",
@@ -26,7 +24,8 @@ FLAGS = (
 
 @contextmanager
 def running_chromium() -> Iterator[Any]:
-    """A browser of Playwright's synchronous interface; gone, with its processes, when the block is left.
+    """A browser of Playwright's synchronous interface; gone, with its processes, when the block is
+    left.
 
     While it runs, an event loop runs in this thread: tests that use it cannot be asynchronous.
     """

@@ -12,8 +12,6 @@ from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["CHAT", "COMPLETIONS", "EXPLAIN", "SYSTEM", "app_of", "ask", "complete"]
-
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 EXPLAIN = {"kvboost": {"explain": True}}
@@ -29,7 +27,9 @@ async def app_of(engine: Any, **settings: Any) -> AsyncIterator[httpx.AsyncClien
 
 
 async def ask(app: httpx.AsyncClient, *said: str, **more: Any) -> dict[str, Any]:
-    """What the answer to a chat says of its prompt; the system message first, then user and assistant in turn."""
+    """What the answer to a chat says of its prompt; the system message first, then user and
+    assistant in turn.
+    """
     roles = ["system", *["user", "assistant"] * len(said)]
     messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
     body = {"messages": messages, "max_tokens": 90, "temperature": 0, **EXPLAIN, **more}

@@ -1,4 +1,6 @@
-"""The APIs that generate, in one table: how each is asked, and where its answers, streams and errors hold what."""
+"""The APIs that generate, in one table: how each is asked, and where its answers, streams and
+errors hold what.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,6 @@ from pydantic import TypeAdapter
 
 from helpers.server.scripted_model import ASK
 from kvboost_edge.server.app import ROUTERS
-
-__all__ = ["ANSWERS", "APIS", "MODEL", "Api", "Said", "lasting"]
 
 # ruff: noqa: RUF012
 
@@ -40,7 +40,9 @@ ANSWERS = {
 
 
 class Said(NamedTuple):
-    """An answer as any API tells it; the calls with their arguments as text, why it ended in OpenAI's words."""
+    """An answer as any API tells it; the calls with their arguments as text, why it ended in
+    OpenAI's words.
+    """
 
     thought: str
     text: str
@@ -78,7 +80,8 @@ def _data(answer):
 
 
 class Api:
-    """Terms of a request have one name in all APIs; `places` has theirs, dotted where it is inside of an object.
+    """Terms of a request have one name in all APIs; `places` has theirs, dotted where it is inside
+    of an object.
 
     plain    what is always sent
     has      the terms and abilities: "tools", "choice" of tools, "thinks", "form" of the answer
@@ -90,7 +93,9 @@ class Api:
     has = frozenset({"tools", "choice", "thinks"})
 
     def body(self, *, tools=None, thinks=None, choice="", **terms):
-        """thinks None: as the API does by itself. choice: of OpenAI, or the name of a tool. form: a JSON schema."""
+        """thinks None: as the API does by itself. choice: of OpenAI, or the name of a tool. form: a
+        JSON schema.
+        """
         found = {**self.plain, **self.question()}
         if tools:
             found["tools"] = self.tools(tools)
@@ -167,8 +172,10 @@ class Api:
     def next_turn(self, body, answer, results):
         """The body of the next turn: what was answered, with the results of its calls."""
         message = answer["choices"][0]["message"]
-        sent = [{"role": "tool", "tool_call_id": call["id"], "content": text}
-                for call, text in zip(message["tool_calls"], results, strict=True)]  # fmt: skip
+        sent = [
+            {"role": "tool", "tool_call_id": call["id"], "content": text}
+            for call, text in zip(message["tool_calls"], results, strict=True)
+        ]
         return {**body, "messages": [*body["messages"], message, *sent]}
 
     def parts(self, thought, text, name, values):
@@ -234,18 +241,27 @@ class Chat(Api):
         thought = message.get("reasoning_content", "")
         assert (usage["completion_tokens_details"]["reasoning_tokens"] > 0) == bool(thought)
         return Said(
-            thought, message["content"] or "", [(one["name"], one["arguments"]) for one in functions],
-            choice["finish_reason"], usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"],
+            thought,
+            message["content"] or "",
+            [(one["name"], one["arguments"]) for one in functions],
+            choice["finish_reason"],
+            usage["prompt_tokens"],
+            usage["prompt_tokens_details"]["cached_tokens"],
             usage["completion_tokens"],
-        )  # fmt: skip
+        )
 
     def parts(self, thought, text, name, values):
         call = {
             "type": "function",
             "function": {"name": name, "arguments": json.dumps(values, ensure_ascii=False)},
         }
-        return {"role": "assistant", "content": text, "refusal": None, "reasoning_content": thought,
-                "tool_calls": [call]}  # fmt: skip
+        return {
+            "role": "assistant",
+            "content": text,
+            "refusal": None,
+            "reasoning_content": thought,
+            "tool_calls": [call],
+        }
 
     def told(self, answer):
         return answer["choices"][0]["message"]
@@ -272,8 +288,15 @@ class Completions(Api):
         (choice,) = answer["choices"]
         usage = answer["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return Said("", choice["text"], [], choice["finish_reason"], usage["prompt_tokens"], cached,
-                    usage["completion_tokens"])  # fmt: skip
+        return Said(
+            "",
+            choice["text"],
+            [],
+            choice["finish_reason"],
+            usage["prompt_tokens"],
+            cached,
+            usage["completion_tokens"],
+        )
 
 
 class Messages(Api):
@@ -369,19 +392,28 @@ class Messages(Api):
         thought = "".join(one.get("thinking", "") for one in blocks)
         assert (usage["output_tokens_details"]["thinking_tokens"] > 0) == bool(thought)
         return Said(
-            thought, "".join(one.get("text", "") for one in blocks),
-            [(one["name"], json.dumps(one["input"], ensure_ascii=False)) for one in blocks if "input" in one],
+            thought,
+            "".join(one.get("text", "") for one in blocks),
+            [
+                (one["name"], json.dumps(one["input"], ensure_ascii=False))
+                for one in blocks
+                if "input" in one
+            ],
             self.reasons[answer["stop_reason"]],
-            usage["input_tokens"] + cached + usage["cache_creation_input_tokens"], cached, usage["output_tokens"],
-        )  # fmt: skip
+            usage["input_tokens"] + cached + usage["cache_creation_input_tokens"],
+            cached,
+            usage["output_tokens"],
+        )
 
     def stopped_by(self, answer):
         return answer["stop_sequence"]
 
     def next_turn(self, body, answer, results):
         calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
-        sent = [{"type": "tool_result", "tool_use_id": call, "content": text}
-                for call, text in zip(calls, results, strict=True)]  # fmt: skip
+        sent = [
+            {"type": "tool_result", "tool_use_id": call, "content": text}
+            for call, text in zip(calls, results, strict=True)
+        ]
         said = [
             {"role": "assistant", "content": answer["content"]},
             {"role": "user", "content": sent},
@@ -466,8 +498,10 @@ class Responses(Api):
         found = {"reasoning": [], "message": [], "function_call": []}
         for item in answer["output"]:
             found[item["type"]].append(item)
-        texts = ["".join(part["text"] for item in found[kind] for part in item["content"])
-                 for kind in ("reasoning", "message")]  # fmt: skip
+        texts = [
+            "".join(part["text"] for item in found[kind] for part in item["content"])
+            for kind in ("reasoning", "message")
+        ]
         usage = answer["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
         assert (usage["output_tokens_details"]["reasoning_tokens"] > 0) == bool(texts[0])
@@ -477,9 +511,13 @@ class Responses(Api):
             assert answer["output"][-1]["status"] == "incomplete"
             reason = "length"
         return Said(
-            *texts, [(one["name"], one["arguments"]) for one in found["function_call"]], reason,
-            usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"], usage["output_tokens"],
-        )  # fmt: skip
+            *texts,
+            [(one["name"], one["arguments"]) for one in found["function_call"]],
+            reason,
+            usage["input_tokens"],
+            usage["input_tokens_details"]["cached_tokens"],
+            usage["output_tokens"],
+        )
 
     def went_wrong(self, events):
         assert events[-1]["response"]["error"]["code"] == "server_error"
@@ -487,19 +525,29 @@ class Responses(Api):
 
     def next_turn(self, body, answer, results):
         calls = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
-        sent = [{"type": "function_call_output", "call_id": call, "output": text}
-                for call, text in zip(calls, results, strict=True)]  # fmt: skip
+        sent = [
+            {"type": "function_call_output", "call_id": call, "output": text}
+            for call, text in zip(calls, results, strict=True)
+        ]
         return {**body, "input": [*body["input"], *answer["output"], *sent]}
 
     def parts(self, thought, text, name, values):
         written = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return [
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}],
-             "status": "completed"},
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": thought}],
+                "status": "completed",
+            },
             {"type": "message", "role": "assistant", "content": [written], "status": "completed"},
-            {"type": "function_call", "name": name, "arguments": json.dumps(values, ensure_ascii=False),
-             "status": "completed"},
-        ]  # fmt: skip
+            {
+                "type": "function_call",
+                "name": name,
+                "arguments": json.dumps(values, ensure_ascii=False),
+                "status": "completed",
+            },
+        ]
 
     def told(self, answer):
         return answer["output"]
@@ -541,10 +589,17 @@ class OllamaChat(Api):
     def said(self, answer):
         message = answer["message"]
         return self._told(
-            answer, message.get("thinking", ""), message["content"],
-            [(call["function"]["name"], json.dumps(call["function"]["arguments"], ensure_ascii=False))
-             for call in message.get("tool_calls", ())],
-        )  # fmt: skip
+            answer,
+            message.get("thinking", ""),
+            message["content"],
+            [
+                (
+                    call["function"]["name"],
+                    json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                )
+                for call in message.get("tool_calls", ())
+            ],
+        )
 
     @staticmethod
     def _told(answer, thought, text, calls):
@@ -616,8 +671,15 @@ class LlamaCompletion(Api):
         reason = {"eos": "stop", "word": "stop", "limit": "length"}[answer["stop_type"]]
         assert len(answer["tokens"]) == answer["tokens_predicted"]
         assert answer["has_new_line"] == ("\n" in answer["content"])
-        return Said("", answer["content"], [], reason, answer["tokens_evaluated"], answer["tokens_cached"],
-                    answer["tokens_predicted"])  # fmt: skip
+        return Said(
+            "",
+            answer["content"],
+            [],
+            reason,
+            answer["tokens_evaluated"],
+            answer["tokens_cached"],
+            answer["tokens_predicted"],
+        )
 
 
 def _is_whole(text):

@@ -6,8 +6,6 @@ from typing import Any
 
 from helpers.server.scripted_model import TOOLS
 
-__all__ = ["REFUSED", "TAKEN"]
-
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"

@@ -16,18 +16,6 @@ from typing import Any
 
 import httpx
 
-__all__ = [
-    "ADMIN_KEY",
-    "ENGINE_OPTIONS",
-    "KEYS",
-    "HeldForward",
-    "LiveServer",
-    "app_client",
-    "raw_answer",
-    "serving",
-    "wait_until",
-]
-
 KEYS = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 ADMIN_KEY = "key-of-the-admin"
 ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "reuse_gate": "off"}
@@ -35,7 +23,9 @@ ENGINE_OPTIONS = {"num_blocks": 512, "max_num_seqs": 8, "reuse_gate": "off"}
 
 @dataclasses.dataclass(frozen=True)
 class LiveServer:
-    """A server that runs in a thread of this process; `state` is its first model, as routes see it."""
+    """A server that runs in a thread of this process; `state` is its first model, as routes see
+    it.
+    """
 
     host: str
     port: int
@@ -105,7 +95,9 @@ def app_client(app: Any, key: str = "") -> httpx.AsyncClient:
 
 
 class HeldForward:
-    """Holds the model of an engine inside its forward pass until `release()`; `steps` counts passes begun."""
+    """Holds the model of an engine inside its forward pass until `release()`; `steps` counts passes
+    begun.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.steps = 0
@@ -135,7 +127,9 @@ class HeldForward:
 def serving(
     engine: Any, *, source: Any = None, others: Any = (), budget: int | None = None, **settings: Any
 ) -> Iterator[LiveServer]:
-    """Serve `engine` in a thread until the block is left; it stays open. source, others, budget: as `create_app`."""
+    """Serve `engine` in a thread until the block is left; it stays open. source, others, budget: as
+    `create_app`.
+    """
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.serve import DrainingServer, bind
     from kvboost_edge.server.settings import ServerSettings

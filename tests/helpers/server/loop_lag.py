@@ -12,8 +12,6 @@ import numpy as np
 
 from helpers.server.live_servers import LiveServer
 
-__all__ = ["MOST_LAG", "LagMeter", "check", "in_threads", "lags", "least_lag", "loop_of"]
-
 TICK = 0.002
 MOST_LAG = 0.05  # of 99 in 100 moments
 MOST_STALL = 0.25  # of the worst moment of any request
@@ -21,8 +19,9 @@ MOST_ROUNDS = 4
 
 
 class LagMeter:
-    """How late a timer of the loop fires, in seconds, while it is on; at most what this process computed meanwhile, as
-    other processes may keep it waiting too."""
+    """How late a timer of the loop fires, in seconds, while it is on; at most what this process
+    computed meanwhile, as other processes may keep it waiting too.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.late: list[float] = []
@@ -75,8 +74,9 @@ def in_threads(work: Any, count: int) -> list[threading.Thread]:
 
 
 def least_lag(server: LiveServer, load: Callable[[], None]) -> list[float]:
-    """Of a few rounds under load the one with the least lag: what the server itself does shows in each, what else the
-    machine does may not."""
+    """Of a few rounds under load the one with the least lag: what the server itself does shows in
+    each, what else the machine does may not.
+    """
     rounds: list[list[float]] = []
     while len(rounds) < MOST_ROUNDS and not (rounds and np.percentile(rounds[-1], 99) < MOST_LAG):
         with LagMeter(loop_of(server)) as meter:

@@ -1,4 +1,6 @@
-"""An app over three models of equal size, of which the budget holds two, without a socket: a fake engine each."""
+"""An app over three models of equal size, of which the budget holds two, without a socket: a fake
+engine each.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,6 @@ from kvboost_edge.server.app import create_app
 from kvboost_edge.server.models.served import ModelSource, ServedModel
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
-
-__all__ = ["SIZE", "Room", "until"]
 
 SIZE = 100
 

@@ -1,4 +1,6 @@
-"""A fake model that says what a test wrote, in each format of reasoning and calls that chat templates have."""
+"""A fake model that says what a test wrote, in each format of reasoning and calls that chat
+templates have.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,6 @@ from helpers.text.hybrid_templates import LFM2_UNSHOWN
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.text.tokenizer import Tokenizer
-
-__all__ = [
-    "ARGUMENTS",
-    "ASK",
-    "CALL",
-    "CLOCK",
-    "FORMATS",
-    "TEMPLATE",
-    "TOOLS",
-    "WEATHER",
-    "Format",
-    "Speaker",
-    "scripted",
-]
 
 Call = tuple[str, dict[str, Any]]
 
@@ -201,7 +189,9 @@ CALL = _hermes([("weather", ARGUMENTS)])
 
 
 class Speaker:
-    """What the model says in its turn, token by token, and then the end. `seen`: the tokens of the last pass."""
+    """What the model says in its turn, token by token, and then the end. `seen`: the tokens of the
+    last pass.
+    """
 
     def __init__(self, engine: Any, form: Format = FORMATS["hermes"]) -> None:
         self._tokenizer = engine.tokenizer
@@ -250,7 +240,9 @@ def _ends(text: str, marker: str) -> Iterator[int]:
 def scripted(
     patch: Any, form: Format = FORMATS["hermes"], num_blocks: int = 1024, max_context: int = 8000
 ) -> Iterator[Any]:
-    """An engine of a model that writes so, and its `Speaker`; the fakes are patched until the test ends."""
+    """An engine of a model that writes so, and its `Speaker`; the fakes are patched until the test
+    ends.
+    """
     raw = fake_runner.fake_tokenizer().codec.to_json()
     patch.setattr(fake_runner, "fake_tokenizer", lambda: _with_markers(raw, form.markers))
     patch.setattr(fake_runner, "VOCAB_SIZE", 260 + len(form.markers))

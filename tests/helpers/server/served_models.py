@@ -11,8 +11,6 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import planned_memory
 from kvboost_edge.server.models.served import ModelSource
 
-__all__ = ["ASKED", "OPTIONS", "CountedSource"]
-
 OPTIONS: dict[str, Any] = {
     "num_blocks": 64,
     "backend": "cpu",
@@ -30,7 +28,9 @@ ASKED = {
 
 
 class CountedSource:
-    """A model directory; `loads` counts how often it was loaded. While it is held, loading waits."""
+    """A model directory; `loads` counts how often it was loaded. While it is held, loading
+    waits.
+    """
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.path = path

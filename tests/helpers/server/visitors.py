@@ -8,15 +8,15 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["storm"]
-
 Requests = Callable[[random.Random], tuple[str, bytes]]
 
 AT_ONCE = 32
 
 
 async def storm(server: Any, request_of: Requests, seeds: Iterable[int]) -> list[str]:
-    """Visit the server once for each seed; how each visit ended: a status, or where the client left."""
+    """Visit the server once for each seed; how each visit ended: a status, or where the client
+    left.
+    """
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(seed: int) -> str:
@@ -27,7 +27,9 @@ async def storm(server: Any, request_of: Requests, seeds: Iterable[int]) -> list
 
 
 async def _visit(server: Any, request_of: Requests, rng: random.Random) -> str:
-    """Most leave early: before the body ends, while queued, in prefill, in decode, or in mid-stream."""
+    """Most leave early: before the body ends, while queued, in prefill, in decode, or in
+    mid-stream.
+    """
     path, data = request_of(rng)
     reader, writer = await asyncio.open_connection(server.host, server.port)
     try:

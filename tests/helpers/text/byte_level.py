@@ -1,10 +1,10 @@
-"""A byte-level vocabulary without merges: token i < 256 is a byte, so every text has one way to be cut."""
+"""A byte-level vocabulary without merges: token i < 256 is a byte, so every text has one way to be
+cut.
+"""
 
 from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-__all__ = ["byte_level"]
 
 
 def byte_level(*, use_regex: bool = False) -> Tokenizer:

@@ -329,7 +329,8 @@ ENDS = {
     "escaped": ("<start_function_call>", "<end_function_call>"),
     "lfm2-unshown": ("<|tool_call_start|>", "<|tool_call_end|>"),
 }
-# Those of the markers above and of other pieces that are special tokens where a vocabulary has them.
+# Those of the markers above and of other pieces that are special tokens where a vocabulary has
+# them.
 MARKERS = (
     *(
         "<tool_call>",

@@ -1,8 +1,8 @@
-"""Chat templates that write calls between braces as Gemma 4 and FunctionGemma do, reduced to what matters."""
+"""Chat templates that write calls between braces as Gemma 4 and FunctionGemma do, reduced to what
+matters.
+"""
 
 from __future__ import annotations
-
-__all__ = ["ESCAPED", "GEMMA4"]
 
 _VALUE = """\
 {%- macro value_of(value) -%}

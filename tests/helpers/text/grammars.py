@@ -12,13 +12,13 @@ from llguidance import LLMatcher, LLTokenizer
 import kvboost_edge
 from kvboost_edge.text.codec import FastCodec
 
-__all__ = ["DEMO", "Vocabulary"]
-
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 
 
 class Vocabulary:
-    """The demo model's tokens and more of them, `special` ones or ordinary; the token `end` ends an answer."""
+    """The demo model's tokens and more of them, `special` ones or ordinary; the token `end` ends an
+    answer.
+    """
 
     def __init__(
         self, special: Sequence[str] = (), ordinary: Sequence[str] = (), end: str = "<|end|>"
@@ -57,7 +57,8 @@ class Vocabulary:
     ) -> tuple[str, bool]:
         """Noise that fits, and whether it ended.
 
-        often: how often one of the texts that are `wanted` comes where it may; ends: how often the end does.
+        often: how often one of the texts that are `wanted` comes where it may; ends: how often the
+        end does.
         """
         matcher = self.matcher(grammar)
         choose = random.Random(seed)

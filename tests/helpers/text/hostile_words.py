@@ -1,7 +1,7 @@
 """Texts on which ways of splitting into words differ, and a vocabulary that shows every split.
 
-The vocabulary holds every piece of every text, and every way to merge it of two: a word always becomes one token, so
-that tokens are words, whatever the order of merges.
+The vocabulary holds every piece of every text, and every way to merge it of two: a word always
+becomes one token, so that tokens are words, whatever the order of merges.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
-
-__all__ = ["GEMMA4_TEXTS", "TEXTS", "gemma4_metadata", "metadata_of"]
 
 TEXTS = [
     "Hello, world's 12345!",
@@ -100,8 +98,9 @@ def metadata_of(pre: str) -> dict[str, Any]:
 
 
 def gemma4_metadata() -> dict[str, Any]:
-    """What a file of Gemma 4 says: a small vocabulary, learned from the first half of TEXTS, that lacks letters of the
-    others; ends of lines up to five, of which only two have a merge."""
+    """What a file of Gemma 4 says: a small vocabulary, learned from the first half of TEXTS, that
+    lacks letters of the others; ends of lines up to five, of which only two have a merge.
+    """
     learner = Tokenizer(models.BPE())
     learner.normalizer = normalizers.Replace(" ", _SPACE)
     trainer = trainers.BpeTrainer(vocab_size=330, show_progress=False, min_frequency=1)

@@ -1,8 +1,8 @@
-"""Chat templates that write turns in the ways of LFM2.5, LFM2 and Qwen3.5, reduced to what matters."""
+"""Chat templates that write turns in the ways of LFM2.5, LFM2 and Qwen3.5, reduced to what
+matters.
+"""
 
 from __future__ import annotations
-
-__all__ = ["LFM2", "LFM2_UNSHOWN", "QWEN35"]
 
 LFM2 = """\
 {%- macro value_of(value) -%}

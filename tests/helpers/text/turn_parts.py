@@ -10,8 +10,6 @@ from helpers.text.chat_templates import TOOLS, Calls, format_of
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Part, TurnParser, folded
 
-__all__ = ["arguments_of", "calls_of", "parts_of"]
-
 
 def parts_of(
     form: TurnFormat | str,

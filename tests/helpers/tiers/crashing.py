@@ -1,4 +1,6 @@
-"""Processes that end themselves with SIGKILL: one imports everything, and forks for each that is to die."""
+"""Processes that end themselves with SIGKILL: one imports everything, and forks for each that is to
+die.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-__all__ = ["crashing"]
 
 _LOOP = """
 import json, os, sys
@@ -34,7 +34,8 @@ for line in sys.stdin:
 def crashing(code: str) -> Iterator[Callable[..., bool]]:
     """Start a process that has run `code`, which defines `run`.
 
-    The function that is yielded calls `run` in a fork, and returns whether that was killed before it returned.
+    The function that is yielded calls `run` in a fork, and returns whether that was killed before
+    it returned.
     """
     tests = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}

@@ -1,4 +1,6 @@
-"""What tests of the disk tier share: chains of blocks whose payloads are known from their hashes, small tiers."""
+"""What tests of the disk tier share: chains of blocks whose payloads are known from their hashes,
+small tiers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A system that fails: the n-th call of the disk tier raises, does half, ends the process, or ends all that follow."""
+"""A system that fails: the n-th call of the disk tier raises, does half, ends the process, or ends
+all that follow.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ class PowerOff(BaseException):
 
 
 class FaultyFiles(Files):
-    """Counts calls, and brings nothing to the device, which no test could see. `fault(name, call, …)` decides what
-    becomes of the `at`-th call (from 0 on), or of all from there on if `lasting`. `names`: the calls that count."""
+    """Counts calls, and brings nothing to the device, which no test could see. `fault(name, call,
+    …)` decides what becomes of the `at`-th call (from 0 on), or of all from there on if `lasting`.
+    `names`: the calls that count.
+    """
 
     def __init__(
         self,
@@ -110,7 +114,9 @@ def ends_within(name: str, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def powers_off(name: str, call: Callable[..., Any], *args: Any) -> Any:
-    """The same within this process: nothing is called any more; a handle that is let go goes with the process."""
+    """The same within this process: nothing is called any more; a handle that is let go goes with
+    the process.
+    """
     if name == "close":
         call(*args)
     raise PowerOff

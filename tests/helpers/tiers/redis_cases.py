@@ -1,4 +1,6 @@
-"""Shared by the tests of the Redis tier: its secret, its space, a chain of blocks, a clock that a test moves."""
+"""Shared by the tests of the Redis tier: its secret, its space, a chain of blocks, a clock that a
+test moves.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,6 @@ from typing import Any
 from kvboost_edge.kvcache.hashing import chain_hash
 from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.redis.tier import RedisTier
-
-__all__ = [
-    "OPENED",
-    "SECRET",
-    "SPACE",
-    "Clock",
-    "chain",
-    "filled",
-    "hashes_of",
-    "opened",
-    "reads",
-    "stored_keys",
-]
 
 SECRET = "a secret of the test suite"
 SPACE = bytes(range(32))

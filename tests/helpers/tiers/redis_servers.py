@@ -1,4 +1,6 @@
-"""A real redis-server for tests: found on the PATH or unpacked by `make redis-server`, gone when its block is left."""
+"""A real redis-server for tests: found on the PATH or unpacked by `make redis-server`, gone when
+its block is left.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ import redis
 from helpers.server.live_servers import wait_until
 from helpers.tools import REDIS_FOLDER, find_redis, must_run
 
-__all__ = ["RedisServer", "running_redis"]
-
 HOW = "no redis-server: `make redis-server` unpacks one (Debian, Ubuntu), or put one on the PATH"
 
 
 @dataclasses.dataclass
 class RedisServer:
-    """`url` and `client` reach it by its socket file; `port` is its own, or what PORT in an option stood for."""
+    """`url` and `client` reach it by its socket file; `port` is its own, or what PORT in an option
+    stood for.
+    """
 
     folder: Path
     port: int
@@ -61,7 +63,9 @@ class RedisServer:
 def running_redis(
     *options: str, tcp: bool = False, folder: Path | None = None
 ) -> Iterator[RedisServer]:
-    """Start one in a folder of its own (sockets' paths are short), or again in the folder of one that was killed."""
+    """Start one in a folder of its own (sockets' paths are short), or again in the folder of one
+    that was killed.
+    """
     program = find_redis()
     if program is None:
         if must_run():
@@ -72,9 +76,22 @@ def running_redis(
     plain = [] if "--tls-port" in options else ["--port", str(port if tcp else 0)]
     chosen = [str(port) if option == "PORT" else option for option in options]
     process = subprocess.Popen(
-        ["redis-server", "--unixsocket", f"{own}/s", "--save", "", "--dir", str(own), *plain, *chosen],
-        executable=program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(program),
-    )  # fmt: skip
+        [
+            "redis-server",
+            "--unixsocket",
+            f"{own}/s",
+            "--save",
+            "",
+            "--dir",
+            str(own),
+            *plain,
+            *chosen,
+        ],
+        executable=program,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_environment(program),
+    )
     server = RedisServer(own, port, process)
     try:
         wait_until(lambda: process.poll() is not None or _accepts(own), "redis-server to listen")

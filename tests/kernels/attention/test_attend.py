@@ -1,4 +1,6 @@
-"""The attention kernel against dense attention, and its promise that a row's bits depend on its own sequence alone."""
+"""The attention kernel against dense attention, and its promise that a row's bits depend on its own
+sequence alone.
+"""
 
 import numpy as np
 import pytest
@@ -332,7 +334,9 @@ def test_sinks_of_minus_infinity_are_no_sinks():
 
 @pytest.mark.parametrize("scale", [50.0, -50.0, 1e30])
 def test_scores_of_any_size_stay_finite(scale):
-    """Far apart scores: the row is its best key's value. The keys grow, so the running maximum moves all the time."""
+    """Far apart scores: the row is its best key's value. The keys grow, so the running maximum
+    moves all the time.
+    """
     case = ragged(14, ((1, 700),))
     case.keys[0] *= np.linspace(0.1, 1.0, 700, dtype=np.float32)[:, None, None]
     out, lse = attend(case, filled_pool(case), case.spans, AttentionOptions(scale))

@@ -1,4 +1,6 @@
-"""The plan covers the work exactly once, positions are right, and pools that kernels cannot read are refused."""
+"""The plan covers the work exactly once, positions are right, and pools that kernels cannot read
+are refused.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Storage dtypes, write by slot, copy of blocks and merge of partial results, against NumPy and torch."""
+"""Storage dtypes, write by slot, copy of blocks and merge of partial results, against NumPy and
+torch.
+"""
 
 import numpy as np
 import pytest

@@ -108,14 +108,16 @@ class Moved(NamedTuple):
 
 
 def make(rope, last, seed=0):
-    """Runs that begin and end inside blocks, or are whole blocks; the same blocks at two places; from positions before
-    and behind their own; the first one begins inside a block."""
+    """Runs that begin and end inside blocks, or are whole blocks; the same blocks at two places;
+    from positions before and behind their own; the first one begins inside a block.
+    """
     dim, half, factor = ROPES[rope]
     rng = np.random.default_rng(seed)
     take = blocks_from(0)
     stored = plain(STORED, SIZE, take)
     new = Pieces(SIZE, take)
-    # Few bits of a frequency: angles are exact, so that turning differs by rounding alone wherever it is done.
+    # Few bits of a frequency: angles are exact, so that turning differs by rounding alone wherever
+    # it is done.
     exact = (np.round(1024 * 10000.0 ** (-np.arange(half) / max(half, 1))) / 1024).astype(
         np.float32
     )
@@ -213,8 +215,10 @@ def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, tw
     ),
 )
 def test_turned_queries_over_codes(bits, rope, last):
-    """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers reach. The rows' own
-    block is merged last, by whichever unit ends last: it must not see turned rows."""
+    """The specification's rounding steps to 1e-5; and what the codes stand for, as far as integers
+    reach. The rows' own block is merged last, by whichever unit ends last: it must not see turned
+    rows.
+    """
     options = OPTIONS[rope[1]]
     moved = make(rope[0], 13)
     dim = moved.keys.shape[2]

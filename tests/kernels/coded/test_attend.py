@@ -1,4 +1,6 @@
-"""Compiled attention on quantized blocks against the specification, which takes the same rounding steps."""
+"""Compiled attention on quantized blocks against the specification, which takes the same rounding
+steps.
+"""
 
 import os
 import subprocess
@@ -77,7 +79,8 @@ def test_threads_batches_and_chunks_change_no_bit(bits):
         backend = make_backend("cpu", case, bits, threads=threads)
         got = run_all(backend, case, passes, params)
         backend.close()
-        # The last 40 rows are computed in every make-up; all rows are compared between those that compute all.
+        # The last 40 rows are computed in every make-up; all rows are compared between those that
+        # compute all.
         tails = [tuple(array[-1:] for array in pair) for pair in got]
         if wanted is None:
             wanted = got
@@ -90,14 +93,17 @@ def test_threads_batches_and_chunks_change_no_bit(bits):
 
 
 def test_large_biases_of_keys_cost_no_accuracy():
-    """Keys like Qwen2's: a few channels 300 times the others, constant in the text. Scores of the rest must survive."""
+    """Keys like Qwen2's: a few channels 300 times the others, constant in the text. Scores of the
+    rest must survive.
+    """
     case = some_case(1, 64, 16, 2)
     bias = np.zeros(64, np.float32)
     bias[[28, 31, 60, 63]] = [300, -250, 280, 310]
     biased = case.__class__(**{**case.__dict__, "keys": [keys + bias for keys in case.keys]})
     params = AttentionParams(0.125)
     plain, _ = attend("cpu", case, (8, 8), params)
-    # A constant added to every key changes no softmax: only float16 rounding of the biased channels is left to differ.
+    # A constant added to every key changes no softmax: only float16 rounding of the biased channels
+    # is left to differ.
     queries = [rows.copy() for rows in case.queries]
     for rows in queries:
         rows[:, :, [28, 31, 60, 63]] *= 0.1
@@ -122,7 +128,10 @@ def test_without_512_bit_vectors_and_vnni_the_bits_are_the_same():
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": plain},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["plain", form_and_digest()[1]]

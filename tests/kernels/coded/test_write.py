@@ -1,4 +1,6 @@
-"""Codes of full blocks: the compiled quantizer gives the specification's bytes, and they decode to what was stored."""
+"""Codes of full blocks: the compiled quantizer gives the specification's bytes, and they decode to
+what was stored.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ HEADS = 2
 
 
 def make_pool(rng, dim, size):
-    """Channels of keys and tokens of values differ in size by seven orders of magnitude; one token is all zeros."""
+    """Channels of keys and tokens of values differ in size by seven orders of magnitude; one token
+    is all zeros.
+    """
     keys = rng.standard_normal((BLOCKS, HEADS, dim, size)) * rng.choice(
         [1e-5, 0.01, 1, 300], (BLOCKS, HEADS, dim, 1)
     )
@@ -47,7 +51,9 @@ def test_compiled_and_specified_bytes_are_equal(dim, bits):
 
 @pytest.mark.parametrize("bits", BIT_PAIRS, ids=str)
 def test_decoded_numbers_are_within_half_a_step(bits):
-    """Half a step of a channel's (keys) or a token's range (values), an eighth more where a step is rounded up."""
+    """Half a step of a channel's (keys) or a token's range (values), an eighth more where a step is
+    rounded up.
+    """
     pool = make_pool(np.random.default_rng(1), 64, 16)
     codes = quantize(reference, pool, 64, 16, bits)
     for source, target in ((0, 5), (2, 1), (3, 2)):

@@ -15,7 +15,9 @@ from kvboost_edge.kernels.drafts.automaton import (
 
 
 def longest_before(text):
-    """Tokens of the longest end that stands in the text before, and the position behind its latest place."""
+    """Tokens of the longest end that stands in the text before, and the position behind its latest
+    place.
+    """
     for length in range(len(text) - 1, 0, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:

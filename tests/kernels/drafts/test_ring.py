@@ -15,8 +15,9 @@ def look(ring, tail):
 
 
 def latest_place(appended, tail):
-    """The latest place of the last GRAM tokens that is still there with something behind it, and how far back they
-    agree."""
+    """The latest place of the last GRAM tokens that is still there with something behind it, and
+    how far back they agree.
+    """
     oldest = max(0, len(appended) - ROOM)
     for end in range(len(appended), oldest + GRAM - 1, -1):
         if appended[end - GRAM : end] == tail[-GRAM:]:
@@ -35,7 +36,9 @@ def latest_place(appended, tail):
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3])
 def test_it_finds_what_a_search_finds(alphabet):
-    """With two tokens nearly every run of eight stood before: the latest counts, and what was overwritten does not."""
+    """With two tokens nearly every run of eight stood before: the latest counts, and what was
+    overwritten does not.
+    """
     rng = np.random.default_rng(alphabet)
     ring = new_ring(ROOM)
     appended = list[int]()

@@ -1,9 +1,10 @@
-"""What test_amx.py runs in a process of its own, compiled for AMX: on emulated tile registers, or the processor's own.
+"""What test_amx.py runs in a process of its own, compiled for AMX: on emulated tile registers, or
+the processor's own.
 
     python tests/kernels/linear/amx_checks.py CHECK
 
-Ends with status 0 and a JSON line on stdout: whether tiles were emulated, the instructions that were, and what the
-check adds.
+Ends with status 0 and a JSON line on stdout: whether tiles were emulated, the instructions that
+were, and what the check adds.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from kvboost_edge.kernels.linear import amx_choice
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.runners.native import runner as native
 
-# Linux shows the flags where it gives tiles; there, without asking, some of the instructions would run and others trap.
+# Linux shows the flags where it gives tiles; there, without asking, some of the instructions would
+# run and others trap.
 EMULATED = not binding.get_host_cpu_features().get("amx-int8", False)
 
 
 def matrices() -> dict[str, Any]:
-    """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens that are not finite:
-    the bits of AVX512-VNNI."""
+    """Every kind, one plane and two, a number of tokens and of tiles that leaves a rest, tokens
+    that are not finite: the bits of AVX512-VNNI.
+    """
     rng = np.random.default_rng(0)
     for kind in INTEGERS:
         for tokens, rows, inputs in ((32, 16, 32), (33, 50, 100), (79, 130, 224)):

@@ -1,4 +1,6 @@
-"""The kernels for Intel's AMX, in a process compiled for it: on emulated tile registers where there are no others."""
+"""The kernels for Intel's AMX, in a process compiled for it: on emulated tile registers where there
+are no others.
+"""
 
 import json
 import os
@@ -30,15 +32,21 @@ def _check(name):
     environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": flags}
     done = subprocess.run(
         [sys.executable, str(PROGRAM), name],
-        capture_output=True, text=True, timeout=600, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.parametrize("check", ["matrices", "models"])
 def test_same_bits_as_without_amx(check):
-    """The program compares; here it is seen that tiles were multiplied, and left in their first state."""
+    """The program compares; here it is seen that tiles were multiplied, and left in their first
+    state.
+    """
     found = _check(check)
     ran = found["instructions"]
     assert (ran["tdpbssd"] > 1000) == found["emulated"]
@@ -47,7 +55,9 @@ def test_same_bits_as_without_amx(check):
 
 
 def test_amx_is_used_only_where_a_trial_speaks_for_it():
-    """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds them to be."""
+    """Emulated tiles are far slower than AVX512-VNNI; a processor's own are what the trial finds
+    them to be.
+    """
     found = _check("choice")
     emulated = found["emulated"]
     once = 2 * 28 * 6 * 4 * int(emulated)  # both kinds: groups, panels, multiplications
@@ -78,7 +88,9 @@ def _assembly(kind, fine, monkeypatch):
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
 def test_a_group_takes_four_multiplications(kind, fine, monkeypatch):
-    """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at every entry."""
+    """Of the first group, and of those in the loop. The scratch memory is not filled with zeros at
+    every entry.
+    """
     assembly = _assembly(kind, fine, monkeypatch)
     for instruction in ("tdpbssd", "tilezero", "tilestored", "tileloadd"):
         assert assembly.count(instruction) == 2 * 4

@@ -1,7 +1,8 @@
-"""Every form of the integer kernels, those of other processors too, gives the bits of the plain one.
+"""Every form of the integer kernels, those of other processors too, gives the bits of the plain
+one.
 
-Each microkernel is compiled for this machine with functions in the place of the instructions that it lacks.
-test_forms.py and test_amx.py run the forms that are here as they are.
+Each microkernel is compiled for this machine with functions in the place of the instructions that
+it lacks. test_forms.py and test_amx.py run the forms that are here as they are.
 """
 
 import ctypes
@@ -19,7 +20,8 @@ from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
 
 GROUPS = 17
 TILES = 2
-# Form -> the instruction's name in LLVM, lanes of its sums, and whether the first factor's bytes have a sign.
+# Form -> the instruction's name in LLVM, lanes of its sums, and whether the first factor's bytes
+# have a sign.
 INSTRUCTIONS = {
     "vnni512": ("llvm.x86.avx512.vpdpbusd.512", 16, False),
     "vnni256": ("llvm.x86.avx512.vpdpbusd.256", 8, False),
@@ -36,18 +38,21 @@ def _dot(name, lanes, signed):
         order = ", ".join(f"i32 {4 * lane + place}" for lane in range(lanes))
         picks.append(f"%p{place} = shufflevector {many} %p, {many} %p, {sums} <{order}>")
         picks.append(f"%s{place + 1} = add {sums} %s{place}, %p{place}")
-    return "\n".join([
-        f"define {sums} @{name}({sums} %s0, <{4 * lanes} x i8> %x, <{4 * lanes} x i8> %y) {{",
-        f"%a = {'sext' if signed else 'zext'} <{4 * lanes} x i8> %x to {many}",
-        f"%b = sext <{4 * lanes} x i8> %y to {many}",
-        f"%p = mul {many} %a, %b",
-        *picks,
-        f"ret {sums} %s4",
-        "}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"define {sums} @{name}({sums} %s0, <{4 * lanes} x i8> %x, <{4 * lanes} x i8> %y) {{",
+            f"%a = {'sext' if signed else 'zext'} <{4 * lanes} x i8> %x to {many}",
+            f"%b = sext <{4 * lanes} x i8> %y to {many}",
+            f"%p = mul {many} %a, %b",
+            *picks,
+            f"ret {sums} %s4",
+            "}",
+        ]
+    )
 
 
-# Instructions that look up bytes: bytes at once, bytes of a table, and the bits of a code that give 0 if one is set.
+# Instructions that look up bytes: bytes at once, bytes of a table, and the bits of a code that give
+# 0 if one is set.
 SHUFFLES = {
     "llvm.x86.avx512.pshuf.b.512": (64, 16, 0x80),
     "llvm.x86.avx512.permvar.qi.512": (64, 64, 0),
@@ -71,7 +76,8 @@ def _shuffle(name, lanes, size, zeros):
             f"%p{lane} = add i32 %w{lane}, {lane // size * size}",
             f"%e{lane} = extractelement {kind} %table, i32 %p{lane}",
             f"%b{lane} = select i1 %n{lane}, i8 0, i8 %e{lane}",
-            f"%v{lane + 1} = insertelement {kind} {f'%v{lane}' if lane else 'undef'}, i8 %b{lane}, i32 {lane}",
+            f"%v{lane + 1} = insertelement {kind} {f'%v{lane}' if lane else 'undef'}, i8 "
+            f"%b{lane}, i32 {lane}",
         ]
     head = f"define {kind} @{name}({kind} %table, {kind} %codes) {{"
     return "\n".join([head, *lines, f"ret {kind} %v{lanes}", "}"])
@@ -206,7 +212,8 @@ def test_ways_to_look_up_codes(form, name, permutes, shuffles, triple, monkeypat
         assert text.count(f'call <{lanes} x i8> @"{other}"') == (
             8 * 64 // lanes if other == name else 0
         )
-    # Of "avx2" the other instructions are not emulated, see test_unpacked.py; `_run` has the triple of this machine.
+    # Of "avx2" the other instructions are not emulated, see test_unpacked.py; `_run` has the triple
+    # of this machine.
     if form in INSTRUCTIONS or (form, triple) == ("plain", "x86_64"):
         definitions = _dot("emulated_dot", *INSTRUCTIONS[form][1:]) if form in INSTRUCTIONS else ""
         np.testing.assert_array_equal(_run(tiles, {}, definitions), plain)

@@ -1,4 +1,6 @@
-"""Every form of the integer dot product gives the same bits: each is compiled in a process of its own."""
+"""Every form of the integer dot product gives the same bits: each is compiled in a process of its
+own.
+"""
 
 import functools
 import os
@@ -114,7 +116,9 @@ def test_arm_with_dot_products_uses_them(kind, fine):
 
 @pytest.mark.parametrize(("form", "cpu"), [("neon", "cortex-a76"), ("plain", "cortex-a72")])
 def test_arm_looks_up_16_codes_at_once(form, cpu):
-    """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up one by one."""
+    """8 quads of 4 x 16 codes, once for all tokens; the table is a register, nothing is looked up
+    one by one.
+    """
     instructions = [
         line.split()[0]
         for line in _assembly(KIND_INT4T, form, cpu).splitlines()
@@ -127,9 +131,10 @@ def test_arm_looks_up_16_codes_at_once(form, cpu):
 @pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("kind", INT_KINDS)
 def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
-    """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few instructions, so that compiling
-    them is quick too. 32-bit sums are taken for every quad of int8, but once a group for 4-bit codes, of 5 and 6 bits
-    after 4 and 2 quads."""
+    """8 quads of 64 products for each of 4 tokens (and planes), 8 products at once: few
+    instructions, so that compiling them is quick too. 32-bit sums are taken for every quad of int8,
+    but once a group for 4-bit codes, of 5 and 6 bits after 4 and 2 quads.
+    """
     assembly = _assembly(kind, "plain", "cortex-a72", fine=fine)
     planes = 2 if fine else 1
     products = 8 * 8 * 4 * planes
@@ -148,7 +153,9 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
 
 @pytest.mark.parametrize("processor", ["znver4", "znver2", "sapphirerapids", "generic"])
 def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(processor, monkeypatch):
-    """The bits are compared above: other forms are compiled for "generic", which asks for every line."""
+    """The bits are compared above: other forms are compiled for "generic", which asks for every
+    line.
+    """
     monkeypatch.setattr(integers, "_processor", lambda: processor)
     follows_pages.cache_clear()
     try:
@@ -158,5 +165,6 @@ def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(processor, monkeypat
     finally:
         follows_pages.cache_clear()
     asked = [module.count('call void @"llvm.prefetch.p0"(') for module in modules]
-    # One for each tile's result; and of a group one line, or those of weights (4) and scales of all tiles.
+    # One for each tile's result; and of a group one line, or those of weights (4) and scales of all
+    # tiles.
     assert asked == [1 + (1 if processor == "znver4" else 5), 2 + 10]

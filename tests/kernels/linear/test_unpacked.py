@@ -1,4 +1,6 @@
-"""Weights unpacked beforehand give the bits of the plain form, however many tiles, groups and panels there are."""
+"""Weights unpacked beforehand give the bits of the plain form, however many tiles, groups and
+panels there are.
+"""
 
 import re
 
@@ -43,8 +45,9 @@ def test_a_tile_against_more_panels_than_one_unpacking_serves(kind, fine):
 
 @pytest.mark.parametrize("kind", INT_KINDS)
 def test_sums_stay_in_registers_and_loops_stay_loops(kind):
-    """Four tokens of two quads: 16 products and no vector on the stack; how often that is written is how often sums of
-    16 bits are widened."""
+    """Four tokens of two quads: 16 products and no vector on the stack; how often that is written
+    is how often sums of 16 bits are widened.
+    """
     assembly = tile_assembly(
         UnpackedTiles(kind, 4, False), "x86_64-unknown-linux-gnu", "znver3", optimize=True
     )

@@ -1,4 +1,6 @@
-"""Quantization of weights: the kernel equals its NumPy form to the bit, beats rounding, and is exact if it can be."""
+"""Quantization of weights: the kernel equals its NumPy form to the bit, beats rounding, and is
+exact if it can be.
+"""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,6 @@
-"""Experts against their NumPy specification: who goes where exactly, results but for the oracle's fma."""
+"""Experts against their NumPy specification: who goes where exactly, results but for the oracle's
+fma.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ def test_a_broken_token_has_experts_and_no_number(score, bad):
 
 
 class Layer(NamedTuple):
-    """Experts of one layer: `rows` of the packed matrices by expert, and all of them packed as one."""
+    """Experts of one layer: `rows` of the packed matrices by expert, and all of them packed as
+    one.
+    """
 
     kind: str
     experts: int
@@ -221,7 +225,9 @@ def _layer(kind, *, biased=False, gated=True):
 
 
 def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
-    """`before` and what the experts add, by the operations of a layer; without `add` what they add."""
+    """`before` and what the experts add, by the operations of a layer; without `add` what they
+    add.
+    """
     tokens = len(x)
     kind = NUMBERS[layer.kind]
     used = ROUTING.used
@@ -243,16 +249,47 @@ def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
     )
     sizes = {lt.F_EXPERTS: layer.experts, lt.F_USED: used}
     quant = 0 if is_float else kind
-    program.add(lt.OP_SPREAD, {**sizes, lt.F_SRC: lt.B_NORMED, lt.F_SRC_STEP: row, lt.F_COUNT: layer.hidden,
-                               lt.F_QUANT: quant, lt.F_DST_STEP: row})  # fmt: skip
+    program.add(
+        lt.OP_SPREAD,
+        {
+            **sizes,
+            lt.F_SRC: lt.B_NORMED,
+            lt.F_SRC_STEP: row,
+            lt.F_COUNT: layer.hidden,
+            lt.F_QUANT: quant,
+            lt.F_DST_STEP: row,
+        },
+    )
     shared = {**sizes, lt.F_KIND: kind, lt.F_UNIT: 3}
-    program.add(lt.OP_EXPERTS_GATED, {**shared, **matrix_fields(program, layer.all_gate_up), lt.F_COUNT: layer.inner,
-                                      lt.F_INPUTS: layer.hidden, lt.F_SRC_STEP: row, lt.F_DST_STEP: layer.inner,
-                                      lt.F_ACT: layer.act, lt.F_QUANT: quant, **_bias(program, layer, 0)})  # fmt: skip
-    program.add(lt.OP_EXPERTS_DOWN, {**shared, **matrix_fields(program, layer.all_down), lt.F_COUNT: layer.hidden,
-                                     lt.F_INPUTS: layer.inner, lt.F_SRC_STEP: layer.inner, lt.F_DST: lt.B_HIDDEN,
-                                     lt.F_DST_STEP: row, lt.F_ADD: int(add), **_bias(program, layer, 1)},
-                {lt.P_FACTOR: extra.factor})  # fmt: skip
+    program.add(
+        lt.OP_EXPERTS_GATED,
+        {
+            **shared,
+            **matrix_fields(program, layer.all_gate_up),
+            lt.F_COUNT: layer.inner,
+            lt.F_INPUTS: layer.hidden,
+            lt.F_SRC_STEP: row,
+            lt.F_DST_STEP: layer.inner,
+            lt.F_ACT: layer.act,
+            lt.F_QUANT: quant,
+            **_bias(program, layer, 0),
+        },
+    )
+    program.add(
+        lt.OP_EXPERTS_DOWN,
+        {
+            **shared,
+            **matrix_fields(program, layer.all_down),
+            lt.F_COUNT: layer.hidden,
+            lt.F_INPUTS: layer.inner,
+            lt.F_SRC_STEP: layer.inner,
+            lt.F_DST: lt.B_HIDDEN,
+            lt.F_DST_STEP: row,
+            lt.F_ADD: int(add),
+            **_bias(program, layer, 1),
+        },
+        {lt.P_FACTOR: extra.factor},
+    )
     program.run(extra.threads)
     return out[:, : layer.hidden], routed
 
@@ -278,8 +315,9 @@ def _data(layer, tokens):
 
 @pytest.mark.parametrize(("kind", "tokens", "how"), pairwise(FORMATS, (1, 4, 23), HOWS))
 def test_experts_equal_the_specification(kind, tokens, how):
-    """Each expert's matrices are those of the linear kernels, which have an oracle of their own, row by row; then the
-    walk over the experts."""
+    """Each expert's matrices are those of the linear kernels, which have an oracle of their own,
+    row by row; then the walk over the experts.
+    """
     layer = _layer(kind, **HOWS[how])
     x, logits, before = _data(layer, tokens)
 
@@ -300,7 +338,8 @@ def test_experts_equal_the_specification(kind, tokens, how):
     chosen, shares = route_rows(logits, ROUTING)
     np.testing.assert_array_equal(routed.chosen, chosen)
     expected = mixed_rows(x, before, chosen, shares * np.float32(0.5), mlp, layer.experts)
-    # An inner number on the edge between two codes may fall to either side: the oracle's activation is in float64.
+    # An inner number on the edge between two codes may fall to either side: the oracle's activation
+    # is in float64.
     size = 1 if how == "silu" else 16  # inner numbers go to 56
     np.testing.assert_allclose(
         out, expected, rtol=1e-5, atol=size * (2e-6 if kind in ("f32", "bf16") else 2e-3)
@@ -322,7 +361,9 @@ def test_what_experts_give_alone_does_not_depend_on_what_was_there(kind, tokens,
 
 @pytest.mark.parametrize("tokens", [1, 23])
 def test_biased_experts_equal_plain_numpy(tokens):
-    """Nothing of the kernels is in the expectation: biases before the share, gates limited on one side, ups on both."""
+    """Nothing of the kernels is in the expectation: biases before the share, gates limited on one
+    side, ups on both.
+    """
     layer = _layer("f32", biased=True)
     x, logits, before = _data(layer, tokens)
     shapes = (2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)
@@ -345,8 +386,14 @@ def test_biased_experts_equal_plain_numpy(tokens):
 
     chosen, shares = route_rows(logits.astype(np.float64), ROUTING)
     wide = x.astype(np.float64)
-    expected = mixed_rows(wide, before.astype(np.float64), chosen, shares,
-                          lambda expert, rows: expert_rows(rows, experts[expert], swiglu), EXPERTS)  # fmt: skip
+    expected = mixed_rows(
+        wide,
+        before.astype(np.float64),
+        chosen,
+        shares,
+        lambda expert, rows: expert_rows(rows, experts[expert], swiglu),
+        EXPERTS,
+    )
     out, _ = _run(layer, x, logits, before)
     assert np.linalg.norm(out - expected) <= 1e-6 * np.linalg.norm(expected)
 
@@ -383,7 +430,9 @@ def test_what_is_not_finite_stays_with_its_token(kind, how):
 
 
 def test_experts_are_added_by_ascending_number(monkeypatch):
-    """The first two cancel, exactly; in any other order the third would be lost in their rounding."""
+    """The first two cancel, exactly; in any other order the third would be lost in their
+    rounding.
+    """
     layer = _layer("f32")
     rng = np.random.default_rng(2)
     wide, down = (rng.standard_normal(s, dtype=np.float32) for s in ((2 * 96, 80), (80, 96)))

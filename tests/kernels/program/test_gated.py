@@ -16,9 +16,17 @@ from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 Floats = npt.NDArray[np.float32]
 # Formats of the matrix and of the reader of what comes out.
 KINDS = [
-    ("int4", "int4"), ("int8", "int4-asym"), ("int4-asym", "int8"), ("q4k", "q6k"), ("q5k", "q4k"), ("q6k", "q5k"),
-    ("q4k", "int8"), ("int4t", "int4t"), ("int4t", "int4"), ("int4t", "q6k"),
-]  # fmt: skip
+    ("int4", "int4"),
+    ("int8", "int4-asym"),
+    ("int4-asym", "int8"),
+    ("q4k", "q6k"),
+    ("q5k", "q4k"),
+    ("q6k", "q5k"),
+    ("q4k", "int8"),
+    ("int4t", "int4t"),
+    ("int4t", "int4"),
+    ("int4t", "q6k"),
+]
 EVERY_TIME = [(ACT_SILU, 1), (ACT_RELU2, 3), (ACT_SILU, 8), (ACT_RELU2, 15)]
 
 

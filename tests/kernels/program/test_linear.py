@@ -1,4 +1,6 @@
-"""Matrices of every weight format against their specification: integers exactly, floats but for fma."""
+"""Matrices of every weight format against their specification: integers exactly, floats but for
+fma.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +78,9 @@ def test_linear_equals_the_specification(kind, fine, shape):
     ],
 )
 def test_integer_sums_are_exact_at_the_extremes(kind, values):
-    """One group with scales of one: the output is the integer sum itself, of the first and last values."""
+    """One group with scales of one: the output is the integer sum itself, of the first and last
+    values.
+    """
     rng = np.random.default_rng(1)
     table = np.array(values)
     x = rng.choice([-127, 127], (9, 32)).astype(np.float32)

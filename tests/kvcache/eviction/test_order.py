@@ -1,4 +1,6 @@
-"""The order of what is cached against a model that sorts everything anew for each entry it gives up."""
+"""The order of what is cached against a model that sorts everything anew for each entry it gives
+up.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from kvboost_edge.kvcache.eviction.order import AGAIN, ONCE, RETAINED, CachedOrd
 
 @dataclasses.dataclass
 class Model:
-    """The rules of `CachedOrder` as sentences. entries: key -> (owner, ONCE, AGAIN or RETAINED, when); retaining: the
-    owners that retained something since they came, in order."""
+    """The rules of `CachedOrder` as sentences. entries: key -> (owner, ONCE, AGAIN or RETAINED,
+    when); retaining: the owners that retained something since they came, in order.
+    """
 
     capacity: int
     retaining: dict[bytes, None] = dataclasses.field(default_factory=dict)

@@ -108,7 +108,9 @@ def test_at_most_half_of_the_pool_may_be_allowed(limit):
 
 
 def test_one_tenants_pins_leave_the_others_their_floors():
-    """a pins all it may and reads on; b keeps the half of the pool that nobody can pin, as far as it is its share."""
+    """a pins all it may and reads on; b keeps the half of the pool that nobody can pin, as far as
+    it is its share.
+    """
     manager = KVCacheManager(40, B, policy=TenantFloors)
     for owner, root, blocks in ((b"b", OTHER, 10), (b"a", ROOT, 20)):
         table = manager.open_table([1] * (blocks * B), root, owner=owner)
@@ -135,8 +137,9 @@ def test_the_bookkeeping_is_compared():
 
 
 def test_owners_have_shares_of_the_bound_and_learn_nothing_of_one_another():
-    """With shares that add up to 1 each owner pins its own, however much the other pinned before, and a refusal is the
-    same to the letter whether others pinned or not."""
+    """With shares that add up to 1 each owner pins its own, however much the other pinned before,
+    and a refusal is the same to the letter whether others pinned or not.
+    """
     refusals = []
     for others in (False, True):
         manager = warmed(24, *([n] * 8 for n in range(1, 5)))

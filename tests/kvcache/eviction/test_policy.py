@@ -1,4 +1,6 @@
-"""The eviction policy is an object: the order of the LRU, and what the pool and the manager ask any policy."""
+"""The eviction policy is an object: the order of the LRU, and what the pool and the manager ask any
+policy.
+"""
 
 import random
 

@@ -77,7 +77,9 @@ def test_uses_by_themselves():
 
 @pytest.mark.parametrize(("policy", "expected"), [(LeastRecentlyUsed, 0), (TenantFloors, 5 * 4)])
 def test_one_off_documents_do_not_flush_conversations(policy, expected):
-    """Three documents are more than LRU keeps; what was missed in the first rounds teaches the order."""
+    """Three documents are more than LRU keeps; what was missed in the first rounds teaches the
+    order.
+    """
     manager = KVCacheManager(40, B, policy=policy)
     chats = [[number] * 2 * B for number in range(1, 5)]
     hits = 0

@@ -26,7 +26,9 @@ def test_an_answer_leaves_one_snapshot_that_moves():
 
 
 def test_of_an_answer_with_small_states_all_but_the_last_are_a_backbone():
-    """Long answers drive out no ends and borders of others; what is between them is there while there is room."""
+    """Long answers drive out no ends and borders of others; what is between them is there while
+    there is room.
+    """
     manager = manager_of(num_slots=12, every_block=True)
     tokens = list(range(6))
     states = states_of(manager)

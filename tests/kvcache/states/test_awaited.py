@@ -1,4 +1,6 @@
-"""Tables that wait for blocks and a state from elsewhere: what they share, and where the state goes."""
+"""Tables that wait for blocks and a state from elsewhere: what they share, and where the state
+goes.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Snapshots of several owners under one manager: whatever one of them does, the other has its part."""
+"""Snapshots of several owners under one manager: whatever one of them does, the other has its
+part.
+"""
 
 import pytest
 

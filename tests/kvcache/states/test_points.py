@@ -133,7 +133,9 @@ def test_where_nobody_says_otherwise_a_backbone_has_1024_tokens_between():
 
 
 def test_what_conversations_begin_with_outlasts_a_long_one():
-    """Each turn goes on from the end of the answer before, and so uses what the system message ends with."""
+    """Each turn goes on from the end of the answer before, and so uses what the system message ends
+    with.
+    """
     manager = manager_of(num_blocks=200, num_slots=6)
     tokens = list(range(2 * B))
     for turn in range(1, 20):

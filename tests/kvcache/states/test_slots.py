@@ -122,7 +122,9 @@ def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more():
 
 
 def test_nothing_stays_for_ever():
-    """An end that nobody came back to makes room for junctions after so many snapshots as the rule says."""
+    """An end that nobody came back to makes room for junctions after so many snapshots as the rule
+    says.
+    """
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
     for count in range(1, 20):
@@ -133,7 +135,9 @@ def test_nothing_stays_for_ever():
 
 
 def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
-    """There may be one behind each block of a long prompt or answer: by the first count borders would go soon."""
+    """There may be one behind each block of a long prompt or answer: by the first count borders
+    would go soon.
+    """
     slots = StateSlots(4)
     kept(slots, 10, HINT)
     kept(slots, 11, PROMPT)

@@ -1,8 +1,9 @@
 """States of tables under random operations, against a simulated memory of blocks and of slots.
 
-Each slot of a block holds the prefix that its keys and values would stand for, each slot of states the prefix that its
-state would. Passes of several tables run at once: all read before one writes. A state of another prefix, one token
-ahead, of a pass that failed, or in a slot that somebody else got shows as a slot with other content.
+Each slot of a block holds the prefix that its keys and values would stand for, each slot of states
+the prefix that its state would. Passes of several tables run at once: all read before one writes. A
+state of another prefix, one token ahead, of a pass that failed, or in a slot that somebody else got
+shows as a slot with other content.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class StatesMachine(Asking):
         assert self.manager.states is not None
         return self.manager.states
 
-    # ---- the model -----------------------------------------------------------------------------------------------
+    # the model
 
     def block_of(self, prefix):
         """The published block at whose end a prefix is."""
@@ -109,7 +110,7 @@ class StatesMachine(Asking):
         for count, slot in plan.saves:
             self.held[slot] = one.prefix(start + count)
 
-    # ---- operations ----------------------------------------------------------------------------------------------
+    # operations
 
     @rule(
         tokens=tokens_lists,
@@ -149,7 +150,9 @@ class StatesMachine(Asking):
         stop=st.integers(0, 20),
     )
     def bring(self, tokens, root, behind, stop):
-        """Blocks come from elsewhere, up to some place, and then a state behind one of them, here before or not."""
+        """Blocks come from elsewhere, up to some place, and then a state behind one of them, here
+        before or not.
+        """
         tokens = tokens[: len(tokens) // self.size * self.size]
         one = Open(self.manager.open_load(tokens, root), tokens, root)
         start = one.table.num_computed_tokens
@@ -181,7 +184,9 @@ class StatesMachine(Asking):
         fails=st.sampled_from([False] * 5 + [True]),
     )
     def compute(self, numbers, count, fails):
-        """A pass over the next tokens of several tables: all states are read before one is written."""
+        """A pass over the next tokens of several tables: all states are read before one is
+        written.
+        """
         members = list(dict.fromkeys(self.pick(number) for number in numbers))
         starts = {one: one.table.num_computed_tokens for one in members}
         stops = {one: min(len(one.tokens), starts[one] + count) for one in members}
@@ -223,7 +228,9 @@ class StatesMachine(Asking):
         fails=st.sampled_from([False] * 5 + [True]),
     )
     def compute_with_drafts(self, number, guesses, right, fails):
-        """One certain token, then guesses, of which the first ones are right: the state takes those in afterwards."""
+        """One certain token, then guesses, of which the first ones are right: the state takes those
+        in afterwards.
+        """
         one = self.pick(number)
         start = one.table.num_computed_tokens
         right = min(right, len(guesses))
@@ -298,7 +305,7 @@ class StatesMachine(Asking):
     def reset(self):
         self.manager.reset()
 
-    # ---- what holds after every operation ------------------------------------------------------------------------
+    # what holds after every operation
 
     @invariant()
     def bookkeeping_agrees(self):
@@ -313,7 +320,9 @@ class StatesMachine(Asking):
 
     @invariant()
     def what_a_live_table_holds_is_found(self):
-        """In its own blocks: whatever was evicted, a prompt that goes on as it did finds all its full blocks."""
+        """In its own blocks: whatever was evicted, a prompt that goes on as it did finds all its
+        full blocks.
+        """
         for one in getattr(self, "live", []):
             if one.uses_cache:
                 full = one.table.num_computed_tokens // self.size

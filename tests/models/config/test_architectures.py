@@ -73,7 +73,8 @@ def test_gguf_files_are_those_that_are_read_and_that_the_tests_write():
     read = {known.model_type for known in GGUF.values()}
     archs = {**ARCHS, **HYBRID_ARCHS}
     assert _names(files="GGUF") == read | set(archs)
-    # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone; Nemotron-H's are two.
+    # EmbeddingGemma's is Gemma 3's with attention both ways, and makes vectors alone; Nemotron-H's
+    # are two.
     assert {MODEL_ARCH_NAMES[arch] for arch in archs.values()} == set(GGUF) - {
         "gemma-embedding",
         "nemotron_h_moe",
@@ -119,7 +120,10 @@ REFUSED = {
     "state space": ({"model_type": "mamba"}, "recurrent state of a kind that is not built"),
     "gemma 3n": ({"model_type": "gemma3n"}, "several streams of states"),
     "hybrid": ({"model_type": "jamba"}, "recurrent state"),
-    "known states": ({"model_type": "qwen3_next"}, "its states are known, but not how its layers and tensors are arr"),
+    "known states": (
+        {"model_type": "qwen3_next"},
+        "its states are known, but not how its layers and tensors are arr",
+    ),
     "states alone": ({"model_type": "mamba2"}, "no layer of it attends"),
     "decays by channel": ({"model_type": "kimi_linear"}, "a decay for each channel"),
     "head gates": ({"model_type": "lfm3"}, "gates of heads"),
@@ -128,13 +132,25 @@ REFUSED = {
     "own attention": ({"model_type": "falcon"}, "inside its own modules"),
     "latent": ({"model_type": "deepseek_v3"}, "latent"),
     "GLM-4.7-Flash": ({"model_type": "glm4_moe_lite"}, "latent"),
-    "latent with code": ({"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "latent"),
-    "latent, of a name that nobody knows": ({"model_type": "nobody_knows", "kv_lora_rank": 512}, "latent"),
+    "latent with code": (
+        {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "code.New"}},
+        "latent",
+    ),
+    "latent, of a name that nobody knows": (
+        {"model_type": "nobody_knows", "kv_lora_rank": 512},
+        "latent",
+    ),
     "latent inside": ({"model_type": "kimi_k25", "text_config": {"kv_lora_rank": 512}}, "latent"),
     "unknown": ({"model_type": "nobody_knows"}, "nobody_knows"),
-    "remote code": ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "code.New"),
-    "quantized": ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
-}  # fmt: skip
+    "remote code": (
+        {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}},
+        "code.New",
+    ),
+    "quantized": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+        "quantized",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -169,26 +185,61 @@ def test_rope_that_does_not_depend_on_the_length_runs_in_the_whole_context(rope)
 @pytest.mark.parametrize(
     ("config", "rope_type", "length"),
     [
-        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096}, "longrope", 4096),
         (
-            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": 4096},
-            "longrope", 4096,
-        ),
-        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096}, "longrope", 4096),
-        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}}, "longrope", 64),
-        ({"rope_scaling": {"type": "dynamic", "original_max_position_embeddings": 64}}, "dynamic", 64),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 99},
-                                 "sliding_attention": {"rope_type": "default"}}},
-            "dynamic", 99,
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+            "longrope",
+            4096,
         ),
         (
-            {"text_config": {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 80,
-                             "max_position_embeddings": 131072}},
-            "longrope", 80,
+            {
+                "model_type": "phi3",
+                "rope_scaling": {"type": "yarn"},
+                "original_max_position_embeddings": 4096,
+            },
+            "longrope",
+            4096,
+        ),
+        (
+            {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 4096},
+            "longrope",
+            4096,
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64}},
+            "longrope",
+            64,
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "original_max_position_embeddings": 64}},
+            "dynamic",
+            64,
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "dynamic",
+                        "original_max_position_embeddings": 99,
+                    },
+                    "sliding_attention": {"rope_type": "default"},
+                }
+            },
+            "dynamic",
+            99,
+        ),
+        (
+            {
+                "text_config": {
+                    "rope_scaling": {"rope_type": "longrope"},
+                    "original_max_position_embeddings": 80,
+                    "max_position_embeddings": 131072,
+                }
+            },
+            "longrope",
+            80,
         ),
     ],
-)  # fmt: skip
+)
 def test_rope_that_depends_on_the_length_pins_the_context(config, rope_type, length):
     config = {"model_type": "llama", "max_position_embeddings": 131072, **config}
     assert pinned_context(config) == PinnedContext(rope_type, length)

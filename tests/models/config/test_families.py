@@ -1,4 +1,6 @@
-"""Configs read into specs: the defaults of each family, rope kinds, and what is refused with its reason."""
+"""Configs read into specs: the defaults of each family, rope kinds, and what is refused with its
+reason.
+"""
 
 import math
 
@@ -35,7 +37,8 @@ def test_defaults_are_those_of_transformers(model_type):
     extra = {"head_dim": 32} if model_type == "mistral" else {}
     if model_type == "granitemoehybrid":
         extra = {"layer_types": ["attention"] * 8, "num_local_experts": 0}
-    # The width of its experts is none that is taken, and with so few channels neither are the heads of the other.
+    # The width of its experts is none that is taken, and with so few channels neither are the heads
+    # of the other.
     elif model_type == "nemotron_h":
         extra = {"layers_block_type": ["linear_attention", "full_attention", "mlp", "mlp"]}
     elif model_type == "falcon_h1":
@@ -84,13 +87,24 @@ def test_layers_without_rope():
     [
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 3.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 16, "mscale": 0.7,
-         "mscale_all_dim": 0.5},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "beta_fast": 16,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.5,
+        },
     ],
-)  # fmt: skip
+)
 def test_rope_frequencies_equal_transformers(settings):
     settings = {**settings, "rope_theta": 10000.0}
     found = rope_kind(settings, 64, 512)
@@ -127,8 +141,13 @@ def test_eps_must_be_a_number(value):
 
 
 def test_null_and_zero_mean_none():
-    spec = _spec("gemma2", sliding_window=None, layer_types=["full_attention"] * 8, attn_logit_softcapping=None,
-                 final_logit_softcapping=None)  # fmt: skip
+    spec = _spec(
+        "gemma2",
+        sliding_window=None,
+        layer_types=["full_attention"] * 8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    )
     assert (spec.softcap, spec.logit_cap) == (0.0, 0.0)
     assert {layer.window for layer in spec.layers} == {0}
     assert {layer.window for layer in _spec("mistral", sliding_window=None).layers} == {0}
@@ -185,8 +204,14 @@ def test_queries_of_ministral3_are_scaled_by_their_position():
         assert factors[position] == np.float32(expected)
     assert np.array_equal(scale.factors(16385), factors[:16385])
     for name, value in (("llama_4_scaling_beta", None), ("original_max_position_embeddings", -4)):
-        rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64,
-                "llama_4_scaling_beta": 0.1, name: value}  # fmt: skip
+        rope = {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "llama_4_scaling_beta": 0.1,
+            name: value,
+        }
         with pytest.raises(ModelFormatError, match=name):
             _spec("ministral3", rope_parameters=rope)
 
@@ -197,8 +222,16 @@ def test_hunyuans_dynamic_rope_is_static_with_an_alpha():
     base = 10000.0 * 1000.0 ** (128 / 126)
     assert spec.ropes[0].frequencies[1] == pytest.approx(base ** (-2 / 128), rel=1e-6)
     assert spec.max_context == 512
-    assert pinned_context({"model_type": "hunyuan_v1_dense", "original_max_position_embeddings": 64,
-                           "rope_scaling": rope}) is None  # fmt: skip
+    assert (
+        pinned_context(
+            {
+                "model_type": "hunyuan_v1_dense",
+                "original_max_position_embeddings": 64,
+                "rope_scaling": rope,
+            }
+        )
+        is None
+    )
     with pytest.raises(ModelFormatError, match="'dynamic' is not known"):
         _spec("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "factor": 2.0})
     for change, message in (

@@ -1,4 +1,6 @@
-"""config.json and generation_config.json: sizes under all their names, every EOS id, damage refused by key."""
+"""config.json and generation_config.json: sizes under all their names, every EOS id, damage refused
+by key.
+"""
 
 import json
 
@@ -34,8 +36,13 @@ def write(directory, config, generation=None):
 
 
 OLD = {
-    "model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 1024,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "vocab_size": 9,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 1024,
+}
 PART = {"model_type": "gemma3", "text_config": {"hidden_size": 8, "num_hidden_layers": 1}}
 
 

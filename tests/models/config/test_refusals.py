@@ -1,4 +1,6 @@
-"""Configs that make no sense, or ask for what is not known: each is refused by the key and its value."""
+"""Configs that make no sense, or ask for what is not known: each is refused by the key and its
+value.
+"""
 
 import pytest
 
@@ -9,13 +11,19 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.families import describe_model
 
 SIZES = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 NAN = float("nan")
 INF = float("inf")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-# A tiny model of HYBRIDS, or the type of a model with these sizes -> what is changed, and the message.
+# A tiny model of HYBRIDS, or the type of a model with these sizes -> what is changed, and the
+# message.
 REFUSED = {
     "falcon_h1": [
         ({"attention_bias": True}, "attention_bias=True is not known"),

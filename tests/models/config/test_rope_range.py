@@ -1,4 +1,6 @@
-"""rope_range="long": longrope beyond its original length, exact for all lengths, never mixed with "short"."""
+"""rope_range="long": longrope beyond its original length, exact for all lengths, never mixed with
+"short".
+"""
 
 import numpy as np
 import pytest
@@ -26,10 +28,13 @@ FIELDS = {
     "original_max_position_embeddings": ORIGINAL,
     "sliding_window": None,
     "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.75,
-        "short_factor": [1.0 + 0.2 * i for i in range(6)], "long_factor": [3.0 + 0.5 * i for i in range(6)],
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + 0.2 * i for i in range(6)],
+        "long_factor": [3.0 + 0.5 * i for i in range(6)],
     },
-}  # fmt: skip
+}
 PROMPT = np.random.default_rng(7).integers(0, 256, 150).tolist()
 
 
@@ -70,8 +75,12 @@ def test_contexts_and_the_notice_that_names_the_option(model_dir):
     assert (describe_model(short).max_context, describe_model(long).max_context) == (ORIGINAL, 512)
     assert "rope_range='long' takes the factors for longer ones" in pin_notice(short)
     assert pin_notice(long) == ""
-    dynamic = {"model_type": "llama", "max_position_embeddings": 512, "original_max_position_embeddings": 64,
-               "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}  # fmt: skip
+    dynamic = {
+        "model_type": "llama",
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+    }
     assert "pinned to 64" in pin_notice(dynamic)
     assert "rope_range" not in pin_notice(dynamic)
     assert LONG_RANGE in long

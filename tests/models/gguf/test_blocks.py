@@ -1,4 +1,6 @@
-"""Block formats of GGUF against the `gguf` package: float32 to the bit, codes exact where they are said to be."""
+"""Block formats of GGUF against the `gguf` package: float32 to the bit, codes exact where they are
+said to be.
+"""
 
 import re
 
@@ -148,7 +150,9 @@ def test_scales_of_iq4_xs_are_rounded_to_float16():
 
 
 def test_scales_of_mxfp4_outside_float16():
-    """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too small, or infinite."""
+    """Every exponent, before weights and before zeros of both signs: exact, or 0 where it is too
+    small, or infinite.
+    """
     raw = np.random.default_rng(6).integers(0, 256, (512, 17), dtype=np.uint8)
     raw[256:, 1:] = np.random.default_rng(7).choice(
         np.array([0x00, 0x80, 0x08, 0x88], np.uint8), (256, 16)

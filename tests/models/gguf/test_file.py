@@ -1,4 +1,6 @@
-"""The GGUF reader: what it reads equals the `gguf` package; damage is a ModelFormatError that names what is wrong."""
+"""The GGUF reader: what it reads equals the `gguf` package; damage is a ModelFormatError that names
+what is wrong.
+"""
 
 import struct
 import tracemalloc
@@ -87,37 +89,80 @@ DAMAGE = {
     "magic": (_patched(lambda d: d.__setitem__(slice(0, 4), b"GGML")), "not a GGUF file"),
     "old version": (_patched(lambda d: d.__setitem__(slice(4, 8), b"\1\0\0\0")), "version 1"),
     "big-endian": (_patched(lambda d: d.__setitem__(slice(4, 8), b"\0\0\0\3")), "big-endian"),
-    "tensor count": (_patched(lambda d: d.__setitem__(slice(8, 16), b"\xff" * 8)), "claims .* tensors"),
-    "key count": (_patched(lambda d: d.__setitem__(slice(16, 24), b"\xff" * 7 + b"\0")), "claims .* keys"),
-    "key length": (_patched(lambda d: d.__setitem__(slice(24, 32), b"\xff" * 8)), "key number 0.*limit"),
-    "value type": (_patched(lambda d: _number(d, b"llama.block_count", 0, 13, 4)), "llama.block_count.*type 13"),
-    "array length": (
-        _patched(lambda d: _number(d, b"tokenizer.ggml.tokens", 8, 1 << 60, 8)), "tokenizer.ggml.tokens",
+    "tensor count": (
+        _patched(lambda d: d.__setitem__(slice(8, 16), b"\xff" * 8)),
+        "claims .* tensors",
     ),
-    "nested array": (_patched(lambda d: _number(d, b"tokenizer.ggml.tokens", 4, 9, 4)), "tokenizer.ggml.tokens.*takes"),
-    "no truth value": (_patched(lambda d: _number(d, b"add_bos_token", 4, 7, 1)), "add_bos_token.*7"),
-    "twice the key": (_patched(lambda d: d.__setitem__(
-        slice(d.index(b"bos_token_id"), d.index(b"bos_token_id") + 12), b"eos_token_id")), "eos_token_id.*twice"),
-    "not UTF-8": (_patched(lambda d: _number(d, b"general.architecture", 12, 0xFF, 1)), "not UTF-8"),
+    "key count": (
+        _patched(lambda d: d.__setitem__(slice(16, 24), b"\xff" * 7 + b"\0")),
+        "claims .* keys",
+    ),
+    "key length": (
+        _patched(lambda d: d.__setitem__(slice(24, 32), b"\xff" * 8)),
+        "key number 0.*limit",
+    ),
+    "value type": (
+        _patched(lambda d: _number(d, b"llama.block_count", 0, 13, 4)),
+        "llama.block_count.*type 13",
+    ),
+    "array length": (
+        _patched(lambda d: _number(d, b"tokenizer.ggml.tokens", 8, 1 << 60, 8)),
+        "tokenizer.ggml.tokens",
+    ),
+    "nested array": (
+        _patched(lambda d: _number(d, b"tokenizer.ggml.tokens", 4, 9, 4)),
+        "tokenizer.ggml.tokens.*takes",
+    ),
+    "no truth value": (
+        _patched(lambda d: _number(d, b"add_bos_token", 4, 7, 1)),
+        "add_bos_token.*7",
+    ),
+    "twice the key": (
+        _patched(
+            lambda d: d.__setitem__(
+                slice(d.index(b"bos_token_id"), d.index(b"bos_token_id") + 12), b"eos_token_id"
+            )
+        ),
+        "eos_token_id.*twice",
+    ),
+    "not UTF-8": (
+        _patched(lambda d: _number(d, b"general.architecture", 12, 0xFF, 1)),
+        "not UTF-8",
+    ),
     "dimensions": (_patched(lambda d: _number(d, NAME, 0, 5, 4)), "attn_q.*5 dimensions"),
     "no rows": (_patched(lambda d: _number(d, NAME, 12, 0, 8)), "attn_q.*bad shape"),
     "overflow": (_patched(lambda d: _number(d, NAME, 12, 1 << 63, 8)), "attn_q.*bad shape"),
     "part of a block": (_patched(lambda d: _number(d, NAME, 4, 33, 8)), "attn_q.*multiples of 32"),
     "too large": (_patched(lambda d: _number(d, NAME, 12, 1 << 40, 8)), "attn_q.*truncated"),
     "too small": (_patched(lambda d: _number(d, NAME, 12, 1, 8)), "belong to none"),
-    "type not read": (_patched(lambda d: _number(d, NAME, 20, 16, 4)), "attn_q.*IQ2_XXS.*take a Q4_K_M"),
-    "type not known": (_patched(lambda d: _number(d, NAME, 20, 99, 4)), "attn_q.*type 99.*known are F32"),
-    "crooked offset": (_patched(lambda d: _number(d, NAME, 24, 33, 8)), "attn_q.*not a multiple of 32"),
+    "type not read": (
+        _patched(lambda d: _number(d, NAME, 20, 16, 4)),
+        "attn_q.*IQ2_XXS.*take a Q4_K_M",
+    ),
+    "type not known": (
+        _patched(lambda d: _number(d, NAME, 20, 99, 4)),
+        "attn_q.*type 99.*known are F32",
+    ),
+    "crooked offset": (
+        _patched(lambda d: _number(d, NAME, 24, 33, 8)),
+        "attn_q.*not a multiple of 32",
+    ),
     "overlap": (_patched(lambda d: _number(d, NAME, 24, 0, 8)), "overlaps"),
     "beyond the end": (_patched(lambda d: _number(d, NAME, 24, 1 << 40, 8)), "truncated"),
-    "twice the tensor": (_patched(lambda d: d.__setitem__(
-        slice(d.index(NAME), d.index(NAME) + len(NAME)), b"blk.0.attn_k.weight")), "attn_k.weight.*twice"),
+    "twice the tensor": (
+        _patched(
+            lambda d: d.__setitem__(
+                slice(d.index(NAME), d.index(NAME) + len(NAME)), b"blk.0.attn_k.weight"
+            )
+        ),
+        "attn_k.weight.*twice",
+    ),
     "header cut": (lambda data: data[:200], "truncated"),
     "data cut": (lambda data: data[:-40], "truncated"),
     "empty": (lambda data: b"", "truncated"),
     "more than there is": (lambda data: data + bytes(4128), "belong to none"),
     "something behind": (lambda data: data + bytes(50) + b"x", "belong to none"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -225,7 +270,9 @@ def test_other_alignment_is_read(tmp_path):
 
 
 def _mutated(data, header_bytes, rng):
-    """Bits flipped, bytes overwritten, moved, left out, put in, or the end cut off; mostly in the header."""
+    """Bits flipped, bytes overwritten, moved, left out, put in, or the end cut off; mostly in the
+    header.
+    """
     changed = bytearray(data)
     where = int(rng.integers(0, header_bytes if rng.random() < 0.8 else len(data)))
     kind = rng.integers(0, 6)
@@ -249,8 +296,9 @@ def _mutated(data, header_bytes, rng):
 
 
 def _parse(path):
-    """Everything that loading reads: keys, config, tokenizer, tensors. What is accepted lies where the `gguf` package
-    finds it, and has its values."""
+    """Everything that loading reads: keys, config, tokenizer, tensors. What is accepted lies where
+    the `gguf` package finds it, and has its values.
+    """
     tracemalloc.start()
     try:
         header = read_gguf(path)

@@ -1,4 +1,6 @@
-"""Numbers of GGUF files that are no numbers: found on disk, in every kind of block, wherever they stand."""
+"""Numbers of GGUF files that are no numbers: found on disk, in every kind of block, wherever they
+stand.
+"""
 
 import pytest
 
@@ -32,10 +34,24 @@ def test_nan_is_found(kind, where, tmp_path):
 
 # Where the numbers of a block are, by the definitions in ggml-common.h.
 NUMBERS = {
-    "F32": (0,), "F16": (0,), "BF16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (),
-}  # fmt: skip
-# Little endian; of each kind of number two NaN, the second with the fewest bits set, and both infinities.
+    "F32": (0,),
+    "F16": (0,),
+    "BF16": (0,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q3_K": (108,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+}
+# Little endian; of each kind of number two NaN, the second with the fewest bits set, and both
+# infinities.
 NOT_FINITE = {
     "F32": ("ffffffff", "0100807f", "0000807f", "000080ff"),
     "BF16": ("ffff", "817f", "807f", "80ff"),
@@ -49,7 +65,9 @@ def test_every_kind_is_searched():
 
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_one_number_that_is_not_finite_is_found(kind, tmp_path):
-    """In the first, an inner and the last block; whatever the codes beside it are, they are no number."""
+    """In the first, an inner and the last block; whatever the codes beside it are, they are no
+    number.
+    """
     path, tensor = _quantized(tmp_path, kind)
     assert tensor.type == kind
     nbytes = BLOCKS[kind].nbytes

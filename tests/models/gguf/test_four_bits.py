@@ -1,4 +1,6 @@
-"""Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256: whole models."""
+"""Files of Q4_K_M, IQ4_NL, IQ4_XS, MXFP4 and Q3_K, and of widths that are not whole blocks of 256:
+whole models.
+"""
 
 import logging
 
@@ -25,7 +27,9 @@ UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def _instead(name):
-    """What llama.cpp's quantizer takes for IQ4_XS, Q5_K and Q6_K where columns are not whole blocks of 256."""
+    """What llama.cpp's quantizer takes for IQ4_XS, Q5_K and Q6_K where columns are not whole blocks
+    of 256.
+    """
     return {"IQ4_XS": "IQ4_NL", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}[iq4_xs(name)]
 
 
@@ -64,7 +68,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_logits_are_the_same_in_any_pass_and_near_the_floats(name, case, tmp_path):
-    """With a bias and without; prompts at once and in pieces. The floats are those of the package, see test_blocks."""
+    """With a bias and without; prompts at once and in pieces. The floats are those of the package,
+    see test_blocks.
+    """
     kind, sizes = CASES[case]
     path = save_gguf(name, tmp_path, sizes, kind=kind)
     found, exact = logits_in_any_pass(path)
@@ -124,7 +130,9 @@ def test_formats_of_a_file(case, expected, most, tmp_path):
 
 @pytest.mark.parametrize("kind", ["IQ4_NL", "IQ4_XS", "MXFP4", "Q3_K"])
 def test_rows_in_transformers_order(kind, tmp_path):
-    """Of a family whose rows are reordered: floats and codes of any range of rows belong together."""
+    """Of a family whose rows are reordered: floats and codes of any range of rows belong
+    together.
+    """
     path = save_gguf("llama", tmp_path, WIDE, kind=kind)
     name = "model.layers.1.self_attn.k_proj.weight"
     header = read_gguf(path)
@@ -167,7 +175,9 @@ def mxfp4(tmp_path):
 
 
 def _with_exponent(path, exponent):
-    """The same file with another scale in block 300 of a tensor, whose weights are not all zeros."""
+    """The same file with another scale in block 300 of a tensor, whose weights are not all
+    zeros.
+    """
     with GgufSource(read_gguf(path)) as source:
         tensor = source._tensor(UP)
     data = bytearray(path.read_bytes())

@@ -1,4 +1,6 @@
-"""Gemma 4 from GGUF: config and tensors make the model that the file was written of; what contradicts is refused."""
+"""Gemma 4 from GGUF: config and tensors make the model that the file was written of; what
+contradicts is refused.
+"""
 
 import numpy as np
 import pytest
@@ -76,8 +78,11 @@ def test_gate_and_up_may_be_tensors_of_their_own(tmp_path):
     for layer in range(LAYERS):
         both = tensors_of(model)[f"model.layers.{layer}.experts.gate_up_proj"]
         gate, up = np.split(both, 2, axis=1)
-        more |= {f"blk.{layer}.ffn_gate_up_exps.weight": None, f"blk.{layer}.ffn_gate_exps.weight": gate.copy(),
-                 f"blk.{layer}.ffn_up_exps.weight": up.copy()}  # fmt: skip
+        more |= {
+            f"blk.{layer}.ffn_gate_up_exps.weight": None,
+            f"blk.{layer}.ffn_gate_exps.weight": gate.copy(),
+            f"blk.{layer}.ffn_up_exps.weight": up.copy(),
+        }
     apart = write_gguf(model, tmp_path / "apart.gguf", more=more)
     with GgufSource(read_gguf(whole)) as one, GgufSource(read_gguf(apart)) as other:
         assert one.names() == other.names()
@@ -86,21 +91,41 @@ def test_gate_and_up_may_be_tensors_of_their_own(tmp_path):
 
 
 BAD_EXPERTS = {
-    "no factors of the router": ({"more": {"blk.2.ffn_gate_inp.scale": None}}, "lacks tensor .*router.scale"),
-    "no factors of experts": ({"more": {"blk.2.ffn_down_exps.scale": None}}, "lacks tensor .*per_expert_scale"),
+    "no factors of the router": (
+        {"more": {"blk.2.ffn_gate_inp.scale": None}},
+        "lacks tensor .*router.scale",
+    ),
+    "no factors of experts": (
+        {"more": {"blk.2.ffn_down_exps.scale": None}},
+        "lacks tensor .*per_expert_scale",
+    ),
     "factors of fewer experts": (
-        {"more": {"blk.2.ffn_down_exps.scale": np.ones(5, np.float32)}}, r"per_expert_scale' has shape \(5,\)",
+        {"more": {"blk.2.ffn_down_exps.scale": np.ones(5, np.float32)}},
+        r"per_expert_scale' has shape \(5,\)",
     ),
     "a factor that is NaN": (
-        {"more": {"blk.2.ffn_down_exps.scale": np.array([1, 1, np.nan, 1, 1, 1], np.float32)}}, "holds NaN",
+        {"more": {"blk.2.ffn_down_exps.scale": np.array([1, 1, np.nan, 1, 1, 1], np.float32)}},
+        "holds NaN",
     ),
-    "no norm": ({"more": {"blk.2.post_ffw_norm_1.weight": None}}, "lacks tensor .*post_feedforward_layernorm_1"),
+    "no norm": (
+        {"more": {"blk.2.post_ffw_norm_1.weight": None}},
+        "lacks tensor .*post_feedforward_layernorm_1",
+    ),
     "fewer experts": ({"keys": {"expert_count": 5}}, r"has shape \(6, 64\), expected \(5, 64\)"),
-    "more of a token than there are": ({"keys": {"expert_used_count": 7}}, "top_k_experts=7 is above num_experts=6"),
-    "another width": ({"keys": {"expert_feed_forward_length": 32}}, r"has shape \(64, 64\), expected \(32, 64\)"),
+    "more of a token than there are": (
+        {"keys": {"expert_used_count": 7}},
+        "top_k_experts=7 is above num_experts=6",
+    ),
+    "another width": (
+        {"keys": {"expert_feed_forward_length": 32}},
+        r"has shape \(64, 64\), expected \(32, 64\)",
+    ),
     "a file that denies them": ({"keys": {"expert_count": 0}}, "is not known to the native runner"),
-    "another factor": ({"more": {"blk.2.ffn_up.scale": np.ones(1, np.float32)}}, "'blk.2.ffn_up.scale' is not known"),
-}  # fmt: skip
+    "another factor": (
+        {"more": {"blk.2.ffn_up.scale": np.ones(1, np.float32)}},
+        "'blk.2.ffn_up.scale' is not known",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD_EXPERTS)
@@ -118,7 +143,9 @@ def _write(directory, settings, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_config_and_tensors_make_the_same_model(name, tmp_path):
-    """transformers' model of our config, with our tensors, computes what the original one does, to the bit."""
+    """transformers' model of our config, with our tensors, computes what the original one does, to
+    the bit.
+    """
     directory, path = _write(tmp_path, MODELS[name])
     config = dict(Checkpoint.open(path, cache_dir=NO_CACHE).config)
     expected = makers_config(read_json(directory / "config.json"))
@@ -184,7 +211,10 @@ WORDED = {**SMALL, "vocab_size": len(TOKENS), "vocab_size_per_layer_input": len(
 
 def test_the_engine_chats_with_a_file_alone(tmp_path):
     """Tokenizer, template and endings from the file: an answer ends where a turn or a call does."""
-    template = "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] }}<turn|>\\n{% endfor %}"
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|turn>{{ m['role'] }}\\n{{ m['content'] "
+        "}}<turn|>\\n{% endfor %}"
+    )
     _, path = _write(tmp_path, WORDED, tokenizer={**METADATA, "tokenizer.chat_template": template})
     assert Checkpoint.open(path).generation().eos_token_ids == tuple(
         sorted(TOKENS.index(token) for token in ("<eos>", "<turn|>", "<|tool_response>"))
@@ -240,44 +270,117 @@ TABLE = "per_layer_token_embd.weight"
 ONES = np.ones(32, np.float32)
 SLIDES = [True, True, False, True, False, True, True, False]
 REFUSED = {
-    "no table": (SMALL, {"more": {TABLE: None}}, f"lacks the tensor '{TABLE}', which .*per_layer_input=16 needs"),
-    "another table": (SMALL, {"more": {TABLE: np.ones((300, 127), np.float32)}}, r"contradicts .*\(300, 127\)"),
-    "fewer rows": (SMALL, {"more": {TABLE: np.ones((299, 128), np.float32)}}, r"contradicts .*\(299, 128\)"),
+    "no table": (
+        SMALL,
+        {"more": {TABLE: None}},
+        f"lacks the tensor '{TABLE}', which .*per_layer_input=16 needs",
+    ),
+    "another table": (
+        SMALL,
+        {"more": {TABLE: np.ones((300, 127), np.float32)}},
+        r"contradicts .*\(300, 127\)",
+    ),
+    "fewer rows": (
+        SMALL,
+        {"more": {TABLE: np.ones((299, 128), np.float32)}},
+        r"contradicts .*\(299, 128\)",
+    ),
     "a table of no width": (
-        SMALL, {"keys": {"embedding_length_per_layer_input": 0}}, "per_layer_input=0 contradicts the tensor",
+        SMALL,
+        {"keys": {"embedding_length_per_layer_input": 0}},
+        "per_layer_input=0 contradicts the tensor",
     ),
-    "no pattern": (SMALL, {"keys": {"attention.sliding_window_pattern": 6}}, "pattern=6 must say of each layer"),
+    "no pattern": (
+        SMALL,
+        {"keys": {"attention.sliding_window_pattern": 6}},
+        "pattern=6 must say of each layer",
+    ),
     "a short pattern": (
-        SMALL, {"keys": {"attention.sliding_window_pattern": SLIDES[1:]}}, "an entry for each of the 8 layers",
+        SMALL,
+        {"keys": {"attention.sliding_window_pattern": SLIDES[1:]}},
+        "an entry for each of the 8 layers",
     ),
-    "a long list of widths": (SMALL, {"keys": {"feed_forward_length": [96] * 9}}, "has 9 entries for 8 layers"),
+    "a long list of widths": (
+        SMALL,
+        {"keys": {"feed_forward_length": [96] * 9}},
+        "has 9 entries for 8 layers",
+    ),
     "three widths": (
-        SMALL, {"keys": {"feed_forward_length": [96, 97, *[96] * 6]}}, "must be one width for the first 5 layers",
+        SMALL,
+        {"keys": {"feed_forward_length": [96, 97, *[96] * 6]}},
+        "must be one width for the first 5 layers",
     ),
     "another width of sharing layers": (
-        SMALL, {"keys": {"feed_forward_length": [96] * 5 + [288] * 3}}, "or its double behind",
+        SMALL,
+        {"keys": {"feed_forward_length": [96] * 5 + [288] * 3}},
+        "or its double behind",
     ),
-    "a list of no width": (SMALL, {"keys": {"feed_forward_length": [0] * 8}}, "feed_forward_length=0 must be"),
+    "a list of no width": (
+        SMALL,
+        {"keys": {"feed_forward_length": [0] * 8}},
+        "feed_forward_length=0 must be",
+    ),
     "heads of no kind": (
-        LARGE, {"keys": {"attention.head_count_kv": [2, 1, 1, 2, 1, 2, 2, 1]}}, "one number for layers that slide",
+        LARGE,
+        {"keys": {"attention.head_count_kv": [2, 1, 1, 2, 1, 2, 2, 1]}},
+        "one number for layers that slide",
     ),
-    "few heads": (LARGE, {"keys": {"attention.head_count_kv": [2] * 7}}, "has 7 entries for 8 layers"),
+    "few heads": (
+        LARGE,
+        {"keys": {"attention.head_count_kv": [2] * 7}},
+        "has 7 entries for 8 layers",
+    ),
     "other heads with values": (
-        SMALL, {"keys": {"attention.head_count_kv": [2 if slide else 1 for slide in SLIDES]}}, "keys are values",
+        SMALL,
+        {"keys": {"attention.head_count_kv": [2 if slide else 1 for slide in SLIDES]}},
+        "keys are values",
     ),
-    "all shared": (SMALL, {"keys": {"attention.shared_kv_layers": 8}}, "shared_kv_layers=8 leaves none of 8 layers"),
-    "more shared": (SMALL, {"keys": {"attention.shared_kv_layers": 2**31}}, "shared_kv_layers=2147483648 leaves none"),
-    "values of some layers": (LARGE, {"more": {"blk.2.attn_v.weight": np.ones((64, 64), np.float32)}},
-                              "lacks the tensor 'blk.4.attn_v.weight'"),
-    "no values where it slides": (SMALL, {"more": {"blk.0.attn_v.weight": None}}, "'blk.0.attn_v.weight': keys are"),
-    "values of another length": (SMALL, {"keys": {"attention.value_length_swa": 16}}, "length_swa=16 must equal .*32"),
-    "a rope of a part": (SMALL, {"keys": {"rope.dimension_count_swa": 16}}, "dimension_count_swa=16 must be .*32"),
-    "no rope": (SMALL, {"more": {"rope_freqs.weight": None}}, "lacks the tensor 'rope_freqs.weight'"),
-    "another rope": (SMALL, {"more": {"rope_freqs.weight": 2 * ONES}}, "must be ones, then 1e\\+30"),
+    "all shared": (
+        SMALL,
+        {"keys": {"attention.shared_kv_layers": 8}},
+        "shared_kv_layers=8 leaves none of 8 layers",
+    ),
+    "more shared": (
+        SMALL,
+        {"keys": {"attention.shared_kv_layers": 2**31}},
+        "shared_kv_layers=2147483648 leaves none",
+    ),
+    "values of some layers": (
+        LARGE,
+        {"more": {"blk.2.attn_v.weight": np.ones((64, 64), np.float32)}},
+        "lacks the tensor 'blk.4.attn_v.weight'",
+    ),
+    "no values where it slides": (
+        SMALL,
+        {"more": {"blk.0.attn_v.weight": None}},
+        "'blk.0.attn_v.weight': keys are",
+    ),
+    "values of another length": (
+        SMALL,
+        {"keys": {"attention.value_length_swa": 16}},
+        "length_swa=16 must equal .*32",
+    ),
+    "a rope of a part": (
+        SMALL,
+        {"keys": {"rope.dimension_count_swa": 16}},
+        "dimension_count_swa=16 must be .*32",
+    ),
+    "no rope": (
+        SMALL,
+        {"more": {"rope_freqs.weight": None}},
+        "lacks the tensor 'rope_freqs.weight'",
+    ),
+    "another rope": (
+        SMALL,
+        {"more": {"rope_freqs.weight": 2 * ONES}},
+        "must be ones, then 1e\\+30",
+    ),
     "a rope that turns late": (
-        SMALL, {"more": {"rope_freqs.weight": np.where(np.arange(32) < 8, 1e30, 1).astype(np.float32)}}, "must be ones",
+        SMALL,
+        {"more": {"rope_freqs.weight": np.where(np.arange(32) < 8, 1e30, 1).astype(np.float32)}},
+        "must be ones",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,6 @@
-"""Hybrids from GGUF files that follow the converters' rules: the same tensors, and each trap of theirs."""
+"""Hybrids from GGUF files that follow the converters' rules: the same tensors, and each trap of
+theirs.
+"""
 
 import dataclasses
 
@@ -21,8 +23,9 @@ TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_a_gguf_file_is_the_same_model(name, tmp_path):
-    """Entries are equal to the bit, but for norms that files have with their 1, heads that have another order, and what
-    files have multiplied already."""
+    """Entries are equal to the bit, but for norms that files have with their 1, heads that have
+    another order, and what files have multiplied already.
+    """
     model = save_model(name, tmp_path / "model")
     spec, weights = plan_floats(model)
     found, stored = plan_floats(write_gguf(model, tmp_path / "m.gguf"))
@@ -40,8 +43,10 @@ def test_a_gguf_file_is_the_same_model(name, tmp_path):
 
 
 def test_value_heads_of_a_gguf_file_are_in_the_order_of_tiles(tmp_path):
-    """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in every tensor, so value
-    head h reads key head h mod 2. As transformers' own order read so they make another model."""
+    """Two key heads, four value heads: the file has value heads 0, 2, 1, 3 of transformers' in
+    every tensor, so value head h reads key head h mod 2. As transformers' own order read so they
+    make another model.
+    """
     model = save_model("qwen3_5_text", tmp_path / "model")
     config = read_json(model / "config.json")
     spec, weights = plan_floats(model)
@@ -86,7 +91,9 @@ def test_layers_that_guess_ahead_are_counted_among_the_blocks_and_not_used(tmp_p
 
 
 def test_a_list_of_blocks_counts_the_layers_that_guess_ahead(tmp_path):
-    """Nemotron's converter writes them into the lists, as one block that attends and has experts."""
+    """Nemotron's converter writes them into the lists, as one block that attends and has
+    experts.
+    """
     model = save_model("nemotron_h-moe", tmp_path / "model")
     expected = Checkpoint.open(write_gguf(model, tmp_path / "plain.gguf"))
     ahead = draft_layer(gguf_tensors(model), 4)
@@ -128,7 +135,9 @@ def test_a_nemotron_file_says_whether_shares_are_divided_by_their_sum(tmp_path):
 
 
 def test_a_granite_file_says_whether_there_is_rope(tmp_path):
-    """Files of the makers' models say that there is none; one that says nothing has it, as llama.cpp computes it."""
+    """Files of the makers' models say that there is none; one that says nothing has it, as
+    llama.cpp computes it.
+    """
     model = save_model("granitemoehybrid-h", tmp_path / "model")
     for said, rope in ((False, -1), (True, 0), (None, 0)):
         path = write_gguf(model, tmp_path / f"{said}.gguf", keys={"rope.scaling.finetuned": said})
@@ -202,44 +211,114 @@ def test_a_matrix_that_is_there_twice_is_refused(tmp_path):
 
 
 KEYS = {
-    "heads of two sizes": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 1, 0]}, "must be one number for all layers"),
-    "no layer attends": ("lfm2", {"attention.head_count_kv": [0] * 5}, "must be one number for all layers that attend"),
-    "one head too many": ("lfm2", {"attention.head_count_kv": [0, 2, 0, 2]}, "has 4 entries for 5 layers"),
+    "heads of two sizes": (
+        "lfm2",
+        {"attention.head_count_kv": [0, 2, 0, 1, 0]},
+        "must be one number for all layers",
+    ),
+    "no layer attends": (
+        "lfm2",
+        {"attention.head_count_kv": [0] * 5},
+        "must be one number for all layers that attend",
+    ),
+    "one head too many": (
+        "lfm2",
+        {"attention.head_count_kv": [0, 2, 0, 2]},
+        "has 4 entries for 5 layers",
+    ),
     "no taps": ("lfm2", {"shortconv.l_cache": None}, r"lacks the key 'lfm2\.shortconv\.l_cache'"),
-    "softmax for sigmoid": ("lfm2_moe", {"expert_gating_func": 1}, "expert_gating_func=1 must be 2, the sigmoid"),
-    "a scale of shares": ("lfm2_moe", {"expert_weights_scale": 2.0}, "expert_weights_scale' is not understood"),
-    "heads of values of another size": ("qwen3_5_text", {"ssm.inner_size": 64}, "must be 4 value heads of 32"),
+    "softmax for sigmoid": (
+        "lfm2_moe",
+        {"expert_gating_func": 1},
+        "expert_gating_func=1 must be 2, the sigmoid",
+    ),
+    "a scale of shares": (
+        "lfm2_moe",
+        {"expert_weights_scale": 2.0},
+        "expert_weights_scale' is not understood",
+    ),
+    "heads of values of another size": (
+        "qwen3_5_text",
+        {"ssm.inner_size": 64},
+        "must be 4 value heads of 32",
+    ),
     "keys and an MLP in a layer": (
-        "nemotron_h", {"feed_forward_length": [0, 96, 96, 0, 96]}, "=96 of layer 2, which has 2 key heads as well",
+        "nemotron_h",
+        {"feed_forward_length": [0, 96, 96, 0, 96]},
+        "=96 of layer 2, which has 2 key heads as well",
     ),
-    "values that are no heads": ("nemotron_h", {"ssm.time_step_rank": 3}, "=128 must be a multiple of 3 heads"),
-    "no norm's eps": ("nemotron_h", {"attention.layer_norm_epsilon": None}, "lacks the key 'nemotron_h.attention.lay"),
-    "softmax of Nemotron": ("nemotron_h-moe", {"expert_gating_func": 1}, "expert_gating_func=1 must be 2, the sigmoid"),
+    "values that are no heads": (
+        "nemotron_h",
+        {"ssm.time_step_rank": 3},
+        "=128 must be a multiple of 3 heads",
+    ),
+    "no norm's eps": (
+        "nemotron_h",
+        {"attention.layer_norm_epsilon": None},
+        "lacks the key 'nemotron_h.attention.lay",
+    ),
+    "softmax of Nemotron": (
+        "nemotron_h-moe",
+        {"expert_gating_func": 1},
+        "expert_gating_func=1 must be 2, the sigmoid",
+    ),
     "groups of experts": ("nemotron_h-moe", {"expert_group_count": 4}, "n_group=4 is not known"),
-    "a narrower projection": ("nemotron_h-moe", {"moe_latent_size": 32}, "moe_latent_size=32 is not known"),
-    "no layers of its own": ("qwen3_5_text", {"nextn_predict_layers": 5}, "leaves none of block_count=5 layers"),
-    "states without heads": (
-        "granitemoehybrid-h", {"ssm.time_step_rank": None}, r"lacks the key 'granitehybrid\.ssm\.time_step_rank'",
+    "a narrower projection": (
+        "nemotron_h-moe",
+        {"moe_latent_size": 32},
+        "moe_latent_size=32 is not known",
     ),
-    "heads that do not fit": ("granitemoehybrid-h", {"ssm.time_step_rank": 3}, "must be a multiple of 3 heads"),
-    "a width that is no multiple": ("granitemoehybrid-h", {"ssm.inner_size": 96}, "heads and of 64, the hidden size"),
-    "an uneven state": ("granitemoehybrid-h", {"ssm.state_size": 24}, "mamba_d_state=24 is no multiple of 16"),
+    "no layers of its own": (
+        "qwen3_5_text",
+        {"nextn_predict_layers": 5},
+        "leaves none of block_count=5 layers",
+    ),
+    "states without heads": (
+        "granitemoehybrid-h",
+        {"ssm.time_step_rank": None},
+        r"lacks the key 'granitehybrid\.ssm\.time_step_rank'",
+    ),
+    "heads that do not fit": (
+        "granitemoehybrid-h",
+        {"ssm.time_step_rank": 3},
+        "must be a multiple of 3 heads",
+    ),
+    "a width that is no multiple": (
+        "granitemoehybrid-h",
+        {"ssm.inner_size": 96},
+        "heads and of 64, the hidden size",
+    ),
+    "an uneven state": (
+        "granitemoehybrid-h",
+        {"ssm.state_size": 24},
+        "mamba_d_state=24 is no multiple of 16",
+    ),
     "all layers keep a state": (
-        "granitemoehybrid-h", {"attention.head_count_kv": [0, 0, 0]}, "must be one number for all layers that attend",
+        "granitemoehybrid-h",
+        {"attention.head_count_kv": [0, 0, 0]},
+        "must be one number for all layers that attend",
     ),
     "experts without a choice": (
-        "granitemoehybrid-experts", {"expert_used_count": None}, r"lacks the key 'granitehybrid\.expert_used_count'",
+        "granitemoehybrid-experts",
+        {"expert_used_count": None},
+        r"lacks the key 'granitehybrid\.expert_used_count'",
     ),
     "a width of experts": (
-        "granitemoehybrid-experts", {"expert_feed_forward_length": 64}, "expert_feed_forward_length' is not underst",
+        "granitemoehybrid-experts",
+        {"expert_feed_forward_length": 64},
+        "expert_feed_forward_length' is not underst",
     ),
     "a short list of kinds": (
-        "qwen3_5_text", {"attention.recurrent_layers": [True, False]}, "must be true or false for each of 5 blocks",
+        "qwen3_5_text",
+        {"attention.recurrent_layers": [True, False]},
+        "must be true or false for each of 5 blocks",
     ),
     "numbers for kinds": (
-        "qwen3_5_text", {"attention.recurrent_layers": [1, 1, 0, 1, 0]}, "must be true or false for each of 5 blocks",
+        "qwen3_5_text",
+        {"attention.recurrent_layers": [1, 1, 0, 1, 0]},
+        "must be true or false for each of 5 blocks",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -1,4 +1,6 @@
-"""GGUF files as models: tensors, configs and logits equal those of the safetensors model they were written from."""
+"""GGUF files as models: tensors, configs and logits equal those of the safetensors model they were
+written from.
+"""
 
 import logging
 
@@ -185,9 +187,14 @@ def test_path_summary_and_fingerprint(tmp_path):
 def _file(path, arch="llama", *, drop="", tensors=None, **keys):
     """A GGUF file of one tiny layer, with keys changed or dropped and tensors added or replaced."""
     sizes = {
-        "context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
-        "attention.head_count": 2, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
-    }  # fmt: skip
+        "context_length": 64,
+        "embedding_length": 32,
+        "block_count": 1,
+        "feed_forward_length": 64,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
     sizes.update({key.replace("__", "."): value for key, value in keys.items()})
     writer = GGUFWriter(path, arch)
     for key, value in sizes.items():
@@ -216,44 +223,71 @@ def _file(path, arch="llama", *, drop="", tensors=None, **keys):
 ONES = np.ones(8, dtype=np.float32)
 REFUSED = {
     "no context": ({"drop": "context_length"}, "lacks the key 'llama.context_length'"),
-    "no eps": ({"drop": "attention.layer_norm_rms_epsilon"}, "llama.attention.layer_norm_rms_epsilon"),
+    "no eps": (
+        {"drop": "attention.layer_norm_rms_epsilon"},
+        "llama.attention.layer_norm_rms_epsilon",
+    ),
     "no heads": ({"drop": "attention.head_count"}, "llama.attention.head_count"),
     "zero heads": ({"attention__head_count": 0}, "head_count=0 must be an integer from 1"),
     "text for a size": ({"block_count": "two"}, "block_count='two'"),
     "heads per layer": ({"attention__head_count_kv": [1, 2]}, "head_count_kv"),
     "odd heads": ({"attention__head_count_kv": 3}, "no multiple of 3"),
-    "values of another length": ({"attention__key_length": 16, "attention__value_length": 8}, "value_length=8"),
+    "values of another length": (
+        {"attention__key_length": 16, "attention__value_length": 8},
+        "value_length=8",
+    ),
     "other vocabulary": ({"vocab_size": 41}, "vocab_size=41.*40 rows"),
     "other width": ({"embedding_length": 64}, "embedding_length=64.*32 columns"),
-    "too many tokens": ({"tokenizer__ggml__tokens": [str(i) for i in range(41)]}, "41 tokens.*40 rows"),
+    "too many tokens": (
+        {"tokenizer__ggml__tokens": [str(i) for i in range(41)]},
+        "41 tokens.*40 rows",
+    ),
     "eos beyond": ({"tokenizer__ggml__eos_token_id": 40}, "eos_token_id=40 is beyond"),
     "no embedding": ({"tensors": {"token_embd.weight": None, "x": ONES}}, "token_embd.weight"),
     "experts": ({"expert_count": 8}, "lacks the key 'llama.expert_used_count'"),
     "encoder": ({"attention__causal": False}, "attention.causal=False"),
     "unknown key": ({"attention__clamp_kqv": 8.0}, "'llama.attention.clamp_kqv' is not understood"),
-    "too many layers": ({"block_count": 1 << 31}, "block_count=2147483648 must be an integer from 1 to 10000"),
-    "a window llama has not": ({"attention__sliding_window": 8}, "'llama.attention.sliding_window' is not understood"),
+    "too many layers": (
+        {"block_count": 1 << 31},
+        "block_count=2147483648 must be an integer from 1 to 10000",
+    ),
+    "a window llama has not": (
+        {"attention__sliding_window": 8},
+        "'llama.attention.sliding_window' is not understood",
+    ),
     "a scale llama has not": ({"logit_scale": 0.5}, "'llama.logit_scale' is not understood"),
     "infinite base": ({"rope__freq_base": float("inf")}, "rope.freq_base=inf"),
     "rope type": ({"rope__scaling__type": "longrope"}, "rope.scaling.type='longrope'"),
     "yarn without factor": ({"rope__scaling__type": "yarn"}, "rope.scaling.factor"),
     "a factor of yarn": (
-        {"rope__scaling__type": "yarn", "rope__scaling__factor": 8.0, "rope__scaling__yarn_attn_factor": 1.3,
-         "rope__scaling__original_context_length": 32}, "yarn_attn_factor=1.3 .*only 1 and 1.20794 are",
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 8.0,
+            "rope__scaling__yarn_attn_factor": 1.3,
+            "rope__scaling__original_context_length": 32,
+        },
+        "yarn_attn_factor=1.3 .*only 1 and 1.20794 are",
     ),
-    "long factors": ({"tensors": {"rope_factors_long.weight": ONES}}, "lacks tensor 'rope_factors_short.*longrope"),
+    "long factors": (
+        {"tensors": {"rope_factors_long.weight": ONES}},
+        "lacks tensor 'rope_factors_short.*longrope",
+    ),
     "factors of two kinds": (
-        {"tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")},
-         "rope__scaling__type": "linear"}, "'linear' contradicts the tensor 'rope_factors_short",
+        {
+            "tensors": {f"rope_factors_{name}.weight": ONES for name in ("long", "short")},
+            "rope__scaling__type": "linear",
+        },
+        "'linear' contradicts the tensor 'rope_factors_short",
     ),
     "factors": ({"tensors": {"rope_freqs.weight": ONES[:7]}}, r"rope_freqs.weight.*\(8,\)"),
     "negative factors": ({"tensors": {"rope_freqs.weight": -ONES}}, "rope_freqs.weight.*positive"),
     "two rope scalings": (
-        {"tensors": {"rope_freqs.weight": ONES}, "rope__scaling__type": "yarn"}, "contradicts the tensor",
+        {"tensors": {"rope_freqs.weight": ONES}, "rope__scaling__type": "yarn"},
+        "contradicts the tensor",
     ),
     "odd rope": ({"rope__dimension_count": 7}, "rope.dimension_count=7"),
     "part of a file": ({"split__count": 2}, "one of 2 parts.*does not end in -00001-of-00002.gguf"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -297,7 +331,9 @@ def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
 
 @pytest.mark.parametrize("has_output_bias", [True, False])
 def test_biases_of_queries_alone(has_output_bias, tmp_path):
-    """Llama's transformers model has all four or none; a file may lack the last, which is the same as zeros."""
+    """Llama's transformers model has all four or none; a file may lack the last, which is the same
+    as zeros.
+    """
     model = save_tiny_model("llama", tmp_path / "model", attention_bias=True, **WIDE)
     biases = {
         n: np.zeros_like(t) for n, t in tensors_of(model).items() if n.endswith("o_proj.bias")
@@ -377,8 +413,8 @@ def test_exaone4_of_64_layers_has_windows_unless_the_file_denies_it(keys, window
 
 
 # The last tokens of 40 with their types, the id of eos, and all ids that end a turn. <|end|> ends a
-# message of the turn where calls and turns have ends of their own, and else the turn. Gemma 4's file
-# says that <|tool_response>, where the caller has to answer a call, is text that is seen.
+# message of the turn where calls and turns have ends of their own, and else the turn. Gemma 4's
+# file says that <|tool_response>, where the caller has to answer a call, is text that is seen.
 ENDINGS = {
     "by text": ({"t37": 1, "t38": 1, "<|im_end|>": 3}, 5, (5, 7, 39)),
     "calls": ({"<|end|>": 3, "<|return|>": 3, "<|call|>": 3}, 38, (38, 39)),

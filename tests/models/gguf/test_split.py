@@ -1,4 +1,6 @@
-"""A GGUF model in several parts is the model in one file; parts that do not belong together are refused by name."""
+"""A GGUF model in several parts is the model in one file; parts that do not belong together are
+refused by name.
+"""
 
 import dataclasses
 import shutil

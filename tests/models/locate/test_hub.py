@@ -1,4 +1,6 @@
-"""GGUF files of the hub: the one that is meant is fetched, alone, whole, and again where it was cut off."""
+"""GGUF files of the hub: the one that is meant is fetched, alone, whole, and again where it was cut
+off.
+"""
 
 import logging
 import shutil
@@ -58,8 +60,9 @@ def test_only_the_file_that_is_meant_is_fetched(wanted, name, hub):
 def test_all_parts_of_a_split_model(hub):
     found = locate_model(f"{REPO}:bf16")
     assert sorted(path.name for path in found.parent.iterdir()) == [
-        "Tiny-1B-BF16-00001-of-00002.gguf", "Tiny-1B-BF16-00002-of-00002.gguf",
-    ]  # fmt: skip
+        "Tiny-1B-BF16-00001-of-00002.gguf",
+        "Tiny-1B-BF16-00002-of-00002.gguf",
+    ]
     assert found.name.endswith("00001-of-00002.gguf")
     with pytest.raises(
         ModelFormatError, match=r"lacks F32/Tiny-1B-F32-00001-of-00002.gguf of a model in 2 parts"
@@ -76,8 +79,15 @@ def test_the_modules_of_an_embedding_model_come_with_it_and_other_formats_do_not
         for path in source.rglob("*")
         if path.is_file()
     }
-    others = ("onnx/model.json", "openvino/config.json", "2bit/model.safetensors", "4_LSTM/config.json",
-              "4_Normalize/x", "consolidated.safetensors", "2_Dense/pytorch_model.bin")  # fmt: skip
+    others = (
+        "onnx/model.json",
+        "openvino/config.json",
+        "2bit/model.safetensors",
+        "4_LSTM/config.json",
+        "4_Normalize/x",
+        "consolidated.safetensors",
+        "2_Dense/pytorch_model.bin",
+    )
     with fake_hub(
         "someone/Vectors", {**files, **dict.fromkeys(others, b"{}")}, tmp_path / "hub", monkeypatch
     ) as hub:
@@ -98,7 +108,8 @@ def test_a_download_goes_on_where_it_was_cut_off(hub, monkeypatch):
             found = locate_model(f"{REPO}:Q4_K_M")
             break
         except ModelFormatError as error:
-            assert "could not be fetched" in str(error)  # noqa: PT017 - the client may try again by itself
+            # The client may try again by itself.
+            assert "could not be fetched" in str(error)  # noqa: PT017
     assert found.read_bytes() == FILES[name]
     assert [wanted for _, path, wanted in hub.asked if path == name and wanted] == ["bytes=40000-"]
 

@@ -1,4 +1,6 @@
-"""Made-up stores of other programs: each model is listed once, under the name that `locate_model` takes."""
+"""Made-up stores of other programs: each model is listed once, under the name that `locate_model`
+takes.
+"""
 
 import pytest
 from huggingface_hub import constants

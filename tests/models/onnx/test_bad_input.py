@@ -1,4 +1,6 @@
-"""Damaged and hostile ONNX files: each is refused by name, none is read past its end or costs more than it weighs."""
+"""Damaged and hostile ONNX files: each is refused by name, none is read past its end or costs more
+than it weighs.
+"""
 
 import random
 import time
@@ -294,7 +296,9 @@ def test_files_that_change_after_they_were_read(tmp_path):
 
 @pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])
 def test_damaged_files(count, tmp_path):
-    """Whatever bytes change, the model opens or is refused with our own error; nothing else happens, and soon."""
+    """Whatever bytes change, the model opens or is refused with our own error; nothing else
+    happens, and soon.
+    """
     folder = written(tmp_path / "m", form=Form(quantized_embedding=False))
     path = folder / "model.onnx"
     rng = random.Random(0)

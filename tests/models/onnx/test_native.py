@@ -1,4 +1,6 @@
-"""ONNX decoders on the native runner: the tensors, the configs and the logits equal those of transformers."""
+"""ONNX decoders on the native runner: the tensors, the configs and the logits equal those of
+transformers.
+"""
 
 import logging
 
@@ -47,8 +49,10 @@ def test_families_that_are_said_to_be_read_are_these():
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("genai", [True, False], ids=["genai", "hub"])
 def test_families_equal_transformers(name, genai, tmp_path):
-    """Codes, scales, norms, biases, rope and all constants are where they belong: float32 weights of the file's own
-    values give transformers' logits, with the config that the graph tells as with the model's own."""
+    """Codes, scales, norms, biases, rope and all constants are where they belong: float32 weights
+    of the file's own values give transformers' logits, with the config that the graph tells as with
+    the model's own.
+    """
     model = build_tiny_model(name, **FAMILIES[name])
     folder = write_onnx(model, tmp_path / "m", Form(genai=genai, packed=genai))
     checkpoint = Checkpoint.open(folder)
@@ -66,7 +70,9 @@ def test_families_equal_transformers(name, genai, tmp_path):
 
 
 def assert_logits_equal(model, folder):
-    """float32 weights of the file, against transformers with what the file holds; prefill in pieces."""
+    """float32 weights of the file, against transformers with what the file holds; prefill in
+    pieces.
+    """
     with torch.inference_mode():
         expected = (
             model.set_attn_implementation("eager")
@@ -98,8 +104,9 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_of_blocks(name, tmp_path):
-    """Any rows are scale * (code - zero point) as the writer has them; packed they are as near as the table says, and
-    exact where nothing has to be rounded."""
+    """Any rows are scale * (code - zero point) as the writer has them; packed they are as near as
+    the table says, and exact where nothing has to be rounded.
+    """
     form, kind, most = FORMS[name]
     model = build_tiny_model("llama", hidden_size=96, intermediate_size=224, head_dim=32)
     folder = write_onnx(model, tmp_path / "m", form)
@@ -183,8 +190,8 @@ def test_engine_keeps_the_files_formats_and_says_what_is_rounded(tmp_path, caplo
             assert engine.generate(messages, max_new_tokens=3).generated_tokens > 0
     assert distance(*found) <= 5e-2
     assert (
-        "4 bit in blocks of 64 with zero points: 15 tensors become int4-asym with a relative error of"
-        in caplog.text
+        "4 bit in blocks of 64 with zero points: 15 tensors become int4-asym with a relative "
+        "error of" in caplog.text
     )
     assert "F32: 1 tensors become int8 with a relative error of" in caplog.text
     assert (

@@ -1,4 +1,6 @@
-"""Which graphs the ONNX runner takes: what it must bind is found, and what it cannot do is refused by name."""
+"""Which graphs the ONNX runner takes: what it must bind is found, and what it cannot do is refused
+by name.
+"""
 
 import pytest
 
@@ -78,21 +80,47 @@ def test_the_config_says_how_wide_a_head_is_where_the_graph_does_not(tmp_path):
         ([IDS, *past()], present(), [], "has no output 'logits'"),
         ([IDS, *past()], [LOGITS], [], "lacks the output 'present.0.key'"),
         ([IDS, past()[0]], [LOGITS, *present()], [], "two for each layer"),
-        ([IDS, past()[0], past(layers=2)[2]], [LOGITS, *present(2)], [], "lacks the input 'past_key_values.0.value'"),
+        (
+            [IDS, past()[0], past(layers=2)[2]],
+            [LOGITS, *present(2)],
+            [],
+            "lacks the input 'past_key_values.0.value'",
+        ),
         ([IDS, *past((2, "past", 16))], [LOGITS, *present()], [], "expected .1, heads, past, dim."),
-        ([IDS, *past(("batch", "heads", "past", 16))], [LOGITS, *present()], [], "expected .1, heads, past, dim."),
+        (
+            [IDS, *past(("batch", "heads", "past", 16))],
+            [LOGITS, *present()],
+            [],
+            "expected .1, heads, past, dim.",
+        ),
         ([IDS, *past(kind="int8")], [LOGITS, *present()], [], "F32 or F16 are taken"),
-        ([IDS, wire.value("use_cache_branch", "bool", [1]), *past()], [LOGITS, *present()], [],
-         "the input 'use_cache_branch' of type BOOL is not known"),
-        ([wire.value("inputs_embeds", "float32", ["b", "s", 64]), *past()], [LOGITS, *present()], [],
-         "the input 'inputs_embeds'"),
-        ([IDS, *past()], [LOGITS, *present()], [attention(sliding_window_cache=1)], "sliding_window_cache=1"),
-        ([IDS, *past()], [LOGITS, *present()], [attention(k_quant_type="PER_TENSOR")], "k_quant_type='PER_TENSOR'"),
-        ([IDS, *past()], [LOGITS, *present()],
-         [BRANCH],
-         "runs a part of the graph by a condition"),
+        (
+            [IDS, wire.value("use_cache_branch", "bool", [1]), *past()],
+            [LOGITS, *present()],
+            [],
+            "the input 'use_cache_branch' of type BOOL is not known",
+        ),
+        (
+            [wire.value("inputs_embeds", "float32", ["b", "s", 64]), *past()],
+            [LOGITS, *present()],
+            [],
+            "the input 'inputs_embeds'",
+        ),
+        (
+            [IDS, *past()],
+            [LOGITS, *present()],
+            [attention(sliding_window_cache=1)],
+            "sliding_window_cache=1",
+        ),
+        (
+            [IDS, *past()],
+            [LOGITS, *present()],
+            [attention(k_quant_type="PER_TENSOR")],
+            "k_quant_type='PER_TENSOR'",
+        ),
+        ([IDS, *past()], [LOGITS, *present()], [BRANCH], "runs a part of the graph by a condition"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_named(inputs, outputs, nodes, message, tmp_path):
     with pytest.raises(ModelFormatError, match=message):
         past_layout(model(tmp_path, inputs, outputs, nodes), CONFIG)

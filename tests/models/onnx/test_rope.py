@@ -50,12 +50,18 @@ def test_theta_of_half_precision_tables(theta, tmp_path):
     "settings",
     [
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-        {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 512},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
         {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ],
     ids=lambda settings: settings["rope_type"],
-)  # fmt: skip
+)
 def test_scaled_rope_that_fits(settings, tmp_path):
     rope = rope_kind(settings, DIM, POSITIONS)
     found = rope_kind(rope_settings(of_kind(tmp_path, rope), DIM, POSITIONS), DIM, POSITIONS)
@@ -64,7 +70,9 @@ def test_scaled_rope_that_fits(settings, tmp_path):
 
 
 def test_scaled_rope_that_does_not_fit_is_refused(tmp_path):
-    """Cosines with a factor (yarn), frequencies that change at a position (longrope), and what is no rope at all."""
+    """Cosines with a factor (yarn), frequencies that change at a position (longrope), and what is
+    no rope at all.
+    """
     rope = rope_kind({"rope_theta": 1e4}, DIM, POSITIONS)
     angles = np.arange(POSITIONS, dtype=np.float64)[:, None] * np.array(rope.frequencies)
     long = np.where(np.arange(POSITIONS)[:, None] < 2048, angles, angles / 4)

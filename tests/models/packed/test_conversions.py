@@ -90,7 +90,8 @@ def test_formats_that_were_asked_for_are_named_too(model_dir, tmp_path, caplog):
     assert line.startswith("Q8_0: 14 tensors become int4-asym with a relative error of 0.")
     (line,) = _lines(write_gguf(model_dir, tmp_path / "n.gguf", kind="Q4_0"), "int4-asym", caplog)
     assert line.startswith(
-        "Q4_0: 2 tensors become int8 exactly, in 1.06 bytes a weight; the file has 0.56 (model.embed"
+        "Q4_0: 2 tensors become int8 exactly, in 1.06 bytes a weight; the file has 0.56 "
+        "(model.embed"
     )
     floats = write_gguf(model_dir, tmp_path / "f.gguf", kind="F16")
     assert (

@@ -1,4 +1,6 @@
-"""Packing where the disk is full, read-only or faulty, and where nothing is to be kept: it goes on in memory."""
+"""Packing where the disk is full, read-only or faulty, and where nothing is to be kept: it goes on
+in memory.
+"""
 
 import re
 import shutil
@@ -105,7 +107,9 @@ print(load_packed(model, plan, weights="f32", cache_dir=cache, num_threads=1).nb
 
 
 def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
-    """A limit on the size of files stands for the full disk: the system refuses the write itself."""
+    """A limit on the size of files stands for the full disk: the system refuses the write
+    itself.
+    """
     # Kernels are compiled before: their cache is files too.
     load(model_dir, tmp_path / "other", "f32").close()
     command = [sys.executable, "-W", "error", "-c", _LIMITED, str(model_dir), str(tmp_path)]
@@ -119,7 +123,9 @@ def test_a_disk_that_fills_up_while_writing(model_dir, tmp_path):
 
 
 def test_what_does_not_read_back_is_not_kept(model_dir, tmp_path, monkeypatch):
-    """Every byte is compared: one that the disk changes, whichever write it is in, ends the packing."""
+    """Every byte is compared: one that the disk changes, whichever write it is in, ends the
+    packing.
+    """
     load(model_dir, tmp_path / "good").close()
     size = only_file(tmp_path / "good").stat().st_size
     for at in (3, size // 2, size - 40):

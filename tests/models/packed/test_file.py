@@ -1,4 +1,6 @@
-"""Packed files: written once, checked, rebuilt when anything about them is wrong; never shared by two models."""
+"""Packed files: written once, checked, rebuilt when anything about them is wrong; never shared by
+two models.
+"""
 
 import dataclasses
 import itertools
@@ -160,7 +162,9 @@ def test_any_flipped_byte_is_found(model_dir, tmp_path):
 
 
 def test_no_mutation_of_a_file_gives_other_weights(model_dir, tmp_path):
-    """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it was."""
+    """1,000 mutations: each is refused, so that the weights are packed again, or the file is as it
+    was.
+    """
     good = content(load(model_dir, tmp_path))
     path = only_file(tmp_path)
     data = path.read_bytes()
@@ -202,8 +206,12 @@ def test_other_entries_or_another_fingerprint_are_another_file(model_dir, tmp_pa
     plan = pack_plan(spec_of(model_dir), "int8")
     fingerprint = Checkpoint.open(model_dir).fingerprint(cache_dir=tmp_path)
     wide = [dataclasses.replace(entry, kind="bf16") if entry.inputs else entry for entry in plan]
-    for entries, digest, weights in ((plan[:-1], fingerprint, "int8"), (wide, fingerprint, "int8"),
-                                     (plan, "0" * 64, "int8"), (plan, fingerprint, "int4")):  # fmt: skip
+    for entries, digest, weights in (
+        (plan[:-1], fingerprint, "int8"),
+        (wide, fingerprint, "int8"),
+        (plan, "0" * 64, "int8"),
+        (plan, fingerprint, "int4"),
+    ):
         assert (
             packed_file._open_checked(path, packed_file._header(entries, digest, weights), tmp_path)
             is None
@@ -222,9 +230,12 @@ def test_packing_is_logged_and_reported(model_dir, tmp_path, caplog):
     seen = []
     plan = pack_plan(spec_of(model_dir), "int4")
     packed = load_packed(
-        Checkpoint.open(model_dir), plan, weights="int4", cache_dir=tmp_path,
+        Checkpoint.open(model_dir),
+        plan,
+        weights="int4",
+        cache_dir=tmp_path,
         progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
+    )
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (packed.nbytes, packed.nbytes)
     packed.close()

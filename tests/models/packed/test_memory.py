@@ -1,4 +1,6 @@
-"""Packing streams: its memory is bounded by the packed weights and a constant, not by the checkpoint."""
+"""Packing streams: its memory is bounded by the packed weights and a constant, not by the
+checkpoint.
+"""
 
 import json
 import math
@@ -18,22 +20,42 @@ VOCAB = 49152
 HIDDEN = 320
 WIDE = 24576
 CONFIG = {
-    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 5, "num_key_value_heads": 5, "max_position_embeddings": 64,
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "max_position_embeddings": 64,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 EXPERTS = 64
 WIDTH = 1024
 WEIGHTS = EXPERTS * 2 * WIDTH * HIDDEN
 MIXTURE = {
-    **CONFIG, "model_type": "qwen3_moe", "vocab_size": 512, "num_hidden_layers": 1, "head_dim": 64,
-    "num_experts": EXPERTS, "num_experts_per_tok": 4, "moe_intermediate_size": WIDTH, "norm_topk_prob": True,
-}  # fmt: skip
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "num_hidden_layers": 1,
+    "head_dim": 64,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": WIDTH,
+    "norm_topk_prob": True,
+}
 GPT_OSS = {
-    **CONFIG, "model_type": "gpt_oss", "vocab_size": 512, "num_hidden_layers": 1, "head_dim": 64, "sliding_window": 32,
-    "num_local_experts": EXPERTS, "num_experts_per_tok": 4, "intermediate_size": WIDTH,
+    **CONFIG,
+    "model_type": "gpt_oss",
+    "vocab_size": 512,
+    "num_hidden_layers": 1,
+    "head_dim": 64,
+    "sliding_window": 32,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 4,
+    "intermediate_size": WIDTH,
     "quantization_config": {"quant_method": "mxfp4"},
-}  # fmt: skip
+}
 PACK = """
 import sys
 from pathlib import Path
@@ -75,7 +97,9 @@ print(process_peak(), packed.nbytes)
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """400 MB of float32 weights, all 0: the file is a hole, but its pages take memory like any other."""
+    """400 MB of float32 weights, all 0: the file is a hole, but its pages take memory like any
+    other.
+    """
     shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
     shapes["model.norm.weight"] = (HIDDEN,)
     for layer in range(LAYERS):
@@ -130,8 +154,10 @@ def test_peak_memory(is_kept, model_dir, tmp_path):
 def _around_experts():
     at = "model.layers.0."
     shapes = {
-        "model.embed_tokens.weight": (512, HIDDEN), "lm_head.weight": (512, HIDDEN), "model.norm.weight": (HIDDEN,),
-    }  # fmt: skip
+        "model.embed_tokens.weight": (512, HIDDEN),
+        "lm_head.weight": (512, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
     shapes |= {f"{at}self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
     return shapes | {
         f"{at}{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")
@@ -180,8 +206,9 @@ def _mixture(kind, directory):
 
 @pytest.mark.parametrize("kind", ["F32", "Q4_0", "MXFP4"])
 def test_a_tensor_of_all_experts_is_never_held_whole(kind, tmp_path):
-    """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which is less than two
-    threads would that hold 4 bits and a code of each weight."""
+    """Packing reads one expert's rows at a time: beside the file it takes what `doctor` says, which
+    is less than two threads would that hold 4 bits and a code of each weight.
+    """
     model = _mixture(kind, tmp_path / "model")
     weights = "int4" if kind == "F32" else "auto"
     command = [sys.executable, "-c", PACK, str(model), str(tmp_path / "cache"), weights]
@@ -192,7 +219,9 @@ def test_a_tensor_of_all_experts_is_never_held_whole(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K_M", "MXFP4"])
 def test_a_few_rows_of_an_expert_are_read_alone(kind, tmp_path):
-    """They take less than half the expert's matrix in the file: packing cuts large ones into pieces."""
+    """They take less than half the expert's matrix in the file: packing cuts large ones into
+    pieces.
+    """
     if kind == "MXFP4":
         sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_local_experts": 2}
         path = save_gpt_oss(tmp_path / "model", mxfp4=True, num_hidden_layers=1, **sizes)

@@ -1,4 +1,6 @@
-"""Half-precision checkpoints in several files, as transformers writes them, against transformers on the same values."""
+"""Half-precision checkpoints in several files, as transformers writes them, against transformers on
+the same values.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Tensors into packed entries: quantized ones as they are, mixed formats in one matrix, weights no format can hold."""
+"""Tensors into packed entries: quantized ones as they are, mixed formats in one matrix, weights no
+format can hold.
+"""
 
 from pathlib import Path
 
@@ -23,15 +25,22 @@ from kvboost_edge.models.packed.plan import (
     pack_plan,
     plan_bytes,
     plan_label,
-)  # fmt: skip
+)
 from kvboost_edge.models.packed.stream import Piece, pack_stream, packing_bytes, pieces_of
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 TYPES = {"q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
 CONFIG = {
-    "model_type": "llama", "vocab_size": 50, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
 
 
 class Stored(WeightSource):
@@ -225,8 +234,12 @@ def test_tensors_that_share_a_tile_become_int8_without_error():
     plan = {entry.name: entry for entry in pack_plan(spec, "auto", source)}
     found = {name.removeprefix("layer0."): entry.kind for name, entry in plan.items()}
     assert {name: found[name] for name in ("qkv", "out", "gate_up", "down", "head")} == {
-        "qkv": "int4t", "out": "int4t", "gate_up": "int8", "down": "int4t", "head": "int4t"
-    }  # fmt: skip
+        "qkv": "int4t",
+        "out": "int4t",
+        "gate_up": "int8",
+        "down": "int4t",
+        "head": "int4t",
+    }
     wanted = np.concatenate([source.rows(tensor) for tensor, _ in plan["layer0.gate_up"].parts])
     np.testing.assert_array_equal(_pack(plan["layer0.gate_up"], source), wanted)
 
@@ -368,7 +381,9 @@ def test_stored_scales_are_checked():
 
 
 def _checkpoint(spec, kinds):
-    """A checkpoint for a spec; tensors whose name has a key of `kinds` in it are stored in its format."""
+    """A checkpoint for a spec; tensors whose name has a key of `kinds` in it are stored in its
+    format.
+    """
     source = Stored({})
     for entry in pack_plan(spec, "f32"):
         for tensor, rows in entry.parts:
@@ -398,8 +413,10 @@ def test_a_quantized_checkpoint_keeps_its_formats():
     found = {entry.name: entry.kind for entry in plan if entry.kind != VECTOR}
     layer = {"qkv": "int8", "out": "int4", "gate_up": "int4-asym", "down": "int4-asym"}
     assert found == {
-        "embed": "int8", "head": "int8", **{f"layer{i}.{name}": kind for i in range(2) for name, kind in layer.items()}
-    }  # fmt: skip
+        "embed": "int8",
+        "head": "int8",
+        **{f"layer{i}.{name}": kind for i in range(2) for name, kind in layer.items()},
+    }
     sections = dict(section for entry in plan for section in entry.sections)
     assert {"layer0.gate_up.minima", "layer1.down.minima"} <= set(sections)
     assert "layer0.qkv.minima" not in sections
@@ -435,7 +452,9 @@ def test_labels_are_the_names_that_can_be_asked_for():
 
 
 def test_a_quantized_checkpoint_as_int4_asym():
-    """int4 is widened without error, int4-asym taken as it is, 8 bits are quantized again; the outer two are 8 bit."""
+    """int4 is widened without error, int4-asym taken as it is, 8 bits are quantized again; the
+    outer two are 8 bit.
+    """
     spec = describe_model(CONFIG)
     source = _checkpoint(spec, {"down_proj": "int4-asym", "o_proj": "int8", "_proj": "int4"})
     plan = {entry.name: entry for entry in pack_plan(spec, "int4-asym", source)}

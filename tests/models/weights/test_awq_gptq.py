@@ -1,4 +1,6 @@
-"""AWQ and GPTQ checkpoints: the rows equal the codes they were packed from; what is not read is refused by name."""
+"""AWQ and GPTQ checkpoints: the rows equal the codes they were packed from; what is not read is
+refused by name.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""The matrices behind the pooling: read as they are, anything else refused with the folder's name."""
+"""The matrices behind the pooling: read as they are, anything else refused with the folder's
+name.
+"""
 
 import json
 
@@ -9,8 +11,12 @@ from safetensors.numpy import save_file
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.weights.dense import read_dense
 
-SETTINGS = {"in_features": 6, "out_features": 4, "bias": False,
-            "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+SETTINGS = {
+    "in_features": 6,
+    "out_features": 4,
+    "bias": False,
+    "activation_function": "torch.nn.modules.linear.Identity",
+}
 WEIGHT = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 
 

@@ -27,8 +27,10 @@ def _fuse(tensors):
     """As later versions of transformers hold them."""
     for layer in range(2):
         base = f"model.layers.{layer}.mlp.experts."
-        parts = {part: [tensors.pop(f"{base}{e}.{part}_proj.weight") for e in range(12)] for part in
-                 ("gate", "up", "down")}  # fmt: skip
+        parts = {
+            part: [tensors.pop(f"{base}{e}.{part}_proj.weight") for e in range(12)]
+            for part in ("gate", "up", "down")
+        }
         both = [np.concatenate(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
         tensors[f"{base}gate_up_proj"] = np.stack(both)
         tensors[f"{base}down_proj"] = np.stack(parts["down"])

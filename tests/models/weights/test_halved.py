@@ -1,4 +1,6 @@
-"""Rows of queries and keys whose rope turns neighbouring channels, in the order of halves, whatever the format."""
+"""Rows of queries and keys whose rope turns neighbouring channels, in the order of halves, whatever
+the format.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.weights.ordered import HalvedSource
 
 QUERY, VALUE = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qv")
-# Where the rows of one head of 64 are stored: of the channels that turn the even ones, then the odd ones.
+# Where the rows of one head of 64 are stored: of the channels that turn the even ones, then the odd
+# ones.
 WHOLE = [*range(0, 64, 2), *range(1, 64, 2)]
 PART = [*range(0, 32, 2), *range(1, 32, 2), *range(32, 64)]
 

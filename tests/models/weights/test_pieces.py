@@ -1,4 +1,6 @@
-"""Matrices that are stored as one and read as several: every form of rows, with the rows of the one."""
+"""Matrices that are stored as one and read as several: every form of rows, with the rows of the
+one.
+"""
 
 import numpy as np
 import pytest

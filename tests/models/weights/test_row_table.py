@@ -1,4 +1,6 @@
-"""Rows of a table read one by one: those of the whole tensor, and an error wherever the file is another."""
+"""Rows of a table read one by one: those of the whole tensor, and an error wherever the file is
+another.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

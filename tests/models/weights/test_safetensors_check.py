@@ -1,4 +1,6 @@
-"""Weight files: sound ones pass, each kind of damage is refused by a message that names file and tensor."""
+"""Weight files: sound ones pass, each kind of damage is refused by a message that names file and
+tensor.
+"""
 
 import json
 import shutil
@@ -135,7 +137,8 @@ def test_a_bit_flipped_in_the_header_never_crashes(model):
         try:
             entries = read_header(path)
         except ModelFormatError as error:
-            assert "model.safetensors" in str(error)  # noqa: PT017 - a flip inside a name goes unnoticed, and may
+            # A flip inside a name goes unnoticed, and may.
+            assert "model.safetensors" in str(error)  # noqa: PT017
         else:
             assert all(8 <= entry.start <= entry.stop <= len(good) for entry in entries)
 
@@ -158,7 +161,10 @@ def test_header_over_the_limit(model):
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD_HEADERS = {
     "offset behind the end": ({"w": {**ENTRY, "shape": [4], "data_offsets": [0, 16]}}, 8),
-    "offset far behind the end": ({"w": {**ENTRY, "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}, 8),
+    "offset far behind the end": (
+        {"w": {**ENTRY, "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
+        8,
+    ),
     "starts late": ({"w": {**ENTRY, "data_offsets": [4, 12]}}, 12),
     "backwards": ({"w": {**ENTRY, "data_offsets": [8, 0]}}, 8),
     "negative": ({"w": {**ENTRY, "data_offsets": [-8, 0]}}, 8),
@@ -179,7 +185,7 @@ BAD_HEADERS = {
     "a list": (b"[1, 2]", 0),
     "twice": (b'{"w": %s, "w": %s}' % (json.dumps(ENTRY).encode(), json.dumps(ENTRY).encode()), 8),
     "deep": (b"[" * 200_000, 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)

@@ -1,4 +1,6 @@
-"""Layers of a checkpoint against its config: what is missing is found without counting to what the config claims."""
+"""Layers of a checkpoint against its config: what is missing is found without counting to what the
+config claims.
+"""
 
 import time
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Quantized runs against float64 arithmetic on the very same quantized weights: what int8 activations cost."""
+"""Quantized runs against float64 arithmetic on the very same quantized weights: what int8
+activations cost.
+"""
 
 import numpy as np
 import pytest
@@ -16,10 +18,11 @@ def _as_quantized(weight, kind):
     return unpack_rows(pack_rows(weight, KINDS[kind]), *weight.shape, kind).astype(np.float64)
 
 
-LIMIT = 2e-2  # measured 2e-3 to 1.75e-2; these models are made sharp, so rounding shows more than in real ones
-# Families with a norm behind attention and MLP, which makes the rounding of small results as large as any: measured
-# 2.0e-2, 2.7e-2 and 4.4e-2, with one more layer 3.8e-2 and 4.1e-2.
-# With inputs of 16 bits in every matrix they have 7e-4 to 2e-3, see benchmarks/LOG.md.
+# Measured 2e-3 to 1.75e-2; these models are made sharp, so rounding shows more than in real ones.
+LIMIT = 2e-2
+# Families with a norm behind attention and MLP, which makes the rounding of small results as large
+# as any: measured 2.0e-2, 2.7e-2 and 4.4e-2, with one more layer 3.8e-2 and 4.1e-2. With inputs of
+# 16 bits in every matrix they have 7e-4 to 2e-3, see benchmarks/LOG.md.
 LIMITS = {
     "gemma2": 2.5e-2,
     "olmo2": 3e-2,
@@ -29,8 +32,8 @@ LIMITS = {
     "gemma4": 5e-2,
     "gemma4-wide": 5e-2,
 }
-# With all layers of these tiny models, whose norms make rounding grow from layer to layer, it would be 0.18; gemma3
-# with as many layers has 0.09.
+# With all layers of these tiny models, whose norms make rounding grow from layer to layer, it would
+# be 0.18; gemma3 with as many layers has 0.09.
 _SHORT = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 OVERRIDES = {"gemma4": {**_SHORT, "num_kv_shared_layers": 2}, "gemma4-wide": _SHORT}
 FAMILIES = [
@@ -89,8 +92,9 @@ def test_logits_are_near_float64_with_the_same_weights(family, weights, tmp_path
     logits = native_logits(tmp_path, weights, ids, len(ids))
     off, size = (np.linalg.norm(values, axis=-1) for values in (logits - exact, exact))
     if family in MIXTURES:
-        # Rounding that turns a router's near tie moves a token to another expert, whose share is as large; tokens
-        # behind it see that. Measured 1.8e-3 to 1.9e-2, and 3.2e-2 where it is an early one.
+        # Rounding that turns a router's near tie moves a token to another expert, whose share is as
+        # large; tokens behind it see that. Measured 1.8e-3 to 1.9e-2, and 3.2e-2 where it is an
+        # early one.
         assert np.median(off / size) <= 2 * LIMIT
     else:
         assert np.linalg.norm(off) <= LIMITS.get(family, LIMIT) * np.linalg.norm(size)

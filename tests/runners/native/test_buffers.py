@@ -1,4 +1,6 @@
-"""A pass that memory does not suffice for leaves the buffers of the passes before it, wherever it ran out."""
+"""A pass that memory does not suffice for leaves the buffers of the passes before it, wherever it
+ran out.
+"""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""What a model compiles: the kernels of its own weights, layers and cache, none of them in the process that uses it."""
+"""What a model compiles: the kernels of its own weights, layers and cache, none of them in the
+process that uses it.
+"""
 
 import json
 import os

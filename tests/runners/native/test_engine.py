@@ -103,7 +103,8 @@ def test_f32_weights_equal_the_torch_runner(tiny_model_dir):
 def test_no_torch_is_imported(tiny_model_dir):
     code = (
         "import sys; from kvboost_edge import CPUPagedEngine\n"
-        "with CPUPagedEngine.from_pretrained(sys.argv[1], num_blocks=32, runner='native') as engine:\n"
+        "with CPUPagedEngine.from_pretrained(sys.argv[1], num_blocks=32, runner='native') as "
+        "engine:\n"
         "    assert engine.generate('hello', max_new_tokens=2).generated_tokens > 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )

@@ -1,4 +1,6 @@
-"""Every family of the native runner against transformers: float32 weights, logits within 1e-4, greedy tokens equal."""
+"""Every family of the native runner against transformers: float32 weights, logits within 1e-4,
+greedy tokens equal.
+"""
 
 import pytest
 
@@ -15,27 +17,82 @@ NEW_TOKENS = 24
 
 VARIANTS = {
     "llama-odd": ("llama", {"hidden_size": 80, "intermediate_size": 104}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}}),
-    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0,
-                                                  "partial_rotary_factor": 0.5}}),
-    "llama-longrope": ("llama", {"rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0 + 0.2 * i for i in range(8)],
-        "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}}),
-    "phi3-longrope": ("phi3", {"original_max_position_embeddings": 96, "rope_parameters": {
-        "rope_type": "longrope", "rope_theta": 1000.0, "short_factor": [1.0 + 0.2 * i for i in range(6)],
-        "long_factor": [4.0] * 6, "partial_rotary_factor": 0.75}}),
+    "llama-biases": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    ),
+    "phi3-partial": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "llama-longrope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0 + 0.2 * i for i in range(8)],
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 96,
+            }
+        },
+    ),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 96,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0 + 0.2 * i for i in range(6)],
+                "long_factor": [4.0] * 6,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
-    "glm4-whole": ("glm4", {"attention_bias": False, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0}}),
-    "gemma4-experts": ("gemma4", {"enable_moe_block": True, "num_experts": 12, "top_k_experts": 3,
-                                  "moe_intermediate_size": 64}),
+    "glm4-whole": (
+        "glm4",
+        {
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "gemma4-experts": (
+        "gemma4",
+        {
+            "enable_moe_block": True,
+            "num_experts": 12,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 64,
+        },
+    ),
     "granite_swa-thetas": ("granite_swa", {"layer_rope_theta": [1000.0, 0, 50.0, 1000.0]}),
     "granite_swa-odd": ("granite_swa", {"hidden_size": 80}),
-    "granite_swa-nope": ("granite_swa", {"layer_rope_theta": [0, 0, 0, 0], "tie_word_embeddings": True}),
+    "granite_swa-nope": (
+        "granite_swa",
+        {"layer_rope_theta": [0, 0, 0, 0], "tie_word_embeddings": True},
+    ),
     "ernie4_5_moe-end": ("ernie4_5_moe", {"moe_layer_end_index": 1}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
-}  # fmt: skip
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+}
 
 
 def _check(name, overrides, directory):

@@ -1,4 +1,6 @@
-"""A sequence forked inside a block: copy-on-write leaves both sides with the logits of a cold run, `==` on all."""
+"""A sequence forked inside a block: copy-on-write leaves both sides with the logits of a cold run,
+`==` on all.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ WIDTHS = ((16, 16), (8, 8), (8, 4))
 
 
 class Model:
-    """A runner with two threads for forks, one with one thread for cold runs; a runner has one backend at a time."""
+    """A runner with two threads for forks, one with one thread for cold runs; a runner has one
+    backend at a time.
+    """
 
     def __init__(self, directory, bits):
         self._runners = []
@@ -53,7 +57,9 @@ def model(request, tmp_path_factory):
 
 
 def fork_at(driver, cut):
-    """Two sequences over the same first `cut` tokens; the parent will go on with OTHER, the child with TEXT."""
+    """Two sequences over the same first `cut` tokens; the parent will go on with OTHER, the child
+    with TEXT.
+    """
     parent = driver.open(TEXT[:cut])
     driver.prefill(parent)
     child = driver.fork(parent)
@@ -104,7 +110,9 @@ def test_both_in_one_pass(model, cut):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_forks_while_decoding(model, cut):
-    """A fork every five tokens, each of which goes on alone: what is in open blocks is copied again and again."""
+    """A fork every five tokens, each of which goes on alone: what is in open blocks is copied again
+    and again.
+    """
     driver = model.driver()
     sequence = driver.open(TEXT[: cut + 25])
     driver.step([(sequence, cut)])

@@ -1,4 +1,6 @@
-"""Gemma 4 on the native runner: what is stored of layers that share keys and values, files, tables, other backends."""
+"""Gemma 4 on the native runner: what is stored of layers that share keys and values, files, tables,
+other backends.
+"""
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -64,7 +66,9 @@ def test_a_gguf_file_is_the_model_it_was_written_of(name, shared, kind, limit, t
     ids=["cpu, 1 thread", "cpu, 2 threads", "reference"],
 )
 def test_backends_with_layers_one_by_one_agree(backend, tmp_path):
-    """The reference backend, and half as many heads x head_dim as a group has, where no pass is one call."""
+    """The reference backend, and half as many heads x head_dim as a group has, where no pass is one
+    call.
+    """
     directory = save_tiny_model("gemma4", tmp_path, head_dim=12, global_head_dim=24)
     runner = NativeRunner.from_dir(directory, weights="f32")
     driver = PagedDriver(runner, backend(runner.info.kv_spec))

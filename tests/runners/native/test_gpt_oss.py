@@ -1,4 +1,6 @@
-"""gpt-oss: all logits against transformers, around windows and blocks; its files in every form say the same."""
+"""gpt-oss: all logits against transformers, around windows and blocks; its files in every form say
+the same.
+"""
 
 import json
 
@@ -77,7 +79,9 @@ def _transformers(directory):
 @pytest.mark.usefixtures("one_torch_thread")
 @pytest.mark.parametrize("mxfp4", [False, True])
 def test_directories_written_without_transformers(mxfp4, tmp_path):
-    """What the tests of bits run is what transformers computes, and so is the oracle that formats are held to."""
+    """What the tests of bits run is what transformers computes, and so is the oracle that formats
+    are held to.
+    """
     save_gpt_oss(tmp_path, mxfp4=mxfp4)
     expected = _transformers(tmp_path)
     for found in (
@@ -89,8 +93,9 @@ def test_directories_written_without_transformers(mxfp4, tmp_path):
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "auto"])
 def test_formats_are_near_numpy_on_their_own_weights(weights, tmp_path):
-    """Most rows: rounded activations lead single tokens to another expert whose share is nearly as large. Measured:
-    medians of 1.9e-2 to 2.3e-2, on weights that make gates large."""
+    """Most rows: rounded activations lead single tokens to another expert whose share is nearly as
+    large. Measured: medians of 1.9e-2 to 2.3e-2, on weights that make gates large.
+    """
     save_gpt_oss(tmp_path, mxfp4=weights == "auto")
     found = native_logits(tmp_path, weights, PROMPT, 31)
     expected = GptOssOracle(tmp_path, weights).logits(PROMPT)
@@ -114,7 +119,9 @@ def test_mxfp4_of_both_kinds_of_files_is_the_same(weights, tmp_path):
 
 
 def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
-    """GGUF files cannot say it. The frequencies are transformers'; rounded borders would give others."""
+    """GGUF files cannot say it. The frequencies are transformers'; rounded borders would give
+    others.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     model = save_gpt_oss(tmp_path / "model")
@@ -135,9 +142,16 @@ def test_borders_of_yarn_are_no_whole_numbers(tmp_path):
 def test_what_a_config_does_not_say():
     """As transformers' defaults: the window of every second layer, rope, biases."""
     config = AutoConfig.for_model("gpt_oss").to_dict()
-    alone = {"model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 36,
-             "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 2880,
-             "max_position_embeddings": 131072}  # fmt: skip
+    alone = {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+    }
     assert describe_model(alone) == describe_model(config)
     assert [layer.window for layer in describe_model(alone).layers[:4]] == [128, 0, 128, 0]
 
@@ -146,17 +160,42 @@ def test_the_config_of_the_20b_model():
     """As its makers wrote it, with the older keys of rope."""
     kinds = ["sliding_attention", "full_attention"]
     config = {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
-        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds * 12,
-        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
-        "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
-        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
-        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
-                         "original_max_position_embeddings": 4096},
-        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": kinds * 12,
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "output_router_logits": False,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "rope_type": "yarn",
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
         "vocab_size": 201088,
-    }  # fmt: skip
+    }
     expected = AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32).to_dict()
     assert describe_model(config) == describe_model(expected)
     assert describe_model(config).experts == Experts(

@@ -1,4 +1,6 @@
-"""Hybrids on the native runner against transformers, between files of several forms, and in the integer formats."""
+"""Hybrids on the native runner against transformers, between files of several forms, and in the
+integer formats.
+"""
 
 import numpy as np
 import pytest
@@ -46,7 +48,9 @@ def test_a_hybrid_inside_another_model_equals_transformers(name, tmp_path, caplo
 
 @pytest.mark.parametrize("name", HYBRID_FAMILIES)
 def test_gguf_is_the_same_model(name, tmp_path):
-    """To the bit, but where a file's value heads stand in another order, and so are summed in another one."""
+    """To the bit, but where a file's value heads stand in another order, and so are summed in
+    another one.
+    """
     model = save_model(name, tmp_path / "model")
     files = (model, write_gguf(model, tmp_path / "m.gguf"))
     expected, found = (native_logits(each, "f32", PROMPT) for each in files)
@@ -60,7 +64,9 @@ def test_gguf_is_the_same_model(name, tmp_path):
     ["lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", *GRANITES, "nemotron_h", "falcon_h1"],
 )
 def test_integer_weights_are_those_that_are_packed(name, tmp_path):
-    """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand for."""
+    """Far from float32 as 4 bits are, and near a float64 model of the weights that they stand
+    for.
+    """
     model = save_tiny_model(name, tmp_path)
     spec, weights = plan_floats(model)
     exact = hybrid_logits(spec, weights, PROMPT)
@@ -78,7 +84,9 @@ def test_integer_weights_are_those_that_are_packed(name, tmp_path):
 
 
 def _mixed(name):
-    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than their gate."""
+    """As llama.cpp's mixtures: the rows of queries, keys and values have more bits than their
+    gate.
+    """
     return (
         "Q5_K"
         if "attn_qkv" in name

@@ -1,4 +1,6 @@
-"""Prompts over several of attention's partitions of 512 tokens: every family and cache width, `==` on all logits."""
+"""Prompts over several of attention's partitions of 512 tokens: every family and cache width, `==`
+on all logits.
+"""
 
 import numpy as np
 import pytest
@@ -26,7 +28,8 @@ LONG = random_ids(1210, 3)
 WIDTHS = ((16, 16), (8, 8), (8, 4))
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=2)
 
-# name -> (family, weights, config fields); windows of the tiny models are short, these cross partitions too.
+# name -> (family, weights, config fields); windows of the tiny models are short, these cross
+# partitions too.
 CASES = {
     "llama": ("llama", "int8", {}),
     "llama-llama3rope": ("llama-llama3rope", "int4", {}),
@@ -118,7 +121,9 @@ def machines(tmp_path_factory):
 
 
 def widths():
-    """Each model at each width of its cache; `make test` runs one of them, another one for the next model."""
+    """Each model at each width of its cache; `make test` runs one of them, another one for the next
+    model.
+    """
     for number, name in enumerate(CASES):
         for index, bits in enumerate(WIDTHS):
             is_chosen = index == number % len(WIDTHS)
@@ -179,7 +184,9 @@ def test_a_batch_that_shares_its_first_tokens(case):
 
 
 def test_decoding_into_a_new_partition(case):
-    """KV that decoding made, one token at a time on both sides of a partition's end, equals what one pass makes."""
+    """KV that decoding made, one token at a time on both sides of a partition's end, equals what
+    one pass makes.
+    """
     stem = LONG[: 2 * PARTITION - 15]
     bench = case.bench(threads=2, max_batch_tokens=300)
     first = bench.generate(stem, SamplingParams(max_new_tokens=40, temperature=0.0))
@@ -196,7 +203,9 @@ def test_decoding_into_a_new_partition(case):
     ["llama-yarn", "mistral-700", "gemma2-520", "gemma3", "smollm3", "ministral3", "granite_swa"],
 )
 def test_it_is_what_transformers_computes(name, tmp_path_factory):
-    """All of the above would hold for partitions that are merged wrongly in the same way each time."""
+    """All of the above would hold for partitions that are merged wrongly in the same way each
+    time.
+    """
     family, _, fields = CASES[name]
     fields = {**fields, "max_position_embeddings": CONTEXT}
     machine = Machine(save_tiny_model(family, tmp_path_factory.mktemp("exact"), **fields), "f32")

@@ -1,4 +1,6 @@
-"""MiniCPM, which transformers does not have, against a decoder in float64 written from its description."""
+"""MiniCPM, which transformers does not have, against a decoder in float64 written from its
+description.
+"""
 
 import json
 
@@ -17,8 +19,12 @@ from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.families import describe_model
 
 PROMPT = random_ids(61, 7)
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.2 * i for i in range(8)],
-            "long_factor": [4.0] * 8, "original_max_position_embeddings": 96}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.2 * i for i in range(8)],
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 96,
+}
 VARIANTS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -67,8 +73,10 @@ def _attended(x, layer, config):
 
 
 def _oracle(model_dir):
-    """Logits [tokens, vocabulary] of PROMPT: embeddings times scale_emb, what each half of a layer adds times
-    scale_depth / sqrt(layers), the last state over hidden_size / dim_model_base before the head."""
+    """Logits [tokens, vocabulary] of PROMPT: embeddings times scale_emb, what each half of a layer
+    adds times scale_depth / sqrt(layers), the last state over hidden_size / dim_model_base before
+    the head.
+    """
     config = json.loads((model_dir / "config.json").read_text())
     tensors = {
         n: t.astype(np.float64) for n, t in load_file(model_dir / "model.safetensors").items()

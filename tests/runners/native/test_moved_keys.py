@@ -1,6 +1,7 @@
 """Keys attended at positions other than those they were computed at, through the native runner.
 
-The keys and values of the first layer depend on a token alone: a model of one layer gives what it gives without reuse.
+The keys and values of the first layer depend on a token alone: a model of one layer gives what it
+gives without reuse.
 """
 
 from __future__ import annotations
@@ -64,13 +65,16 @@ ONE_LAYER = {
     "gemma3-local": ("gemma3", {"layer_types": [SLIDING]}),
     "gemma4-global": ("gemma4", {"layer_types": [FULL], "num_kv_shared_layers": 0}),
     "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
-    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96}),
+    "phi3-longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96},
+    ),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
     "granite_swa": ("granite_swa", {"layer_types": [SLIDING]}),
     "ministral3": ("ministral3", {}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [0]}),
-}  # fmt: skip
+}
 ELSEWHERE = (
     "phi3-longrope",
     "granite_swa",
@@ -111,8 +115,9 @@ class Hand:
         self.runner.bind(self.backend)
 
     def forward(self, rows, tokens, wanted=None):
-        """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of each row's whole
-        sequence."""
+        """A pass; logits of each row's tokens, or those of some tokens of the batch. tokens: of
+        each row's whole sequence.
+        """
         new = [
             token
             for row, one in zip(rows, tokens, strict=True)
@@ -145,7 +150,8 @@ class Mixed:
         pieces = Pieces(SIZE, hand.take)
         self.tokens = []
         self.rows = []
-        # Behind and before where they were; from inside blocks to inside blocks; the same blocks twice; whole blocks.
+        # Behind and before where they were; from inside blocks to inside blocks; the same blocks
+        # twice; whole blocks.
         runs = [(21, 46), (33, 50), (32, 48)]
         for number, count in enumerate(own):
             self.rows.append(pieces.own(count))
@@ -221,7 +227,9 @@ class LayerByLayer(CPUBackend):
 
 
 class TurnsKeys(LayerByLayer):
-    """Turns keys instead of queries, by the tables of each layer's rope: float32 [2, positions, pairs]."""
+    """Turns keys instead of queries, by the tables of each layer's rope: float32 [2, positions,
+    pairs].
+    """
 
     tables: list[np.ndarray]
 
@@ -280,7 +288,8 @@ def test_stretches_in_one_pass_give_what_they_give_in_passes_of_their_own(
     got = hand.forward(together.rows, [together.tokens] * len(together.rows))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
-    # Where few logits are wanted the head runs apart, and where none are the last layer's attention is left out.
+    # Where few logits are wanted the head runs apart, and where none are the last layer's attention
+    # is left out.
     assert hand.forward(quiet.rows[:2], [quiet.tokens] * 2, [])[0].shape[0] == 0
     (some,) = hand.forward(quiet.rows[2:], [quiet.tokens] * 2, [3, 24])
     np.testing.assert_array_equal(some, [wanted[2][3], wanted[3][8]])
@@ -312,7 +321,9 @@ def test_rows_keep_their_bits_whoever_shares_the_batch(deep_model, bits, seed):
 
 
 def exact_twins(hand, rng):
-    """The same tokens of the same plain sequence, twice in blocks of their own: its last one, or more."""
+    """The same tokens of the same plain sequence, twice in blocks of their own: its last one, or
+    more.
+    """
     tokens = random_ids(seed=int(rng.integers(1000)), count=int(rng.integers(20, 120)))
     done = len(tokens) - int(rng.choice([1, 1, int(rng.integers(1, len(tokens)))]))
     rows = [plain(len(tokens), SIZE, hand.take) for _ in range(2)]

@@ -34,8 +34,10 @@ TABLES_DIGEST = "9a1ccca1013db54b"
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])
 def test_the_same_tokens_give_the_bits_that_this_version_stands_for(kv_bits):
-    """Fails where a change of kernels or program changed what they give: raise NUMERICS_VERSION, and note the new bits
-    here. Otherwise blocks on disk and in Redis would be mixed with others that are not equal to them."""
+    """Fails where a change of kernels or program changed what they give: raise NUMERICS_VERSION,
+    and note the new bits here. Otherwise blocks on disk and in Redis would be mixed with others
+    that are not equal to them.
+    """
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", num_blocks=8, kv_cache_bits=kv_bits, weights="int8"
     ) as engine:
@@ -49,7 +51,9 @@ def test_the_same_tokens_give_the_bits_that_this_version_stands_for(kv_bits):
     "wide", [True, False], ids=["NumPy as it is", "NumPy without what it need not have"]
 )
 def test_tables_of_angles_are_those_of_every_processor(wide):
-    """NumPy's own functions of float32 have other bits where there is AVX-512; a cache may come from there."""
+    """NumPy's own functions of float32 have other bits where there is AVX-512; a cache may come
+    from there.
+    """
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
     off = "" if wide else ",".join(name for name in __cpu_dispatch__ if __cpu_features__[name])

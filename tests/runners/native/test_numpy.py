@@ -1,4 +1,5 @@
-"""A tiny model end to end against float64 arithmetic written in NumPy, on the very weights that the format stands for.
+"""A tiny model end to end against float64 arithmetic written in NumPy, on the very weights that the
+format stands for.
 
 Nothing here needs torch, so this is also what an emulated ARM processor is checked with.
 """
@@ -18,11 +19,16 @@ from kvboost_edge.kernels.reference.weights import unpack_rows
 FAMILIES = ("llama", "qwen2", "qwen3")
 PROMPT = "the quick brown fox jumps over the lazy dog and then it sleeps"
 NEW = 12
-# (weights, kv_cache_bits) -> relative L2 of the logits. Quantized: 8-bit activations, on models made to be sensitive.
+# (weights, kv_cache_bits) -> relative L2 of the logits. Quantized: 8-bit activations, on models
+# made to be sensitive.
 LIMITS = {
-    ("f32", 16): 1e-5, ("bf16", 16): 2e-3, ("int8", 16): 2e-2, ("int4", 16): 2e-2, ("int4-asym", 16): 2e-2,
+    ("f32", 16): 1e-5,
+    ("bf16", 16): 2e-3,
+    ("int8", 16): 2e-2,
+    ("int4", 16): 2e-2,
+    ("int4-asym", 16): 2e-2,
     ("int8", 8): 3e-2,
-}  # fmt: skip
+}
 
 
 class Exact:

@@ -1,4 +1,6 @@
-"""Models with recurrent states: the logits of transformers and of float64, drafts, and the reference backend."""
+"""Models with recurrent states: the logits of transformers and of float64, drafts, and the
+reference backend.
+"""
 
 import dataclasses
 
@@ -28,8 +30,8 @@ FAMILIES = (
     "nemotron_h-moe",
     "falcon_h1",
 )
-# Distance of the logits from float64: 8-bit activations, on models made to be sensitive. LFM2's layers multiply three
-# of their inputs with each other, and so their errors.
+# Distance of the logits from float64: 8-bit activations, on models made to be sensitive. LFM2's
+# layers multiply three of their inputs with each other, and so their errors.
 LIMITS = {"f32": (1e-5, 1e-5), "bf16": (2e-3, 2e-3), "int8": (0.1, 0.05), "int4": (0.1, 0.05)}
 PROMPT = random_ids(77, 7)
 OTHER = random_ids(45, 8)
@@ -110,7 +112,9 @@ def test_logits_are_those_of_float64_on_the_weights_of_a_format(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_the_reference_backend_any_cut_gives_the_same_bits(family, runners):
-    """And so do pieces none of whose logits are wanted. On the CPU backend: engine/test_invariance.py."""
+    """And so do pieces none of whose logits are wanted. On the CPU backend:
+    engine/test_invariance.py.
+    """
     runner = runners(family)
     expected = whole(runner, PROMPT, "reference")
     for chunk in (1, 16, 50):

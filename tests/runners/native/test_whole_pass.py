@@ -1,4 +1,6 @@
-"""A pass in one kernel call gives the bits of the layers called one by one, which the other tests tie to references."""
+"""A pass in one kernel call gives the bits of the layers called one by one, which the other tests
+tie to references.
+"""
 
 import numpy as np
 import pytest
@@ -23,7 +25,8 @@ class LayerByLayer(CPUBackend):
     kernel_access = None
 
 
-# In the last one layers of both kinds have one shape, and so could have their open blocks in one place.
+# In the last one layers of both kinds have one shape, and so could have their open blocks in one
+# place.
 MODELS = {
     **{name: (name, {}) for name in ("llama", "gemma2", "mistral", "gemma4", "gemma4-wide")},
     "gemma4-alike": ("gemma4", {"global_head_dim": 32}),

@@ -1,4 +1,6 @@
-"""Copies of running sequences beside the pool: gathered once, given up when a block changes, bounded in bytes."""
+"""Copies of running sequences beside the pool: gathered once, given up when a block changes,
+bounded in bytes.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ LAYERS = 2
 
 
 class Pool:
-    """Blocks with random keys and values, and the runner's part: append tokens to both the buffer and the blocks."""
+    """Blocks with random keys and values, and the runner's part: append tokens to both the buffer
+    and the blocks.
+    """
 
     def __init__(self, *, shared, most_bytes=1 << 30):
         layers = tuple(LayerPast(("", ""), ("", ""), HEADS, DIM) for _ in range(LAYERS))
@@ -96,7 +100,9 @@ def test_rejected_tokens_are_forgotten(shared):
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "concat"])
 def test_a_block_that_changed_is_gathered_again(shared):
-    """A copy into it, or another sequence that took it: the numbers are those of the pool in any case."""
+    """A copy into it, or another sequence that took it: the numbers are those of the pool in any
+    case.
+    """
     pool = Pool(shared=shared)
     pool.compute([3, 1], 0, 20)
     pool.blocks[:, :, 3] = 7.0

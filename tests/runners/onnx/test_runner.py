@@ -1,4 +1,6 @@
-"""The ONNX runner against transformers: both forms of graph, in pieces, in batches, with blocks that are shared."""
+"""The ONNX runner against transformers: both forms of graph, in pieces, in batches, with blocks
+that are shared.
+"""
 
 import logging
 import random
@@ -65,16 +67,21 @@ def greedy(model, prompt, count=NEW_TOKENS):
     """All tokens, and the logits of the prompt."""
     with torch.inference_mode():
         whole = model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None,
+            torch.tensor([prompt]),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        )[0].tolist()  # fmt: skip
+        )[0].tolist()
         return whole, dense_logits(model, prompt)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_equal_transformers(family, kind, tmp_path):
-    """Logits within 1e-4 in pieces that end inside of blocks, and the same greedy tokens, beside another sequence."""
+    """Logits within 1e-4 in pieces that end inside of blocks, and the same greedy tokens, beside
+    another sequence.
+    """
     model, folder = written(tmp_path / "m", kind, family)
     whole, expected = greedy(model, PROMPT)
     other, _ = greedy(model, PROMPT[::-1][:37])
@@ -113,7 +120,9 @@ def test_both_backends_hold_the_same_keys(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_past_keys_in_half_precision(kind, tmp_path):
-    """As near as their rounding; what the pool holds is what onnxruntime gave, so warm is as cold."""
+    """As near as their rounding; what the pool holds is what onnxruntime gave, so warm is as
+    cold.
+    """
     model, folder = written(tmp_path / "m", kind, half_past=True)
     whole, expected = greedy(model, PROMPT)
     runner = loaded(folder)
@@ -172,7 +181,9 @@ def test_engine_shares_prefixes_streams_and_samples(kind, tmp_path):
 
 
 def test_more_sequences_than_the_pool_holds(tmp_path):
-    """Sequences that are pushed out of the pool and computed again, and more of them than buffers have room for."""
+    """Sequences that are pushed out of the pool and computed again, and more of them than buffers
+    have room for.
+    """
     model, folder = written(tmp_path / "m")
     prompts = [[(17 * i + j) % 250 for j in range(20 + i)] for i in range(6)]
     with CPUPagedEngine.from_pretrained(
@@ -254,9 +265,10 @@ def test_reading_an_onnx_model_loads_no_onnxruntime(tmp_path):
     """Nor does running it natively."""
     _, folder = written(tmp_path / "m")
     code = (
-        "import sys; from kvboost_edge import CPUPagedEngine; "
-        f"e = CPUPagedEngine.from_pretrained({str(folder)!r}, num_blocks=16); e.generate([1, 2, 3], max_new_tokens=2); "
-        "e.close(); print([n for n in ('onnx', 'onnxruntime', 'torch') if n in sys.modules])"
+        "import sys; from kvboost_edge import CPUPagedEngine; e = "
+        f"CPUPagedEngine.from_pretrained({str(folder)!r}, num_blocks=16); e.generate([1, 2, 3], "
+        "max_new_tokens=2); e.close(); print([n for n in ('onnx', 'onnxruntime', 'torch') if n in "
+        "sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
@@ -299,8 +311,9 @@ def test_files_that_onnxruntime_refuses(tmp_path):
 @pytest.mark.parametrize("count", [150, pytest.param(500, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files(kind, count, tmp_path):
-    """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not take the process
-    with it."""
+    """Whatever bytes change, the file runs or is refused with our own error; onnxruntime does not
+    take the process with it.
+    """
     _, folder = written(tmp_path / "m", kind, num_hidden_layers=1)
     path = folder / "model.onnx"
     rng = random.Random(1)

@@ -1,5 +1,6 @@
-"""transformers' own layers on the stand-in for an Apple GPU: every operator of a whole pass, from token ids to logits,
-is one that torch's table has for MPS, and the results are the CPU's."""
+"""transformers' own layers on the stand-in for an Apple GPU: every operator of a whole pass, from
+token ids to logits, is one that torch's table has for MPS, and the results are the CPU's.
+"""
 
 from unittest import mock
 
@@ -50,17 +51,34 @@ def error(logits, family):
     return distance(logits, wanted)
 
 
-# Sorting tokens by expert and dividing integer positions is outside what the double of the device knows.
-# Families that have every operator of the others between them.
+# Sorting tokens by expert and dividing integer positions is outside what the double of the device
+# knows. Families that have every operator of the others between them.
 OPERATORS = (
-    "llama", "qwen3", "gemma2", "gemma4", "gemma4-wide", "phi3", "glm4", "granite_swa", "granitemoehybrid", "stablelm",
-    "starcoder2", "gpt_neox",
-)  # fmt: skip
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma4",
+    "gemma4-wide",
+    "phi3",
+    "glm4",
+    "granite_swa",
+    "granitemoehybrid",
+    "stablelm",
+    "starcoder2",
+    "gpt_neox",
+)
 AMPLIFYING = ("gemma4-wide",)
 NOT_ON_THE_DOUBLE = (
-    "olmoe", "ernie4_5_moe", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe", "ministral3", "gemma4-moe",
+    "olmoe",
+    "ernie4_5_moe",
+    "granitemoe",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "ministral3",
+    "gemma4-moe",
     "gpt_oss",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +94,8 @@ def test_a_whole_pass_calls_what_an_apple_gpu_has(family):
     logits = passed(on_device(family))
     assert {"embedding", "bmm", "index.Tensor"} <= recorded
     assert recorded & {"linear", "addmm"}
-    # Some models' norms let rounding grow with depth: there the pieces alone are as far from the whole on the CPU.
+    # Some models' norms let rounding grow with depth: there the pieces alone are as far from the
+    # whole on the CPU.
     own = (
         error(passed(TorchRunner(build_tiny_model(family)), "cpu"), family)
         if family in AMPLIFYING

@@ -1,4 +1,6 @@
-"""Every family against transformers itself: greedy tokens equal, logits within 1e-4, whatever the path."""
+"""Every family against transformers itself: greedy tokens equal, logits within 1e-4, whatever the
+path.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,9 @@ PROMPT_LENGTHS = (1, 17, 32, 61, 90)  # around the windows (24, 40) and the bloc
 
 
 class Family:
-    """A tiny model with what transformers makes of five prompts: greedy continuations and dense logits over all."""
+    """A tiny model with what transformers makes of five prompts: greedy continuations and dense
+    logits over all.
+    """
 
     def __init__(self, name):
         model = build_tiny_model(name)

@@ -1,6 +1,8 @@
-"""Flash attention in a transformers model that its owner runs: the same logits as eager, and true counts.
+"""Flash attention in a transformers model that its owner runs: the same logits as eager, and true
+counts.
 
-The kernels run over fibers (the project's) or on the CPU (torch's); the tests say that the model's device has them.
+The kernels run over fibers (the project's) or on the CPU (torch's); the tests say that the model's
+device has them.
 """
 
 import itertools
@@ -47,7 +49,9 @@ def distance(got, wanted):
 
 
 def passes(model):
-    """Logits of a prompt in one piece; of the same in three (queries fewer than keys); of a batch with padding."""
+    """Logits of a prompt in one piece; of the same in three (queries fewer than keys); of a batch
+    with padding.
+    """
     ids = draw(2, 40)
     with torch.inference_mode():
         logits = [model(ids).logits]
@@ -142,7 +146,7 @@ def test_a_model_that_does_not_run_is_left_as_it_was(tier, monkeypatch):
     flash.uninstall(model)
 
 
-# ---- the public names ------------------------------------------------------------------------------------------------
+# the public names
 
 
 def test_on_a_cpu_nothing_is_claimed_and_nothing_changes():

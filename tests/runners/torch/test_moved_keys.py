@@ -1,6 +1,7 @@
 """Keys attended at positions other than those they were computed at, through the torch runner.
 
-The keys and values of the first layer depend on a token alone: a model of one layer gives what it gives without reuse.
+The keys and values of the first layer depend on a token alone: a model of one layer gives what it
+gives without reuse.
 """
 
 import numpy as np
@@ -25,9 +26,13 @@ BLOCKS = 64
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 OTHER_ROPE = {
-    "llama-llama3rope": "llama3", "llama-yarn": "yarn", "gemma4": "proportional", "gemma4-wide": "proportional",
-    "gemma4-moe": "proportional", "gpt_oss": "yarn",
-}  # fmt: skip
+    "llama-llama3rope": "llama3",
+    "llama-yarn": "yarn",
+    "gemma4": "proportional",
+    "gemma4-wide": "proportional",
+    "gemma4-moe": "proportional",
+    "gpt_oss": "yarn",
+}
 # Their rope turns neighbouring channels or is scaled: refused, see below.
 OTHER_TURNS = ("ernie4_5", "ernie4_5_moe", "glm4", "ministral3", "hunyuan_v1_dense")
 WINDOWED = ("olmo3", "exaone4", "granite_swa")
@@ -227,7 +232,7 @@ def test_a_model_of_one_layer_has_no_values_that_deviate():
     assert hand.runner.deviations(batch, np.arange(4), mixed.stored.slots[:4]).tolist() == [0] * 4
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# refusals
 
 
 def refused(hand, why):

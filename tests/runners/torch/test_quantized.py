@@ -1,4 +1,6 @@
-"""The torch runner on pools of 8 bits: near its own results in 16, equal text warm and cold, refusals by name."""
+"""The torch runner on pools of 8 bits: near its own results in 16, equal text warm and cold,
+refusals by name.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""The torch runner apart from the families: loading, dtypes, refusals, rows of logits, and leaving the model alone."""
+"""The torch runner apart from the families: loading, dtypes, refusals, rows of logits, and leaving
+the model alone.
+"""
 
 import json
 import logging
@@ -74,7 +76,7 @@ def test_the_cuda_backend_agrees_with_eager(model_type):
     assert distance(paged, eager) < 2e-2
 
 
-# ---- backends and dtypes ---------------------------------------------------------------------------------------------
+# backends and dtypes
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", "torch"])
@@ -90,7 +92,7 @@ def test_bfloat16_is_as_near_as_its_rounding(backend):
     assert paged_distance(runner, backend) <= 0.03
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
+# loading
 
 
 def test_from_dir_equals_the_saved_model(tiny_model_dir, capfd):
@@ -189,7 +191,7 @@ def test_num_threads(tiny_model_dir):
     assert torch.get_num_threads() == 1
 
 
-# ---- what cannot work ------------------------------------------------------------------------------------------------
+# what cannot work
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_max_context_can_be_lowered_only():
     assert TorchRunner(model, max_context=9999).info.max_context == 512
 
 
-# ---- forward ---------------------------------------------------------------------------------------------------------
+# forward
 
 
 @pytest.mark.parametrize("keeps_rows", [True, False])

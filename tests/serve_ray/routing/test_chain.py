@@ -1,4 +1,6 @@
-"""A prompt's chain: the engine's own hashes, the tenant's alone, and nothing that could be read back."""
+"""A prompt's chain: the engine's own hashes, the tenant's alone, and nothing that could be read
+back.
+"""
 
 import pytest
 from hypothesis import given

@@ -9,7 +9,9 @@ from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cur
 
 
 def hash_of(number):
-    """The keys of its places: the number, a thousand and four times the number, two thousand and the number."""
+    """The keys of its places: the number, a thousand and four times the number, two thousand and
+    the number.
+    """
     return b"".join(
         key.to_bytes(KEY_BYTES, "little") for key in (number, 1000 + 4 * number, 2000 + number, 0)
     )
@@ -34,8 +36,9 @@ def told_of(held):
 
 @given(st.lists(st.tuples(changes, st.sets(st.integers(0, 2))), max_size=30), st.integers(1, 12))
 def test_every_asker_knows_what_is_held(steps, max_changes):
-    """Three askers, each asks after some of the steps; few changes are kept, so some are told everything. Pool
-    and tiers have their own events, whole ones too, and one journal."""
+    """Three askers, each asks after some of the steps; few changes are kept, so some are told
+    everything. Pool and tiers have their own events, whole ones too, and one journal.
+    """
     journal = Journal(max_changes)
     held = {place: set() for place in Place}
     known = [(NOTHING_KNOWN, set()) for _ in range(3)]

@@ -21,7 +21,9 @@ def meter(seconds_per_token=1e-3):
     )
 )
 def test_queues_are_counted_whatever_comes(steps):
-    """First tokens and ends of what never began, or twice: they do nothing. What begins twice counts once."""
+    """First tokens and ends of what never began, or twice: they do nothing. What begins twice
+    counts once.
+    """
     measured = meter()
     queued = {}
     running = set()
@@ -45,7 +47,9 @@ def test_queues_are_counted_whatever_comes(steps):
 
 
 def test_speed_is_measured_behind_a_queue():
-    """Ten prompts come at once and are computed one after the other at 2 ms a token: no waiting counts as computing."""
+    """Ten prompts come at once and are computed one after the other at 2 ms a token: no waiting
+    counts as computing.
+    """
     measured = meter(seconds_per_token=50e-3)
     for number in range(10):
         measured.begin(number, 4000, 100.0)
@@ -88,8 +92,9 @@ def test_figures_that_are_none_are_refused(wrong):
 
 
 def test_reading_is_measured_apart_from_computing():
-    """A request that is read first is no measure of computing; a disk's tokens measure the disk, the server's nothing
-    where it has none."""
+    """A request that is read first is no measure of computing; a disk's tokens measure the disk,
+    the server's nothing where it has none.
+    """
     measured = Meter(
         seconds_per_token=1e-3, step_tokens=512, max_running=8, tiers={Place.DISK: 1e-5}
     )

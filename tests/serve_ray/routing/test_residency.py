@@ -1,4 +1,6 @@
-"""The map of beliefs under lost, late, repeated and mixed batches: equal to the replicas' own once they told all."""
+"""The map of beliefs under lost, late, repeated and mixed batches: equal to the replicas' own once
+they told all.
+"""
 
 import math
 import os
@@ -28,7 +30,9 @@ key_sets = st.sets(st.integers(0, 15), max_size=6)
 
 
 def hash_of(key):
-    """In a pool a block's key is the number itself, on a disk a hundred and four times as much, on a server 200."""
+    """In a pool a block's key is the number itself, on a disk a hundred and four times as much, on
+    a server 200.
+    """
     return b"".join(
         one.to_bytes(KEY_BYTES, "little") for one in (key, 100 + 4 * key, 200 + 4 * key, 0)
     )
@@ -46,8 +50,9 @@ def batch_of(serial, published, evicted=(), *, epoch=1, is_whole=False):
 
 
 class Replicas(RuleBasedStateMachine):
-    """Three replicas whose caches and tiers change; their batches are kept back, lost, repeated, and come in any
-    order."""
+    """Three replicas whose caches and tiers change; their batches are kept back, lost, repeated,
+    and come in any order.
+    """
 
     @initialize(max_entries=st.sampled_from([6, 1000]))
     def start(self, max_entries):
@@ -151,7 +156,9 @@ def test_beliefs_follow_whatever_comes():
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 40))
 def test_levels_say_who_holds_how_much(depths, length):
-    """Replica i holds the first depths[i] blocks; where there are few enough levels, exactly that comes out."""
+    """Replica i holds the first depths[i] blocks; where there are few enough levels, exactly that
+    comes out.
+    """
     known = Residency(10**6, SECONDS)
     keys = list(range(100, 100 + length))
     depths = [min(depth, length) for depth in depths]
@@ -282,7 +289,9 @@ def state(key):
 
 @given(st.lists(st.sets(st.integers(1, 60)), min_size=1, max_size=6), st.integers(1, 60))
 def test_the_last_state_of_each_is_found(ends, length):
-    """Replica i has states behind the blocks in ends[i]; where there are few enough, exactly the last comes out."""
+    """Replica i has states behind the blocks in ends[i]; where there are few enough, exactly the
+    last comes out.
+    """
     known = Residency(10**6, SECONDS)
     keys = [state(256 * number) for number in range(1, length + 1)]
     lasts = []

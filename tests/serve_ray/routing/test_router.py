@@ -1,4 +1,6 @@
-"""Where requests go: the least expected time, against a plain sum of it; stable homes; nobody who is not there."""
+"""Where requests go: the least expected time, against a plain sum of it; stable homes; nobody who
+is not there.
+"""
 
 import collections
 
@@ -65,7 +67,9 @@ replicas = st.lists(
 
 @given(replicas, st.integers(1, 30), st.booleans())
 def test_the_choice_is_the_least_of_the_plain_sums(figures, length, among_only):
-    """(blocks held, tokens queued, requests running, draining, asked for) of each; the sums are written out here."""
+    """(blocks held, tokens queued, requests running, draining, asked for) of each; the sums are
+    written out here.
+    """
     router = router_of(len(figures))
     keys = list(range(1000, 1000 + length))
     sums = {}
@@ -119,12 +123,15 @@ tiered = st.lists(
 
 @given(tiered, st.integers(0, 30), st.integers(1, 24))
 def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
-    """(blocks in the pool, on the disk, has a disk, has the server, tokens queued) of each, and what the first of them
-    told of the server. A disk is read from where the pool ends, the server from where the disk ends; while that is read
-    the queue is computed. Eight blocks are told of a disk at most: of more not every one is told apart."""
+    """(blocks in the pool, on the disk, has a disk, has the server, tokens queued) of each, and
+    what the first of them told of the server. A disk is read from where the pool ends, the server
+    from where the disk ends; while that is read the queue is computed. Eight blocks are told of a
+    disk at most: of more not every one is told apart.
+    """
     router = router_of(len(figures))
     keys, disk, server = (list(range(start, start + length)) for start in (1000, 2000, 3000))
-    # Of the disk every third block is told of, of the server every other one: what is told last counts.
+    # Of the disk every third block is told of, of the server every other one: what is told last
+    # counts.
     on_disk = Outside(tuple(disk[2::3]), tuple(range(3, length + 1, 3)))
     shared = Outside(tuple(server[1::2]), tuple(range(2, length + 1, 2)))
     prompt = PromptChain(tuple(keys), 16 * length + 1, 16, None, on_disk, shared)
@@ -163,7 +170,9 @@ def test_what_a_tier_has_counts_at_its_speed(figures, on_server, length):
 
 
 def test_a_tier_sends_a_prompt_away_from_a_full_home():
-    """Its home holds it and is busy: computing it anew elsewhere would take longer than waiting, reading does not."""
+    """Its home holds it and is busy: computing it anew elsewhere would take longer than waiting,
+    reading does not.
+    """
     prompt = PromptChain.of(list(range(1600)), ROOT, 16)
     for speed, goes in ((0.0, "r0"), (SERVER, "r1")):
         router = router_of(2)
@@ -230,7 +239,9 @@ def test_a_prompt_that_leaves_no_token_to_compute_computes_its_last():
 
 
 def test_cold_prefixes_have_a_home_that_all_routers_agree_on():
-    """Two routers that know nothing of each other; the home moves only for what lived with the one who left."""
+    """Two routers that know nothing of each other; the home moves only for what lived with the one
+    who left.
+    """
     routers = [router_of(20), PrefixRouter()]
     routers[1].set_members(f"r{number}" for number in reversed(range(20)))
     prompts = [chain([1000 + number, 7, 8]) for number in range(400)]
@@ -247,7 +258,9 @@ def test_cold_prefixes_have_a_home_that_all_routers_agree_on():
 
 
 def test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken():
-    """Two blocks of two hundred are 1% of the time: within what counts as equal, where else a home would decide."""
+    """Two blocks of two hundred are 1% of the time: within what counts as equal, where else a home
+    would decide.
+    """
     router = router_of(20)
     router.take_events("r7", told([1, 2]), 0.0)
     tails = [range(1000 * number, 1000 * number + 198) for number in range(1, 11)]
@@ -257,7 +270,9 @@ def test_of_nearly_equal_replicas_the_one_that_holds_most_is_taken():
 
 
 def test_a_hot_prefix_spreads_when_its_home_is_full_and_no_further():
-    """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait, is worth a home."""
+    """The head takes 0.48 s where it is not: a queue longer than that, and what others would wait,
+    is worth a home.
+    """
     router = router_of(10)
     head = list(range(30))
     used = collections.Counter()
@@ -373,7 +388,9 @@ def test_a_new_replica_is_as_fast_as_the_others():
 
 
 def test_many_holders_and_few_give_the_same_depths():
-    """Holders are read in two ways, by their number; here a hundred replicas hold ever less of a chain."""
+    """Holders are read in two ways, by their number; here a hundred replicas hold ever less of a
+    chain.
+    """
     router = router_of(100)
     keys = list(range(24))
     for number in range(100):

@@ -1,4 +1,6 @@
-"""Where requests to models with states go: what counts is where the deepest state ends, in the pool and in tiers."""
+"""Where requests to models with states go: what counts is where the deepest state ends, in the pool
+and in tiers.
+"""
 
 import pytest
 from hypothesis import example, given
@@ -20,8 +22,9 @@ from serve_ray.routing.test_router import (
 
 
 def test_of_two_with_the_same_blocks_the_one_with_the_state_is_taken():
-    """And of none with a state the one with the blocks, which is where the next state will be kept. Twice the queue of
-    what the state saves sends the prompt away."""
+    """And of none with a state the one with the blocks, which is where the next state will be kept.
+    Twice the queue of what the state saves sends the prompt away.
+    """
     prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     plain = prompt._replace(states=())
     states = prompt.states[Place.POOL]
@@ -62,9 +65,11 @@ stateful = st.lists(
 @example([({1}, set(), True, False, 0, 0)], set(), 17)  # a state in the pool, its block not told
 @given(stateful, st.sets(st.integers(1, 30), max_size=4), st.integers(1, 480))
 def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
-    """(states in the pool, states on the disk, has a disk, has the server, tokens queued, blocks in the pool) of each,
-    and what the first of them told of the server: tiers hold all of the prompt's blocks. Blocks in the pool are not
-    read again, and of the states the deepest alone, for as long as a block. The last token is always computed."""
+    """(states in the pool, states on the disk, has a disk, has the server, tokens queued, blocks in
+    the pool) of each, and what the first of them told of the server: tiers hold all of the prompt's
+    blocks. Blocks in the pool are not read again, and of the states the deepest alone, for as long
+    as a block. The last token is always computed.
+    """
     prompt = PromptChain.of(list(range(num_tokens)), ROOT, 16, has_states=True)
     router = router_of(len(figures))
     last = (num_tokens - 1) // 16
@@ -113,16 +118,21 @@ def test_what_can_be_served_ends_with_a_state(figures, on_server, num_tokens):
     for choice in router.choose(prompt, 0.0, count=len(figures)):
         tokens, seconds = sums[choice.replica_id]
         assert (
-            choice.matched_tokens, choice.missing_tokens, choice.restored_tokens, choice.present_tokens
-        ) == tokens  # fmt: skip
+            choice.matched_tokens,
+            choice.missing_tokens,
+            choice.restored_tokens,
+            choice.present_tokens,
+        ) == tokens
         assert choice.expected_seconds == pytest.approx(seconds)
     router.check()
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_blocks_behind_which_a_state_is_read_take_no_room(has_blocks):
-    """30 blocks in the pool and their state on the disk: the prompt needs one block more, and of 40 free ones it
-    leaves enough for the next one. Without them it needs 31: 5 are too few, and of 40 too few are left."""
+    """30 blocks in the pool and their state on the disk: the prompt needs one block more, and of 40
+    free ones it leaves enough for the next one. Without them it needs 31: 5 are too few, and of 40
+    too few are left.
+    """
     prompt = PromptChain.of(list(range(16 * 30 + 1)), ROOT, 16, has_states=True)
     router = router_of(1)
     keys = [*prompt.disk.keys, prompt.states[Place.DISK][29], *(prompt.keys if has_blocks else ())]
@@ -144,7 +154,9 @@ def test_blocks_behind_which_a_state_is_read_take_no_room(has_blocks):
 
 
 def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_of():
-    """A conversation goes on for long: what was written to the server minutes ago nobody tells of, and it is there."""
+    """A conversation goes on for long: what was written to the server minutes ago nobody tells of,
+    and it is there.
+    """
     prompt = PromptChain.of(list(range(16 * 60 + 1)), ROOT, 16, has_states=True)
     router = router_of(2)
     router.take_report("r1", report(1, shared_token_seconds=SERVER), 0.0)
@@ -155,7 +167,9 @@ def test_a_state_on_the_server_counts_when_its_first_blocks_are_no_longer_told_o
 
 @pytest.mark.parametrize("length", [16 * 20, 16 * 20 + 5])
 def test_who_goes_on_from_a_prompt_or_repeats_it_follows_it_and_who_branches_off_does_not(length):
-    """The state at a prompt's end is expected as soon as it was sent; one inside of it when it is told of."""
+    """The state at a prompt's end is expected as soon as it was sent; one inside of it when it is
+    told of.
+    """
     tokens = list(range(length))
     sent, longer, branch = (
         PromptChain.of(ids, ROOT, 16, has_states=True)
@@ -181,8 +195,9 @@ def test_who_goes_on_from_a_prompt_or_repeats_it_follows_it_and_who_branches_off
 
 
 def test_states_change_nothing_for_who_does_not_ask_for_them():
-    """A chain without states, of a model without any, is placed by its blocks whatever else is in the map: equal to the
-    bit, with states told of and without."""
+    """A chain without states, of a model without any, is placed by its blocks whatever else is in
+    the map: equal to the bit, with states told of and without.
+    """
     prompts = [PromptChain.of([number // 3, *range(400)], ROOT, 16) for number in range(12)]
     found = []
     for tells_states in (False, True):

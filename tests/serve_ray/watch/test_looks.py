@@ -1,4 +1,6 @@
-"""Replicas are looked at side by side: one that hangs makes nobody else's figures old. Without Ray."""
+"""Replicas are looked at side by side: one that hangs makes nobody else's figures old. Without
+Ray.
+"""
 
 import asyncio
 import logging
@@ -40,7 +42,9 @@ class Answer:
 
 
 class Handle:
-    """Answers for replicas; those in `hung` never do. asked, given_up: how often, by name and question."""
+    """Answers for replicas; those in `hung` never do. asked, given_up: how often, by name and
+    question.
+    """
 
     def __init__(self):
         self.hung = set()

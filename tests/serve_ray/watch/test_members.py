@@ -31,7 +31,9 @@ def test_new_settings_are_refused_beside_old_ones_and_used_once_those_are_gone(r
 
 
 def test_a_server_waits_for_its_version_while_those_before_it_are_still_there(replicas):
-    """All that there are have another model: wrong files, or a version that Ray is about to replace."""
+    """All that there are have another model: wrong files, or a version that Ray is about to
+    replace.
+    """
     replicas.members_changed({"c": OTHER})
     with pytest.raises(ConfigError, match="replica c serves another model"):
         replicas.open(60)

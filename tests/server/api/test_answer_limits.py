@@ -1,4 +1,6 @@
-"""How large an answer may be, which tokens its log probabilities are of, and answers that go on with a message."""
+"""How large an answer may be, which tokens its log probabilities are of, and answers that go on
+with a message.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""The models of the OpenAPI document against what the routes send: the same keys, nested ones too."""
+"""The models of the OpenAPI document against what the routes send: the same keys, nested ones
+too.
+"""
 
 import dataclasses
 

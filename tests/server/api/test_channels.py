@@ -1,4 +1,6 @@
-"""A tiny gpt-oss, whose turns are channels, is held to a call by the grammar of its own template."""
+"""A tiny gpt-oss, whose turns are channels, is held to a call by the grammar of its own
+template.
+"""
 
 import json
 
@@ -25,8 +27,12 @@ async def test_json_stands_in_the_answer(app, speaker):
     speaker.text = (
         HARMONY.thought.format("Hm.") + '<|channel|>final <|constrain|>json<|message|>{"a": 1}'
     )
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     chat = APIS["/v1/chat/completions"]
     assert chat.said(await chat.ask(app, chat.body(form=schema, limit=200))).text == '{"a": 1}'
 

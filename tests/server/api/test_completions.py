@@ -283,7 +283,9 @@ def test_parallel_requests_equal_single_ones(client, live_server):
 async def test_figures_count_a_prompt_once_and_times_from_its_arrival(
     tiny_app, tiny_engine, monkeypatch
 ):
-    """Three sequences of one prompt: computed once by the first. A slow tokenizer is part of the total."""
+    """Three sequences of one prompt: computed once by the first. A slow tokenizer is part of the
+    total.
+    """
     prompt = "A mill stands by the river, and its wheel turns day and night. " * 5
     tokens = len(tiny_engine.tokenizer.encode(prompt))
     codec = tiny_engine.tokenizer.codec

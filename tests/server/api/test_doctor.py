@@ -180,8 +180,9 @@ async def test_other_keys_and_salts_are_never_compared_with(spoken_engine, speak
         assert "secret" not in refused.text
         listed = [(await app.get("/v1/requests", headers=headers)).json() for headers in (one, two)]
         assert [[entry["request_id"] for entry in answer["data"]] for answer in listed] == [
-            [salted["request_id"], mine["request_id"]], [theirs["request_id"]],
-        ]  # fmt: skip
+            [salted["request_id"], mine["request_id"]],
+            [theirs["request_id"]],
+        ]
         last = await app.get("/v1/requests/last/cache", headers=two)
         assert (last.json(), last.headers["cache-control"]) == (theirs, "no-store")
         assert (await app.get("/v1/requests")).status_code == 401
@@ -236,7 +237,9 @@ async def test_a_warmed_text_is_what_a_prompt_is_compared_with(app, speaker):
 
 
 async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
-    """One that was computing is what its successor is compared with; one that only waited leaves nothing."""
+    """One that was computing is what its successor is compared with; one that only waited leaves
+    nothing.
+    """
     running, waiting = (
         f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "That")
     )
@@ -318,7 +321,9 @@ async def test_records_end_though_no_request_comes(spoken_engine, speaker):
 
 @pytest.mark.alone
 async def test_a_long_prompt_among_many_does_not_hold_the_loop(app, spoken_engine, speaker):
-    """Compared with as much as is kept of one tenant, all alike up to their ends: some milliseconds."""
+    """Compared with as much as is kept of one tenant, all alike up to their ends: some
+    milliseconds.
+    """
     doctor = app._transport.app.state.kv.first.doctor
     ids = list(range(30_000))
     for number in range(256):

@@ -261,10 +261,14 @@ async def test_blocks_are_the_engines_map(app, spoken_engine):
     chunks = pool["loaded_chunks"]
     assert blocks["tiers"] == {
         "pool": {
-            "blocks": chunks, "bytes": chunks * pool["bytes_per_block"], "max_bytes": pool["pool_bytes"],
-            "writable": True, "state": "", "recent_hit_tokens": 0,
+            "blocks": chunks,
+            "bytes": chunks * pool["bytes_per_block"],
+            "max_bytes": pool["pool_bytes"],
+            "writable": True,
+            "state": "",
+            "recent_hit_tokens": 0,
         }
-    }  # fmt: skip
+    }
     assert blocks["recent_computed_tokens"] == pool["miss_tokens"] > 0
 
 
@@ -314,7 +318,9 @@ async def test_what_is_no_json_has_its_own_code(tiny_app, body):
 
 
 async def test_short_requests_do_not_wait_for_long_texts(tiny_app, tiny_engine):
-    """More long texts than there are worker threads, all stuck: short requests go on, of every kind."""
+    """More long texts than there are worker threads, all stuck: short requests go on, of every
+    kind.
+    """
     release = threading.Event()
     codec = tiny_engine.tokenizer.codec
     encode = codec.encode

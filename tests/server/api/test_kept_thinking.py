@@ -1,4 +1,6 @@
-"""Thinking that clients leave out of the model's earlier turns: named where it costs, and put back where it may be."""
+"""Thinking that clients leave out of the model's earlier turns: named where it costs, and put back
+where it may be.
+"""
 
 from itertools import chain
 
@@ -10,8 +12,8 @@ from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import thought_key
 
 STRIPS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
-    "<|assistant|><think>"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor "
+    "%}<|assistant|><think>"
 )
 """A template that opens the reasoning itself, and shows none of earlier turns."""
 
@@ -51,7 +53,9 @@ THOUGHT = "<think>\nI have to be polite to everybody.\n</think>\n\nGood day."
 async def test_thinking_is_put_back_where_the_template_can_show_it(
     spoken_engine, speaker, normalise, variable
 ):
-    """What clients drop of the model's own turns is read from the cache, unless they say that they do not want it."""
+    """What clients drop of the model's own turns is read from the cache, unless they say that they
+    do not want it.
+    """
     spoken_engine.tokenizer.chat_template = PRESERVES
     speaker.text = THOUGHT
     more = {} if variable is None else {"chat_template_kwargs": {"preserve_thinking": variable}}

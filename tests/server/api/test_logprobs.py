@@ -42,7 +42,9 @@ def test_the_taken_token_is_shown_beside_the_likely_ones(tiny_engine):
 
 
 def test_a_token_in_text_that_is_held_back_waits_for_it(tiny_engine):
-    """Where a stop string such as "aab" may have begun, more than one token is behind what is shown."""
+    """Where a stop string such as "aab" may have begun, more than one token is behind what is
+    shown.
+    """
     tokenizer = tiny_engine.tokenizer
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
     choice = CompletionChoice(0, None, tokenizer, TokenTexts(tokenizer), with_ids=False)

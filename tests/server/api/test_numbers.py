@@ -1,5 +1,6 @@
-"""Every number of every route has a bound in the one table; what is outside is refused by name, in the shape of the API
-that was asked."""
+"""Every number of every route has a bound in the one table; what is outside is refused by name, in
+the shape of the API that was asked.
+"""
 
 import json
 from typing import get_args, get_type_hints
@@ -95,9 +96,12 @@ NUMBERS = {
     },
     "/v1/unpin": _TEMPLATE,
 }
-"""Of each path its numbers, "*" an entry of a list and "{}" of a map, and their names in the table of bounds."""
+"""Of each path its numbers, "*" an entry of a list and "{}" of a map, and their names in the table
+of bounds.
+"""
 
-# What the place takes that is no number: texts where a prompt may also be one, switches and texts for templates.
+# What the place takes that is no number: texts where a prompt may also be one, switches and texts
+# for templates.
 TAKEN = {
     **dict.fromkeys(("prompt.*", "input.*"), ("string", "list")),
     **dict.fromkeys(("chat_template_kwargs.{}",), ("string", "true")),
@@ -276,7 +280,9 @@ async def test_the_bounds_themselves_are_allowed(path):
 
 @pytest.mark.parametrize("path", NUMBERS)
 async def test_a_null_is_as_if_it_was_not_given(app, path):
-    """Or it is refused by name, where there has to be a number. Without a limit an answer would fill the context."""
+    """Or it is refused by name, where there has to be a number. Without a limit an answer would
+    fill the context.
+    """
     plain = (await app.post(path, json=ASKED[path]("hello"))).status_code
     required = {"/v1/messages": "max_tokens", "/v1/warm": "position_offset"}
     for place in NUMBERS[path]:

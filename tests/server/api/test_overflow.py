@@ -1,4 +1,6 @@
-"""Chats that outgrow the context: an error with the arithmetic, or the oldest turns go and the answer says so."""
+"""Chats that outgrow the context: an error with the arithmetic, or the oldest turns go and the
+answer says so.
+"""
 
 import copy
 import gc
@@ -70,8 +72,12 @@ async def test_a_long_chat_goes_on_and_its_turns_hit_the_cache_again(app):
 
 
 async def test_system_and_the_last_turn_stay_and_what_never_fits_is_an_error(app):
-    long = [SYSTEM, {"role": "user", "content": "old"}, {"role": "assistant", "content": "older"},
-            {"role": "user", "content": "x" * CONTEXT}]  # fmt: skip
+    long = [
+        SYSTEM,
+        {"role": "user", "content": "old"},
+        {"role": "assistant", "content": "older"},
+        {"role": "user", "content": "x" * CONTEXT},
+    ]
     answer = await app.post(CHAT, json=body(long, kvboost=DROP))
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -46,7 +46,9 @@ def server(engine):
 
 @pytest.fixture
 def held(server, monkeypatch):
-    """Each step waits until the test lets it go; who asks hears of progress a hundred times a second."""
+    """Each step waits until the test lets it go; who asks hears of progress a hundred times a
+    second.
+    """
     monkeypatch.setattr(generation, "_PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr("kvboost_edge.engine.schedule.progress_estimate._BOARD_SECONDS", 0.0)
     server.engine.reset_cache()
@@ -231,7 +233,9 @@ def test_nothing_is_told_to_who_does_not_ask(server, held, path, value):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_it_changes_nothing_about_the_answer(server, held, path):
-    """Whole answers have no progress, as llama.cpp's have none: the field is taken and does nothing."""
+    """Whole answers have no progress, as llama.cpp's have none: the field is taken and does
+    nothing.
+    """
     held.release()
     asked = []
     plain = []

@@ -1,4 +1,6 @@
-"""OpenAI's fields for the prompt cache: what they retain, for whom, and that no key is written anywhere."""
+"""OpenAI's fields for the prompt cache: what they retain, for whom, and that no key is written
+anywhere.
+"""
 
 import io
 import time

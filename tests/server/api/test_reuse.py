@@ -1,5 +1,6 @@
-"""The `kvboost` object of bodies and answers: reuse at other positions is asked for, labelled, and never counted as
-exact."""
+"""The `kvboost` object of bodies and answers: reuse at other positions is asked for, labelled, and
+never counted as exact.
+"""
 
 import asyncio
 import base64

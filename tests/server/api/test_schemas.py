@@ -1,4 +1,6 @@
-"""Fields of OpenAI's routes that go together or not, names of other servers, and bodies of any Content-Type."""
+"""Fields of OpenAI's routes that go together or not, names of other servers, and bodies of any
+Content-Type.
+"""
 
 import json
 
@@ -66,7 +68,9 @@ async def test_an_answer_s_message_may_be_sent_back_as_it_came(tiny_app):
 
 
 async def test_negative_seeds(tiny_app):
-    """-1 is drawn by the engine, another one each time; others are seeds like any, told as what they count as."""
+    """-1 is drawn by the engine, another one each time; others are seeds like any, told as what
+    they count as.
+    """
 
     async def seeds(**fields):
         answer = await tiny_app.post(

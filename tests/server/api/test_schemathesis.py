@@ -1,5 +1,6 @@
-"""Requests made from the server's own OpenAPI document, right ones and wrong ones: each answer is what the document
-says, none is a 5xx, and a canary completion stays the same."""
+"""Requests made from the server's own OpenAPI document, right ones and wrong ones: each answer is
+what the document says, none is a 5xx, and a canary completion stays the same.
+"""
 
 import os
 import subprocess
@@ -21,7 +22,8 @@ from kvboost_edge.server.app import ROUTERS
 # Schemathesis gives all its tests one name, of which workers would run one.
 pytestmark = pytest.mark.alone
 
-# Besides what is drawn, some 8,000 cases of every bound and kind; making them takes long, also where none runs.
+# Besides what is drawn, some 8,000 cases of every bound and kind; making them takes long, also
+# where none runs.
 AT_EVERY_BOUND = os.environ.get("KVBOOST_EDGE_TEST_BOUNDS") == "1"
 MODEL = "kvboost-edge/demo"
 CANARY = {"prompt": "the canary sings", "max_tokens": 8, "temperature": 0, "logprobs": 3}
@@ -68,8 +70,9 @@ def test_the_document_is_the_one_that_is_served(live_server):
 
 
 def test_every_route_of_the_api_is_tried():
-    """Each operation of the document is, so a route that is not in there would have no test here: the page's, and those
-    that machines watch the server by."""
+    """Each operation of the document is, so a route that is not in there would have no test here:
+    the page's, and those that machines watch the server by.
+    """
     documented = {
         (path, method.upper())
         for path, methods in document()["paths"].items()
@@ -103,15 +106,17 @@ def test_answers_are_as_documented(case, live_server):
     case.validate_response(response, checks=CHECKS)
     if response.status_code == 400:
         error = response.json()["error"]
-        # Fields that do not go together, or not with this model, have another code. What a schema, an expression or a
-        # grammar holds is judged by the engine; what a call's text or two tools hold, by no schema.
+        # Fields that do not go together, or not with this model, have another code. What a schema,
+        # an expression or a grammar holds is judged by the engine; what a call's text or two tools
+        # hold, by no schema.
         given = case.body if isinstance(case.body, dict) else {}
         judged = (
             is_not_exact(case.body)
             or any(given.get(name) for name in ANSWER_FORMATS)
             or calls_tools(given)
         )
-        # Errors of other APIs have no code; what Anthropic's schema cannot say is said in these words.
+        # Errors of other APIs have no code; what Anthropic's schema cannot say is said in these
+        # words.
         said = error["message"] if isinstance(error, dict) else error
         told = any(
             words in said for words in ("results come first", "at most 4 are allowed", "surrogate")
@@ -198,8 +203,9 @@ def calls_tools(body):
 
 
 def is_not_exact(value):
-    """JSON Schema takes 1.0 for an integer, which the server does not; and bounds are floats in the document, so that
-    of `seed` is one too high there."""
+    """JSON Schema takes 1.0 for an integer, which the server does not; and bounds are floats in the
+    document, so that of `seed` is one too high there.
+    """
     if isinstance(value, dict):
         return any(map(is_not_exact, value.values()))
     if isinstance(value, list):

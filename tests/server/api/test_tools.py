@@ -1,4 +1,6 @@
-"""What tools of chats have of their own: allowed tools, edited calls, other routes, unknown templates and models."""
+"""What tools of chats have of their own: allowed tools, edited calls, other routes, unknown
+templates and models.
+"""
 
 import dataclasses
 import json

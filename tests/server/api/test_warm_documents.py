@@ -103,7 +103,9 @@ async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
 
 
 async def test_who_goes_takes_his_documents_along(app):
-    """What is computed stops, the place in the queue is held until then, and nothing is left behind."""
+    """What is computed stops, the place in the queue is held until then, and nothing is left
+    behind.
+    """
     begun = threading.Event()
     may_go_on = threading.Event()
 

@@ -31,12 +31,27 @@ def record(text, asked=None, *, answer="", reasoning=0):
 
 def result(mine, cached, reason="first_seen", dropped=()):
     return GenerationResult(
-        mode=GenerationMode.PREFIX_CACHE, prompt="", output_text="", output_token_ids=(), generated_tokens=0,
-        finish_reason="stop", prompt_tokens=mine.num_prompt, cached_tokens=cached, kv_reuse_ratio=0.0,
-        hit_tokens={"pool": cached}, miss_reason=reason, ttft_ms=0.0, total_ms=0.0, tokens_per_sec=0.0,
-        token_times_ms=(), phases={**_PHASES, "prefill": 1500.0}, logprobs=None, seed=0, preemptions=0,
+        mode=GenerationMode.PREFIX_CACHE,
+        prompt="",
+        output_text="",
+        output_token_ids=(),
+        generated_tokens=0,
+        finish_reason="stop",
+        prompt_tokens=mine.num_prompt,
+        cached_tokens=cached,
+        kv_reuse_ratio=0.0,
+        hit_tokens={"pool": cached},
+        miss_reason=reason,
+        ttft_ms=0.0,
+        total_ms=0.0,
+        tokens_per_sec=0.0,
+        token_times_ms=(),
+        phases={**_PHASES, "prefill": 1500.0},
+        logprobs=None,
+        seed=0,
+        preemptions=0,
         evicted_from=dropped,
-    )  # fmt: skip
+    )
 
 
 def found(mine, other, cached=None, reason="first_seen", *dropped):

@@ -49,7 +49,10 @@ def test_arguments_of_calls_keep_the_order_of_their_keys():
 
 def test_the_billing_line_of_system_messages_is_left_out():
     normaliser = Normaliser()
-    text = "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep x-anthropic-billing-header: so"
+    text = (
+        "x-anthropic-billing-header: cc_version=2.1; cch=ab12;\nYou are a coder.\nKeep "
+        "x-anthropic-billing-header: so"
+    )
     messages, changed = normaliser.messages(ME, [{"role": "system", "content": text}])
     assert changed == ["billing"]
     assert messages[0]["content"] == "You are a coder.\nKeep x-anthropic-billing-header: so"

@@ -1,4 +1,6 @@
-"""Who still sends when it is refused reads the answer all the same; who sends for ever, or falls silent, is cut off."""
+"""Who still sends when it is refused reads the answer all the same; who sends for ever, or falls
+silent, is cut off.
+"""
 
 import contextlib
 import shutil

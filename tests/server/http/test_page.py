@@ -18,16 +18,24 @@ MEDIA_TYPES = {
     "js": "text/javascript",
     "svg": "image/svg+xml",
 }
-# Colours of text (4.5 to 1) and of marks that carry meaning (3 to 1) on the grounds they stand on: WCAG 2.2, AA.
+# Colours of text (4.5 to 1) and of marks that carry meaning (3 to 1) on the grounds they stand on:
+# WCAG 2.2, AA.
 TEXT_PAIRS = [
     *((ink, ground) for ink in ("text", "muted") for ground in ("bg", "surface", "raised", "tint")),
     *(("accent", ground) for ground in ("bg", "surface")),
-    ("warn", "surface"), ("bad", "surface"), ("bad", "bad-tint"), ("text", "bad-tint"), ("on-accent", "accent"),
-]  # fmt: skip
+    ("warn", "surface"),
+    ("bad", "surface"),
+    ("bad", "bad-tint"),
+    ("text", "bad-tint"),
+    ("on-accent", "accent"),
+]
 MARK_PAIRS = [
     *((ink, "surface") for ink in ("control", "free-line", "cached", "used", "shared", "accent")),
-    ("control", "bg"), ("cached", "cached-tint"), ("shared", "shared-dot"), ("accent", "raised"),
-]  # fmt: skip
+    ("control", "bg"),
+    ("cached", "cached-tint"),
+    ("shared", "shared-dot"),
+    ("accent", "raised"),
+]
 
 
 async def test_every_file_is_served_with_its_type_and_the_headers_that_allow_nothing_else(tiny_app):
@@ -63,9 +71,20 @@ async def test_head_tells_the_length_and_sends_nothing(tiny_app):
 
 @pytest.mark.parametrize(
     "path",
-    ["/static", "/static/", "/static/index.html", "/static/none.js", "/static/../page.py", "/static/%2e%2e/page.py",
-     "/static/..%2fpage.py", "/static/main.js/", "/static//main.js", "/static/main.js%00", "/index.html"],
-)  # fmt: skip
+    [
+        "/static",
+        "/static/",
+        "/static/index.html",
+        "/static/none.js",
+        "/static/../page.py",
+        "/static/%2e%2e/page.py",
+        "/static/..%2fpage.py",
+        "/static/main.js/",
+        "/static//main.js",
+        "/static/main.js%00",
+        "/index.html",
+    ],
+)
 async def test_no_other_path_is_a_file(tiny_app, path):
     assert (await tiny_app.get(path)).status_code == 404
 
@@ -84,8 +103,20 @@ def test_a_file_names_nothing_outside_and_makes_no_markup_from_strings(name):
     text = TEXTS[name]
     addresses = set(re.findall(r"https?://[^\s\"'<>)]+", text)) - {"http://www.w3.org/2000/svg"}
     assert not addresses
-    banned = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser",
-              "createContextualFragment", "srcdoc", "javascript:", "@import", "url(")  # fmt: skip
+    banned = (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "DOMParser",
+        "createContextualFragment",
+        "srcdoc",
+        "javascript:",
+        "@import",
+        "url(",
+    )
     assert not [word for word in banned if word in text]
 
 

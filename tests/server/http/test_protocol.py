@@ -1,4 +1,6 @@
-"""HTTP/1.1 as the server speaks it: strict where a request could be read in two ways, ordinary elsewhere."""
+"""HTTP/1.1 as the server speaks it: strict where a request could be read in two ways, ordinary
+elsewhere.
+"""
 
 import contextlib
 import http.client

@@ -1,5 +1,6 @@
-"""756 generated requests that no good client sends. The server answers each without a 5xx, hangs on none, and a
-canary completion stays the same."""
+"""756 generated requests that no good client sends. The server answers each without a 5xx, hangs on
+none, and a canary completion stays the same.
+"""
 
 from __future__ import annotations
 
@@ -335,7 +336,10 @@ def odd_targets(rng):
         "?" + "a&" * 999,
     )
     body = rng.choice((b"", b"{", b"[" * 5000))
-    head = f"{method} {target}{rng.choice(queries)} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head = (
+        f"{method} {target}{rng.choice(queries)} HTTP/1.1\r\nHost: localhost\r\nConnection: "
+        "close\r\n"
+    )
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -396,7 +400,9 @@ NO_HTTP = ("smuggling", "bad_lines", "bad_headers", "pipelined", "early_close")
 
 
 def told_as(kind, data, body):
-    """The path whose API an error has to be told in. Of what is no HTTP there is none: it is told in OpenAI's."""
+    """The path whose API an error has to be told in. Of what is no HTTP there is none: it is told
+    in OpenAI's.
+    """
     path = re.match(rb"(?:GET|POST|DELETE) (/[^ ?]*)[ ?]", data)
     unread = path is None or (kind in NO_HTTP and "param" in body.decode())
     return "/" if unread else urllib.parse.unquote(path.group(1).decode())

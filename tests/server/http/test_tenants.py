@@ -1,5 +1,6 @@
-"""What one API key never learns of another: each route that shows something of requests answers as if the other's were
-not there, and each API has its own 401."""
+"""What one API key never learns of another: each route that shows something of requests answers as
+if the other's were not there, and each API has its own 401.
+"""
 
 import itertools
 import json
@@ -34,7 +35,9 @@ def named(path, name):
 
 
 def without_ids(answer, name):
-    """What can be compared of two answers: status, text without the id that was asked for, and headers."""
+    """What can be compared of two answers: status, text without the id that was asked for, and
+    headers.
+    """
     passing = ("x-request-id", "request-id", "date", "content-length")
     headers = sorted(
         f"{key}: {value}" for key, value in answer.headers.items() if key not in passing
@@ -78,7 +81,9 @@ def test_requests_and_responses_of_another_key_are_as_if_they_never_were(keys):
     "path", [path for path in ASKED if "hello" in json.dumps(ASKED[path]("hello"))]
 )
 def test_nothing_of_an_answer_tells_what_another_key_asked(keys, path):
-    """The second tenant's answer to what the first has asked, its counts and its cause, is as to what nobody has."""
+    """The second tenant's answer to what the first has asked, its counts and its cause, is as to
+    what nobody has.
+    """
     mine, other = keys
 
     def told(client, color):

@@ -1,4 +1,6 @@
-"""Each API names the model that it wants, and gets it loaded; Ollama's says how long it stays, too."""
+"""Each API names the model that it wants, and gets it loaded; Ollama's says how long it stays,
+too.
+"""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""A model with states beside keys and values, served: its states stand in the budget, what is read again because of a
-state that was not kept is named, and what it cannot do is refused by name."""
+"""A model with states beside keys and values, served: its states stand in the budget, what is read
+again because of a state that was not kept is named, and what it cannot do is refused by name.
+"""
 
 import dataclasses
 import threading

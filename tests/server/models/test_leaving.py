@@ -1,5 +1,6 @@
-"""Models that leave while somebody looks at them, engines that stop, and loadings that do not end when the server
-does."""
+"""Models that leave while somebody looks at them, engines that stop, and loadings that do not end
+when the server does.
+"""
 
 import asyncio
 import threading

@@ -1,4 +1,6 @@
-"""Who leaves when another model needs the room: models of equal size, of which the budget holds two."""
+"""Who leaves when another model needs the room: models of equal size, of which the budget holds
+two.
+"""
 
 import asyncio
 import time

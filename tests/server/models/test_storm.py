@@ -1,5 +1,6 @@
-"""Two models that push each other out while clients of all APIs come, leave in every phase, look, and send models away:
-no answer is a fault, and all that was held comes back."""
+"""Two models that push each other out while clients of all APIs come, leave in every phase, look,
+and send models away: no answer is a fault, and all that was held comes back.
+"""
 
 import asyncio
 import gc

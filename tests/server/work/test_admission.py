@@ -30,7 +30,9 @@ TEXT = {"model": MODEL, "prompt": "Hello", "max_tokens": 40, "ignore_eos": True,
 
 @pytest.fixture
 def held(tiny_engine):
-    """The tiny engine, held inside its forward pass. It ran before: kernels may have to be compiled first."""
+    """The tiny engine, held inside its forward pass. It ran before: kernels may have to be compiled
+    first.
+    """
     tiny_engine.generate("warm", max_new_tokens=2)
     hold = HeldForward(tiny_engine)
     yield hold
@@ -325,7 +327,9 @@ def test_a_keys_weight_is_its_requests(tiny_engine, held):
 
 
 async def test_a_cancelled_waiter_lets_nobody_through():
-    """Whoever waits for a prefix waits for the one that computes it, or for the end of the window."""
+    """Whoever waits for a prefix waits for the one that computes it, or for the end of the
+    window.
+    """
     groups = PrefixGroups(30.0, 2)
     key = await groups.join("t", [1, 2, 3])
     waiters = [asyncio.create_task(groups.join("t", [1, 2, 3 + index])) for index in range(3)]
@@ -347,7 +351,9 @@ async def test_a_cancelled_waiter_lets_nobody_through():
 def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(
     live_server, monkeypatch, stream
 ):
-    """Its ticket holds all that belongs to it; a circle through the task that watches for the client would keep it."""
+    """Its ticket holds all that belongs to it; a circle through the task that watches for the
+    client would keep it.
+    """
 
     tickets = []
     begin = Ticket.__init__

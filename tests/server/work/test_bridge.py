@@ -11,8 +11,9 @@ from kvboost_edge.server.work.bridge import to_its_end
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_what_is_stopped_while_it_reads_computes_nothing(times):
-    """Who asked is cancelled once when it goes, and once more when the server's grace is over: then nobody is left to
-    stop what the work comes to later."""
+    """Who asked is cancelled once when it goes, and once more when the server's grace is over: then
+    nobody is left to stop what the work comes to later.
+    """
     handles = Handles()
     begun = threading.Event()
     read = threading.Event()

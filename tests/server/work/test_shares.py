@@ -1,4 +1,6 @@
-"""A bound that tenants share, against the rule written out: none takes all, each finds its share whenever it comes."""
+"""A bound that tenants share, against the rule written out: none takes all, each finds its share
+whenever it comes.
+"""
 
 import random
 

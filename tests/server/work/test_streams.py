@@ -1,4 +1,6 @@
-"""Streams: OpenAI's format to the letter, equal to the whole answer, ended when the client goes or something fails."""
+"""Streams: OpenAI's format to the letter, equal to the whole answer, ended when the client goes or
+something fails.
+"""
 
 import json
 import socket

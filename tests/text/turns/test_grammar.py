@@ -28,13 +28,22 @@ def vocabulary(markers):
 
 
 def grammar(
-    name, markers, *, choice = "required", parallel = True, reasoning = "closed",
-    tools = TOOLS,
-):  # fmt: skip
+    name,
+    markers,
+    *,
+    choice="required",
+    parallel=True,
+    reasoning="closed",
+    tools=TOOLS,
+):
     return calls_grammar(
-        format_of(name), tools, choice=choice, parallel=parallel, reasoning=reasoning,
+        format_of(name),
+        tools,
+        choice=choice,
+        parallel=parallel,
+        reasoning=reasoning,
         special_id=vocabulary(markers).codec.marker_id,
-    )  # fmt: skip
+    )
 
 
 @EACH
@@ -122,8 +131,10 @@ def test_a_token_may_end_the_marker_and_say_more():
         reasoning="closed",
         special_id=words.codec.marker_id,
     )
-    for text in ('<tool_call>{"name": "ping", "arguments": {}}</tool_call>',
-                 'see <tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'):  # fmt: skip
+    for text in (
+        '<tool_call>{"name": "ping", "arguments": {}}</tool_call>',
+        'see <tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>',
+    ):
         assert words.takes(made, text)
     assert not words.takes(made, 'see <tool_call>\n{"name": "pong", "arguments": {}}\n</tool_call>')
 

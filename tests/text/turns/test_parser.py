@@ -1,4 +1,6 @@
-"""Turns taken apart: what a family's template writes comes back as it was, however the text is cut."""
+"""Turns taken apart: what a family's template writes comes back as it was, however the text is
+cut.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -303,6 +305,8 @@ def test_strings_of_calls_in_python_come_as_they_are_written():
     assert parser.push("uila'") == [CallArguments(0, "uila")]
     assert parser.push(", da") == [CallArguments(0, '"')]
     assert parser.push("ys=3), ping()") == [
-        CallArguments(0, ', "days": 3}'), CallStart(1, "ping"), CallArguments(1, "{}"),
-    ]  # fmt: skip
+        CallArguments(0, ', "days": 3}'),
+        CallStart(1, "ping"),
+        CallArguments(1, "{}"),
+    ]
     assert parser.push("]<|tool_call_end|>\nDone.") == [Content("Done.")]

@@ -16,7 +16,9 @@ def called(call_id, arguments="{}"):
 
 
 def test_no_text_of_an_answer_is_known_as_a_call():
-    """A model that was made to write a key down would put its words in the place of somebody's call."""
+    """A model that was made to write a key down would put its words in the place of somebody's
+    call.
+    """
     for key in call_keys(called("a")):
         with pytest.raises(UnicodeEncodeError):
             key.encode()

@@ -80,7 +80,9 @@ def copies(sound):
 
 
 def test_a_thousand_bit_flips(copies, scale):
-    """Anywhere in any file. A flip in a segment costs at most the block it hit; one elsewhere none."""
+    """Anywhere in any file. A flip in a segment costs at most the block it hit; one elsewhere
+    none.
+    """
     draw = random.Random(1)
     names = [name for name in copies.files for _ in range(8 if name.endswith(".kvs") else 1)]
     for number in range(scale(1000, 10_000)):
@@ -119,7 +121,9 @@ def test_without_sidecars_and_manifest_all_is_found_again(sound, tmp_path):
 
 
 def test_a_damaged_record_in_the_middle_costs_no_other(sound, tmp_path):
-    """Its header gone and the sidecar too: what is behind it is found by looking at every multiple of 64."""
+    """Its header gone and the sidecar too: what is behind it is found by looking at every multiple
+    of 64.
+    """
     directory = copy_of(sound, tmp_path / "copy")
     for path in (*space_dir(directory).glob("*.kvx"), space_dir(directory) / "order"):
         path.unlink()
@@ -203,7 +207,9 @@ def test_records_of_a_segment_that_no_sidecar_knows_are_not_mistaken_for_payload
 
 
 def test_numbers_of_segments_that_somebody_removed_are_not_used_again(sound, tmp_path):
-    """The manifest knows of later ones than there are: what is written since counts all the same after a crash."""
+    """The manifest knows of later ones than there are: what is written since counts all the same
+    after a crash.
+    """
     directory = copy_of(sound, tmp_path / "copy")
     for path in segments(directory)[1:]:
         path.unlink()

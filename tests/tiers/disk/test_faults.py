@@ -1,4 +1,6 @@
-"""Every call of the system fails in turn: no error reaches the caller, no wrong byte is served, storing goes on."""
+"""Every call of the system fails in turn: no error reaches the caller, no wrong byte is served,
+storing goes on.
+"""
 
 import errno
 
@@ -62,7 +64,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 def test_every_call_fails_in_turn(tmp_path, name, lasting, scale):
-    """Each n in turn: then the faults end, half a minute passes, and the tier stores and serves as before."""
+    """Each n in turn: then the faults end, half a minute passes, and the tier stores and serves as
+    before.
+    """
     calls = number_of_calls(tmp_path / "count")
     step = scale(120, 1)
     for at in range(first_call(name, step), calls, step):

@@ -1,4 +1,6 @@
-"""What is not the tier's own, in its directory: never followed, written to, deleted or counted, and in nobody's way."""
+"""What is not the tier's own, in its directory: never followed, written to, deleted or counted, and
+in nobody's way.
+"""
 
 import errno
 import json

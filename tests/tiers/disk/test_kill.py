@@ -1,4 +1,6 @@
-"""kill -9 at every kind of call and at random times: what is served afterwards is right, what was sealed is there."""
+"""kill -9 at every kind of call and at random times: what is served afterwards is right, what was
+sealed is there.
+"""
 
 import os
 import random
@@ -15,7 +17,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CHAINS = [chain(10, seed) for seed in range(30)]
 NBYTES = 18_000
 
-# Writes chain after chain; ends itself at the call that is asked for, or leaves a list of its calls.
+# Writes chain after chain; ends itself at the call that is asked for, or leaves a list of its
+# calls.
 CODE = """
 from pathlib import Path
 from helpers.tiers import disk_faults
@@ -39,7 +42,9 @@ def crash():
 
 
 def check(directory):
-    """The next process stores and serves; nothing wrong is served, and of sealed segments nothing is missing."""
+    """The next process stores and serves; nothing wrong is served, and of sealed segments nothing
+    is missing.
+    """
     sealed = sealed_hashes(directory)
     with opened(directory, files=FaultyFiles(), max_bytes=4 << 20) as tier:
         found = [present(tier, blocks, NBYTES) for blocks in CHAINS]
@@ -54,7 +59,9 @@ def check(directory):
 
 
 def sealed_hashes(directory):
-    """Of all sealed segments, as long as no segment was ever deleted to make room: then every block must be there."""
+    """Of all sealed segments, as long as no segment was ever deleted to make room: then every block
+    must be there.
+    """
     paths = segments(directory)
     if [int(path.stem, 16) for path in paths] != list(range(1, len(paths) + 1)):
         return set()

@@ -1,4 +1,6 @@
-"""Errors that pass by themselves, such as a limit on open files: misses, and nothing that is sound is forgotten."""
+"""Errors that pass by themselves, such as a limit on open files: misses, and nothing that is sound
+is forgotten.
+"""
 
 import contextlib
 import errno

@@ -1,4 +1,6 @@
-"""A directory that is deleted, moved or replaced under a running tier, and owners that stop or die."""
+"""A directory that is deleted, moved or replaced under a running tier, and owners that stop or
+die.
+"""
 
 import contextlib
 import os

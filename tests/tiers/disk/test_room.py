@@ -136,7 +136,9 @@ def test_use_outlives_a_restart(tmp_path):
 
 
 def test_at_most_twice_as_much_is_written_as_was_stored(tmp_path):
-    """Cleaning copies what is still used; every other chain is used again, which is the worst case for it."""
+    """Cleaning copies what is still used; every other chain is used again, which is the worst case
+    for it.
+    """
     with watched(tmp_path) as tier:
         for seed in range(260):
             write(tier, chain(6, seed))
@@ -230,8 +232,9 @@ def test_a_second_tier_of_a_space_sets_the_cap_of_both(tmp_path):
 
 
 class AtOnce(Files):
-    """Whoever has found room for a segment waits shortly for the other one to have found some, too. `peak`: the most
-    that all segments took then."""
+    """Whoever has found room for a segment waits shortly for the other one to have found some, too.
+    `peak`: the most that all segments took then.
+    """
 
     def __init__(self, directory):
         self.directory = directory

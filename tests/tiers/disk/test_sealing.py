@@ -1,4 +1,6 @@
-"""Segments are sealed beside reading and writing, by a thread that ends when there is nothing to do."""
+"""Segments are sealed beside reading and writing, by a thread that ends when there is nothing to
+do.
+"""
 
 import threading
 

@@ -1,4 +1,6 @@
-"""Hypothesis drives a tier against a dict through writes, reads, restarts and crashes: it may lose, it never lies."""
+"""Hypothesis drives a tier against a dict through writes, reads, restarts and crashes: it may lose,
+it never lies.
+"""
 
 import random
 import shutil
@@ -24,8 +26,9 @@ lengths = st.integers(1, 12)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """`given`: hashes that were ever stored. A crash happens at any call of the system, and what was not yet on the
-    device may be lost with it."""
+    """`given`: hashes that were ever stored. A crash happens at any call of the system, and what
+    was not yet on the device may be lost with it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -85,7 +88,9 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(which=chains, after=st.integers(0, 40), damage=st.integers(0, 2**32))
     def crash(self, which, after, damage):
-        """The process ends at some call of a write of new chains; then part of the unsealed segment is not there."""
+        """The process ends at some call of a write of new chains; then part of the unsealed segment
+        is not there.
+        """
         self.files.at = self.files.calls + after
         self.files.fault = powers_off
         self.files.lasting = True

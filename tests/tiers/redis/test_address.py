@@ -1,4 +1,6 @@
-"""Redis URLs: what is taken, what is refused by name, and that no message or repr shows a password."""
+"""Redis URLs: what is taken, what is refused by name, and that no message or repr shows a
+password.
+"""
 
 import pytest
 
@@ -9,16 +11,32 @@ from kvboost_edge.tiers.redis.address import parse_url
 @pytest.mark.parametrize(
     ("url", "place", "options"),
     [
-        ("redis://localhost", "redis://localhost:6379/0", {"host": "localhost", "port": 6379, "db": 0}),
-        ("valkey://10.0.0.1:7000/3", "redis://10.0.0.1:7000/3", {"host": "10.0.0.1", "port": 7000, "db": 3}),
+        (
+            "redis://localhost",
+            "redis://localhost:6379/0",
+            {"host": "localhost", "port": 6379, "db": 0},
+        ),
+        (
+            "valkey://10.0.0.1:7000/3",
+            "redis://10.0.0.1:7000/3",
+            {"host": "10.0.0.1", "port": 7000, "db": 3},
+        ),
         ("redis://[::1]:7000", "redis://[::1]:7000/0", {"host": "::1", "port": 7000, "db": 0}),
         (
             "redis://:p%40%2Fw@h",
             "redis://h:6379/0",
             {"host": "h", "port": 6379, "db": 0, "username": None, "password": "p@/w"},
         ),
-        ("redis://u:p@h/1", "redis://h:6379/1", {"host": "h", "port": 6379, "db": 1, "username": "u", "password": "p"}),
-        ("unix:///run/r.sock", "unix:///run/r.sock?db=0", {"unix_socket_path": "/run/r.sock", "db": 0}),
+        (
+            "redis://u:p@h/1",
+            "redis://h:6379/1",
+            {"host": "h", "port": 6379, "db": 1, "username": "u", "password": "p"},
+        ),
+        (
+            "unix:///run/r.sock",
+            "unix:///run/r.sock?db=0",
+            {"unix_socket_path": "/run/r.sock", "db": 0},
+        ),
         (
             "unix://u:p@/r.sock?db=2",
             "unix:///r.sock?db=2",
@@ -27,11 +45,18 @@ from kvboost_edge.tiers.redis.address import parse_url
         (
             "rediss://h?ssl_ca_certs=/ca.pem",
             "rediss://h:6379/0",
-            {"host": "h", "port": 6379, "db": 0, "ssl": True, "ssl_cert_reqs": "required", "ssl_check_hostname": True,
-             "ssl_ca_certs": "/ca.pem"},
+            {
+                "host": "h",
+                "port": 6379,
+                "db": 0,
+                "ssl": True,
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+                "ssl_ca_certs": "/ca.pem",
+            },
         ),
     ],
-)  # fmt: skip
+)
 def test_what_a_url_says(url, place, options):
     address = parse_url(url)
     assert (address.place, dict(address.options)) == (place, options)

@@ -1,4 +1,6 @@
-"""After three failures in a row a server is left alone; one attempt decides when the pause is over."""
+"""After three failures in a row a server is left alone; one attempt decides when the pause is
+over.
+"""
 
 from helpers.tiers.redis_cases import Clock
 from kvboost_edge.tiers.redis.breaker import CircuitBreaker

@@ -1,4 +1,6 @@
-"""Servers that are down, die, stop, are full, want passwords or TLS: a line in the state, no error, no secret."""
+"""Servers that are down, die, stop, are full, want passwords or TLS: a line in the state, no error,
+no secret.
+"""
 
 import logging
 import subprocess
@@ -116,7 +118,9 @@ def test_a_full_server_is_read_and_written_to_again_when_there_is_room(caplog):
 
 @pytest.fixture(scope="module")
 def with_users():
-    """Users: a may all, w what the documentation says, r may read, n nothing; none without a password."""
+    """Users: a may all, w what the documentation says, r may read, n nothing; none without a
+    password.
+    """
     rules = {
         "a": "on >pass-a-phrase ~kvb:* +@all",
         "r": "on >pass-r-phrase ~kvb:* +getrange +strlen +exists",
@@ -168,9 +172,13 @@ def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
 
 @pytest.mark.parametrize(
     ("user", "password", "words"),
-    [("a", "hunter2-hunter2", "refuses the user or password"), ("x", "hunter2-hunter2", "refuses the user"),
-     ("n", "pass-n-phrase", "lacks a permission"), (None, None, "or wants one")],
-)  # fmt: skip
+    [
+        ("a", "hunter2-hunter2", "refuses the user or password"),
+        ("x", "hunter2-hunter2", "refuses the user"),
+        ("n", "pass-n-phrase", "lacks a permission"),
+        (None, None, "or wants one"),
+    ],
+)
 def test_a_wrong_password_is_a_line_that_does_not_repeat_it(
     user, password, words, with_users, caplog
 ):
@@ -196,15 +204,32 @@ def test_a_server_of_a_cluster_is_a_line():
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """A folder of ca.pem, server.pem for localhost, other.pem for elsewhere, and a stranger's CA."""
+    """A folder of ca.pem, server.pem for localhost, other.pem for elsewhere, and a stranger's
+    CA.
+    """
     folder = tmp_path_factory.mktemp("certificates")
 
     def make(*arguments):
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     for ca in ("ca", "stranger"):
-        make("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{ca}.key", "-out", f"{ca}.pem",
-             "-days", "2", "-subj", f"/CN={ca}", "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
+        make(
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-keyout",
+            f"{ca}.key",
+            "-out",
+            f"{ca}.pem",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={ca}",
+            "-addext",
+            "keyUsage=critical,keyCertSign",
+        )
     for name, host in (("server", "localhost"), ("other", "elsewhere.example")):
         make(
             "req",
@@ -219,15 +244,41 @@ def certificates(tmp_path_factory):
             f"/CN={name}",
         )
         (folder / "ext").write_text(f"subjectAltName=DNS:{host}\nauthorityKeyIdentifier=keyid\n")
-        make("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-             "-out", f"{name}.pem", "-extfile", "ext")  # fmt: skip
+        make(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-days",
+            "2",
+            "-out",
+            f"{name}.pem",
+            "-extfile",
+            "ext",
+        )
     return folder
 
 
 def tls(folder, name):
-    return ["--port", "0", "--tls-port", "PORT", "--tls-cert-file", f"{folder}/{name}.pem",
-            "--tls-key-file", f"{folder}/{name}.key", "--tls-ca-cert-file", f"{folder}/ca.pem",
-            "--tls-auth-clients", "no"]  # fmt: skip
+    return [
+        "--port",
+        "0",
+        "--tls-port",
+        "PORT",
+        "--tls-cert-file",
+        f"{folder}/{name}.pem",
+        "--tls-key-file",
+        f"{folder}/{name}.key",
+        "--tls-ca-cert-file",
+        f"{folder}/ca.pem",
+        "--tls-auth-clients",
+        "no",
+    ]
 
 
 def test_tls_is_verified(certificates, caplog):

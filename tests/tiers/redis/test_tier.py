@@ -1,4 +1,6 @@
-"""The Redis tier over a real server: what one machine stored another reads; what is not to be believed is a miss."""
+"""The Redis tier over a real server: what one machine stored another reads; what is not to be
+believed is a miss.
+"""
 
 import itertools
 import subprocess
@@ -27,7 +29,7 @@ from kvboost_edge.tiers.redis.values import PIECE_BYTES, Seal, pieces_of
 MIB = 1 << 20
 
 
-# ---- writing and reading ---------------------------------------------------------------------------------------------
+# writing and reading
 
 
 @pytest.mark.parametrize(("count", "payload_bytes"), [(40, 1000), (5, 3 * MIB), (1, 0)])
@@ -114,14 +116,16 @@ def test_dropped_blocks_leave_nothing_behind(server, client):
 
 
 def test_spaces_do_not_see_each_other(server, client):
-    """Another model, another KV format, another tenant: even where the first 8 bytes of their digests are equal."""
+    """Another model, another KV format, another tenant: even where the first 8 bytes of their
+    digests are equal.
+    """
     _tier, blocks, payloads = filled(server.url, 2)
     for other in (bytes(32), SPACE[:8] + bytes(24)):
         neighbour = opened(server.url, space=other)
         assert reads(neighbour, blocks, payloads) == 0
 
 
-# ---- what is not to be believed --------------------------------------------------------------------------------------
+# what is not to be believed
 
 
 def damages():
@@ -202,7 +206,7 @@ def test_with_trust_in_place_of_a_secret_damage_is_found_all_the_same(server, cl
     assert reads(tier, blocks, payloads) == 1
 
 
-# ---- opening ---------------------------------------------------------------------------------------------------------
+# opening
 
 
 def test_without_a_secret_the_tier_is_refused_unless_trusted():
@@ -314,7 +318,9 @@ def test_it_says_what_the_server_has_when_it_is_asked_and_believes_that(server, 
 def test_a_server_that_lost_or_got_wrong_values_is_given_all_of_them_again_at_once(
     server, client, pieces
 ):
-    """What is behind the first block that is not there is hardly there either: it is looked for, not assumed."""
+    """What is behind the first block that is not there is hardly there either: it is looked for,
+    not assumed.
+    """
     blocks, payloads = chain(8, 1000 if pieces == "one pipeline" else 3 * MIB)
     tier = opened(server.url)
     tier.write(blocks, payloads)

@@ -1,4 +1,6 @@
-"""Blocks that are used get their time to live again: when, how many at once, and what becomes of those that did not."""
+"""Blocks that are used get their time to live again: when, how many at once, and what becomes of
+those that did not.
+"""
 
 import pytest
 

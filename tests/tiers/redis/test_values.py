@@ -1,4 +1,6 @@
-"""A sealed value opens for the block it was made for and for nothing else, and its pieces are of bounded length."""
+"""A sealed value opens for the block it was made for and for nothing else, and its pieces are of
+bounded length.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""Mixers with a state against NumPy: the very bits, however the rows are cut, and states where they were asked for."""
+"""Mixers with a state against NumPy: the very bits, however the rows are cut, and states where they
+were asked for.
+"""
 
 import itertools
 

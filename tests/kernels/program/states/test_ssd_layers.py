@@ -1,4 +1,6 @@
-"""Mamba2's mixer against those of transformers: Granite 4, Nemotron-H and Falcon-H1, whose norms differ."""
+"""Mamba2's mixer against those of transformers: Granite 4, Nemotron-H and Falcon-H1, whose norms
+differ.
+"""
 
 import math
 

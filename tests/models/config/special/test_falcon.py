@@ -1,4 +1,6 @@
-"""Configs of Falcon-H1: layers with keys, values and a state, what their parts are multiplied with, what is refused."""
+"""Configs of Falcon-H1: layers with keys, values and a state, what their parts are multiplied with,
+what is refused.
+"""
 
 import pytest
 
@@ -25,7 +27,9 @@ def test_a_layer_has_keys_and_values_and_a_state(config):
 
 
 def test_what_the_parts_are_multiplied_with(config):
-    """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied with is taken back."""
+    """Keys' number is that of scores; x, B and C count beside z, and what the gate is multiplied
+    with is taken back.
+    """
     spec = describe_model(config)
     factors = describe_model(config).factors
     assert spec.softmax_scale == pytest.approx(0.7 / 16**0.5)

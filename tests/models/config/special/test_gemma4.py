@@ -1,4 +1,6 @@
-"""Gemma 4's configs: which layer attends to whose keys and values, sizes by kind of layer, and what cannot be."""
+"""Gemma 4's configs: which layer attends to whose keys and values, sizes by kind of layer, and what
+cannot be.
+"""
 
 import pytest
 import torch
@@ -67,7 +69,9 @@ MIXTURE = {
     "changes", [{}, {"num_kv_shared_layers": 7}, {"layer_types": [SLIDING, FULL] * 17 + [FULL]}]
 )
 def test_layers_share_as_in_transformers(changes):
-    """The layer whose keys and values are read is the one of its kind that transformers says stores them."""
+    """The layer whose keys and values are read is the one of its kind that transformers says stores
+    them.
+    """
     spec = describe_model({**E2B, **changes})
     config = Gemma4TextConfig(**{**E2B, **changes})
     modes = config.kv_sharing_modes
@@ -80,8 +84,12 @@ def test_layers_share_as_in_transformers(changes):
 
 
 def test_sizes_of_full_layers_where_values_are_keys():
-    changes = {"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_key_value_heads": 8,
-               "num_global_key_value_heads": 2}  # fmt: skip
+    changes = {
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+    }
     spec = describe_model({**E2B, **changes})
     assert {(layer.num_kv_heads, layer.has_values) for layer in spec.layers if layer.window} == {
         (8, True)
@@ -117,33 +125,59 @@ def test_full_layers_turn_a_part_of_the_pairs_of_the_whole_head():
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1"),
         ({"num_kv_shared_layers": 31}, r"layer 4 \(full_attention\) shares .*none of the 4 layers"),
         ({"num_kv_shared_layers": "x"}, "num_kv_shared_layers='x'"),
-        ({"layer_types": [FULL] * 34 + [SLIDING]}, "end with 'full_attention', and this config's with 'sliding_"),
+        (
+            {"layer_types": [FULL] * 34 + [SLIDING]},
+            "end with 'full_attention', and this config's with 'sliding_",
+        ),
         ({"layer_types": [FULL] * 3}, "layer_types"),
-        ({"vocab_size_per_layer_input": 1000}, "vocab_size_per_layer_input=1000 is less than vocab_size=262144"),
+        (
+            {"vocab_size_per_layer_input": 1000},
+            "vocab_size_per_layer_input=1000 is less than vocab_size=262144",
+        ),
         ({"hidden_size_per_layer_input": -4}, "hidden_size_per_layer_input=-4"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of the 3 key-value heads of layer 0"),
-        ({"per_layer_config": {"4": {"head_dim": 512}, "40": {"head_dim": 512}}}, "per_layer_config={'40'"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=8 is not a multiple of the 3 key-value heads of layer 0",
+        ),
+        (
+            {"per_layer_config": {"4": {"head_dim": 512}, "40": {"head_dim": 512}}},
+            "per_layer_config={'40'",
+        ),
         ({"per_layer_config": {"4": {"num_experts": 2}}}, "per_layer_config={'4'"),
         ({"per_layer_config": 5}, "per_layer_config=5 must be an object"),
-        ({"per_layer_config": {"4": {"head_dim": 512}}}, r"layers of one kind of attention have heads of \[256, 512\]|"
-                                                         "layer 19 shares the keys and values of layer 14"),
-        ({"per_layer_config": {"13": {"num_key_value_heads": 2}}}, "layer 15 shares the keys and values of layer 13"),
+        (
+            {"per_layer_config": {"4": {"head_dim": 512}}},
+            r"layers of one kind of attention have heads of \[256, 512\]|"
+            "layer 19 shares the keys and values of layer 14",
+        ),
+        (
+            {"per_layer_config": {"13": {"num_key_value_heads": 2}}},
+            "layer 15 shares the keys and values of layer 13",
+        ),
         ({"enable_moe_block": True}, "num_experts=None must be an integer"),
         ({"enable_moe_block": 1}, "enable_moe_block=1 must be true or false"),
         ({**MIXTURE, "top_k_experts": 129}, "top_k_experts=129 is above num_experts=128"),
         ({**MIXTURE, "top_k_experts": 0}, "top_k_experts=0 must be an integer from 1"),
-        ({**MIXTURE, "moe_intermediate_size": 700}, "moe_intermediate_size=700 of the experts is no multiple of 32"),
-        ({**MIXTURE, "moe_intermediate_size": None}, "moe_intermediate_size=None must be an integer"),
+        (
+            {**MIXTURE, "moe_intermediate_size": 700},
+            "moe_intermediate_size=700 of the experts is no multiple of 32",
+        ),
+        (
+            {**MIXTURE, "moe_intermediate_size": None},
+            "moe_intermediate_size=None must be an integer",
+        ),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(changes, message):
     with pytest.raises(ModelFormatError, match=message):
         describe_model({**E2B, **changes})
 
 
 def test_experts_stand_beside_the_mlp_of_every_layer():
-    """The MLP keeps its own width; there are norms behind it, before the experts and behind them."""
+    """The MLP keeps its own width; there are norms behind it, before the experts and behind
+    them.
+    """
     spec = describe_model({**E2B, **MIXTURE})
     assert spec.experts is not None
     assert (spec.experts.count, spec.experts.used, spec.experts.width) == (128, 8, 704)

@@ -69,25 +69,49 @@ def _granite(hidden, heads, kv_heads, state_heads, **fields):
     """As the makers' configs have it: four of forty layers attend."""
     kinds = ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)]
     return {
-        "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": hidden, "num_hidden_layers": 40,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "layer_types": kinds,
-        "position_embedding_type": "nope", "mamba_n_heads": state_heads, "mamba_d_head": 64, "mamba_n_groups": 1,
-        "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True,
-        "mamba_proj_bias": False, "max_position_embeddings": 131072, "num_local_experts": 0, "num_experts_per_tok": 0,
-        "tie_word_embeddings": True, **fields,
-    }  # fmt: skip
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": hidden,
+        "num_hidden_layers": 40,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "layer_types": kinds,
+        "position_embedding_type": "nope",
+        "mamba_n_heads": state_heads,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "tie_word_embeddings": True,
+        **fields,
+    }
 
 
 MAKERS = {
-    "Granite 4 h-1B": _granite(1536, 12, 4, 48, intermediate_size=4096, shared_intermediate_size=4096),
+    "Granite 4 h-1B": _granite(
+        1536, 12, 4, 48, intermediate_size=4096, shared_intermediate_size=4096
+    ),
     "Granite 4 h-micro": _granite(
         2048, 32, 8, 64, intermediate_size=8192, shared_intermediate_size=8192
     ),
     "Granite 4 h-tiny": _granite(
-        1536, 12, 4, 48, intermediate_size=512, shared_intermediate_size=1024,
-        num_local_experts=64, num_experts_per_tok=6,
+        1536,
+        12,
+        4,
+        48,
+        intermediate_size=512,
+        shared_intermediate_size=1024,
+        num_local_experts=64,
+        num_experts_per_tok=6,
     ),
-}  # fmt: skip
+}
 
 
 def test_a_width_for_experts_and_one_for_what_they_share():

@@ -1,4 +1,6 @@
-"""Sizes of Mamba2's mixers: what is taken, what the kernels need, and what is refused by its key."""
+"""Sizes of Mamba2's mixers: what is taken, what the kernels need, and what is refused by its
+key.
+"""
 
 import math
 

@@ -1,4 +1,6 @@
-"""gpt-oss's directories: which rows are whose, MXFP4 as transformers reads it, and what does not fit."""
+"""gpt-oss's directories: which rows are whose, MXFP4 as transformers reads it, and what does not
+fit.
+"""
 
 import logging
 
@@ -103,46 +105,71 @@ def _one_more(bias):
 # Whether experts are MXFP4, the tensor, what becomes of it (None: it is left out), and the message.
 BAD = {
     "scales of another shape": (
-        True, f"{DOWN}_scales", lambda scales: scales[:, :, :2],
+        True,
+        f"{DOWN}_scales",
+        lambda scales: scales[:, :, :2],
         r"down_proj_scales' has shape \(6, 64, 2\), expected \(6, 64, 3\)",
     ),
     "scales as floats": (
-        True, f"{DOWN}_scales", np.float32, "down_proj_scales' is F32 .* expected U8",
+        True,
+        f"{DOWN}_scales",
+        np.float32,
+        "down_proj_scales' is F32 .* expected U8",
     ),
     "no scales": (True, f"{UP}_scales", None, "lack tensor '.*gate_up_proj_scales'"),
     "no blocks": (True, f"{UP}_blocks", None, "gate_up_proj_scales' has no fellow"),
     "blocks of eight bytes": (
-        True, f"{UP}_blocks", lambda blocks: blocks[..., :8], "has blocks of 8 bytes, expected 16",
+        True,
+        f"{UP}_blocks",
+        lambda blocks: blocks[..., :8],
+        "has blocks of 8 bytes, expected 16",
     ),
     "a scale above float16": (
-        True, f"{DOWN}_scales", _large, "down_proj_scales' has scales above 65504 .*'int4t' holds",
+        True,
+        f"{DOWN}_scales",
+        _large,
+        "down_proj_scales' has scales above 65504 .*'int4t' holds",
     ),
     "biases of five": (
-        False, f"{DOWN}_bias", lambda bias: bias[:5], r"lack tensor '.*experts\.5\.down_proj\.bias'",
+        False,
+        f"{DOWN}_bias",
+        lambda bias: bias[:5],
+        r"lack tensor '.*experts\.5\.down_proj\.bias'",
     ),
     "biases of seven": (False, f"{DOWN}_bias", _one_more, r"is of expert 6, and layers have 6"),
     "a short bias": (
-        False, f"{UP}_bias", lambda bias: bias[:, :190],
+        False,
+        f"{UP}_bias",
+        lambda bias: bias[:, :190],
         r"gate_proj\.bias' has shape \(95,\), expected \(96,\)",
     ),
     "a bias of odd rows": (
-        False, f"{UP}_bias", lambda bias: bias[:, :191],
+        False,
+        f"{UP}_bias",
+        lambda bias: bias[:, :191],
         "has 191 rows an expert, which are not 2 matrices",
     ),
     "a bias of one dimension": (
-        False, f"{UP}_bias", np.ravel,
+        False,
+        f"{UP}_bias",
+        np.ravel,
         r"gate_up_proj_bias' has shape \(1152,\), expected 2 dimensions",
     ),
     "no bias": (True, f"{UP}_bias", None, r"lack tensor '.*experts\.0\.gate_proj\.bias'"),
     "no bias of the router": (
-        False, "model.layers.1.mlp.router.bias", None, r"lack tensor '.*mlp\.router\.bias'",
+        False,
+        "model.layers.1.mlp.router.bias",
+        None,
+        r"lack tensor '.*mlp\.router\.bias'",
     ),
     "an expert twice": (
-        False, f"{LAYER}3.down_proj.weight", lambda _: np.zeros((64, 96), np.float32),
+        False,
+        f"{LAYER}3.down_proj.weight",
+        lambda _: np.zeros((64, 96), np.float32),
         "is there a second time",
     ),
     "no sinks": (False, "model.layers.2.self_attn.sinks", None, "lack tensor '.*sinks'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

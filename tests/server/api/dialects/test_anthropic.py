@@ -1,4 +1,6 @@
-"""What /v1/messages has of its own: what becomes of its blocks, thinking, limits, headers; as Claude Code asks."""
+"""What /v1/messages has of its own: what becomes of its blocks, thinking, limits, headers; as
+Claude Code asks.
+"""
 
 import json
 from pathlib import Path
@@ -148,7 +150,9 @@ async def test_fields_of_tools_that_mean_nothing_here_are_taken(app, speaker):
 
 
 async def test_what_claude_code_sends_is_answered(monkeypatch):
-    """Two requests as it sent them, texts shortened: the second has the call that answers the first, and its result."""
+    """Two requests as it sent them, texts shortened: the second has the call that answers the
+    first, and its result.
+    """
     first, second = (
         json.loads((RECORDED / f"claude_code_{name}.json").read_text())
         for name in ("first", "result")

@@ -123,7 +123,9 @@ async def test_what_is_marked_is_pinned_and_counted(app, speaker, spoken_engine,
 
 
 async def test_a_pin_is_of_the_marked_part_alone(app, speaker, spoken_engine):
-    """What follows may change: the pinned part is found all the same, and stays when the rest goes."""
+    """What follows may change: the pinned part is found all the same, and stays when the rest
+    goes.
+    """
     for day in ("Monday", "Tuesday"):
         system = [block(LONG, FIVE), block(f"It is {day}." * 20)]
         usage = (await ask(app, system=system))["usage"]

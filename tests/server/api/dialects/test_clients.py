@@ -307,7 +307,8 @@ def test_ollamas_client_raises_its_own_errors(llama, keyed_server):
     other.close()
 
 
-# -- LangChain and LlamaIndex, each in one process of its own: what they warn about and start is theirs --
+# -- LangChain and LlamaIndex, each in one process of its own: what they warn about and start is
+# theirs --
 
 LANGCHAIN = """
 import json, sys

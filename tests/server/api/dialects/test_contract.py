@@ -1,4 +1,6 @@
-"""The contract of all APIs that generate: each property once, for every API and every format of a model's turns."""
+"""The contract of all APIs that generate: each property once, for every API and every format of a
+model's turns.
+"""
 
 import asyncio
 import itertools
@@ -46,7 +48,9 @@ SEVEN = {
 
 
 def pairs(paths, forms=tuple(FORMATS)):
-    """(format, path): the first format with every path, the others with chats; the rest of the product is `full`."""
+    """(format, path): the first format with every path, the others with chats; the rest of the
+    product is `full`.
+    """
     return [
         pytest.param(form, path, marks=() if form == forms[0] or path == CHAT else pytest.mark.full)
         for form, path in itertools.product(forms, paths)
@@ -282,7 +286,8 @@ async def test_results_sent_back_find_what_was_written_in_the_cache(
 
 
 _MADE = {form: FORMATS[form].calls([("weather", ARGUMENTS)]) for form in FORMATS}
-# What stands in the prompt after a result was sent back, and after the call's arguments were edited.
+# What stands in the prompt after a result was sent back, and after the call's arguments were
+# edited.
 SHOWN = {
     "words": (
         f"<|assistant|>{_MADE['words']}<|end|><|user|><tool_response>\nRain.\n</tool_response><|end|>",
@@ -383,7 +388,8 @@ async def test_an_error_that_comes_with_the_first_token_is_told(
             await asyncio.sleep(0.001)
         runner.nan_for = {broken}  # after the first token no logit is a number
         go.set()
-        # The loop stands still until all has happened, so that it sees the token and the error at once.
+        # The loop stands still until all has happened, so that it sees the token and the error at
+        # once.
         wait_until(lambda: len(ended) == n, "the error")
         answer = await asyncio.wait_for(task, 30)
     finally:

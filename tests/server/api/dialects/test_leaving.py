@@ -84,7 +84,9 @@ def test_a_client_that_leaves_before_the_first_token_ends_the_prompt(server, hel
 
 
 def test_clients_that_leave_while_many_wait_free_their_places(server, held):
-    """Requests of all APIs that wait for one that runs: they leave the queue though nothing computes."""
+    """Requests of all APIs that wait for one that runs: they leave the queue though nothing
+    computes.
+    """
     sockets = []
     for number in range(40):
         path = PATHS[number % len(PATHS)]

@@ -1,5 +1,7 @@
-"""What litellm 1.106 sends, recorded, as it cannot be installed beside the other clients: each of its providers for
-OpenAI's, Anthropic's and Ollama's API gets answers with the members that it reads."""
+"""What litellm 1.106 sends, recorded, as it cannot be installed beside the other clients: each of
+its providers for OpenAI's, Anthropic's and Ollama's API gets answers with the members that it
+reads.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What llama.cpp's own routes have of their own: prompts of ids, settings, infill, templates, slots."""
+"""What llama.cpp's own routes have of their own: prompts of ids, settings, infill, templates,
+slots.
+"""
 
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, TOOLS

@@ -1,4 +1,6 @@
-"""What Ollama's routes have of their own: raw prompts, results found by order and name, the model's names, loading."""
+"""What Ollama's routes have of their own: raw prompts, results found by order and name, the model's
+names, loading.
+"""
 
 import pytest
 

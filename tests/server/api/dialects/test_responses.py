@@ -1,4 +1,6 @@
-"""What /v1/responses has of its own: namespaces, its fields shown again, the memory of responses, as Codex asks."""
+"""What /v1/responses has of its own: namespaces, its fields shown again, the memory of responses,
+as Codex asks.
+"""
 
 import json
 from pathlib import Path

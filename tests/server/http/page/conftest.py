@@ -21,8 +21,8 @@ collect_ignore_glob = [] if find_chromium() or must_run() else ["test_*.py"]
 STEP_SECONDS = 0.02
 PATIENCE_SECONDS = 30  # machines that run the tests are slow and loaded
 
-# In place of the server's chat: what is asked is kept, what is answered is said by the test, piece by piece. A
-# test may set window.requestId, the id of the answers.
+# In place of the server's chat: what is asked is kept, what is answered is said by the test, piece
+# by piece. A test may set window.requestId, the id of the answers.
 STAND_IN = """
   const fetchReally = window.fetch;
   window.asked = [];
@@ -41,7 +41,9 @@ STAND_IN = """
 
 @dataclasses.dataclass
 class Visit:
-    """A page of the browser with what happened on it. `expected_failures`: parts of console errors that may occur."""
+    """A page of the browser with what happened on it. `expected_failures`: parts of console errors
+    that may occur.
+    """
 
     page: Any
     origin: str
@@ -83,7 +85,9 @@ class Visit:
         return turn
 
     def settings(self, **fields):
-        """Fill fields under Settings; show the live view again, unless a key or a wrong value is set."""
+        """Fill fields under Settings; show the live view again, unless a key or a wrong value is
+        set.
+        """
         self.page.click("nav [data-view=settings]")
         for name, text in fields.items():
             self.page.fill(f"#{name.replace('_key', '-key')}", text)
@@ -110,15 +114,18 @@ class Visit:
         self.page.route(path, lambda route: route.fulfill(json=answer))
 
     def until(self, condition):
-        """Wait for a JavaScript expression to be true. (Playwright's own way to wait uses `eval`, which the page's
-        policy refuses.)"""
+        """Wait for a JavaScript expression to be true. (Playwright's own way to wait uses `eval`,
+        which the page's policy refuses.)
+        """
         end = time.monotonic() + PATIENCE_SECONDS
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"waited {PATIENCE_SECONDS} s for {condition}"
             self.page.wait_for_timeout(10)
 
     def stop_clock(self):
-        """The page's time stands still, timers and frames too; `page.clock.run_for(ms)` moves it."""
+        """The page's time stands still, timers and frames too; `page.clock.run_for(ms)` moves
+        it.
+        """
         self.page.clock.install(time=0)
         self.page.clock.pause_at(3600)
 
@@ -151,7 +158,9 @@ class Visit:
 
 
 class Pages:
-    """The browser, and its pages that no test uses, by the options of their contexts: a new one takes a second."""
+    """The browser, and its pages that no test uses, by the options of their contexts: a new one
+    takes a second.
+    """
 
     def __init__(self, browser):
         self._browser = browser
@@ -230,7 +239,9 @@ def pages(demo_engine):
 
 @contextmanager
 def opening(pages):
-    """`open_page(base_url, **options of the browser's context)`; afterwards nothing unexpected happened."""
+    """`open_page(base_url, **options of the browser's context)`; afterwards nothing unexpected
+    happened.
+    """
     visits = []
 
     def open_page(base_url, **options):
@@ -269,7 +280,9 @@ class StandIn:
         return getattr(self.visit, name)
 
     def deltas(self, *deltas, **choice):
-        """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in their choice."""
+        """The next pieces of the answer, in the shape of OpenAI's deltas, and what else stands in
+        their choice.
+        """
         self._send(*({"choices": [{"index": 0, "delta": delta, **choice}]} for delta in deltas))
 
     def reading(self, **progress):
@@ -326,7 +339,9 @@ def modules(pages, live_server):
 
 @pytest.fixture
 def slow_model(demo_engine):
-    """In `with slow_model():` each step takes a moment and no answer ends before its limit of tokens."""
+    """In `with slow_model():` each step takes a moment and no answer ends before its limit of
+    tokens.
+    """
 
     @contextmanager
     def slowed():
@@ -348,7 +363,9 @@ def slow_model(demo_engine):
 
 @pytest.fixture
 def answering():
-    """`answering(visit, text, ...)`: the server's answers to chat requests, one streamed piece per text."""
+    """`answering(visit, text, ...)`: the server's answers to chat requests, one streamed piece per
+    text.
+    """
 
     def install(visit, *pieces, **last):
         chunks = [

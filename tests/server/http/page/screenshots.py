@@ -1,5 +1,5 @@
-"""Writes docs/screenshots/*.png: the page with the bundled model, in light and dark, on a desk and on a phone; the
-chat with the live view, and the timeline of the last requests.
+"""Writes docs/screenshots/*.png: the page with the bundled model, in light and dark, on a desk and
+on a phone; the chat with the live view, and the timeline of the last requests.
 
 .venv/bin/python tests/server/http/page/screenshots.py
 """
@@ -35,7 +35,10 @@ QUESTIONS = (
     "What is the festival of Mount Hanol?",
     "What is the code of North Rend?",
 )
-RULES = "You know what stands in this text and nothing else. Answer in one short sentence, in the words of the text."
+RULES = (
+    "You know what stands in this text and nothing else. Answer in one short sentence, in the "
+    "words of the text."
+)
 DAYS = ("Monday", "Tuesday")
 OTHERS = (
     "What is the hobby of Brot Gorbel?",
@@ -73,7 +76,9 @@ def _pictures_of_the_chat(browser: Any, document: str) -> None:
 
 
 def _pictures_of_the_requests(browser: Any, document: str) -> None:
-    """A morning of somebody whose system message says what day it is, in a pool too small for all of it."""
+    """A morning of somebody whose system message says what day it is, in a pool too small for all
+    of it.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         _served(num_blocks=110, disk_cache_dir=folder, reuse_gate="off") as (engine, server),
@@ -176,7 +181,9 @@ def _slow(engine: Any, token_seconds: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def _company(engine: Any, document: str) -> Iterator[None]:
-    """Others ask about the same document meanwhile, slowly, so that blocks are shared while the picture is taken."""
+    """Others ask about the same document meanwhile, slowly, so that blocks are shared while the
+    picture is taken.
+    """
     stop = threading.Event()
 
     def ask(question: str) -> None:

@@ -1,4 +1,6 @@
-"""axe-core finds nothing on the page: every view filled, in both themes, on a desk and on a phone."""
+"""axe-core finds nothing on the page: every view filled, in both themes, on a desk and on a
+phone.
+"""
 
 from importlib.resources import files
 
@@ -45,7 +47,8 @@ def page(request, stand_in):
 def findings(made):
     found, unsure, passed = made.evaluate(RUN, TAGS)
     assert passed > 10, "axe looked at nothing"
-    # Not decided: a text over a gradient; on a phone the message field, which the skip link shows first (test_live.py).
+    # Not decided: a text over a gradient; on a phone the message field, which the skip link shows
+    # first (test_live.py).
     assert set(unsure) <= {"color-contrast", "skip-link"}, unsure
     return found
 
@@ -53,7 +56,8 @@ def findings(made):
 @looks(0)
 def test_what_is_wrong_is_found(page):
     page.evaluate(
-        "document.querySelector('main').append(document.createElement('button'), document.createElement('input'))"
+        "document.querySelector('main').append(document.createElement('button'), "
+        "document.createElement('input'))"
     )
     assert [one.split(":")[0] for one in findings(page)] == ["button-name", "label"]
 

@@ -7,7 +7,10 @@ from helpers.server.live_servers import serving, wait_until
 
 pytestmark = pytest.mark.slow
 
-QUESTION = "Doc 3.\nThe pet of Main Zorgo is hen. The code of Main Zorgo is 2818.\n\nWhat is the pet of Main Zorgo?"
+QUESTION = (
+    "Doc 3.\nThe pet of Main Zorgo is hen. The code of Main Zorgo is 2818.\n\nWhat is the pet of "
+    "Main Zorgo?"
+)
 SYSTEM = "Doc 3.\n" + "The mayor of North Romin is Dorna. The mine of North Romin is nickel. " * 8
 LENGTH = "document.querySelector('.turn:last-child .answer-body').textContent.length"
 
@@ -86,10 +89,19 @@ def test_the_settings_are_what_is_sent(visit):
     sent = _sent(visit, "Hello")
     assert sent == {
         "model": "kvboost-edge/demo",
-        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
-        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "max_tokens": 3, "seed": 12,
-        "stream": True, "return_progress": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello"},
+        ],
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 3,
+        "seed": 12,
+        "stream": True,
+        "return_progress": True,
+        "stream_options": {"include_usage": True},
+    }
     answer = visit.answer().locator(".answer-body").inner_text()
     visit.button("Regenerate").click()  # the same seed gives the same answer
     visit.until("document.querySelectorAll('.turn.done').length === 1")
@@ -294,7 +306,8 @@ def test_the_keyboard_is_enough(visit):
     while focused[-1] != "map":
         visit.keyboard.press("Tab")
         name = visit.evaluate(
-            "((e) => e.id || (e.matches('.link') ? 'the reason' : e.textContent.trim()))(document.activeElement)"
+            "((e) => e.id || (e.matches('.link') ? 'the reason' : "
+            "e.textContent.trim()))(document.activeElement)"
         )
         assert name not in focused, focused
         focused.append(name)

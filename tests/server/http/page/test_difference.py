@@ -50,26 +50,53 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
 @pytest.mark.parametrize(
     ("before", "now", "shown", "said"),
     [
-        ("Today is Monday. Go", "Today is Tuesday. Go on",
-         [[["#text", "Today is "], ["del", "Monday"], ["#text", ". Go"]],
-          [["#text", "Today is "], ["ins", "Tuesday"], ["#text", ". Go"], ["#text", " on"]]],
-         "“Monday” became “Tuesday”."),
-        ("The answer.", "The answer. And now?",
-         [[["#text", "The answer."]], [["#text", "The answer."], ["ins", " And now?"]]], "“ And now?” was added."),
-        ("a  b", "a\nb",
-         [[["#text", "a"], ["del", "␣␣"], ["#text", "b"]], [["#text", "a"], ["ins", "⏎\n"], ["#text", "b"]]],
-         "“␣␣” became “⏎\n”."),
-        ("a\u200b b", "a b",
-         [[["#text", "a"], ["del", "⟨U+200B⟩"], ["#text", " b"]], [["#text", "a"], ["#text", " b"]]],
-         "“⟨U+200B⟩” is gone."),
+        (
+            "Today is Monday. Go",
+            "Today is Tuesday. Go on",
+            [
+                [["#text", "Today is "], ["del", "Monday"], ["#text", ". Go"]],
+                [["#text", "Today is "], ["ins", "Tuesday"], ["#text", ". Go"], ["#text", " on"]],
+            ],
+            "“Monday” became “Tuesday”.",
+        ),
+        (
+            "The answer.",
+            "The answer. And now?",
+            [[["#text", "The answer."]], [["#text", "The answer."], ["ins", " And now?"]]],
+            "“ And now?” was added.",
+        ),
+        (
+            "a  b",
+            "a\nb",
+            [
+                [["#text", "a"], ["del", "␣␣"], ["#text", "b"]],
+                [["#text", "a"], ["ins", "⏎\n"], ["#text", "b"]],
+            ],
+            "“␣␣” became “⏎\n”.",
+        ),
+        (
+            "a\u200b b",
+            "a b",
+            [
+                [["#text", "a"], ["del", "⟨U+200B⟩"], ["#text", " b"]],
+                [["#text", "a"], ["#text", " b"]],
+            ],
+            "“⟨U+200B⟩” is gone.",
+        ),
         ("same", "same", [[["#text", "same"]], [["#text", "same"]]], ""),
         ("\u202ex", "\u202ex", [[["#text", "⟨U+202E⟩x"]], [["#text", "⟨U+202E⟩x"]]], ""),
-        ("<b>x", "<i>x",
-         [[["#text", "<"], ["del", "b"], ["#text", ">x"]], [["#text", "<"], ["ins", "i"], ["#text", ">x"]]],
-         "“b” became “i”."),
+        (
+            "<b>x",
+            "<i>x",
+            [
+                [["#text", "<"], ["del", "b"], ["#text", ">x"]],
+                [["#text", "<"], ["ins", "i"], ["#text", ">x"]],
+            ],
+            "“b” became “i”.",
+        ),
         ("x" * 70, "y", [[["del", "x" * 70]], [["ins", "y"]]], f"“{'x' * 60}…” became “y”."),
     ],
-)  # fmt: skip
+)
 def test_a_difference_is_marked_and_said(modules, before, now, shown, said):
     assert modules.module("difference", SHOW, [before, now]) == shown
     assert (

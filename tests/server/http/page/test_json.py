@@ -1,4 +1,6 @@
-"""JSON that people type and models write: judged, located and laid out as Python's own reader and writer do."""
+"""JSON that people type and models write: judged, located and laid out as Python's own reader and
+writer do.
+"""
 
 import json
 import random
@@ -49,7 +51,8 @@ def test_a_text_is_json_exactly_when_the_browser_reads_it(modules):
         ("[", "line 1, column 2: the text ends, expected a value or ]."),
         (
             '["abc',
-            "line 1, column 2: a string that is not closed, or holds a line break or a wrong escape.",
+            "line 1, column 2: a string that is not closed, or holds a line break or a wrong "
+            "escape.",
         ),
         ("{} {}", "line 1, column 4: expected the end, not {."),
         ("🌍", "line 1, column 1: expected a value, not 🌍."),
@@ -89,8 +92,11 @@ def test_arguments_are_laid_out_as_python_does(modules):
 def test_numbers_stay_as_they_were_written_and_what_is_no_json_is_not_laid_out(modules):
     texts = ["[12345678901234567890,1.50E+3]", '{"a":1,"a":2}', '{"city": "Vie', ""]
     assert modules.module("jsontext", "return argument.map(it.pretty);", texts) == [
-        "[\n  12345678901234567890,\n  1.50E+3\n]", '{\n  "a": 1,\n  "a": 2\n}', None, None,
-    ]  # fmt: skip
+        "[\n  12345678901234567890,\n  1.50E+3\n]",
+        '{\n  "a": 1,\n  "a": 2\n}',
+        None,
+        None,
+    ]
 
 
 def test_a_hundred_thousand_brackets_are_laid_out_in_bounds(modules):

@@ -21,23 +21,56 @@ FAST_TIMERS = """
 """
 ANSWERED = "fetch('/v1/blocks').then((response) => response.text())"
 FIGURES = {
-    "num_blocks": 5, "block_size": 16, "states": base64.b64encode(bytes([0, 1, 2, 3, 4])).decode(),
+    "num_blocks": 5,
+    "block_size": 16,
+    "states": base64.b64encode(bytes([0, 1, 2, 3, 4])).decode(),
     "refs": base64.b64encode(bytes([0, 0, 1, 2, 1])).decode(),
     "tokens": base64.b64encode(bytes([0, 16, 5, 16, 9])).decode(),
-    "counts": {"free": 1, "cached": 1, "used": 1, "shared": 1, "span": 1}, "running": 2, "waiting": 7,
-    "hit_tokens": 300, "span_tokens": 45, "miss_tokens": 100,
-    "hit_rate": 0.75, "generated_tokens_total": 1234, "evictions": 3, "preemptions": 1,
-    "memory": {"weight_bytes": 12_300_000, "pool_bytes": 64_000_000, "process_rss_bytes": 213_000_000,
-               "process_peak_bytes": None},
-    "recent_span_tokens": 45, "recent_computed_tokens": 1100, "tiers": {
-        "pool": {"blocks": 3, "bytes": 48_000_000, "max_bytes": 64_000_000, "writable": True, "state": "",
-                 "recent_hit_tokens": 2048},
-        "disk": {"blocks": 1234, "bytes": 19_700_000_000, "max_bytes": 17_200_000_000, "writable": False,
-                 "state": "<b>no room on the device</b>", "recent_hit_tokens": 16},
-        "redis": {"blocks": None, "bytes": None, "max_bytes": None, "writable": False, "state": "",
-                  "recent_hit_tokens": 0},
+    "counts": {"free": 1, "cached": 1, "used": 1, "shared": 1, "span": 1},
+    "running": 2,
+    "waiting": 7,
+    "hit_tokens": 300,
+    "span_tokens": 45,
+    "miss_tokens": 100,
+    "hit_rate": 0.75,
+    "generated_tokens_total": 1234,
+    "evictions": 3,
+    "preemptions": 1,
+    "memory": {
+        "weight_bytes": 12_300_000,
+        "pool_bytes": 64_000_000,
+        "process_rss_bytes": 213_000_000,
+        "process_peak_bytes": None,
     },
-}  # fmt: skip
+    "recent_span_tokens": 45,
+    "recent_computed_tokens": 1100,
+    "tiers": {
+        "pool": {
+            "blocks": 3,
+            "bytes": 48_000_000,
+            "max_bytes": 64_000_000,
+            "writable": True,
+            "state": "",
+            "recent_hit_tokens": 2048,
+        },
+        "disk": {
+            "blocks": 1234,
+            "bytes": 19_700_000_000,
+            "max_bytes": 17_200_000_000,
+            "writable": False,
+            "state": "<b>no room on the device</b>",
+            "recent_hit_tokens": 16,
+        },
+        "redis": {
+            "blocks": None,
+            "bytes": None,
+            "max_bytes": None,
+            "writable": False,
+            "state": "",
+            "recent_hit_tokens": 0,
+        },
+    },
+}
 
 
 def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engine):
@@ -74,17 +107,39 @@ def test_the_map_and_the_figures_follow_the_engine(visit, slow_model, demo_engin
 def test_every_figure_is_shown(visit):
     visit.serve("**/v1/blocks", FIGURES)
     visit.shows("#waiting", "7")
-    shown = {name: visit.inner_text(f"#{name}") for name in (
-        "running", "hit-rate", "hit_tokens", "span_tokens", "miss_tokens", "generated_tokens_total",
-        "evictions", "preemptions",
-        "weight_bytes", "pool_bytes", "process_rss_bytes", "process_peak_bytes", "pool-size",
-    )}  # fmt: skip
+    shown = {
+        name: visit.inner_text(f"#{name}")
+        for name in (
+            "running",
+            "hit-rate",
+            "hit_tokens",
+            "span_tokens",
+            "miss_tokens",
+            "generated_tokens_total",
+            "evictions",
+            "preemptions",
+            "weight_bytes",
+            "pool_bytes",
+            "process_rss_bytes",
+            "process_peak_bytes",
+            "pool-size",
+        )
+    }
     assert shown == {
-        "running": "2", "hit-rate": "75 %", "hit_tokens": "300", "span_tokens": "45", "miss_tokens": "100",
-        "generated_tokens_total": "1,234", "evictions": "3", "preemptions": "1", "weight_bytes": "12.3 MB",
-        "pool_bytes": "64.0 MB", "process_rss_bytes": "213 MB", "process_peak_bytes": "–",
+        "running": "2",
+        "hit-rate": "75 %",
+        "hit_tokens": "300",
+        "span_tokens": "45",
+        "miss_tokens": "100",
+        "generated_tokens_total": "1,234",
+        "evictions": "3",
+        "preemptions": "1",
+        "weight_bytes": "12.3 MB",
+        "pool_bytes": "64.0 MB",
+        "process_rss_bytes": "213 MB",
+        "process_peak_bytes": "–",
         "pool-size": "5 blocks of 16 tokens",
-    }  # fmt: skip
+    }
     said = "Map of the block pool: 1 free, 1 cached, 1 referenced, 1 shared, 1 at another position"
     assert visit.get_attribute("#map", "aria-label") == said
     legend = [item.inner_text().split("\n") for item in visit.locator("#legend li").all()]
@@ -211,9 +266,13 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
     number = 100_000
     states = bytes(3 if block < 152 else 2 if block % 3 == 0 else 1 for block in range(number))
     pool = {
-        **FIGURES, "num_blocks": number, "states": base64.b64encode(states).decode(), "refs": None, "tokens": None,
+        **FIGURES,
+        "num_blocks": number,
+        "states": base64.b64encode(states).decode(),
+        "refs": None,
+        "tokens": None,
         "counts": {name: states.count(state) for state, name in enumerate(FIGURES["counts"])},
-    }  # fmt: skip
+    }
     visit.serve("**/v1/blocks", pool)
     visit.expects("#pool-size").to_contain_text("100,000 blocks of 16 tokens, ")
     per_cell = int(visit.inner_text("#pool-size").split()[-6])
@@ -319,8 +378,8 @@ def test_a_phone_shows_one_view_at_a_time_without_scrolling_sideways(
         )
         assert out == []
         small = visit.evaluate(
-            "[...document.querySelectorAll('nav button, #composer button')].filter((e) => e.checkVisibility() "
-            "&& e.getBoundingClientRect().height < 36).length"
+            "[...document.querySelectorAll('nav button, #composer button')].filter((e) => "
+            "e.checkVisibility() && e.getBoundingClientRect().height < 36).length"
         )
         assert small == 0
 
@@ -359,6 +418,6 @@ def _picture(page):
 
 def _visibility(page, state):
     page.evaluate(
-        f"Object.defineProperty(document, 'visibilityState', {{value: '{state}', configurable: true}});"
-        "document.dispatchEvent(new Event('visibilitychange'));"
+        f"Object.defineProperty(document, 'visibilityState', {{value: '{state}', configurable: "
+        "true});document.dispatchEvent(new Event('visibilitychange'));"
     )

@@ -1,4 +1,6 @@
-"""Several models in one server: chosen in the chat's head, each with its state; requests and the live view follow."""
+"""Several models in one server: chosen in the chat's head, each with its state; requests and the
+live view follow.
+"""
 
 import re
 
@@ -131,8 +133,14 @@ def test_the_live_view_is_that_of_the_chosen_model(several):
 def test_rows_of_requests_name_their_model_where_there_are_several(several):
     page = several.page
     long = "n" * 300
-    bare = {"cause": "first_seen", "prompt_tokens": 20, "hit_tokens": {"pool": 0}, "reused_span_tokens": 0,
-            "computed_tokens": 20, "seconds": 0.1}  # fmt: skip
+    bare = {
+        "cause": "first_seen",
+        "prompt_tokens": 20,
+        "hit_tokens": {"pool": 0},
+        "reused_span_tokens": 0,
+        "computed_tokens": 20,
+        "seconds": 0.1,
+    }
     data = [
         bare | {"request_id": f"req-{at}", "at": 1e9 - at, "model": name}
         for at, name in enumerate([LARGE, SMALL, long])
@@ -165,7 +173,10 @@ def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     page.keyboard.press("ArrowDown")
     page.expects("#model-remark").to_contain_text("could not be loaded: www")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    out = "[...document.querySelectorAll('.chat-head *')].filter((e) => e.getBoundingClientRect().right > 320).length"
+    out = (
+        "[...document.querySelectorAll('.chat-head *')].filter((e) => "
+        "e.getBoundingClientRect().right > 320).length"
+    )
     assert page.evaluate(out) == 0
 
 

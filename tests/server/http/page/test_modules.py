@@ -1,4 +1,6 @@
-"""The page's modules by themselves: the stream parser, the settings' check, the answer's text, the map's sums."""
+"""The page's modules by themselves: the stream parser, the settings' check, the answer's text, the
+map's sums.
+"""
 
 import base64
 import random
@@ -43,7 +45,8 @@ def test_the_settings_bounds_are_the_server_s(modules):
     assert set(fields) == {"temperature", "top_p", "top_k", "max_tokens", "seed"}
     for name, field in fields.items():
         bound = BOUNDS[name]
-        # No token at all is for echo only, and a seed below 0 is another spelling of one that is not.
+        # No token at all is for echo only, and a seed below 0 is another spelling of one that is
+        # not.
         low = {"max_tokens": 1, "seed": 0}.get(name, bound.low)
         high = 2**53 - 1 if name == "seed" else bound.high
         assert (field["low"], field["high"]) == (low, high), name
@@ -54,11 +57,21 @@ def test_the_settings_bounds_are_the_server_s(modules):
 
 @pytest.mark.parametrize(
     ("name", "text", "value"),
-    [("temperature", "0.7", 0.7), ("temperature", " 0,7 ", 0.7), ("temperature", "0", 0), ("temperature", "2", 2),
-     ("temperature", ".5", 0.5), ("top_p", "1", 1), ("top_p", "1e-3", 0.001), ("top_k", "-1", -1),
-     ("top_k", "1000000", 1000000), ("max_tokens", "1", 1), ("seed", "9007199254740991", 2**53 - 1),
-     ("seed", "+12", 12)],
-)  # fmt: skip
+    [
+        ("temperature", "0.7", 0.7),
+        ("temperature", " 0,7 ", 0.7),
+        ("temperature", "0", 0),
+        ("temperature", "2", 2),
+        ("temperature", ".5", 0.5),
+        ("top_p", "1", 1),
+        ("top_p", "1e-3", 0.001),
+        ("top_k", "-1", -1),
+        ("top_k", "1000000", 1000000),
+        ("max_tokens", "1", 1),
+        ("seed", "9007199254740991", 2**53 - 1),
+        ("seed", "+12", 12),
+    ],
+)
 def test_a_good_setting_is_its_number(modules, name, text, value):
     checked = modules.module("settings", "return it.validate(argument);", {name: text})
     assert checked == {"values": {name: value}, "errors": {}}
@@ -66,12 +79,29 @@ def test_a_good_setting_is_its_number(modules, name, text, value):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("temperature", "2.001"), ("temperature", "-0.1"), ("temperature", "warm"), ("temperature", "1e999"),
-     ("temperature", "NaN"), ("temperature", "Infinity"), ("temperature", "0x1"), ("temperature", "1.2.3"),
-     ("temperature", "1 2"), ("temperature", "."), ("top_p", "0"), ("top_p", "1.1"), ("top_k", "-2"),
-     ("top_k", "1.5"), ("top_k", "1000001"), ("max_tokens", "0"), ("max_tokens", "16777217"), ("seed", "-1"),
-     ("seed", "9007199254740993"), ("seed", "true")],
-)  # fmt: skip
+    [
+        ("temperature", "2.001"),
+        ("temperature", "-0.1"),
+        ("temperature", "warm"),
+        ("temperature", "1e999"),
+        ("temperature", "NaN"),
+        ("temperature", "Infinity"),
+        ("temperature", "0x1"),
+        ("temperature", "1.2.3"),
+        ("temperature", "1 2"),
+        ("temperature", "."),
+        ("top_p", "0"),
+        ("top_p", "1.1"),
+        ("top_k", "-2"),
+        ("top_k", "1.5"),
+        ("top_k", "1000001"),
+        ("max_tokens", "0"),
+        ("max_tokens", "16777217"),
+        ("seed", "-1"),
+        ("seed", "9007199254740993"),
+        ("seed", "true"),
+    ],
+)
 def test_a_wrong_setting_is_named_and_left_out(modules, name, text):
     checked = modules.module("settings", "return it.validate(argument);", {name: text})
     assert checked["values"] == {}
@@ -133,10 +163,12 @@ def test_a_conversation_leaves_out_what_was_not_answered(modules):
         "be brief",
     )
     rest = [
-        {"role": "user", "content": "first"}, {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "cut"}, {"role": "assistant", "content": "par"},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "cut"},
+        {"role": "assistant", "content": "par"},
         {"role": "user", "content": "now"},
-    ]  # fmt: skip
+    ]
     assert sent == [[{"role": "system", "content": "be brief"}, *rest], rest]
 
 
@@ -251,12 +283,40 @@ def test_what_was_reused_at_other_positions_is_told_in_words_and_in_the_meter(mo
 def test_numbers_are_written_for_people(modules):
     body = "return argument.map(([name, ...values]) => it[name](...values));"
     calls = [
-        ["count", 1234567], ["count", None], ["percent", 0.745], ["percent", 0.012], ["percent", None], ["rate", 12.34],
-        ["rate", 123.4], ["duration", 3.21], ["duration", 345.6], ["duration", 1234], ["duration", 61000],
-        ["bytes", 999], ["bytes", 12_300_000], ["bytes", 2_500_000_000], ["bytes", None], ["plural", 1, "token"],
+        ["count", 1234567],
+        ["count", None],
+        ["percent", 0.745],
+        ["percent", 0.012],
+        ["percent", None],
+        ["rate", 12.34],
+        ["rate", 123.4],
+        ["duration", 3.21],
+        ["duration", 345.6],
+        ["duration", 1234],
+        ["duration", 61000],
+        ["bytes", 999],
+        ["bytes", 12_300_000],
+        ["bytes", 2_500_000_000],
+        ["bytes", None],
+        ["plural", 1, "token"],
         ["plural", 0, "token"],
-    ]  # fmt: skip
+    ]
     assert modules.module("format", body, calls) == [
-        "1,234,567", "–", "75 %", "1.2 %", "–", "12.3", "123", "3.2 ms", "346 ms", "1.23 s", "61.0 s", "1.00 kB",
-        "12.3 MB", "2.50 GB", "–", "1 token", "0 tokens",
-    ]  # fmt: skip
+        "1,234,567",
+        "–",
+        "75 %",
+        "1.2 %",
+        "–",
+        "12.3",
+        "123",
+        "3.2 ms",
+        "346 ms",
+        "1.23 s",
+        "61.0 s",
+        "1.00 kB",
+        "12.3 MB",
+        "2.50 GB",
+        "–",
+        "1 token",
+        "0 tokens",
+    ]

@@ -1,4 +1,6 @@
-"""A bar while the prompt is read: how far it is, about how long it will take, and quiet for those who hear the page."""
+"""A bar while the prompt is read: how far it is, about how long it will take, and quiet for those
+who hear the page.
+"""
 
 import threading
 
@@ -69,8 +71,8 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
 
 def test_a_prompt_that_was_read_at_once_has_no_bar(asked):
     asked.evaluate(
-        "new MutationObserver(() => { window.flashed ||= document.querySelector('.progress') !== null; })"
-        ".observe(document.getElementById('log'), {childList: true, subtree: true})"
+        "new MutationObserver(() => { window.flashed ||= document.querySelector('.progress') !== "
+        "null; }).observe(document.getElementById('log'), {childList: true, subtree: true})"
     )
     asked.reading(**LAST)
     asked.deltas({"content": "Yes."})

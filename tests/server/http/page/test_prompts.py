@@ -1,4 +1,6 @@
-"""The timeline of the last requests: what each found, what the rest cost and why, the two texts; by mouse and keys."""
+"""The timeline of the last requests: what each found, what the rest cost and why, the two texts; by
+mouse and keys.
+"""
 
 import json
 import re
@@ -15,26 +17,67 @@ TEXT = (
 )
 # What the server would list: the latest first.
 LISTED = [
-    {"cause": "none", "prompt_tokens": 160, "hit_tokens": {"pool": 160}, "computed_tokens": 0, "seconds": 0.004},
-    {"cause": "other_position", "prompt_tokens": 400, "hit_tokens": {"pool": 40}, "reused_span_tokens": 320,
-     "computed_tokens": 40, "seconds": 0.3},
-    {"cause": "evicted", "prompt_tokens": 2000, "hit_tokens": {"pool": 200, "disk": 400, "redis": 400},
-     "computed_tokens": 1000, "seconds": 2.5},
-    {"cause": "changed_text", "prompt_tokens": 1000, "hit_tokens": {"pool": 960}, "computed_tokens": 40,
-     "seconds": 0.1},
-    {"cause": "changed_text", "prompt_tokens": 10_000, "hit_tokens": {"pool": 48}, "computed_tokens": 9952,
-     "seconds": 31.25},
-]  # fmt: skip
-BARE = {"reused_span_tokens": 0, "position": 0, "field": "", "field_before": "", "text": "", "text_before": "",
-        "compared_with": "", "evicted_from": [], "normalised": []}  # fmt: skip
+    {
+        "cause": "none",
+        "prompt_tokens": 160,
+        "hit_tokens": {"pool": 160},
+        "computed_tokens": 0,
+        "seconds": 0.004,
+    },
+    {
+        "cause": "other_position",
+        "prompt_tokens": 400,
+        "hit_tokens": {"pool": 40},
+        "reused_span_tokens": 320,
+        "computed_tokens": 40,
+        "seconds": 0.3,
+    },
+    {
+        "cause": "evicted",
+        "prompt_tokens": 2000,
+        "hit_tokens": {"pool": 200, "disk": 400, "redis": 400},
+        "computed_tokens": 1000,
+        "seconds": 2.5,
+    },
+    {
+        "cause": "changed_text",
+        "prompt_tokens": 1000,
+        "hit_tokens": {"pool": 960},
+        "computed_tokens": 40,
+        "seconds": 0.1,
+    },
+    {
+        "cause": "changed_text",
+        "prompt_tokens": 10_000,
+        "hit_tokens": {"pool": 48},
+        "computed_tokens": 9952,
+        "seconds": 31.25,
+    },
+]
+BARE = {
+    "reused_span_tokens": 0,
+    "position": 0,
+    "field": "",
+    "field_before": "",
+    "text": "",
+    "text_before": "",
+    "compared_with": "",
+    "evicted_from": [],
+    "normalised": [],
+}
 LISTED = [
     BARE | one | {"request_id": f"req-{number}", "at": 1e9 - number}
     for number, one in enumerate(LISTED)
 ]
 DETAILS = {
-    "position": 48, "field": "message 0 (system)", "field_before": "message 0 (system)", "compared_with": "req-3",
-    "text": "Today is Tuesday.", "text_before": "Today is Monday.", "normalised": ["tools", "billing"],
-}  # fmt: skip
+    "position": 48,
+    "field": "message 0 (system)",
+    "field_before": "message 0 (system)",
+    "compared_with": "req-3",
+    "text": "Today is Tuesday.",
+    "text_before": "Today is Monday.",
+    "normalised": ["tools", "billing"],
+}
 NO_SIDEWAYS = "document.documentElement.scrollWidth <= window.innerWidth"
 OUTSIDE = """[...document.querySelectorAll('#requests *')].filter((e) => e.checkVisibility()
   && !e.closest('.chips, .sr') && e.getBoundingClientRect().right > window.innerWidth + 0.5)
@@ -108,18 +151,27 @@ def test_bars_costs_and_causes_are_those_of_the_server(listed):
     ]
     parts = "(bar) => [...bar.children].map((part) => [part.className, part.style.width])"
     assert rows.nth(2).locator(".prompt-bar").evaluate(parts) == [
-        ["fill pool", "10%"], ["fill disk", "20%"], ["fill redis", "20%"], ["fill computed", "50%"],
-    ]  # fmt: skip
+        ["fill pool", "10%"],
+        ["fill disk", "20%"],
+        ["fill redis", "20%"],
+        ["fill computed", "50%"],
+    ]
     assert rows.nth(1).locator(".prompt-bar").evaluate(parts)[1] == ["fill span", "80%"]
     heads = [
         row.locator(".prompt-cause").text_content() + row.locator(".prompt-cost").text_content()
         for row in rows.all()
     ]
     assert heads == [
-        "○all from the cachecost 4.0 ms", "●reused at other positionscost 300 ms", "▲evictedcost 2.50 s",
-        "●another textcost 100 ms", "▲another textcost 31.3 s",
-    ]  # fmt: skip
-    told = "evicted cost 2.50 s 200 from pool, 400 from disk, 400 from redis, 1,000 of 2,000 tokens computed"
+        "○all from the cachecost 4.0 ms",
+        "●reused at other positionscost 300 ms",
+        "▲evictedcost 2.50 s",
+        "●another textcost 100 ms",
+        "▲another textcost 31.3 s",
+    ]
+    told = (
+        "evicted cost 2.50 s 200 from pool, 400 from disk, 400 from redis, 1,000 of 2,000 tokens "
+        "computed"
+    )
     expect(page.locator(".prompt-row").nth(2)).to_have_accessible_name(re.compile(told))
     told = "5 requests: 19 % of 13,560 prompt tokens from the cache, the rest computed in 34.2 s."
     page.shows("#prompts-note", told)
@@ -133,9 +185,11 @@ def test_one_cause_is_shown_alone(listed):
     page = listed()
     chips = page.locator(".chip:visible")
     assert chips.all_inner_texts() == [
-        "▲ 2 × another text, 31.4 s", "▲ 1 × evicted, 2.50 s", "● 1 × reused at other positions, 300 ms",
+        "▲ 2 × another text, 31.4 s",
+        "▲ 1 × evicted, 2.50 s",
+        "● 1 × reused at other positions, 300 ms",
         "○ 1 × all from the cache, 4.0 ms",
-    ]  # fmt: skip
+    ]
     chips.first.click()
     expect(chips.first).to_have_attribute("aria-pressed", "true")
     page.expects(".prompt:visible").to_have_count(2)
@@ -226,14 +280,21 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
 @pytest.mark.parametrize(
     ("told", "captions", "said"),
     [
-        ({"cause": "retokenized", "text": "same", "text_before": "same"}, ["Both requests"],
-         "The same text in other tokens."),
+        (
+            {"cause": "retokenized", "text": "same", "text_before": "same"},
+            ["Both requests"],
+            "The same text in other tokens.",
+        ),
         ({"cause": "tail", "text": "same", "text_before": "same"}, ["Both requests"], None),
         ({"cause": "first_seen", "text": "new", "text_before": ""}, ["This request"], None),
-        ({"cause": "new_text", "text": "", "text_before": "old"}, ["Before, in message 0 (system)"], None),
+        (
+            {"cause": "new_text", "text": "", "text_before": "old"},
+            ["Before, in message 0 (system)"],
+            None,
+        ),
         ({"cause": "tools", "text": "", "text_before": ""}, [], None),
     ],
-)  # fmt: skip
+)
 def test_only_texts_that_differ_stand_side_by_side(listed, told, captions, said):
     page = listed()
     page.unroute("**/v1/requests/req-4/cache")

@@ -1,4 +1,6 @@
-"""Nothing that a person, the model or the server says becomes markup, runs, or makes the browser ask elsewhere."""
+"""Nothing that a person, the model or the server says becomes markup, runs, or makes the browser
+ask elsewhere.
+"""
 
 import json
 
@@ -66,7 +68,9 @@ UNDER_LOG = "[...new Set([...document.querySelectorAll('.turn, .turn *')].map((e
 
 
 def joined(size):
-    """The payloads, so many in one text; those that begin a block of code, which others would be in, one by one."""
+    """The payloads, so many in one text; those that begin a block of code, which others would be
+    in, one by one.
+    """
     plain = [payload for payload in PAYLOADS if "```" not in payload]
     groups = ["\n".join(plain[at : at + size]) for at in range(0, len(plain), size)]
     return groups + [payload for payload in PAYLOADS if "```" in payload]
@@ -115,7 +119,10 @@ def test_thoughts_calls_and_results_are_shown_as_they_are(stand_in):
     assert texts(".reasoning .text") == [thought]
     assert texts(".call .code-head code") == texts(".call pre") == PAYLOADS
     assert texts(".call label span") == [f"Result of {payload}" for payload in PAYLOADS]
-    fill = "(all, texts) => all.forEach((one, at) => { one.value = texts[at]; one.dispatchEvent(new Event('input')); })"
+    fill = (
+        "(all, texts) => all.forEach((one, at) => { one.value = texts[at]; one.dispatchEvent(new "
+        "Event('input')); })"
+    )
     turn.locator(".call textarea").evaluate_all(fill, PAYLOADS)
     turn.get_by_role("button", name="Send results").click()
     page.asked(2)
@@ -264,11 +271,14 @@ def _echo(route):
 
 
 def _untouched(visit, turns, more_tags=frozenset()):
-    """So many turns, only the elements that the page makes, nothing ran; `visiting` looks at requests and dialogs."""
+    """So many turns, only the elements that the page makes, nothing ran; `visiting` looks at
+    requests and dialogs.
+    """
     assert visit.count(".turn") == turns
     assert set(visit.evaluate(UNDER_LOG)) <= PLAIN_TAGS | more_tags
     attributes = visit.evaluate(
-        "[...new Set([...document.querySelectorAll('.turn *')].flatMap((e) => e.getAttributeNames()))]"
+        "[...new Set([...document.querySelectorAll('.turn *')].flatMap((e) => "
+        "e.getAttributeNames()))]"
     )
     assert not [
         name

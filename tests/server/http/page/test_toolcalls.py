@@ -1,4 +1,6 @@
-"""Calls of tools on the page: shown as they come, answered by the person, sent back in OpenAI's shape."""
+"""Calls of tools on the page: shown as they come, answered by the person, sent back in OpenAI's
+shape.
+"""
 
 import json
 

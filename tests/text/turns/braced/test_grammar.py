@@ -1,4 +1,6 @@
-"""What a grammar lets a model write between braces: values that fit the tool's schema, strings as they are."""
+"""What a grammar lets a model write between braces: values that fit the tool's schema, strings as
+they are.
+"""
 
 import contextlib
 import functools
@@ -29,9 +31,13 @@ def vocabulary(markers):
 
 def grammar(schema, markers):
     return calls_grammar(
-        format_of("gemma4"), [Tool("f", schema)], choice="required", parallel=False, reasoning="closed",
+        format_of("gemma4"),
+        [Tool("f", schema)],
+        choice="required",
+        parallel=False,
+        reasoning="closed",
         special_id=vocabulary(markers).codec.marker_id,
-    )  # fmt: skip
+    )
 
 
 def takes(schema, text, markers):
@@ -49,20 +55,31 @@ TREE = {
     **shaped({"root": {"$ref": "#/$defs/node"}}, "root", additionalProperties=False),
     "$defs": {
         "node": shaped(
-            {"name": {"type": "string"}, "children": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
-            "name", additionalProperties=False,
+            {
+                "name": {"type": "string"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "name",
+            additionalProperties=False,
         )
     },
-}  # fmt: skip
+}
 UNIONS = shaped(
     {
         "a": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "b": {"type": ["integer", "boolean"], "maximum": 5},
-        "c": {"oneOf": [shaped({"kind": {"const": kind}}, "kind", additionalProperties=False) for kind in "xy"]},
+        "c": {
+            "oneOf": [
+                shaped({"kind": {"const": kind}}, "kind", additionalProperties=False)
+                for kind in "xy"
+            ]
+        },
         "d": {"allOf": [{"$ref": "#/$defs/choice"}]},
     },
-    "a", additionalProperties=False, **{"$defs": {"choice": {"enum": ["}", 1, None, [True], {"k": "v"}]}}},
-)  # fmt: skip
+    "a",
+    additionalProperties=False,
+    **{"$defs": {"choice": {"enum": ["}", 1, None, [True], {"k": "v"}]}}},
+)
 LISTS = shaped(
     {
         "two": {"type": "array", "items": POINT, "minItems": 2, "maxItems": 3},
@@ -224,11 +241,16 @@ WORDS = st.sampled_from(
     ]
 )
 SCHEMA_PARTS = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 5) | st.floats(-9, 9)
-    | st.sampled_from(["string", "object", "array", "integer", "null", "number", "#", "#/$defs/a", "a", "", ":"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 5)
+    | st.floats(-9, 9)
+    | st.sampled_from(
+        ["string", "object", "array", "integer", "null", "number", "#", "#/$defs/a", "a", "", ":"]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=300, deadline=None)

@@ -34,13 +34,21 @@ HOSTILE = [
     {"a": ""},
     {"a": "}"},
     {"a": "},b:1}<tool_call|", "b": "<|tool_call>call:f{a:1}<tool_call|>"},
-    {"a": '<|"|', "b": "<escape", "c": '"\\"\n\t\x00\x7f', "d": "<|\"|<|tool_response>response:f{"},
+    {"a": '<|"|', "b": "<escape", "c": '"\\"\n\t\x00\x7f', "d": '<|"|<|tool_response>response:f{'},
     {"a": "Zürich 🙂 \u2028  line", "größe": "x", "two words": "y"},
     {"a": [], "b": {}, "c": [{}, []], "d": [[1], [True, None, -1.5e-7]]},
-    {"a": "true", "b": "12", "c": " null ", "d": True, "e": False, "f": None, "g": 12345678901234567890},
+    {
+        "a": "true",
+        "b": "12",
+        "c": " null ",
+        "d": True,
+        "e": False,
+        "f": None,
+        "g": 12345678901234567890,
+    },
     deep(32),
     deep(33),
-]  # fmt: skip
+]
 
 
 @EACH
@@ -135,11 +143,20 @@ def test_small_faults_are_forgiven(inner, wanted):
 @pytest.mark.parametrize(
     "text",
     [
-        call("a}"), call("a:}"), call(":1}"), call(",a:1}"), call("1}"), call("a:,b:1}"), call("a" * 300 + ":1}"),
-        call("a:" + "1" * 300 + "}"), "<|tool_call>call:g{a:1}<tool_call|>", "<|tool_call>f{a:1}<tool_call|>",
-        "<|tool_call>call:f(a:1)<tool_call|>", "call:f{a:1}",
+        call("a}"),
+        call("a:}"),
+        call(":1}"),
+        call(",a:1}"),
+        call("1}"),
+        call("a:,b:1}"),
+        call("a" * 300 + ":1}"),
+        call("a:" + "1" * 300 + "}"),
+        "<|tool_call>call:g{a:1}<tool_call|>",
+        "<|tool_call>f{a:1}<tool_call|>",
+        "<|tool_call>call:f(a:1)<tool_call|>",
+        "call:f{a:1}",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_call_is_content(text):
     assert parts_of("gemma4", text) == [Content(text)]
     assert parts_of("gemma4", *text) == [Content(text)]
@@ -180,9 +197,16 @@ def test_arguments_come_as_they_are_written():
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"), [("f{", None), ("f{a:", None), ('f{a:<|"|>', '{"a": "'), ('f{a:<|"|>x<|"', '{"a": "x'),
-                         ("f{a:{b:1", '{"a": {'), ("f{a:[1,", '{"a": [1')],
-)  # fmt: skip
+    ("text", "wanted"),
+    [
+        ("f{", None),
+        ("f{a:", None),
+        ('f{a:<|"|>', '{"a": "'),
+        ('f{a:<|"|>x<|"', '{"a": "x'),
+        ("f{a:{b:1", '{"a": {'),
+        ("f{a:[1,", '{"a": [1'),
+    ],
+)
 def test_a_call_that_is_cut_short_stays_as_far_as_it_came(text, wanted):
     found = parts_of("gemma4", f"<|tool_call>call:{text}")
     assert found == [CallStart(0, "f"), *([CallArguments(0, wanted)] if wanted else [])]

@@ -1,4 +1,6 @@
-"""The next turn has a call between braces in the tokens it was written with, and its result behind it."""
+"""The next turn has a call between braces in the tokens it was written with, and its result behind
+it.
+"""
 
 import pytest
 
@@ -11,8 +13,21 @@ from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.reader import Turn, TurnReader
 from kvboost_edge.text.turns.replay import call_keys
 
-SPECIALS = ["<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>",
-            "<tool_response|>", "<|channel>", "<channel|>", "<|im_start|>", "<|im_end|>"]  # fmt: skip
+SPECIALS = [
+    "<|turn>",
+    "<turn|>",
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<|tool_response>",
+    "<tool_response|>",
+    "<|channel>",
+    "<channel|>",
+    "<|im_start|>",
+    "<|im_end|>",
+]
 ASKED = {"role": "user", "content": 'Rain? <|tool_call>call:weather{a:<|"|>b<|"|>}<tool_call|>'}
 
 
@@ -28,10 +43,13 @@ def tokenizer_of(template, *, seen=""):
 
 def called(*cities, content=""):
     calls = [
-        {"id": f"id{city}", "type": "function",
-         "function": {"name": "weather", "arguments": f'{{"city": "{city}", "days": 2}}'}}
+        {
+            "id": f"id{city}",
+            "type": "function",
+            "function": {"name": "weather", "arguments": f'{{"city": "{city}", "days": 2}}'},
+        }
         for city in cities
-    ]  # fmt: skip
+    ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 

@@ -1,4 +1,6 @@
-"""Turns of several messages, as gpt-oss writes them: recorded ones, cut anywhere, histories, grammars."""
+"""Turns of several messages, as gpt-oss writes them: recorded ones, cut anywhere, histories,
+grammars.
+"""
 
 import functools
 import itertools
@@ -43,7 +45,10 @@ MARKERS = (
 )  # the demo has <|end|>
 THOUGHT = "<|channel|>analysis<|message|>We need weather.<|end|><|start|>assistant"
 ARGUMENTS = '{"city": "Zürich 🙂 \\"x\\" {<|", "days": 3}'
-CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+CALL = (
+    "<|channel|>commentary to=functions.get_weather "
+    f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+)
 SPELT = '{"city": "a <|call|> b<|end|>", "days": [3]}'
 WEATHER = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
 
@@ -51,7 +56,8 @@ WEATHER = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
 TURNS = {
     "an answer": ("<|channel|>final<|message|>2 + 2 = 4. <|return|>", [Content("2 + 2 = 4. ")]),
     "an answer that is thought about": (
-        "<|channel|>analysis<|message|>Sum: 5050.<|end|><|start|>assistant<|channel|>final<|message|>**5050**",
+        "<|channel|>analysis<|message|>Sum: "
+        "5050.<|end|><|start|>assistant<|channel|>final<|message|>**5050**",
         [Reasoning("Sum: 5050."), Content("**5050**")],
     ),
     "two thoughts": (
@@ -60,14 +66,18 @@ TURNS = {
     ),
     "a call": (THOUGHT + CALL, [Reasoning("We need weather."), *WEATHER]),
     "a call that names the tool in front": (
-        f"{THOUGHT} to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}<|call|>",
+        f"{THOUGHT} to=functions.get_weather<|channel|>commentary "
+        f"json<|message|>{ARGUMENTS}<|call|>",
         [Reasoning("We need weather."), *WEATHER],
     ),
     "a call in the channel of thoughts": (
-        f"<|channel|>analysis to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>", WEATHER,
+        "<|channel|>analysis to=functions.get_weather "
+        f"<|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+        WEATHER,
     ),
     "a call of another kind of text": (
-        f"<|channel|>commentary to=functions.get_weather code<|message|>{ARGUMENTS}<|call|>", WEATHER,
+        f"<|channel|>commentary to=functions.get_weather code<|message|>{ARGUMENTS}<|call|>",
+        WEATHER,
     ),
     "words in front of a call": (
         f"{THOUGHT}<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant{CALL}",
@@ -78,7 +88,8 @@ TURNS = {
         [CallStart(0, "ping"), CallArguments(0, "{}")],
     ),
     "two calls": (
-        CALL.replace("<|call|>", "<|end|>") + "<|start|>assistant<|channel|>commentary to=functions.ping <|message|>{}",
+        CALL.replace("<|call|>", "<|end|>")
+        + "<|start|>assistant<|channel|>commentary to=functions.ping <|message|>{}",
         [*WEATHER, CallStart(1, "ping"), CallArguments(1, "{}")],
     ),
     "a call that is cut short": (
@@ -96,7 +107,7 @@ TURNS = {
         [CallStart(0, "get_weather"), CallArguments(0, '{"city"<|message|>: "Hi"}')],
     ),
     "a marker spelt inside of a string": (
-        f'<|channel|>commentary to=functions.get_weather json<|message|>{SPELT}<|call|>',
+        f"<|channel|>commentary to=functions.get_weather json<|message|>{SPELT}<|call|>",
         [CallStart(0, "get_weather"), CallArguments(0, SPELT)],
     ),
     "an object that a marker cuts": (
@@ -109,8 +120,14 @@ TURNS = {
         [CallStart(0, "get_weather"), CallArguments(0, '{"city": "a\\')],
     ),
     "words behind an object": (
-        f"<|channel|>commentary to=functions.ping json<|message|>{{}} so<|end|><|start|>assistant{CALL}",
-        [CallStart(0, "ping"), CallArguments(0, "{}"), CallStart(1, "get_weather"), CallArguments(1, ARGUMENTS)],
+        "<|channel|>commentary to=functions.ping json<|message|>{} "
+        f"so<|end|><|start|>assistant{CALL}",
+        [
+            CallStart(0, "ping"),
+            CallArguments(0, "{}"),
+            CallStart(1, "get_weather"),
+            CallArguments(1, ARGUMENTS),
+        ],
     ),
     "a call of no tool": (
         '<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}<|call|>',
@@ -120,10 +137,13 @@ TURNS = {
         "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]<|call|>",
         [Content("<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]")],
     ),
-    "text behind an end": ("<|channel|>final<|message|>One.<|end|> Two.", [Content("One.\n\n Two.")]),
+    "text behind an end": (
+        "<|channel|>final<|message|>One.<|end|> Two.",
+        [Content("One.\n\n Two.")],
+    ),
     "ends in a row": ("<|channel|>final<|message|>One.<|end|><|return|>", [Content("One.")]),
     "the beginning of an end": ("<|channel|>final<|message|>a <|en", [Content("a <|en")]),
-}  # fmt: skip
+}
 
 
 read = functools.partial(parts_of, FORMAT, reasoning="possible")
@@ -196,7 +216,10 @@ def test_prompts_that_end_inside_of_a_message(state, text, wanted):
 
 def test_a_tool_may_have_the_longest_name():
     name = "n" * 128
-    text = f"{THOUGHT} to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>{{}}<|call|>"
+    text = (
+        f"{THOUGHT} to=functions.{name}<|channel|>commentary "
+        "<|constrain|>json<|message|>{}<|call|>"
+    )
     assert read(text, tools=[Tool(name, {})])[1:] == [CallStart(0, name), CallArguments(0, "{}")]
 
 
@@ -236,18 +259,24 @@ def _tokenizer():
 
 
 def test_a_history_as_the_template_takes_it():
-    """Thoughts and words in front of calls are thoughts; calls of one message are messages, each with its result."""
+    """Thoughts and words in front of calls are thoughts; calls of one message are messages, each
+    with its result.
+    """
     messages = [
         {"role": "user", "content": "Look."},
-        {"role": "assistant", "content": "First this.", "reasoning_content": "Hm.", "tool_calls": [
-            _call(1, "get_weather", '{"city": "Rom"}'), _call(2, "ping")]},
+        {
+            "role": "assistant",
+            "content": "First this.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [_call(1, "get_weather", '{"city": "Rom"}'), _call(2, "ping")],
+        },
         {"role": "tool", "tool_call_id": "id2", "content": "pong"},
         {"role": "tool", "tool_call_id": "id1", "content": "sun"},
         {"role": "assistant", "content": None, "tool_calls": [_call(3, "ping")]},
         {"role": "tool", "tool_call_id": "other", "content": "again"},
         {"role": "assistant", "content": "All well.", "reasoning_content": "Done."},
         {"role": "user", "content": "Thanks."},
-    ]  # fmt: skip
+    ]
     assert _tokenizer().apply_chat_template(messages) == (
         "<|start|>user<|message|>Look.<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nFirst this.<|end|>"
@@ -264,8 +293,11 @@ def test_a_history_as_the_template_takes_it():
 
 def test_results_without_ids_stay_in_their_order():
     calls = [{"function": {"name": name, "arguments": "{}"}} for name in ("a", "b")]
-    messages = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "1"},
-                {"role": "tool", "content": "2"}]  # fmt: skip
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
     found = one_call_each(messages)
     assert [message.get("content") for message in found] == ["", "", "1", "2"]
     assert [len(message["tool_calls"]) for message in found[:2]] == [1, 1]
@@ -323,8 +355,15 @@ def words(special):
 
 
 def _grammar(special, choice, state="possible", **more):
-    return calls_grammar(FORMAT, TOOLS, choice=choice, parallel=True, reasoning=state,
-                         special_id=words(special).codec.marker_id, **more)  # fmt: skip
+    return calls_grammar(
+        FORMAT,
+        TOOLS,
+        choice=choice,
+        parallel=True,
+        reasoning=state,
+        special_id=words(special).codec.marker_id,
+        **more,
+    )
 
 
 PLAIN_CALL = CALL.replace(ARGUMENTS, '{"city": "Rom", "days": 3}')

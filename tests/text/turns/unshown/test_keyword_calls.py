@@ -1,4 +1,6 @@
-"""Calls that a chat template leaves out: known by the markers around its tools, and past ones written into contents."""
+"""Calls that a chat template leaves out: known by the markers around its tools, and past ones
+written into contents.
+"""
 
 import json
 from pathlib import Path
@@ -41,16 +43,18 @@ HISTORY = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Rain in Bonn and Köln?"},
     {
-        "role": "assistant", "content": "I look at both.",
+        "role": "assistant",
+        "content": "I look at both.",
         "tool_calls": [
-            call("get_weather", '{"city": "Bonn", "days": 3}'), call("get_weather", {"city": 'Köln "x"'}, "b"),
+            call("get_weather", '{"city": "Bonn", "days": 3}'),
+            call("get_weather", {"city": 'Köln "x"'}, "b"),
         ],
     },
     {"role": "tool", "tool_call_id": "a", "content": '{"rain": true}'},
     {"role": "tool", "tool_call_id": "b", "content": "none"},
     {"role": "assistant", "content": "", "tool_calls": [call("ping", "{}", "c")]},
     {"role": "tool", "tool_call_id": "c", "content": "pong"},
-]  # fmt: skip
+]
 
 
 def tokenizer_with(markers, template=LFM2_UNSHOWN):
@@ -84,17 +88,24 @@ OTHER_WAYS = {
     "no markers": ("<|tool_list_start|>", ""),
     "other markers": ("<|tool_list_start|>", "<|tools_start|>"),
     "no end": ("<|tool_list_end|>", ""),
-    "something else between them": ("tools | tojson +", "tools[0].function.name + tools[1].function.name +"),
+    "something else between them": (
+        "tools | tojson +",
+        "tools[0].function.name + tools[1].function.name +",
+    ),
     "one tool of two": ("tools | tojson +", "tools[:1] | tojson +"),
     "one tool more": ("tools | tojson +", "(tools + tools[:1]) | tojson +"),
     "no list": ("tools | tojson +", "{'tools': tools} | tojson +"),
     "calls in an unknown way": (
         "'<|im_end|>\\\\n' }}{% endfor",
-        "(m.tool_calls[0].function.name + '!' if m.tool_calls else '') + '<|im_end|>\\\\n' }}{% endfor",
+        "(m.tool_calls[0].function.name + '!' if m.tool_calls else '') + '<|im_end|>\\\\n' }}{% "
+        "endfor",
     ),
-    "calls counted": ("== 'tool' else content", "== 'tool' else content + '+' * m.tool_calls | length"),
+    "calls counted": (
+        "== 'tool' else content",
+        "== 'tool' else content + '+' * m.tool_calls | length",
+    ),
     "answers behind a marker of their own": ("else content }}", "else '[' + content }}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", OTHER_WAYS)
@@ -146,9 +157,14 @@ def test_the_markers_are_tokens_and_those_in_arguments_are_text():
 
 
 VALUES = {
-    "a": 'it\'s "so", \\n\n\t', "b": [1, -2.5, True, None, "x"], "c": {"d": {"e": False}, 'f"': []}, "größe": "",
-    "g": False, "h": None, "i": 10**20,
-}  # fmt: skip
+    "a": 'it\'s "so", \\n\n\t',
+    "b": [1, -2.5, True, None, "x"],
+    "c": {"d": {"e": False}, 'f"': []},
+    "größe": "",
+    "g": False,
+    "h": None,
+    "i": 10**20,
+}
 
 
 def test_what_is_written_is_read_as_it_was():
