@@ -2,6 +2,7 @@
 one set.
 """
 
+import ast
 import graphlib
 import re
 import subprocess
@@ -43,6 +44,20 @@ def test_no_file_repeats_the_name_of_its_folder():
         for path in MODULES
         if path.stem.startswith(f"{path.parent.name}_")
     ]
+
+
+def test_each_package_has_one_job_that_no_other_has():
+    """A package states its job in its first line, and holds more than one module."""
+    packages = {
+        path.parent: path.read_text(encoding="utf-8") for path in MODULES if path.stem == "__init__"
+    }
+    jobs = {}
+    for package, text in packages.items():
+        job = (ast.get_docstring(ast.parse(text)) or "").split(".")[0]
+        assert job, f"{package.relative_to(ROOT)} does not state its job"
+        jobs.setdefault(job, []).append(package)
+        assert sum(path.is_relative_to(package) for path in MODULES) > 2, package
+    assert {job: found for job, found in jobs.items() if len(found) > 1} == {}
 
 
 def circle(package):

@@ -1,6 +1,4 @@
-"""The README and the pages behind it are true: snippets run, the files and commands they name
-exist, and every folder has its phrase.
-"""
+"""The README and the documentation: snippets run, named files, targets and commands exist."""
 
 import os
 import re
@@ -20,12 +18,10 @@ PAGES = [
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
-TREE = re.search(r"^```text\n(kvboost_edge/.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_there_are_snippets_and_a_tree():
+def test_there_are_snippets():
     assert len(SNIPPETS) >= 2
-    assert TREE is not None
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.strip().splitlines()[-1][:40])
@@ -60,26 +56,10 @@ def test_the_table_of_families_is_what_the_code_says():
     assert [name for name, _ in rows if name in said] == sorted(said)
 
 
-def test_every_folder_has_its_phrase_in_the_tree():
-    above = []
-    listed = set()
-    for line in TREE.group(1).splitlines()[1:]:
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        assert line.split(name, 1)[1].strip(), f"{name} has no phrase"
-        above[depth - 1 :] = [name]
-        listed.add("".join(above).rstrip("/"))
-    package = ROOT / "kvboost_edge"
-    folders = {path.parent.relative_to(package).as_posix() for path in package.rglob("*.py")} - {
-        "."
-    }
-    assert listed == folders | {"assets"}
-
-
-@pytest.mark.parametrize("page", PAGES[:2], ids=lambda path: path.name)
-def test_named_files_exist(page):
-    text = page.read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:kvboost_edge|tests|benchmarks|training|docs)/[\w./-]*)`", text))
+def test_named_files_exist():
+    texts = [page.read_text(encoding="utf-8") for page in PAGES[:2]]
+    path = r"`((?:kvboost_edge|tests|benchmarks|training|docs)/[\w./-]*)`"
+    named = set(re.findall(path, "\n".join(texts)))
     assert named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert not missing, missing

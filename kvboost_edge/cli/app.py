@@ -460,7 +460,7 @@ def launch(
     """Print the environment and the command that point a coding agent or Open WebUI at a server, or
     run it.
     """
-    from kvboost_edge.cli.launch.run import run_launch
+    from kvboost_edge.cli.launch import run_launch
 
     run_launch(client.value, url, api_key, model, context.args, execute=execute)
 

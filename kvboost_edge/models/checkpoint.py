@@ -48,13 +48,13 @@ from kvboost_edge.models.packed.plan import (
     plan_bytes,
 )
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
-from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.dense import Matrices, read_dense
 from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.ordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import WeightSource, WeightSummary
+from kvboost_edge.models.weights.stacked_experts import ColumnExperts
 
 __all__ = ["Checkpoint"]
 

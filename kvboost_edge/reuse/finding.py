@@ -9,8 +9,8 @@ import numpy as np
 
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels.ahead import compile_ahead
-from kvboost_edge.kernels.spans.scan import scan, scan_entry
-from kvboost_edge.kernels.spans.table import NUM_FIELDS, SpanSearch
+from kvboost_edge.kernels.span_scan import scan, scan_entry
+from kvboost_edge.kernels.span_tables import NUM_FIELDS, SpanSearch
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.reuse.runs import Piece, Run
 from kvboost_edge.reuse.spans import SpanIndex

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import CacheCorruption, ConfigError
-from kvboost_edge.kernels.spans.table import HASH_BITS, MODULUS, NONE, SpanTables
+from kvboost_edge.kernels.span_tables import HASH_BITS, MODULUS, NONE, SpanTables
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
 

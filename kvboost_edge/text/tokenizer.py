@@ -19,11 +19,11 @@ from kvboost_edge.text.answers import FindAnswer, encode_with_answers
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
-from kvboost_edge.text.turns.channels.history import one_call_each
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
+from kvboost_edge.text.turns.harmony.history import one_call_each
+from kvboost_edge.text.turns.keyword_calls import with_calls_written
 from kvboost_edge.text.turns.replay import find_thought, lifted, with_arguments, with_marks
-from kvboost_edge.text.turns.unshown.keyword_calls import with_calls_written
 
 __all__ = ["Tokenizer"]
 

@@ -103,14 +103,14 @@ FAULTS = (
     ),
     fault(
         "a client is sent to /v1 twice",
-        "cli/launch/run.py",
+        "cli/launch.py",
         (
             "    return Served(\n"
             '        url.rstrip("/").removesuffix("/v1"), key, name, context if isinstance(context, int) else 0\n'
             "    )\n"
         ),
         '    return Served(url.rstrip("/"), key, name, context if isinstance(context, int) else 0)\n',
-        "tests/cli/launch/test_run.py::test_claude_gets_the_address_and_one_model_for_all_sizes",
+        "tests/cli/test_launch.py::test_claude_gets_the_address_and_one_model_for_all_sizes",
     ),
     fault(
         "several blocks to a glyph show the idlest",

@@ -87,7 +87,7 @@ FAULTS = (
     ),
     fault(
         "blocks of all experts are read for every piece",
-        "models/weights/columns/experts.py",
+        "models/weights/stacked_experts.py",
         '        packed = self._span(f"{piece.whole}_blocks", 4, first, rows, groups * _BLOCK_BYTES)\n',
         '        every = self._files.stored_shape(f"{piece.whole}_blocks", "U8", 4)[0] * each\n'
         '        packed = self._span(f"{piece.whole}_blocks", 4, 0, every, groups * _BLOCK_BYTES)'
@@ -96,17 +96,17 @@ FAULTS = (
     ),
     fault(
         "gate and up take each other's turns",
-        "models/weights/columns/experts.py",
+        "models/weights/stacked_experts.py",
         '("gate_proj", "up_proj")',
         '("up_proj", "gate_proj")',
-        "tests/models/weights/columns/test_experts.py::test_columns_take_turns",
+        "tests/models/weights/test_stacked_experts.py::test_columns_take_turns",
     ),
     fault(
         "nibbles of safetensors in the other order",
-        "models/weights/columns/experts.py",
+        "models/weights/stacked_experts.py",
         "np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)",
         "np.stack([packed >> np.uint8(4), packed & np.uint8(15)], axis=-1)",
-        "tests/models/weights/columns/test_experts.py::test_mxfp4_is_what_transformers_makes_of_it",
+        "tests/models/weights/test_stacked_experts.py::test_mxfp4_is_what_transformers_makes_of_it",
     ),
     fault(
         "borders of yarn are rounded in files that do not say it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_SCAN = "kernels/spans/scan.py"
+_SCAN = "kernels/span_scan.py"
 _SPANS = "reuse/spans.py"
 _CUTTING = "reuse/cutting.py"
 _FINDING = "tests/reuse/test_finding.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_MXFP4 = "models/weights/columns/mxfp4.py"
+_MXFP4 = "models/weights/mxfp4.py"
 _TABLES = "models/gguf/tables.py"
 _BLOCKS = "models/gguf/blocks.py"
 _SOURCE = "models/gguf/source.py"

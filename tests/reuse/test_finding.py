@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from helpers.reuse.index_cases import OTHER, ROOT, Offered, told
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels.spans.scan import scan, scan_entry
-from kvboost_edge.kernels.spans.table import MOST_TRIED
+from kvboost_edge.kernels.span_scan import scan, scan_entry
+from kvboost_edge.kernels.span_tables import MOST_TRIED
 from kvboost_edge.reuse.finding import find_runs
 from kvboost_edge.reuse.spans import SpanIndex
 

@@ -19,7 +19,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvboost_edge.kernels.ahead import compile_ahead
-from kvboost_edge.kernels.drafts.automaton import (
+from kvboost_edge.kernels.ngram_cache import (
+    GRAM,
+    Ring,
+    append_entry,
+    append_tokens,
+    find_end,
+    find_entry,
+    new_ring,
+)
+from kvboost_edge.kernels.suffix_automaton import (
     MATCH_END,
     MATCH_LENGTH,
     NUM_TOKENS,
@@ -28,15 +37,6 @@ from kvboost_edge.kernels.drafts.automaton import (
     extend,
     extend_entry,
     new_automaton,
-)
-from kvboost_edge.kernels.drafts.ring import (
-    GRAM,
-    Ring,
-    append_entry,
-    append_tokens,
-    find_end,
-    find_entry,
-    new_ring,
 )
 
 __all__ = ["Draft", "Drafter", "Memory", "most_drafted", "prepare_drafts"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvboost_edge.kernels.spans.table import MOST_TRIED
+from kvboost_edge.kernels.span_tables import MOST_TRIED
 
 __all__ = ["StoredBlock", "StoredRun", "scan"]
 

@@ -59,7 +59,7 @@ class Family:
     experts      the mixture of experts, from the config and the number of layers; None, or where it
                  returns None: MLPs alone
     in_columns   safetensors have the matrices of all experts as columns, see
-                 weights/columns/experts.py
+                 weights/stacked_experts.py
     hybrid       which layers keep a state instead of keys and values, from the same; None, or where
                  it returns None: none does
     output_gate  rows of queries are twice as many, in each head its query and behind it a gate,

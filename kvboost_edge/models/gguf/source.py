@@ -26,9 +26,9 @@ from kvboost_edge.models.gguf.names import (
     is_other_part,
 )
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
-from kvboost_edge.models.weights.columns.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import open_stamped
+from kvboost_edge.models.weights.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
 __all__ = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.models.weights.columns import mxfp4
+from kvboost_edge.models.weights import mxfp4
 
 __all__ = ["TABLES", "WORKED_OUT", "count_lost", "float_scales", "half_scales", "table_codes"]
 

@@ -17,9 +17,9 @@ from kvboost_edge.text.answers import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
+from kvboost_edge.text.turns.no_template import GENERIC, with_tools_described
 from kvboost_edge.text.turns.reader import Turn
 from kvboost_edge.text.turns.replay import find_calls
-from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_described
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 

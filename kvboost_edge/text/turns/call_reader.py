@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.text.turns.braced.reader import BracedArguments
 from kvboost_edge.text.turns.formats import CallFormat, Tool
+from kvboost_edge.text.turns.gemma import BracedArguments
 from kvboost_edge.text.turns.literals import keyword, literal, string, string_inside
 from kvboost_edge.text.turns.parts import CallArguments, CallStart, Part
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, words_of

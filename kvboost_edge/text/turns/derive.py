@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.calls import PROBES, Call, Calls, call_format
 from kvboost_edge.text.turns.formats import CHANNELS, CallFormat, ReasoningFormat, TurnFormat
-from kvboost_edge.text.turns.unshown.keyword_calls import calls_by_tool_list
+from kvboost_edge.text.turns.keyword_calls import calls_by_tool_list
 
 __all__ = ["turn_format"]
 

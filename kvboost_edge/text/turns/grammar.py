@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.braced.grammar import BracedGrammar
-from kvboost_edge.text.turns.channels.grammar import channel_grammar
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
+from kvboost_edge.text.turns.gemma import BracedGrammar
+from kvboost_edge.text.turns.harmony.grammar import channel_grammar
 from kvboost_edge.text.turns.lark import (
     FREE,
     JSON_SPACE,

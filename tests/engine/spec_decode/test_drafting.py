@@ -9,8 +9,8 @@ from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels.drafts.automaton import automaton_bytes, extend_entry
-from kvboost_edge.kernels.drafts.ring import append_entry, find_entry
+from kvboost_edge.kernels.ngram_cache import append_entry, find_entry
+from kvboost_edge.kernels.suffix_automaton import automaton_bytes, extend_entry
 
 SAID = list(range(100, 140))
 

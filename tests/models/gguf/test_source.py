@@ -31,8 +31,8 @@ from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.weights.columns.experts import ColumnExperts
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.models.weights.stacked_experts import ColumnExperts
 
 
 @pytest.mark.parametrize(

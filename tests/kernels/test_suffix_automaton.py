@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvboost_edge.kernels.drafts.automaton import (
+from kvboost_edge.kernels.suffix_automaton import (
     MATCH_END,
     MATCH_LENGTH,
     NUM_STATES,

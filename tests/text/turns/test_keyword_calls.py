@@ -17,9 +17,9 @@ from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import Tool
+from kvboost_edge.text.turns.keyword_calls import KEYWORD_CALLS, with_calls_written
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser, folded
 from kvboost_edge.text.turns.replay import call_keys
-from kvboost_edge.text.turns.unshown.keyword_calls import KEYWORD_CALLS, with_calls_written
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 MARKERS = tuple(

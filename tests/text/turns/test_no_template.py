@@ -6,8 +6,8 @@ import pytest
 
 from helpers.text.chat_templates import TOOLS, template
 from kvboost_edge.text.turns.formats import TurnFormat
+from kvboost_edge.text.turns.no_template import GENERIC, with_tools_described
 from kvboost_edge.text.turns.parser import CallArguments, CallStart, TurnParser
-from kvboost_edge.text.turns.unshown.generic import GENERIC, with_tools_described
 
 GIVEN = [
     {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters}}

@@ -12,7 +12,7 @@ from helpers.models.gpt_oss_files import save_gpt_oss
 from helpers.models.tensor_files import change_tensors, tensors_of
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.weights.columns.experts import ColumnExperts
+from kvboost_edge.models.weights.stacked_experts import ColumnExperts
 from kvboost_edge.runners.native.runner import NativeRunner
 
 LAYER = "model.layers.1.mlp.experts."

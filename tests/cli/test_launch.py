@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvboost_edge.cli.launch.clients import CLIENTS
+from kvboost_edge.cli.launch import CLIENTS
 
 MODELS = [
     {"id": "a model's name", "max_model_len": 4096},

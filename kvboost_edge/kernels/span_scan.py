@@ -17,7 +17,7 @@ from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.spans.table import (
+from kvboost_edge.kernels.span_tables import (
     HASH_BITS,
     MODULUS,
     MOST_TRIED,

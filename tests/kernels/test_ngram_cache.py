@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvboost_edge.kernels.drafts.ring import GRAM, append_tokens, find_end, new_ring
+from kvboost_edge.kernels.ngram_cache import GRAM, append_tokens, find_end, new_ring
 
 ROOM = 64
 

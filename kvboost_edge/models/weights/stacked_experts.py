@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.columns import mxfp4
+from kvboost_edge.models.weights import mxfp4
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 

@@ -1,1 +1,0 @@
-"""`kvboost-edge launch`: other programs, pointed at a running server."""

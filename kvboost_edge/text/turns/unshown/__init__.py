@@ -1,1 +1,0 @@
-"""Tools for models whose chat template shows none, or shows no calls."""
