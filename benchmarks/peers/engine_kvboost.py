@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench.plain_read import idle_read_gb_s, runner_token_weights
 from kvboost_edge import CPUPagedEngine
-from plain_read import idle_read_gb_s, runner_token_weights
 
 
 class Engine:

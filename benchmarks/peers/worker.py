@@ -109,7 +109,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path.append(
-        str(Path(__file__).parents[1])
+        str(Path(__file__).parents[2])
     )  # last: names of ours hide none of an engine's environment
     module, name = _ENGINES[options.engine]
     started = time.perf_counter()

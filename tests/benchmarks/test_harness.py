@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import harness
+from benchmarks import harness
 
 
 def test_contenders_alternate_and_the_warm_up_is_not_counted():

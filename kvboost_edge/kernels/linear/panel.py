@@ -57,7 +57,7 @@ LARGEST_CELL = FINE_BYTES + SEED_BYTES
 
 
 class _Shapes(NamedTuple):
-    """Tokens that a microkernel of a form takes; measured, see benchmarks/bench_linear.py.
+    """Tokens that a microkernel of a form takes; measured, see benchmarks/bench/bench_linear.py.
 
     small, fine      sizes of panels against one tile, coarse and fine
     wide, wide_fine  the size where there are more tokens than the largest of `small`, against

@@ -65,7 +65,7 @@ class StateSlots:
     as there are slots: the same prompt may come again, and one whose answer is written differently
     goes on from there. Junctions and message borders, behind what several prompts begin with, by
     twice as many, and the ends of answers, where a conversation goes on, by three times. Nothing
-    stays for ever. benchmarks/bench_snapshots.py compares.
+    stays for ever. benchmarks/simulators/snapshots.py compares.
 
     Snapshots have owners. To keep a state none is taken from another owner who holds no more than
     its part, which is half the slots divided by all owners; so nobody's flood leaves others without

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from agent_turns import Turns, play
+from benchmarks.data.agent_turns import Turns, play
 from helpers.engine.fake_runner import Bench, expected_tokens
 from helpers.engine.hand_mover import DictTier
 

@@ -10,10 +10,10 @@ import tracemalloc
 
 import pytest
 
+from benchmarks.data.mixture_shapes import Experts, Qwen3MoeShape
+from benchmarks.data.random_model import write_gguf
 from helpers.models.gpt_oss_files import save_gpt_oss
 from kvboost_edge.models.checkpoint import Checkpoint
-from peers.mixture_shapes import Experts, Qwen3MoeShape
-from peers.random_model import write_gguf
 
 LAYERS = 3
 VOCAB = 49152

@@ -1,0 +1,111 @@
+"""What a first start compiles, and what that takes.
+
+    python benchmarks/bench/bench_compile.py --kinds int4-asym int8 [--quantized]
+    [--layers experts scan]
+
+For models of these kinds of weights and of layers, over a pool of floats or of codes, with an empty
+cache of machine code: first in children, as a runner does (wall and CPU seconds), then in this
+process, where functions and instructions are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import pass_entries
+
+_LAYERS = {
+    "experts": (lt.K_EXPERTS,),
+    "conv": (lt.K_CONV, lt.K_TAILS),
+    "scan": (lt.K_SCAN, lt.K_TAILS),
+}
+_INSTRUCTION = re.compile(r"^\t[a-z]", re.MULTILINE)
+
+
+def in_children(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds of `compile_ahead`, its start included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    compile_ahead(entries(options), options.processes)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall_s": round(time.perf_counter() - started, 2), "cpu_s": round(cpu, 2)}
+
+
+def counted(options: argparse.Namespace) -> list[dict[str, object]]:
+    """One row an entry, compiled in this process."""
+    rows: list[dict[str, object]] = []
+    for entry in entries(options):
+        started = time.process_time()
+        entry.compile()
+        seconds = time.process_time() - started
+        library = entry._kernel.overloads[entry.arguments].library
+        functions = [one for one in library._final_module.functions if not one.is_declaration]
+        llvm = sum(1 for one in functions for block in one.blocks for _ in block.instructions)
+        machine = len(_INSTRUCTION.findall(library.get_asm_str()))
+        numbers = {
+            "functions": len(functions),
+            "llvm_instructions": llvm,
+            "machine_instructions": machine,
+        }
+        rows.append({"entry": entry.name, "cpu_s": round(seconds, 2), **numbers})
+    return rows
+
+
+def entries(options: argparse.Namespace) -> list[Entry]:
+    found = {lt.K_PROGRAM}.union(*(_LAYERS[layers] for layers in options.layers))
+    operations = [operation for entry in found for operation in lt.OPERATIONS[entry]]
+    return pass_entries(
+        {NUMBERS[kind] for kind in options.kinds}, operations, quantized=options.quantized
+    )
+
+
+def report(options: argparse.Namespace) -> None:
+    """One part, as lines of JSON, in a process whose cache is empty."""
+    if options.part == "children":
+        print(json.dumps(in_children(options)))
+        return
+    rows = counted(options)
+    for row in rows:
+        print(json.dumps(row))
+    sums = {name: sum(float(str(row[name])) for row in rows) for name in rows[0] if name != "entry"}
+    print(json.dumps({"entries": len(rows), **sums}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(NUMBERS)
+    )
+    parser.add_argument(
+        "--layers", nargs="+", default=[], choices=sorted(_LAYERS), help="beside plain ones"
+    )
+    parser.add_argument("--quantized", action="store_true", help="the pool holds codes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--part", choices=("children", "count"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        report(options)
+        return
+    for part in ("children", "count"):
+        with tempfile.TemporaryDirectory() as empty:
+            command = [sys.executable, *sys.argv, "--part", part]
+            subprocess.run(command, env={**os.environ, "NUMBA_CACHE_DIR": empty}, check=True)
+
+
+if __name__ == "__main__":
+    main()

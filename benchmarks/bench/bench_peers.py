@@ -1,0 +1,469 @@
+"""This engine beside llama.cpp and OpenVINO GenAI: the same weights, bits, threads and tokens, in
+alternating rounds.
+
+A random model of a real one's shape is written once as GGUF. Each engine lives in a process of its
+own; in each round all of them answer the same request in turn, and the figures are medians over the
+rounds (least to most in brackets). One clock around the whole call for everyone. Beside decode at
+the first depth stands what it reads of our weights a second, keys and values not counted, and a
+plain read of as many bytes by as many threads in the same process right after; the share is taken
+in each round; of a mixture of experts the weights of those that a token goes to count. Beside peak
+memory stands what ours is above the model's file, pool and states. Engines that are not installed
+are skipped by name; `make bench-peers` installs them into `.venv-peers`.
+
+    python benchmarks/bench/bench_peers.py                      # 0.5B shape, Q4_0
+    python benchmarks/bench/bench_peers.py --shape 1.5b --quant Q8_0 --depths 0 2048
+    python benchmarks/bench/bench_peers.py --shape 4b --quant Q4_K_M --rounds 2 --depths 0 2048
+    python benchmarks/bench/bench_peers.py --shape gemma-4-e2b --rounds 3 --depths 0 1024
+    python benchmarks/bench/bench_peers.py --shape olmo-3-7b --short --prompt 512 --rounds 2
+    --depths 0
+    python benchmarks/bench/bench_peers.py --shape qwen3.5-0.8b --short --prompt 1056 --rounds 3
+    --depths 0 1024
+    python benchmarks/bench/bench_peers.py --shape qwen3-30b-a3b --layers 8 --short --prompt 1056
+    --rounds 2 --depths 1024
+    python benchmarks/bench/bench_peers.py --shape gpt-oss-20b --quant MXFP4 --layers 6 --short
+    --prompt 1056 --depths 1024
+    python benchmarks/bench/bench_peers.py --only kvboost_edge  # without peers
+    python benchmarks/bench/bench_peers.py --bundled            # the bundled model, in a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks import harness
+from benchmarks.bench.charts import draw_charts
+from benchmarks.data.hybrid_shapes import HYBRID_SHAPES
+from benchmarks.data.mixture_shapes import MIXTURE_SHAPES
+from benchmarks.data.random_model import QUANTS, kept_gguf
+from benchmarks.data.shapes import SHAPES, Shape
+from benchmarks.quality.float64_qwen import last_logits
+
+_BENCHMARKS = Path(__file__).parents[1]
+_PREFIX = 2048
+_SUFFIX = 64
+_OWN = 16
+_SHARING = 8
+ALL_SHAPES = {**SHAPES, **HYBRID_SHAPES, **MIXTURE_SHAPES}
+_FIRST_TEXT_TOKEN = 300  # ids below stand for bytes and control
+_OURS = "kvboost_edge"
+_PEER = "llama.cpp f16"
+_MORE_IS_BETTER = ("_tok_s", "_gb_s", "_share_of_read")
+
+
+class Worker:
+    """An engine's process, seen from here."""
+
+    def __init__(self, label: str, command: list[str], env: dict[str, str] | None) -> None:
+        self.label = label
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.about = self._read()
+
+    def ask(self, what: str, **fields: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": what, **fields}) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        line = self.process.stdout.readline()
+        if not line:
+            said = self.process.stderr.read().strip().splitlines()
+            raise RuntimeError(
+                f"{self.label} ended with {self.process.wait()}: "
+                f"{said[-1] if said else 'no message'}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def contenders(options: argparse.Namespace) -> list[tuple[str, str, Path, int]]:
+    """(label, engine, python, kv bits) of all engines that are asked for."""
+    own = Path(sys.executable)
+    peers = options.peers_python
+    every = [
+        ("kvboost_edge kv16", "kvboost_edge", own, 16),
+        ("kvboost_edge kv8", "kvboost_edge", own, 8),
+        ("llama.cpp f16", "llama.cpp", peers, 16),
+        ("llama.cpp q8_0", "llama.cpp", peers, 8),
+        ("openvino u8", "openvino", peers, 8),
+    ]
+    return [
+        entry
+        for entry in every
+        if not options.only or any(entry[0].startswith(name) for name in options.only)
+    ]
+
+
+def start(options: argparse.Namespace, model: Path) -> list[Worker]:
+    """The engines that start; the others are named with the reason."""
+    workers = []
+    for label, engine, python, bits in contenders(options):
+        if not python.exists():
+            print(
+                f"skipped: {label}: no {python}; `make bench-peers` installs the peers",
+                file=sys.stderr,
+            )
+            continue
+        command = [
+            str(python),
+            str(_BENCHMARKS / "peers" / "worker.py"),
+            engine,
+            str(model),
+            "--kv",
+            str(bits),
+        ]
+        command += ["--threads", str(options.threads), "--capacity", str(options.capacity)]
+        # Nothing is shared: a recurrent model has a state for what is held, and one that goes on.
+        if options.short:
+            command += ["--sequences", "2"]
+        env = dict(os.environ)
+        if engine == "kvboost_edge" and options.cpu_features:
+            env |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": options.cpu_features}
+        try:
+            workers.append(Worker(label, command, env))
+        except RuntimeError as error:
+            print(f"skipped: {error}", file=sys.stderr)
+    return workers
+
+
+class Bench:
+    """The measurements, each over all workers in turn."""
+
+    def __init__(self, workers: list[Worker], vocab: int, rounds: int) -> None:
+        self.workers = workers
+        self.vocab = vocab
+        self.rounds = rounds
+        self.figures: dict[str, dict[str, list[float]]] = {}
+        self._seed = 0
+
+    def tokens(self, count: int) -> list[int]:
+        """New tokens at every call, the same for every engine."""
+        self._seed += 1
+        return (
+            np.random.default_rng(self._seed)
+            .integers(_FIRST_TEXT_TOKEN, self.vocab, count)
+            .tolist()
+        )
+
+    def note(self, measure: str, label: str, value: float) -> None:
+        self.figures.setdefault(measure, {}).setdefault(label, []).append(value)
+
+    def all(self, what: str, **fields: Any) -> list[dict[str, Any]]:
+        return [worker.ask(what, **fields) for worker in self.workers]
+
+    def cold(self, length: int) -> None:
+        for number in range(self.rounds + 1):
+            prompt = self.tokens(length)
+            for worker in self.workers:
+                seconds = worker.ask("ttft", tokens=prompt, cached=0)["seconds"]
+                if number:  # round 0 warms up
+                    self.note(f"cold_ttft_{length}_s", worker.label, seconds)
+
+    def warm(self) -> None:
+        prefix = self.tokens(_PREFIX)
+        self.all("hold", tokens=prefix)
+        for number in range(self.rounds + 1):
+            prompt = prefix + self.tokens(_SUFFIX)
+            for worker in self.workers:
+                seconds = worker.ask("ttft", tokens=prompt, cached=_PREFIX)["seconds"]
+                if number:
+                    self.note(f"warm_ttft_{_PREFIX}_{_SUFFIX}_s", worker.label, seconds)
+
+    def decode(self, depth: int, count: int, *, with_read: bool) -> None:
+        """Tokens per second after `depth` tokens: the time of count + 1 tokens less that of one.
+
+        with_read: what that is in GB/s of weights, beside a plain read.
+        """
+        prompt = self.tokens(max(depth, _OWN))
+        self.all("hold", tokens=prompt)
+        for number in range(self.rounds + 1):
+            for worker in self.workers:
+                one = worker.ask("decode", tokens=prompt, count=1)["seconds"]
+                more = worker.ask("decode", tokens=prompt, count=count + 1)["seconds"]
+                if not number:
+                    continue
+                self.note(f"decode_{depth}_tok_s", worker.label, count / (more - one))
+                if with_read and worker.label.startswith(_OURS):
+                    found = worker.ask("read")
+                    step = count / (more - one) * found["nbytes"] / 1e9
+                    self.note(f"decode_{depth}_gb_s", worker.label, step)
+                    self.note("plain_read_gb_s", worker.label, found["gb_s"])
+                    self.note(f"decode_{depth}_share_of_read", worker.label, step / found["gb_s"])
+
+    def slope(self, depths: list[int]) -> None:
+        """What 1,000 tokens of context add to the time of a token, ms: between the least and the
+        greatest depth.
+        """
+        first = min(depths)
+        last = max(depths)
+        if first == last:
+            return
+        for worker in self.workers:
+            speeds = [
+                self.figures[f"decode_{depth}_tok_s"][worker.label] for depth in (first, last)
+            ]
+            for fast, slow in zip(*speeds, strict=True):
+                self.note(
+                    "slope_ms_per_1k",
+                    worker.label,
+                    (1e3 / slow - 1e3 / fast) / (last - first) * 1e3,
+                )
+
+    def share(self, count: int) -> None:
+        """Aggregate decode of sequences that share a held prefix and have a few tokens of their
+        own.
+        """
+        prefix = self.tokens(_PREFIX)
+        suffixes = [self.tokens(_OWN) for _ in range(_SHARING)]
+        self.all("hold", tokens=prefix)
+        for number in range(self.rounds + 1):
+            for worker in self.workers:
+                one = worker.ask("share", prefix=prefix, suffixes=suffixes, count=1)["seconds"]
+                more = worker.ask("share", prefix=prefix, suffixes=suffixes, count=count + 1)[
+                    "seconds"
+                ]
+                if number:
+                    self.note(
+                        f"share_{_SHARING}x{_PREFIX}_tok_s",
+                        worker.label,
+                        _SHARING * count / (more - one),
+                    )
+
+    def memory(self, model: Path) -> None:
+        """Peak memory; of ours beside the model's file, pool and states. The bundled model has no
+        file of its own.
+        """
+        for worker in self.workers:
+            peak_mb = worker.ask("memory")["peak_mb"]
+            self.note("peak_rss_mb", worker.label, peak_mb)
+            about = worker.about["about"]
+            if worker.label.startswith(_OURS) and model.is_file():
+                known = model.stat().st_size + about["pool_bytes"] + about["state_bytes"]
+                self.note("beside_file_pool_states_mb", worker.label, peak_mb - known / 1e6)
+
+    def check(self, model: Path, shape: Shape) -> None:
+        """Relative L2 distance of the logits to float64 on the same weights (OpenVINO shows none);
+        for shapes without a float64 model, of ours to llama.cpp's.
+        """
+        prompt = self.tokens(48)
+        found = {
+            worker.label: np.array(worker.ask("logits", tokens=prompt)["logits"])
+            for worker in self.workers
+            if not worker.label.startswith("openvino")
+        }
+        if shape.in_float64:
+            measure = "logits_error"
+            exact = last_logits(model, prompt, shape.heads, shape.kv_heads)
+        elif _PEER in found:
+            measure = "logits_from_llama.cpp"
+            exact = found[_PEER]
+        else:
+            return
+        for label, got in found.items():
+            if got is exact:
+                continue
+            self.note(measure, label, float(np.linalg.norm(got - exact) / np.linalg.norm(exact)))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each measure: medians, the best of ours against the best of the others, least
+        and most.
+        """
+        rows = []
+        for measure, by_label in self.figures.items():
+            medians = {label: statistics.median(values) for label, values in by_label.items()}
+            best = max if measure.endswith(_MORE_IS_BETTER) else min
+            ours = [value for label, value in medians.items() if label.startswith(_OURS)]
+            others = [value for label, value in medians.items() if not label.startswith(_OURS)]
+            row: dict[str, Any] = {"measure": measure}
+            row |= {worker.label: medians.get(worker.label) for worker in self.workers}
+            row["ours / best peer"] = best(ours) / best(others) if ours and others else None
+            row["spread"] = {
+                label: [min(got), max(got)] for label, got in by_label.items() if len(got) > 1
+            }
+            rows.append(row)
+        return rows
+
+    def spread(self) -> dict[str, dict[str, list[float]]]:
+        """All rounds of every measure, for the JSON line."""
+        return self.figures
+
+
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as the table has it: "1.62 (1.58-1.70)"."""
+    cells = {}
+    for name, value in row.items():
+        if isinstance(value, float) and name in row["spread"]:
+            least, most = row["spread"][name]
+            cells[name] = f"{_short(value)} ({_short(least)}-{_short(most)})"
+        elif name != "spread":
+            cells[name] = _short(value) if isinstance(value, float) else value
+    return cells
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".")
+
+
+def parser_for_models(
+    description: str | None, shapes: Mapping[str, Shape] = SHAPES
+) -> argparse.ArgumentParser:
+    """The options of benchmarks on a random model, which is written where it is not found."""
+    parser = harness.parser(description or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--shape", choices=shapes, default="0.5b")
+    parser.add_argument("--quant", choices=QUANTS, default="Q4_0")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--models", type=Path, default=_BENCHMARKS / "models", help="where the GGUF files are kept"
+    )
+    return parser
+
+
+def parser_for_layers(
+    description: str | None, shapes: Mapping[str, Shape]
+) -> argparse.ArgumentParser:
+    """The same for shapes that may be too large as a whole."""
+    parser = parser_for_models(description, shapes)
+    parser.add_argument(
+        "--layers", type=int, help="the first so many layers of the shape, where all take too much"
+    )
+    return parser
+
+
+class RandomModel(NamedTuple):
+    """A random model's file, its shape, and what it is called in results."""
+
+    path: Path
+    shape: Shape
+    name: str
+
+    @classmethod
+    def written(cls, options: argparse.Namespace, shapes: Mapping[str, Shape]) -> RandomModel:
+        """What the options of `parser_for_layers` name, written where it is not found."""
+        whole = shapes[options.shape]
+        layers = options.layers
+        if layers is not None and not 1 <= layers <= whole.layers:
+            raise SystemExit(f"--layers {layers}: {options.shape} has {whole.layers}")
+        shape, what = (whole, "") if layers is None else (whole.cut(layers), f"-{layers}l")
+        name = (
+            options.shape
+            if layers is None
+            else f"{options.shape}, {layers} of {whole.layers} layers,"
+        )
+        path = options.models / f"{options.shape}{what}-{options.quant}.gguf"
+        return cls(kept_gguf(path, shape, options.quant), shape, f"{name} {options.quant}")
+
+
+def options_from() -> argparse.Namespace:
+    parser = parser_for_layers(__doc__, ALL_SHAPES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--depths", type=int, nargs="+", default=[0, 2048, 8192])
+    parser.add_argument(
+        "--capacity", type=int, default=16384, help="tokens of KV every engine holds"
+    )
+    parser.add_argument(
+        "--peers-python", type=Path, default=_BENCHMARKS.parent / ".venv-peers" / "bin" / "python"
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="labels, or how they begin, of the engines to run"
+    )
+    parser.add_argument(
+        "--cpu-features",
+        help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine",
+    )
+    parser.add_argument("--charts", type=Path, help="draw PNG charts into this folder")
+    parser.add_argument(
+        "--short", action="store_true", help="a cold prompt and decoding only, for large models"
+    )
+    parser.add_argument(
+        "--prompt", type=int, default=_PREFIX + _SUFFIX, help="tokens of the cold prompt"
+    )
+    parser.add_argument(
+        "--bundled", action="store_true", help="time the bundled model instead, ours only"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = options_from()
+    if options.quick:
+        options.shape = "tiny"
+        options.rounds = 1
+        options.depths = [0, 512]
+        options.capacity = 8192
+    if options.bundled:
+        options.only = ["kvboost_edge"]
+        model = Path("kvboost-edge/demo")
+        what = "bundled"
+        options.shape = options.quant = None
+        options.depths = [0, 512]
+        options.capacity = 4096
+    else:
+        model, shape, what = RandomModel.written(options, ALL_SHAPES)
+    if any(engine == _OURS for _, engine, _, _ in contenders(options)):
+        harness.pack_beforehand(model)
+    workers = start(options, model)
+    if not workers:
+        raise SystemExit("no engine could be started")
+    # The bundled model runs in our engine only, which says how many tokens it knows.
+    vocab = workers[0].about["about"]["vocab_size"] if options.bundled else shape.vocab
+    bench = Bench(workers, vocab, options.rounds)
+    bench.cold(512 if options.bundled else options.prompt)
+    if not options.bundled and not options.short:
+        bench.warm()
+    for depth in options.depths:
+        # The bundled model's weights lie in caches: no read of memory to compare with.
+        with_read = depth == options.depths[0] and not options.bundled
+        bench.decode(depth, 64 if depth < _PREFIX else 32, with_read=with_read)
+    bench.slope(options.depths)
+    if not options.bundled and not options.short:
+        bench.share(32)
+    bench.memory(model)
+    if not options.bundled:
+        bench.check(model, shape)
+    for worker in workers:
+        worker.close()
+    rows = bench.rows()
+    if options.charts:
+        draw_charts(rows, options.charts, f"{what}, {options.threads} threads")
+    about = {worker.label: worker.about for worker in workers}
+    table = [shown(row) for row in rows]
+    harness.report(
+        f"bench_peers {what}",
+        rows,
+        options=options,
+        shown=table,
+        rounds=bench.spread(),
+        engines=about,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Two replicas of one thread each beside one engine of one thread, with the bundled model.
+
+    python benchmarks/bench/bench_replicas.py --quick
+    python benchmarks/bench/bench_replicas.py --only redis --shape 0.5b     # a random model of that
+                                                                      shape, in Q4_0
+
+Measured over HTTP, each server a process of its own: what the way to a replica adds to a request
+(p50, bar 10 ms); the share of prompt tokens that are found when 8 tenants ask about their own 1,000
+tokens again and again, beside one engine's (bar 95% of it); and, with a redis-server, the time to
+the first token of a prompt that only other replicas have seen, beside computing it (bar 0.2), with
+the milliseconds that the server says went where. The bundled model computes 6,000 tokens a second,
+so that reading is no bargain: the bar is for models that people serve (`--shape`). On a busy
+machine the times mean little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.data.random_model import write_gguf
+from benchmarks.data.shapes import SHAPES
+
+TENANTS = 8
+SHARED_TOKENS = 1000
+_REDIS = Path(__file__).parents[2] / ".redis" / "usr" / "bin"
+_STARTING_S = 180.0
+
+
+@contextlib.contextmanager
+def served(*flags: str, keys: Sequence[str] = (), redis_url: str = "") -> Iterator[str]:
+    """A server with these flags; gives its address once it is ready."""
+    own = {"KVBOOST_API_KEYS": ",".join(keys), "KVBOOST_EDGE_REDIS_SECRET": "0" * 32}
+    environment = {name: value for name, value in {**os.environ, **own}.items() if value}
+    command = [
+        sys.executable,
+        "-m",
+        "kvboost_edge",
+        "serve",
+        "--port",
+        "0",
+        "--disk-cache-dir",
+        "off",
+        *flags,
+    ]
+    command += ["--redis-url", redis_url] if redis_url else []
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True) as process,
+    ):
+        try:
+            yield _address(process, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=60)
+
+
+def _address(process: subprocess.Popen[str], log: Any) -> str:
+    end = time.monotonic() + _STARTING_S
+    while time.monotonic() < end and process.poll() is None:
+        log.seek(0)
+        if found := re.search(r'"url": "(http://[^"]+)"', log.read()):
+            return found[1]
+        time.sleep(0.1)
+    log.seek(0)
+    raise SystemExit(f"the server did not start: {log.read()[-2000:]}")
+
+
+def asked(client: httpx.Client, ids: Sequence[int], key: str = "") -> tuple[float, dict[str, Any]]:
+    """Seconds until one token came of a prompt, and the answer."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    started = time.perf_counter()
+    answer = client.post(
+        "/v1/completions",
+        json={"prompt": list(ids), "max_tokens": 1, "temperature": 0},
+        headers=headers,
+    )
+    answer.raise_for_status()
+    return time.perf_counter() - started, answer.json()
+
+
+def overhead(address: str, rounds: int) -> float:
+    """Median seconds of a short request, one after another, behind a few that do not count."""
+    with httpx.Client(base_url=address, timeout=60) as client:
+        times = [asked(client, [10, 11, 12, 13 + number % 50])[0] for number in range(rounds + 10)]
+    return statistics.median(times[10:])
+
+
+def hit_rate(address: str, keys: Sequence[str], rounds: int) -> float:
+    """Share of the prompt tokens that were found, over all requests, 4 at a time."""
+    draw = random.Random(0)
+    shared = {key: [draw.randrange(10, 250) for _ in range(SHARED_TOKENS)] for key in keys}
+    jobs = [
+        (key, [*shared[key], *(draw.randrange(10, 250) for _ in range(24))])
+        for key in keys
+        for _ in range(rounds)
+    ]
+    draw.shuffle(jobs)
+    with (
+        httpx.Client(base_url=address, timeout=120) as client,
+        concurrent.futures.ThreadPoolExecutor(4) as workers,
+    ):
+        answers = list(workers.map(lambda job: asked(client, job[1], job[0])[1]["usage"], jobs))
+    found = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in answers)
+    return found / sum(usage["prompt_tokens"] for usage in answers)
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str | None]:
+    """The address of a server of its own; None where there is no such program."""
+    names = ("redis-server", "valkey-server", "redis-check-rdb")
+    places = [shutil.which(name, path=f"{os.environ['PATH']}:{_REDIS}") for name in names]
+    program = next(filter(None, places), None)
+    if program is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="kvboost-redis-") as folder:
+        options = ["--port", "0", "--unixsocket", f"{folder}/s", "--save", "", "--dir", folder]
+        libraries = {
+            **os.environ,
+            "LD_LIBRARY_PATH": ":".join(map(str, (_REDIS.parent / "lib").glob("*-linux-gnu"))),
+        }
+        with subprocess.Popen(
+            ["redis-server", *options], executable=program, stdout=subprocess.DEVNULL, env=libraries
+        ) as process:
+            try:
+                yield f"unix://{folder}/s"
+            finally:
+                process.terminate()
+
+
+def restored(redis_url: str, count: int, model: Sequence[str], threads: int) -> dict[str, float]:
+    """Median milliseconds to the first token of 1,500 tokens: computed, and read by replicas that
+    never saw them. Of the latter also where the replica says it spent them.
+    """
+    draw = random.Random(1)
+    prompts = [[draw.randrange(10, 250) for _ in range(1500)] for _ in range(count)]
+    flags = ("--workers", "2", "--num-threads", str(threads), "--num-blocks", "1024", *model)
+    seen: list[list[tuple[float, dict[str, Any]]]] = []
+    for _ in range(2):
+        with (
+            served(*flags, redis_url=redis_url) as address,
+            httpx.Client(base_url=address, timeout=600) as client,
+        ):
+            asked(client, range(10, 40))
+            seen.append([asked(client, prompt) for prompt in prompts])
+            time.sleep(3)  # blocks are written behind
+    cold, warm = seen
+    figures = {"cold ms": _median(1e3 * seconds for seconds, _ in cold)}
+    figures["restored ms"] = _median(1e3 * seconds for seconds, _ in warm)
+    for name in ("load_ms", "lookup_ms", "prefill_ms"):
+        figures[f"restored: {name}"] = _median(answer["kvboost"][name] for _, answer in warm)
+    found = [answer["kvboost"]["hit_tokens"].get("redis", 0) for _, answer in warm]
+    figures["restored: tokens read"] = _median(found)
+    figures["restored / cold"] = round(figures["restored ms"] / figures["cold ms"], 3)
+    return figures
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer requests: under 5 minutes")
+    parser.add_argument("--only", choices=["overhead", "redis"], help="that part alone")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), help="a random model of this shape, not the bundled one"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of each replica, where a prompt is read from Redis"
+    )
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        model: tuple[str, ...] = ()
+        if options.shape is not None:
+            path = (
+                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvboost-shape-")))
+                / "model.gguf"
+            )
+            write_gguf(path, SHAPES[options.shape], "Q4_0")
+            model = ("--model", str(path))
+        if options.only != "redis":
+            figures |= beside_one_engine(options.quick, model)
+        url = stack.enter_context(redis_server()) if options.only != "overhead" else None
+        if url is not None:
+            figures |= restored(url, 4 if options.quick else 12, model, options.threads)
+    print(json.dumps(figures, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+
+
+def beside_one_engine(is_quick: bool, model: Sequence[str]) -> dict[str, Any]:
+    """What replicas add to a request, and what of prompts they find, beside one engine."""
+    rounds, requests = (60, 6) if is_quick else (400, 20)
+    keys = [f"tenant-{number}-of-the-benchmark" for number in range(TENANTS)]
+    one = ("--num-threads", "1")
+    two = ("--num-threads", "1", "--workers", "2")
+    figures: dict[str, Any] = {}
+    for name, flags in (("one engine", one), ("two replicas", two)):
+        with served(*flags, *model, "--num-blocks", "1024") as address:
+            figures[f"{name}: request ms"] = round(1e3 * overhead(address, rounds), 2)
+        with served(*flags, *model, "--num-blocks", "1024", keys=keys) as address:
+            figures[f"{name}: hit rate"] = round(hit_rate(address, keys, requests), 4)
+    figures["overhead ms"] = round(
+        figures["two replicas: request ms"] - figures["one engine: request ms"], 2
+    )
+    figures["hit rate ratio"] = round(
+        figures["two replicas: hit rate"] / figures["one engine: hit rate"], 4
+    )
+    return figures
+
+
+if __name__ == "__main__":
+    main()

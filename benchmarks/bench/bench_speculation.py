@@ -1,0 +1,274 @@
+"""Tokens guessed ahead: what answers take with and without, by how much of them was said before.
+
+    make real-model && python benchmarks/bench/bench_speculation.py
+    python benchmarks/bench/bench_speculation.py --shape 1.5b --quant Q4_K_M
+
+The random model cannot answer, so each step's token is the given answer's, whatever its logits say:
+what is computed, and what time it takes, is the same. The real model answers by itself, greedily.
+Each task is answered with drafts and without in turn, by one engine whose cache is empty each time;
+the ratio is of the time behind the first token, round by round. "together": eight free chats at
+once. First, what a pass costs by its rows, in terms of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks import harness
+from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.data.random_model import kept_gguf
+from benchmarks.data.shapes import SHAPES
+from benchmarks.data.speculation_tasks import TASKS, Task
+from kvboost_edge import CPUPagedEngine, GenerationResult
+from kvboost_edge.backends.base import BatchLayout
+from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.schedule import sequence as running_state
+from kvboost_edge.models.locate.stores import real_model
+from kvboost_edge.runners.base import ForwardBatch
+
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_DEPTH = 512
+_MOST = 400
+_WAYS = ("off", "auto")
+Script = dict[tuple[int, ...], list[int]]
+
+
+class Bench:
+    """One engine. `script`: the answer to each prompt, for a model that cannot answer."""
+
+    def __init__(
+        self, engine: CPUPagedEngine, label: str, rounds: int, script: Script | None = None
+    ) -> None:
+        self.engine = engine
+        self.label = label
+        self.rounds = rounds
+        self.script = script
+        self.rows: list[dict[str, Any]] = []
+
+    def costs(self) -> None:
+        """What a pass of so many rows behind `_DEPTH` tokens takes, each row's logits wanted.
+        Nobody else computes.
+        """
+        runner = self.engine._parts.runner
+        batches = {count: _batch(count, self.engine.config.block_size) for count in _ROWS}
+        passes = {
+            str(count): (lambda count=count: runner.forward(batches[count])) for count in _ROWS
+        }
+        seconds = harness.alternate(passes, rounds=max(5, 3 * self.rounds))
+        one = statistics.median(seconds["1"])
+        for count in _ROWS:
+            self._row(
+                f"pass of {count} rows, of one",
+                [second / one for second in seconds[str(count)]],
+                None,
+            )
+
+    def task(self, task: Task) -> None:
+        prompt = self._prompt(task)
+        ratios = list[float]()
+        shares = list[float]()
+        for number in range(self.rounds + 1):
+            times = {}
+            for way in _WAYS:
+                self.engine.reset_cache()
+                (result,) = self._ask([prompt], way)
+                times[way] = _behind_first(result)
+            if number:
+                ratios.append(times["off"] / times["auto"])
+                shares.append(result.accepted_tokens / max(1, result.drafted_tokens))
+        self._row(f"{task.name}, times as fast", ratios, task.bar)
+        self._row(f"{task.name}, accepted of drafted ({result.drafted_tokens})", shares, None)
+
+    def together(self, task: Task) -> None:
+        prompts = [[*self._prompt(task), 1000 + number] for number in range(8)]
+        if self.script is not None:
+            self.script.update(
+                {tuple(prompt): self.script[tuple(self._prompt(task))] for prompt in prompts}
+            )
+        ratios = []
+        for number in range(self.rounds + 1):
+            times = {}
+            for way in _WAYS:
+                self.engine.reset_cache()
+                results = self._ask(prompts, way)
+                times[way] = max(result.total_ms for result in results)
+            if number:
+                ratios.append(times["off"] / times["auto"])
+        self._row("eight free chats together, times as fast", ratios, 0.98)
+
+    def _prompt(self, task: Task) -> list[int]:
+        """Token ids, and the answer put into the script."""
+        tokenizer = self.engine.tokenizer
+        if self.script is None:
+            messages = [{"role": "user", "content": task.question}]
+            return self.engine._intake.token_ids(messages, Terms())
+        prompt = _words(task.question)
+        self.script[tuple(prompt)] = _words(task.answer)
+        assert tokenizer is not None
+        return prompt
+
+    def _ask(self, prompts: Sequence[list[int]], way: str) -> list[GenerationResult]:
+        most = _MOST if self.script is None else len(self.script[tuple(prompts[0])])
+        return self.engine.generate_batch(
+            list(prompts),
+            max_new_tokens=most,
+            temperature=0.0,
+            ignore_eos=self.script is not None,
+            speculation=way,
+        )
+
+    def _row(self, measure: str, values: list[float], bar: float | None) -> None:
+        low = min(values)
+        high = max(values)
+        self.rows.append(
+            {
+                "model": self.label,
+                "measure": measure,
+                "median": statistics.median(values),
+                "bar": bar,
+                "least": low,
+                "most": high,
+            }
+        )
+        print(
+            f"{self.label}: {measure}: {statistics.median(values):.3f} ({low:.3f}-{high:.3f})",
+            flush=True,
+        )
+
+
+def _batch(count: int, block_size: int) -> ForwardBatch:
+    """Tokens of one sequence behind `_DEPTH` others, in the pool's first blocks."""
+    positions = np.arange(_DEPTH, _DEPTH + count, dtype=np.int64)
+    layout = BatchLayout(
+        cu_seqlens_q=np.array([0, count], np.int32),
+        seq_lens=np.array([_DEPTH + count], np.int32),
+        block_tables=np.arange(-(-(_DEPTH + count) // block_size), dtype=np.int32)[None],
+        slot_mapping=positions,
+    )
+    return ForwardBatch(
+        positions * 7919 % 40000, positions, layout, np.arange(count, dtype=np.int64)
+    )
+
+
+class Lookup:
+    """llama.cpp and its prompt lookup, in a process of their own."""
+
+    def __init__(self, python: Path, model: Path, options: argparse.Namespace) -> None:
+        script = Path(__file__).parents[1] / "peers" / "lookup.py"
+        command = [
+            str(python),
+            str(script),
+            str(model),
+            str(options.threads),
+            str(options.capacity // 4),
+        ]
+        self._worker = Worker("llama.cpp", command, dict(os.environ))
+
+    def task(self, bench: Bench, task: Task) -> None:
+        """How much faster its lookup makes it, and how fast ours is beside it."""
+        prompt = bench._prompt(task)
+        ratios = list[float]()
+        beside = list[float]()
+        for number in range(bench.rounds + 1):
+            bench.engine.reset_cache()
+            (ours,) = bench._ask([prompt], "auto")
+            count = ours.generated_tokens
+            theirs = {
+                drafts: self._seconds(prompt, count, drafts=drafts) for drafts in (False, True)
+            }
+            if number:
+                ratios.append(theirs[False] / theirs[True])
+                beside.append(theirs[True] / (_behind_first(ours) / 1e3 / (count - 1)))
+        bench._row(f"{task.name}, llama.cpp with its lookup, times as fast", ratios, None)
+        bench._row(f"{task.name}, ours, times as fast as llama.cpp with its lookup", beside, None)
+
+    def _seconds(self, prompt: list[int], count: int, *, drafts: bool) -> float:
+        answer = self._worker.ask("generate", tokens=prompt, count=count, drafts=drafts)
+        return float(answer["seconds"]) / (answer["count"] - 1)
+
+
+def _behind_first(result: GenerationResult) -> float:
+    return result.token_times_ms[-1] - result.token_times_ms[0]
+
+
+_tokenizer: Any = None
+
+
+def _words(text: str) -> list[int]:
+    """The real model's tokens, which any random model has too."""
+    return list(_tokenizer.encode(text))
+
+
+def _follow(script: Script) -> None:
+    """Have every sequence say what the script has for its prompt."""
+
+    def sampler(params: Any, seed: int) -> Any:
+        def sample(logits: Any, token_ids: Sequence[int], num_prompt: int) -> int:
+            logits.argmax()  # what a greedy step does
+            return script[tuple(token_ids[:num_prompt])][len(token_ids) - num_prompt]
+
+        return sample
+
+    running_state.make_sampler = sampler
+
+
+def main() -> None:
+    global _tokenizer
+    options: argparse.ArgumentParser = parser_for_models(__doc__)
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--capacity", type=int, default=16384, help="tokens of KV")
+    options.add_argument("--kv-cache-bits", type=int, default=16, choices=(16, 8, 4))
+    options.add_argument("--only", choices=("real", "random"), help="one of the models alone")
+    options.add_argument(
+        "--peers-python", type=Path, default=Path(__file__).parents[2] / ".venv-peers/bin/python"
+    )
+    chosen = options.parse_args()
+    if chosen.quick:
+        chosen.shape = "tiny"
+        chosen.rounds = 1
+    common = {
+        "num_blocks": chosen.capacity // 16,
+        "kv_cache_bits": chosen.kv_cache_bits,
+        "num_threads": chosen.threads,
+    }
+    rows: list[dict[str, Any]] = []
+    with CPUPagedEngine.from_pretrained(str(real_model()), **common) as engine:
+        _tokenizer = engine.tokenizer
+        if chosen.only != "random":
+            bench = Bench(engine, "SmolLM2-135M", chosen.rounds)
+            bench.costs()
+            for task in TASKS:
+                bench.task(task)
+            bench.together(TASKS[-1])
+            if chosen.peers_python.exists():
+                lookup = Lookup(chosen.peers_python, real_model(), chosen)
+                for task in TASKS:
+                    lookup.task(bench, task)
+            rows += bench.rows
+    if chosen.only != "real":
+        model = chosen.models / f"{chosen.shape}-{chosen.quant}.gguf"
+        kept_gguf(model, SHAPES[chosen.shape], chosen.quant)
+        script: Script = {}
+        _follow(script)
+        with CPUPagedEngine.from_pretrained(str(model), **common) as engine:
+            bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen.rounds, script)
+            bench.costs()
+            for task in TASKS:
+                bench.task(task)
+            bench.together(TASKS[-1])
+            rows += bench.rows
+    harness.report("bench_speculation", rows, options=chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""How soon a new process speaks, and what a running engine holds in memory, at the 0.5B shape.
+
+    python benchmarks/bench/bench_startup.py
+
+The model is a random GGUF of Qwen2-0.5B's shape (see bench_peers.py). Timed: from starting the
+process to the first byte of `kvboost-edge generate`; the first round, which packs the weights, is
+not counted. Memory: resident pages of an engine that has prefilled and decoded, mapped weights
+included, less weights and pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks import harness
+from benchmarks.bench.bench_peers import Worker, parser_for_models
+from benchmarks.data.random_model import kept_gguf
+from benchmarks.data.shapes import SHAPES
+
+_BENCHMARKS = Path(__file__).parents[1]
+_TARGET_S = 2.5
+_TARGET_MB = 250.0
+
+
+def first_byte(model: Path) -> float:
+    """Seconds from starting `kvboost-edge generate` to its first byte of output."""
+    command = [
+        sys.executable,
+        "-m",
+        "kvboost_edge",
+        "generate",
+        "HELLO",
+        "-m",
+        str(model),
+        "-n",
+        "8",
+    ]
+    started = time.perf_counter()
+    with subprocess.Popen(
+        [*command, "-o", "num_blocks=256"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        byte = process.stdout.read(1)
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+    if not byte or process.returncode:
+        raise RuntimeError(f"generate ended with {process.returncode}")
+    return seconds
+
+
+def loads_torch(model: Path) -> bool:
+    """Whether a process that generates has imported torch."""
+    code = (
+        "import sys; from kvboost_edge import CPUPagedEngine\n"
+        "with CPUPagedEngine.from_pretrained(sys.argv[1], num_blocks=64) as engine:\n"
+        "    engine.generate('A', max_new_tokens=2)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model)], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()[-1] == "True"
+
+
+def held(model: Path, bits: int) -> dict[str, Any]:
+    """Memory of a worker with a pool of 16,384 tokens after 2,112 tokens of prefill and some
+    decoding.
+    """
+    command = [
+        sys.executable,
+        str(_BENCHMARKS / "peers" / "worker.py"),
+        "kvboost_edge",
+        str(model),
+        "--kv",
+        str(bits),
+    ]
+    worker = Worker(f"kv{bits}", command, dict(os.environ))
+    prompt = list(range(300, 300 + 512)) * 4
+    worker.ask("decode", tokens=prompt, count=32)
+    found = worker.ask("memory")
+    about = worker.about["about"]
+    worker.close()
+    weights = about["weight_bytes"] / 1e6
+    pool = about["pool_bytes"] / 1e6
+    return {
+        "weights_mb": weights,
+        "pool_mb": pool,
+        **found,
+        "beside_mb": found["rss_mb"] - weights - pool,
+    }
+
+
+def main() -> None:
+    options: argparse.Namespace = parser_for_models(__doc__).parse_args()
+    shape = "tiny" if options.quick else options.shape
+    model = kept_gguf(
+        options.models / f"{shape}-{options.quant}.gguf", SHAPES[shape], options.quant
+    )
+    first = first_byte(model)
+    times = [first_byte(model) for _ in range(options.rounds)]
+    median = statistics.median(times)
+    rows: list[dict[str, Any]] = [
+        {"what": "first start, weights packed or found, s", "value": first, "target": None},
+        {"what": "start to first byte, median s", "value": median, "target": _TARGET_S},
+        {"what": "start to first byte, worst s", "value": max(times), "target": None},
+        {"what": "torch imported", "value": str(loads_torch(model)), "target": "False"},
+    ]
+    memory = {bits: held(model, bits) for bits in (16, 8)}
+    for bits, found in memory.items():
+        name = f"resident beside weights and pool, kv{bits}, MB"
+        rows.append({"what": name, "value": found["beside_mb"], "target": _TARGET_MB})
+    print(json.dumps({str(bits): found for bits, found in memory.items()}))
+    harness.report("bench_startup", rows, options=options, times=times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""One matrix in every integer weight format: time of one token, where weights come from memory, and
+rate of many.
+
+    python benchmarks/bench/bench_weight_formats.py [--formats int4 int4t] [--rows 17920]
+    [--inputs 1536] [--threads 2] [--quick] [--out FILE]
+
+The shape is that of the gate and up matrix of Qwen2-1.5B. One token goes through as many copies of
+the matrix as take some 200 MB, so that no cache holds them. Both precisions of a token's codes are
+timed (`fine`: 16 bits, as queries and logits have them). Formats take turns in one process, by one
+team of threads; the best round counts, and the last column is the median over the rounds of the
+time relative to int4's of the same round. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks.harness import alternate, parser, report
+from kvboost_edge.host.cpu import default_num_threads
+from kvboost_edge.kernels.linear.amx_choice import amx_choice
+from kvboost_edge.kernels.linear.panel import LARGEST_CELL
+from kvboost_edge.kernels.linear.weights import (
+    BLOCK_FORMATS,
+    NUMBERS,
+    QUANTIZED,
+    TABLE_FORMATS,
+    packed_sizes,
+)
+from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.entries import kernel_table
+from kvboost_edge.kernels.program.run import run_program
+from kvboost_edge.kernels.team import KernelTeam
+
+FORMATS = (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)
+MEMORY = 200 << 20
+MANY = 256
+
+
+class Matrices:
+    """Copies of a random matrix of a format, and a number of tokens to go through them."""
+
+    def __init__(
+        self, kind: str, options: argparse.Namespace, tokens: int, *, fine: bool, copies: int
+    ) -> None:
+        rows = options.rows
+        inputs = options.inputs
+        rng = np.random.default_rng(0)
+        sizes = packed_sizes(rows, inputs, NUMBERS[kind])
+        self.nbytes = sum(sizes)
+        halves = (rng.random(max(sizes[1:]) // 2 + 1) / 100).astype(np.float16).view(np.uint8)
+        one = [
+            rng.integers(0, 256, sizes[0], dtype=np.uint8),
+            halves[: sizes[1]].copy(),
+            halves[: sizes[2]].copy(),
+        ]
+        self._held: list[list[npt.NDArray[Any]]] = [
+            [array.copy() for array in one] for _ in range(copies)
+        ]
+        x = rng.standard_normal((tokens, inputs)).astype(np.float32)
+        panel = np.zeros(tokens * inputs // 32 * LARGEST_CELL, np.uint8)
+        out = np.zeros((tokens, rows), np.float32)
+        self._buffers = np.zeros(lt.B_TABLES + 2, np.int64)
+        for number, array in ((lt.B_ATTENDED, x), (lt.B_PANEL, panel), (lt.B_WIDE, out)):
+            self._held.append([array])
+            self._buffers[number] = array.ctypes.data
+        source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: inputs, lt.F_FINE: int(fine)}
+        table: list[dict[int, int]] = [
+            {
+                lt.F_OP: lt.OP_QUANT,
+                **source,
+                lt.F_COUNT: inputs,
+                lt.F_QUANT: NUMBERS[kind],
+                lt.F_PANEL: lt.B_PANEL,
+            }
+        ]
+        for arrays in self._held[:copies]:
+            codes, scales, minima = (array.ctypes.data for array in arrays)
+            where = {
+                lt.F_WEIGHT: codes,
+                lt.F_SCALE: scales,
+                lt.F_MINIMA: minima,
+                lt.F_KIND: NUMBERS[kind],
+            }
+            target = {
+                lt.F_DST: lt.B_WIDE,
+                lt.F_DST_STEP: rows,
+                lt.F_COUNT: rows,
+                lt.F_INPUTS: inputs,
+            }
+            rest = {
+                lt.F_UNIT: rows // 16 // (2 * options.threads),
+                lt.F_PANEL_IN: lt.B_PANEL,
+                lt.F_FINE_IN: int(fine),
+            }
+            table.append({lt.F_OP: lt.OP_LINEAR, **where, **target, **rest})
+        self._ops = np.zeros((len(table), lt.NUM_FIELDS), np.int64)
+        self._params = np.ones((len(table), lt.NUM_PARAMS), np.float32)
+        for row, fields in zip(self._ops, table, strict=True):
+            row[list(fields)] = list(fields.values())
+        self._tokens = tokens
+        self._copies = copies
+        self._kernels = kernel_table([NUMBERS[kind]], [lt.OP_LINEAR])
+
+    def run(self, team: KernelTeam) -> None:
+        count = len(self._ops)
+        counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
+        matrix = int(amx_choice().used)
+        table = self._ops, self._params, self._buffers, counters, self._kernels
+        job = lt.ProgramJob(*table, 0, count, self._tokens, matrix)
+        team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, team.num_threads)
+
+
+def measure(
+    options: argparse.Namespace, team: KernelTeam, tokens: int, *, fine: bool
+) -> list[dict[str, Any]]:
+    """Microseconds of a matrix, GB/s of its bytes, TOPS, and the time relative to int4's."""
+    weights = options.rows * options.inputs
+    copies = max(1, MEMORY // weights * 2) if tokens == 1 else 1
+    formats = [kind for kind in FORMATS if kind in ("int4", *options.formats)]
+    found = {kind: Matrices(kind, options, tokens, fine=fine, copies=copies) for kind in formats}
+    contenders: dict[str, Callable[[], object]] = {
+        kind: lambda one=one: one.run(team) for kind, one in found.items()
+    }
+    rounds = alternate(contenders, rounds=options.rounds)
+    seconds = {kind: min(times) / copies for kind, times in rounds.items()}
+    return [
+        {
+            "format": kind,
+            "tokens": tokens,
+            "fine": fine,
+            "bytes_a_weight": found[kind].nbytes / weights,
+            "us": 1e6 * seconds[kind],
+            "gb_s": found[kind].nbytes / seconds[kind] / 1e9,
+            "tops": 2 * weights * tokens / seconds[kind] / 1e12,
+            "times_int4": seconds[kind] / seconds["int4"],
+            "median_times_int4": statistics.median(
+                one / other for one, other in zip(rounds[kind], rounds["int4"], strict=True)
+            ),
+        }
+        for kind in formats
+    ]
+
+
+def main() -> None:
+    options_parser = parser(__doc__ or "")
+    options_parser.add_argument(
+        "--formats", nargs="+", default=FORMATS, choices=FORMATS, help="beside int4"
+    )
+    options_parser.add_argument("--rows", type=int, default=17920, help="a multiple of 16")
+    options_parser.add_argument("--inputs", type=int, default=1536, help="a multiple of 256")
+    options_parser.add_argument("--threads", type=int, default=default_num_threads())
+    options = options_parser.parse_args()
+    options.rounds = 5 if options.quick else 15
+    team = KernelTeam(options.threads)
+    rows = [
+        row
+        for tokens, fine in ((1, False), (1, True), (MANY, False), (MANY, True))
+        for row in measure(options, team, tokens, fine=fine)
+    ]
+    team.close()
+    report("bench_weight_formats", rows, options=options)
+
+
+if __name__ == "__main__":
+    main()

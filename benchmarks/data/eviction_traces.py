@@ -1,0 +1,250 @@
+"""Traces of requests for `simulators/eviction.py`: generated ones under fixed seeds, and
+recorded ones.
+
+A trace names blocks, not tokens: an id stands for one block and all before it, so that equal ids
+mean equal prefixes. The `hash_ids` of Mooncake's published traces are that, one for each 512
+tokens; `read_mooncake` reads them.
+
+The generators know nothing of any policy. Their parameters are sizes and habits of chats and agents
+as people describe them; a conversation's turns are seconds to minutes apart, and many run at a
+time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["BLOCK_TOKENS", "TRACES", "Access", "read_mooncake"]
+
+BLOCK_TOKENS = 512
+
+
+class Access(NamedTuple):
+    """One request.
+
+    at           seconds since the trace began
+    tenant       whose it is; ids of two tenants are never equal
+    prompt_ids   the blocks of its prompt
+    output_ids   the full blocks that its answer adds; where these are known, a later prompt has
+                 them
+    num_tokens   tokens of the prompt
+    """
+
+    at: float
+    tenant: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    num_tokens: int
+
+
+Session = Iterator[tuple[float, Access]]
+"""One user's requests in order: (seconds until it comes, the request)."""
+
+
+class _Maker:
+    """Random sizes and times, and ids that nobody else has."""
+
+    def __init__(self, seed: int, tenant: str = "") -> None:
+        self.rng = random.Random(seed)
+        self.tenant = tenant
+        self._ids = itertools.count(1 + (seed << 20))
+
+    def blocks(self, low: int, high: int) -> tuple[int, ...]:
+        """Between `low` and `high` new blocks."""
+        return tuple(next(self._ids) for _ in range(self.rng.randint(low, high)))
+
+    def pause(self, mean: float) -> float:
+        return self.rng.expovariate(1 / mean)
+
+    def ask(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Access:
+        return Access(0.0, self.tenant, prompt, answer, len(prompt) * BLOCK_TOKENS)
+
+    def pick(self, choices: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """One of several heads, the first twice as often as the second, and so on."""
+        return self.rng.choices(choices, [1 / (rank + 1) for rank in range(len(choices))])[0]
+
+
+def _chat(make: _Maker, head: tuple[int, ...], *, turns: float = 6, pause: float = 60) -> Session:
+    """A conversation: each prompt is all before it and a new message."""
+    history = head
+    wait = 0.0
+    while True:
+        history += make.blocks(1, 2)
+        answer = make.blocks(0, 2)
+        yield wait, make.ask(history, answer)
+        history += answer
+        if make.rng.random() < 1 / turns:
+            return
+        wait = 5 + make.pause(pause)
+
+
+def _agent(make: _Maker, head: tuple[int, ...], side_head: tuple[int, ...]) -> Session:
+    """A tool user: many steps, seconds apart, on a long head; now and then a title, and side
+    requests of its own.
+    """
+    history = head + make.blocks(1, 3)
+    wait = 0.0
+    for step in range(make.rng.randint(8, 30)):
+        answer = make.blocks(0, 1)
+        yield wait, make.ask(history, answer)
+        history += answer + make.blocks(1, 4)
+        wait = 1 + make.pause(8)
+        if step == 0:
+            yield 0.5, make.ask(make.blocks(1, 2), ())
+        if step % 5 == 4:
+            for _ in range(3):
+                yield 0.5, make.ask(side_head + make.blocks(2, 12), make.blocks(0, 1))
+
+
+def _scan(make: _Maker, head: tuple[int, ...]) -> Session:
+    """A document that is read once."""
+    yield 0.0, make.ask(head + make.blocks(20, 60), make.blocks(0, 1))
+
+
+def _questions(make: _Maker, head: tuple[int, ...]) -> Session:
+    """A document about which one to six questions are asked, each alone, minutes apart."""
+    document = head + make.blocks(10, 40)
+    for number in range(make.rng.choice((1, 1, 2, 3, 4, 6))):
+        yield (
+            (make.pause(90) if number else 0.0),
+            make.ask(document + make.blocks(1, 1), make.blocks(0, 1)),
+        )
+
+
+def _play(sessions: Iterable[tuple[float, Session]], until: float) -> list[Access]:
+    """The requests of all sessions, each of which begins at its time, by the time they come."""
+    order = itertools.count()
+    due: list[tuple[float, int, Access, Session]] = []
+
+    def push(start: float, session: Session) -> None:
+        following = next(session, None)
+        if following is not None:
+            at = start + following[0]
+            heapq.heappush(due, (at, next(order), following[1], session))
+
+    for start, session in sessions:
+        push(start, session)
+    found: list[Access] = []
+    while due and due[0][0] <= until:
+        at, _, access, session = heapq.heappop(due)
+        found.append(access._replace(at=at))
+        push(at, session)
+    return found
+
+
+def _arrivals(make: _Maker, every: float, until: float, start: float = 0.0) -> Iterator[float]:
+    """Times at which sessions begin, `every` seconds on average."""
+    at = start + make.pause(every)
+    while at < until:
+        yield at
+        at += make.pause(every)
+
+
+def chats(seed: int = 1, until: float = 7200.0) -> list[Access]:
+    """Chats on four heads, about 40 at a time."""
+    make = _Maker(seed)
+    heads = [make.blocks(1, 8) for _ in range(4)]
+    return _play([(at, _chat(make, make.pick(heads))) for at in _arrivals(make, 10, until)], until)
+
+
+def agents(seed: int = 2, until: float = 3600.0) -> list[Access]:
+    """Agents of three kinds with their side requests, about eight at a time."""
+    make = _Maker(seed)
+    heads = [make.blocks(15, 25) for _ in range(3)]
+    sides = [make.blocks(4, 10) for _ in range(3)]
+    starts = list(_arrivals(make, 25, until))
+    return _play([(at, _agent(make, make.pick(heads), make.pick(sides))) for at in starts], until)
+
+
+def scans(seed: int = 3, until: float = 7200.0) -> list[Access]:
+    """Chats, and documents that are read once: most of the blocks that are computed."""
+    make = _Maker(seed)
+    heads = [make.blocks(1, 8) for _ in range(4)]
+    reader = make.blocks(2, 2)
+    talk = [(at, _chat(make, make.pick(heads))) for at in _arrivals(make, 15, until)]
+    return _play([*talk, *((at, _scan(make, reader)) for at in _arrivals(make, 6, until))], until)
+
+
+def questions(seed: int = 4, until: float = 7200.0) -> list[Access]:
+    """Questions about documents: what is seen once is often asked again, and much later."""
+    make = _Maker(seed)
+    head = make.blocks(2, 2)
+    return _play([(at, _questions(make, head)) for at in _arrivals(make, 8, until)], until)
+
+
+def tenants(seed: int = 5, until: float = 7200.0) -> list[Access]:
+    """Five tenants who chat, each on heads of its own, one who uses agents and one who reads
+    documents once.
+    """
+    sessions: list[tuple[float, Session]] = []
+    for number in range(5):
+        make = _Maker(100 * seed + number, f"chats {number}")
+        heads = [make.blocks(2, 10) for _ in range(2)]
+        sessions += [
+            (at, _chat(make, make.pick(heads))) for at in _arrivals(make, 60 + 30 * number, until)
+        ]
+    make = _Maker(100 * seed + 50, "agents")
+    head = make.blocks(20, 20)
+    side = make.blocks(6, 6)
+    sessions += [(at, _agent(make, head, side)) for at in _arrivals(make, 240, until)]
+    make = _Maker(100 * seed + 51, "reader")
+    reader = make.blocks(2, 2)
+    sessions += [(at, _scan(make, reader)) for at in _arrivals(make, 15, until)]
+    return _play(sessions, until)
+
+
+def drift(seed: int = 6, until: float = 9000.0) -> list[Access]:
+    """Three days: what all used yesterday, long heads too, nobody uses today."""
+    make = _Maker(seed)
+    sessions: list[tuple[float, Session]] = []
+    for day in range(3):
+        heads = [make.blocks(8, 20) for _ in range(6)]
+        starts = _arrivals(make, 8, (day + 1) * until / 3, start=day * until / 3)
+        sessions += [(at, _chat(make, make.pick(heads), turns=4)) for at in starts]
+    return _play(sessions, until)
+
+
+TRACES: dict[str, Callable[[], list[Access]]] = {
+    "chats": chats,
+    "agents": agents,
+    "scans": scans,
+    "questions": questions,
+    "tenants": tenants,
+    "drift": drift,
+}
+
+
+def read_mooncake(path: Path) -> list[Access]:
+    """A trace in Mooncake's format: JSON lines with timestamp (ms), input_length, output_length
+    (tokens), hash_ids.
+
+    Which blocks an answer makes is not recorded: as many as it has tokens for get ids that never
+    come again. ValueError names the line that is not of this form.
+    """
+    found: list[Access] = []
+    fresh = itertools.count(1 << 31)
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                ids = tuple(int(one) for one in record["hash_ids"])
+                at, num_tokens, num_output = (
+                    record[k] for k in ("timestamp", "input_length", "output_length")
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number} is no record of a trace: {error!r}"
+                ) from error
+            if not ids or min(ids) < 0 or max(ids) >= 1 << 31:
+                raise ValueError(
+                    f"{path}, line {number}: hash_ids must be in 0..2^31 - 1 and at least one"
+                )
+            output = tuple(next(fresh) for _ in range(int(num_output) // BLOCK_TOKENS))
+            found.append(Access(at / 1000, "", ids, output, int(num_tokens)))
+    return found

@@ -1,0 +1,178 @@
+"""A seeded random model of a real shape as a GGUF file, with a small tokenizer: what every engine
+is timed on.
+
+Weights are normal numbers, never zeros. Needs numpy and gguf only, so that it runs in any engine's
+environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.data.k_blocks import (
+    BLOCK,
+    more_bits,
+    random_mxfp4,
+    random_q4_0,
+    random_q4_k,
+    random_q6_k,
+    random_q8_0,
+)
+from benchmarks.data.shapes import Shape
+
+__all__ = ["QUANTS", "add_tokenizer", "kept_gguf", "write_gguf"]
+
+_Type = gguf.GGMLQuantizationType
+QUANTS = {
+    "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "Q4_K_M": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+    "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
+}
+
+
+# Vectors that files may have as matrices.
+_VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")
+
+
+def write_gguf(
+    path: Path,
+    shape: Shape,
+    quant: str,
+    *,
+    tokenizer: Callable[[gguf.GGUFWriter, int], None] | None = None,
+    taught: Callable[[str, npt.NDArray[np.float32]], None] | None = None,
+) -> None:
+    """Write the model; matrices in `quant` of `QUANTS`, head and embedding too, norms and biases in
+    float32.
+
+    Q4_K_M is the usual mixture: Q6_K for the embedding and for `more_bits`, else Q4_K. MXFP4 is for
+    experts alone, all else is Q8_0. tokenizer: adds another one than `add_tokenizer`, of so many
+    tokens. taught: changes a matrix, by its name, before it is quantized.
+    """
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    writer.add_name(f"random {quant}")
+    shape.describe(writer)
+    writer.add_file_type(QUANTS[quant])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    (tokenizer or add_tokenizer)(writer, shape.vocab)
+    rng = np.random.default_rng(0)
+    for name, dims in shape.tensors():
+        if len(dims) == 1 or name.endswith(_VECTORS):
+            writer.add_tensor(name, _vector(rng, name, math.prod(dims), shape).reshape(dims))
+        else:
+            kind = _type_of(name, quant, shape)
+            teach = functools.partial(taught, name) if taught is not None else None
+            writer.add_tensor(
+                name,
+                _matrix(rng, dims, kind, as_blocks=not shape.in_float64, taught=teach),
+                raw_dtype=kind,
+            )
+    partial = path.with_suffix(".partial")
+    writer.write_header_to_file(partial)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+
+
+def kept_gguf(path: Path, shape: Shape, quant: str) -> Path:
+    """The model's file, written where it is not there yet."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"writing {path} ...", file=sys.stderr)
+        write_gguf(path, shape, quant)
+    return path
+
+
+def _type_of(name: str, quant: str, shape: Shape) -> _Type:
+    """The storage type of a matrix in a file of this kind."""
+    own = shape.storage(name)
+    if own or quant not in ("Q4_K_M", "MXFP4"):
+        return _Type[own or quant]
+    if quant == "MXFP4":
+        return _Type.MXFP4 if "_exps." in name else _Type.Q8_0
+    if name.startswith("token_embd"):
+        return _Type.Q6_K
+    layer = int(name.split(".")[1])
+    wide = name.endswith(("attn_v.weight", "ffn_down.weight"))
+    return _Type.Q6_K if wide and more_bits(layer, shape.layers) else _Type.Q4_K
+
+
+def _vector(
+    rng: np.random.Generator, name: str, count: int, shape: Shape
+) -> npt.NDArray[np.float32]:
+    """Scales are 1, norms about so; of rope_freqs a quarter turns, as Gemma 4 has it; biases are
+    small.
+    """
+    if name == "rope_freqs.weight":
+        return np.where(np.arange(count) < count // 4, 1, 1e30).astype(np.float32)
+    if name.endswith("ssm_a"):  # how fast heads of a state forget: -exp(A_log)
+        return -np.geomspace(0.05, 8.0, count).astype(np.float32)
+    if "norm" in name or "scale" in name:
+        return np.full(count, shape.norm(name, count), np.float32)
+    return 0.1 * rng.standard_normal(count, np.float32)
+
+
+def _matrix(
+    rng: np.random.Generator,
+    dims: tuple[int, ...],
+    kind: _Type,
+    *,
+    as_blocks: bool,
+    taught: Callable[[npt.NDArray[np.float32]], None] | None = None,
+) -> npt.NDArray[np.uint8]:
+    """A random matrix [rows, width], or several of them, whose products keep the size of what goes
+    in. `as_blocks`: random codes instead of quantized normal numbers, which take a minute for a
+    thousand million.
+    """
+    if len(dims) == 3:
+        rows = dims[0] * dims[1]
+        width = dims[2]
+        every = _matrix(rng, (rows, width), kind, as_blocks=as_blocks, taught=taught)
+        return every.reshape(dims[0], dims[1], -1)
+    rows, width = dims
+    if kind in _RANDOM_BLOCKS:
+        assert width % BLOCK == 0, f"rows of {width} are no whole blocks of {BLOCK}"
+        return _RANDOM_BLOCKS[kind](rng, rows, width, width**-0.5)
+    if as_blocks and kind in _PLAIN_BLOCKS:
+        return _PLAIN_BLOCKS[kind](rng, rows, width, width**-0.5)
+    values = rng.standard_normal(dims, np.float32) * np.float32(width**-0.5)
+    if taught is not None:
+        taught(values)
+    return np.asarray(gguf.quants.quantize(values, kind))
+
+
+_RANDOM_BLOCKS = {_Type.Q4_K: random_q4_k, _Type.Q6_K: random_q6_k}
+_PLAIN_BLOCKS = {_Type.Q4_0: random_q4_0, _Type.Q8_0: random_q8_0, _Type.MXFP4: random_mxfp4}
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+    """Byte-level BPE of 256 bytes and one merge, padded to the vocabulary with tokens no text
+    contains.
+    """
+    shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
+    others = [b for b in range(256) if b not in shown]
+    alphabet = [chr(b) for b in shown] + [chr(256 + i) for i in range(len(others))]
+    tokens = [*alphabet, "th", "<|endoftext|>"]
+    kinds = [gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL]
+    eos = 257
+    tokens += [f"<unused{i}>" for i in range(vocab - len(tokens))]
+    kinds += [gguf.TokenType.UNUSED] * (vocab - len(kinds))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(eos)
+    writer.add_eos_token_id(eos)
+    writer.add_pad_token_id(eos)
+    writer.add_add_bos_token(False)

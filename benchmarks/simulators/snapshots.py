@@ -1,0 +1,221 @@
+"""Which states of a hybrid model are still there when a prompt comes: made conversations replayed
+on the block manager.
+
+    python benchmarks/simulators/snapshots.py [--quick] [--out benchmarks/results/FILE.json]
+
+Assistants with system prompts of 600 to 1,500 tokens, six conversations at a time, one after the
+other in passes of 512 tokens as an engine's; there is room for all keys and values, and for a
+number of states. `large` are states kept at places (Qwen3.5, Granite 4 h), `small` those kept
+behind every block (LFM2).
+
+chat           turns of 30 to 200 tokens, answers of 50 to 400; 15% ask for another answer, 10%
+               write the last turn anew
+mixed          three in ten prompts are documents of 500 to 6,000 tokens that nobody asks about
+               again
+rewritten      clients send only the last third of an answer back, as those do that leave thinking
+               out
+long answers   of 400 to 1,500 tokens
+
+computed       tokens computed, of all tokens of prompts
+floor          the same if a state stood behind every block that was ever computed
+
+Nothing here is timed: a run gives the same figures on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from benchmarks import harness
+from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.states.tables import StateSizes
+
+__all__ = ["TRAFFIC", "Replayed", "Traffic", "replay"]
+
+_BLOCK = 16
+_STEP = 512
+_INTERVAL = 1024
+_ASSISTANTS = 3
+_AT_A_TIME = 6
+_TURNS = 8
+_SYSTEM = (600, 1500)
+_TURN = (30, 200)
+_DOCUMENT = (500, 6000)
+_NUM_BLOCKS = 200_000  # nothing is evicted but states
+_SLOTS = {"large": (16, 32, 64), "small": (64, 128, 256)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Tokens of an answer, and the shares of prompts that ask for another answer, write the last
+    turn anew, are of a document, and of answers that come back in other words.
+    """
+
+    answer: tuple[int, int] = (50, 400)
+    again: float = 0.15
+    edited: float = 0.1
+    documents: float = 0.0
+    rewritten: float = 0.0
+
+
+TRAFFIC = {
+    "chat": Traffic(),
+    "mixed": Traffic(documents=0.3),
+    "rewritten": Traffic(rewritten=1.0),
+    "long answers": Traffic(answer=(400, 1500)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """Tokens of all prompts, of them computed, and of them without keys and values."""
+
+    prompts: int
+    computed: int
+    missing: int
+
+
+class _Conversation:
+    """tokens: all so far; borders: where its user's messages begin, the last of which can be taken
+    back.
+    """
+
+    def __init__(self, system: list[int]) -> None:
+        self.tokens = list(system)
+        self.borders: list[int] = []
+        self.message: list[int] = []
+        self.turns = 0
+
+    def ask(self, message: list[int]) -> None:
+        self.borders.append(len(self.tokens))
+        self.message = message
+        self.turns = self.turns + 1
+        self.tokens += message
+
+    def take_back(self) -> None:
+        del self.tokens[self.borders.pop() :]
+
+
+class _Client:
+    """Makes prompts, and takes the answers in."""
+
+    def __init__(self, traffic: Traffic, seed: int) -> None:
+        self._traffic = traffic
+        self._random = random.Random(seed)
+        self._fresh = itertools.count(1000)
+        self._systems = [self.text(_SYSTEM) for _ in range(_ASSISTANTS)]
+        self._live: list[_Conversation] = []
+
+    def text(self, length: tuple[int, int]) -> list[int]:
+        return list(itertools.islice(self._fresh, self._random.randint(*length)))
+
+    def prompt(self) -> tuple[list[int], list[int], _Conversation | None]:
+        """Its tokens, where messages of users begin, and whose it is."""
+        system = self._random.choice(self._systems)
+        if self._random.random() < self._traffic.documents:
+            return system + self.text(_DOCUMENT), [len(system)], None
+        if len(self._live) < _AT_A_TIME:
+            self._live.append(_Conversation(system))
+        one = self._random.choice(self._live)
+        kind = self._random.random()
+        message = one.message
+        if one.turns and kind < self._traffic.again + self._traffic.edited:
+            one.take_back()
+        if not one.turns or kind >= self._traffic.again:
+            message = self.text(_TURN)
+        one.ask(message)
+        return list(one.tokens), list(one.borders), one
+
+    def take(self, one: _Conversation, answer: list[int]) -> None:
+        rewritten = self._random.random() < self._traffic.rewritten
+        one.tokens += answer[2 * len(answer) // 3 :] if rewritten else answer
+        if one.turns >= _TURNS:
+            self._live.remove(one)
+
+
+def replay(
+    traffic: Traffic, sizes: StateSizes, *, num_prompts: int = 150, seed: int = 0
+) -> Replayed:
+    """One client's prompts, one after the other."""
+    client = _Client(traffic, seed)
+    root = root_hash(model_fingerprint="random", kv_format="f16")
+    manager = KVCacheManager(_NUM_BLOCKS, _BLOCK, state_sizes=sizes)
+    prompts = computed = missing = 0
+    for _ in range(num_prompts):
+        tokens, borders, one = client.prompt()
+        answer = client.text(traffic.answer)
+        cached, matched = _run(manager, root, tokens, answer, borders)
+        prompts += len(tokens)
+        computed += len(tokens) - cached
+        missing += len(tokens) - matched
+        if one is not None:
+            client.take(one, answer)
+    manager.check_invariants(())
+    return Replayed(prompts, computed, missing)
+
+
+def _run(
+    manager: KVCacheManager, root: bytes, prompt: list[int], answer: list[int], hints: Iterable[int]
+) -> tuple[int, int]:
+    """(tokens found with their state, tokens found)"""
+    assert manager.states is not None
+    table = manager.open_table(prompt, root, hints=hints)
+    cached = table.num_cached_tokens
+    matched = table.num_matched_tokens
+    tokens = prompt + answer
+    # the last token of an answer is not computed
+    start = cached
+    end = len(tokens) - 1
+    while start < end:
+        # An answer a block at a time: what is kept of it is the same as token by token.
+        stop = (
+            min(start + _STEP, len(prompt))
+            if start < len(prompt)
+            else min(end, (start // _BLOCK + 1) * _BLOCK)
+        )
+        manager.states.prepare(table)
+        manager.extend(table, stop)
+        manager.states.plan(table, start, stop)
+        manager.commit(table, tokens[:stop], stop)
+        start = stop
+    manager.free(table)
+    return cached, matched
+
+
+def rows_of(num_seeds: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for kind, numbers in _SLOTS.items():
+        for num_slots, (name, traffic) in itertools.product(numbers, TRAFFIC.items()):
+            sizes = StateSizes(num_slots, _INTERVAL, every_block=kind == "small")
+            runs = [replay(traffic, sizes, seed=seed) for seed in range(num_seeds)]
+            tokens = sum(run.prompts for run in runs)
+            computed = round(sum(run.computed for run in runs) / tokens, 4)
+            floor = round(sum(run.missing for run in runs) / tokens, 4)
+            rows.append(
+                {
+                    "states": kind,
+                    "slots": num_slots,
+                    "traffic": name,
+                    "computed": computed,
+                    "floor": floor,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    options = harness.parser(__doc__.splitlines()[0] if __doc__ else "").parse_args()
+    harness.report("snapshots", rows_of(1 if options.quick else 4), options=options)
+
+
+if __name__ == "__main__":
+    main()

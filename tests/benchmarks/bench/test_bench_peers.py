@@ -1,0 +1,79 @@
+"""The benchmark beside other engines: what is recorded of memory, by a process of its own."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from benchmarks.bench.bench_peers import ALL_SHAPES, Bench, contenders, start
+from benchmarks.data.random_model import write_gguf
+from benchmarks.peers import worker
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.host.memory import process_peak
+
+
+def _options(only):
+    return Namespace(
+        only=[only],
+        peers_python=Path("nothing"),
+        threads=2,
+        capacity=1024,
+        short=True,
+        cpu_features=None,
+    )
+
+
+@pytest.mark.full
+def test_memory_is_recorded_beside_file_pool_and_states(tmp_path):
+    path = tmp_path / "model.gguf"
+    shape = ALL_SHAPES["granite-4-tiny"]
+    write_gguf(path, shape, "Q4_0")
+    with CPUPagedEngine.from_pretrained(str(path), num_blocks=64, speculation="off") as engine:
+        stats = engine.paged_stats()
+    assert stats["state_bytes"] > 0
+    (ours,) = workers = start(_options("kvboost_edge kv16"), path)
+    bench = Bench(workers, shape.vocab, 1)
+    bench.memory(path)
+    ours.close()
+    about = ours.about["about"]
+    assert [about[key] for key in ("state_bytes", "pool_bytes")] == [
+        stats["state_bytes"],
+        stats["pool_bytes"],
+    ]
+    peak, beside = (row[ours.label] for row in bench.rows())
+    known = path.stat().st_size + stats["pool_bytes"] + stats["state_bytes"]
+    assert 1e6 * (peak - beside) == pytest.approx(known)
+    assert 0 < beside < peak
+
+
+def test_peers_and_what_has_no_file_have_no_memory_beside_it(tmp_path):
+    class Peer:
+        label = "llama.cpp f16"
+        about: ClassVar = {"about": {}}
+
+        def ask(self, what):
+            return {"peak_mb": 700.0}
+
+    class Ours(Peer):
+        label = "kvboost_edge kv16"
+
+    bench = Bench([Peer(), Ours()], 1024, 1)
+    bench.memory(tmp_path / "no file")
+    assert [row["measure"] for row in bench.rows()] == ["peak_rss_mb"]
+    (tmp_path / "model.gguf").write_bytes(bytes(1000))
+    bench.workers = [Peer()]
+    bench.memory(tmp_path / "model.gguf")
+    assert [row["measure"] for row in bench.rows()] == ["peak_rss_mb"]
+
+
+def test_megabytes_of_a_worker_are_those_of_the_host():
+    assert worker.memory()["peak_mb"] == pytest.approx(process_peak() / 1e6, rel=0.01)
+    assert worker.memory()["rss_mb"] <= worker.memory()["peak_mb"]
+
+
+def test_contenders_are_those_that_are_asked_for():
+    assert [label for label, *_ in contenders(_options("kvboost_edge"))] == [
+        "kvboost_edge kv16",
+        "kvboost_edge kv8",
+    ]

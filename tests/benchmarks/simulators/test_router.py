@@ -1,0 +1,111 @@
+"""The simulator of routing, on a small scale: what must hold whatever a machine's speed is."""
+
+import numpy as np
+import pytest
+
+from benchmarks.simulators.router import Faults, floor, main, simulate, workload
+from benchmarks.simulators.router_policies import POLICIES
+from benchmarks.simulators.router_replicas import Shared, States
+
+REPLICAS = 4
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return workload("chats", REPLICAS, 0.7, 240.0, 250)
+
+
+def test_a_workload_is_what_it_was_and_has_the_load_that_was_asked_for(trace):
+    assert trace == workload("chats", REPLICAS, 0.7, 240.0, 250)
+    assert [one.at for one in trace] == sorted(one.at for one in trace)
+    more = workload("chats", 3 * REPLICAS, 0.7, 240.0)
+    assert len({one.tenant for one in more}) > len({one.tenant for one in trace})
+    unique = workload("unique", REPLICAS, 0.7, 240.0, 250)
+    ids = [i for one in unique for i in (*one.prompt_ids, *one.output_ids)]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_requests_are_done_and_none_finds_more_than_there_ever_was(policy, trace):
+    outcome, _ = simulate(trace, REPLICAS, policy)
+    best = floor(trace)
+    assert outcome.num_done == len(trace)
+    assert outcome.prompt_tokens == best.prompt_tokens
+    assert 0 <= outcome.hit_tokens <= best.hit_tokens
+    assert (outcome.stray, outcome.unknown) == (0, 0)
+    assert len(outcome.ttft) == len(best.ttft)
+    # Whatever percentile is looked at: no way to route can be below the floor.
+    assert np.all(np.sort(outcome.ttft) >= np.sort(best.ttft) - 1e-9)
+
+
+def test_prefixes_are_found_where_they_are(trace):
+    """Bars for a short run, on the virtual clock: the same on every machine."""
+    ours, blind = (simulate(trace, REPLICAS, policy)[0] for policy in ("ours", "round robin"))
+    assert ours.hit_tokens > 1.5 * blind.hit_tokens
+    assert sorted(ours.ttft)[len(ours.ttft) // 2] < sorted(blind.ttft)[len(blind.ttft) // 2]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(lost=0.3), Faults(late=0.3), Faults(lost=0.2, late=0.2, dies_at=60.0, drains_at=90.0)],
+    ids=["lost", "late", "all"],
+)
+def test_lost_and_late_messages_and_a_death_cost_time_only(faults, trace):
+    outcome, made = simulate(trace, REPLICAS, "ours", faults)
+    assert outcome.num_done == len(trace)
+    assert outcome.stray == 0, "a request went to a replica that was gone"
+    assert outcome.unknown == 0, "when all was told, the router believed something else"
+    assert len(made.alive) == REPLICAS - 2 * (faults.dies_at is not None)
+
+
+def test_a_shared_tier_serves_what_any_replica_computed(trace):
+    """What was computed anywhere is found everywhere, and what the router is told of it is what it
+    believes then.
+    """
+    best = floor(trace)
+    for faults in (Faults(), Faults(lost=0.2, late=0.2)):
+        outcome, _ = simulate(trace, REPLICAS, "ours", faults, shared=Shared(5e-5))
+        assert outcome.num_done == len(trace)
+        assert outcome.read_tokens > 0
+        assert best.hit_tokens * 0.95 <= outcome.hit_tokens <= best.hit_tokens
+        assert (outcome.stray, outcome.unknown) == (0, 0)
+        assert sum(outcome.ttft) >= sum(best.ttft)
+
+
+def test_a_router_that_knows_what_the_tier_has_waits_less():
+    """Bars for a short run, on the virtual clock: the same on every machine. Twice the work that
+    there would be room for without the tier, in prompts that are long and alike.
+    """
+    busy = workload("agents", REPLICAS, 2.0, 300.0, 500)
+    told, untold = (
+        simulate(busy, REPLICAS, "ours", shared=Shared(5e-5, is_told))[0]
+        for is_told in (True, False)
+    )
+    assert np.percentile(told.ttft, 99) < 0.8 * np.percentile(untold.ttft, 99)
+    assert np.mean(told.ttft) < 0.9 * np.mean(untold.ttft)
+
+
+def test_a_run_is_what_it_was(trace):
+    assert simulate(trace, REPLICAS, "ours")[0].ttft == simulate(trace, REPLICAS, "ours")[0].ttft
+
+
+def test_a_router_that_looks_at_states_expects_what_is_found():
+    """Bars for a short run, on the virtual clock: the same on every machine. With few slots many
+    blocks have no state: who counts blocks alone expects a seventh of all tokens to be there that
+    are computed.
+    """
+    busy = workload("chats", REPLICAS, 1.2, 240.0, 600)
+    seen, unseen = (
+        simulate(busy, REPLICAS, "ours", states=States(64, are_seen))[0]
+        for are_seen in (True, False)
+    )
+    assert (seen.unknown, unseen.unknown) == (0, 0)
+    assert seen.missed_tokens < 0.02 * seen.prompt_tokens
+    assert unseen.missed_tokens > 0.13 * unseen.prompt_tokens
+    assert np.percentile(seen.ttft, 99) < 0.8 * np.percentile(unseen.ttft, 99)
+
+
+def test_states_in_a_shared_tier_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["router.py", "--quick", "--shared", "0.0", "--states", "64"])
+    with pytest.raises(SystemExit, match=r"--states and --shared"):
+        main()
