@@ -31,7 +31,7 @@ from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Opener, Publisher
 from kvboost_edge.kvcache.spans import Spans
-from kvboost_edge.kvcache.states.tables import StateSizes, TableStates
+from kvboost_edge.kvcache.states.tables import NoTableStates, StateSizes, TableStates
 from kvboost_edge.kvcache.twins import Twins
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
@@ -55,8 +55,8 @@ class KVCacheManager(BlockCounts):
     events         which prefixes came and left, for whoever sends requests where they are
     twins          blocks that tables hold beside published ones of equal content, see `Twins`
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
-    states         of a model with states, which `state_sizes` says, their slots, see `TableStates`;
-                   None otherwise
+    recurrent      the recurrent state of tables, see `TableStates`; `NoTableStates` where
+                   `state_sizes` is None
     """
 
     def __init__(
@@ -78,15 +78,16 @@ class KVCacheManager(BlockCounts):
         self._live: dict[int, BlockTable] = {}
         self._next_table = 0
         self._claims = Claims()
-        self.states: TableStates | None = None
+        self.recurrent: TableStates | NoTableStates = NoTableStates()
         if state_sizes is None:
             self._lookup = Lookup(self._index, num_blocks, block_size, hash_fn, whole_blocks)
         else:
-            self.states = TableStates(state_sizes, block_size, self._index, self._pool.held())
+            held = self._pool.held()
+            self.recurrent = TableStates(state_sizes, block_size, self._index, held)
             # A state is behind a block's last token, so the block of a prompt's last token is never
             # shared.
             self._lookup = Lookup(
-                self._index, num_blocks, block_size, hash_fn, True, self.states.deepest
+                self._index, num_blocks, block_size, hash_fn, True, self.recurrent.deepest
             )
         self._uses = Uses(num_blocks)
         self._opener = Opener(self._lookup, self._pool, self._uses, self._claims, block_size)
@@ -94,9 +95,7 @@ class KVCacheManager(BlockCounts):
             self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks
         )
         self.content = Content(self._index, self._lookup)
-        self.events = EventLog(
-            self._index, num_blocks, None if self.states is None else self.states.slots
-        )
+        self.events = EventLog(self._index, num_blocks, self.recurrent.slots)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as
         # ordered sets.
         self._fresh: dict[int, None] = {}
@@ -110,6 +109,11 @@ class KVCacheManager(BlockCounts):
         )
         self.block_size = block_size
         self.cow_copies = self.evictions = self.hit_tokens = self.miss_tokens = self._progress = 0
+
+    @property
+    def states(self) -> TableStates | None:
+        """The recurrent state of tables; None where the model has none."""
+        return self.recurrent if isinstance(self.recurrent, TableStates) else None
 
     def open_table(
         self,
@@ -141,8 +145,7 @@ class KVCacheManager(BlockCounts):
         match = (
             self._opener.share(table, data, known, count=count, again=again) if use_cache else None
         )
-        if self.states is not None:
-            self.states.open(table, len(token_ids), match, hints)
+        self.recurrent.open(table, len(token_ids), match, hints)
         return self._enter(table)
 
     def open_load(
@@ -154,8 +157,7 @@ class KVCacheManager(BlockCounts):
         """
         table = BlockTable(self._next_table, root, owner)
         self._opener.share_all(table, encode_tokens(token_ids), known)
-        if self.states is not None:
-            self.states.wait(table)
+        self.recurrent.wait(table)
         return self._enter(table)
 
     def _enter(self, table: BlockTable) -> BlockTable:
@@ -184,11 +186,11 @@ class KVCacheManager(BlockCounts):
         """
         data = encode_tokens(token_ids)
         rest = self._lookup.awaitable(data, self._lookup.match(data, root, known), known)
-        if (found := self._claims.last_promised(rest)) is not None and self.states is not None:
+        found = self._claims.last_promised(rest)
+        if found is not None:
             holder = self._live[self._claims.holders[found]]
-            self.states.ask(
-                holder, next(index for index, claim in holder._claims.items() if claim == found)
-            )
+            index = next(index for index, claim in holder._claims.items() if claim == found)
+            self.recurrent.ask(holder, index)
         return found
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
@@ -243,8 +245,7 @@ class KVCacheManager(BlockCounts):
                 f"{self._pool.num_free} of {self._pool.num_blocks} are free; enlarge "
                 "max_cache_bytes or num_blocks"
             )
-        if self.states is not None:
-            self.states.prepare(table)
+        self.recurrent.prepare(table)
         if table._uncounted_misses:
             self.hit_tokens += table.num_cached_tokens
             self.miss_tokens += table._uncounted_misses
@@ -352,8 +353,7 @@ class KVCacheManager(BlockCounts):
                 first = max(0, table._num_chained - 1)
                 self._progress += self._publisher.publish(table, token_ids, num_full)
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
-        if self.states is not None:
-            self.states.commit(table, num_computed)
+        self.recurrent.commit(table, num_computed)
         table.num_computed_tokens = num_computed
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
@@ -403,8 +403,7 @@ class KVCacheManager(BlockCounts):
         child._chain_hash = table._chain_hash
         child._chain_serial = table._chain_serial
         child._twins = table._twins.copy()
-        if self.states is not None:
-            self.states.fork(table, child)
+        self.recurrent.fork(table, child)
         return self._enter(child)
 
     def free(self, table: BlockTable) -> None:
@@ -415,8 +414,7 @@ class KVCacheManager(BlockCounts):
         table that was freed before or belongs to another manager. The table is empty afterwards.
         """
         self._check_live(table)
-        if self.states is not None:
-            self.states.free(table)
+        self.recurrent.free(table)
         self._claims.drop_all(table)
         if table._goes_on:
             self._uses.mark(table.block_ids)
@@ -458,11 +456,7 @@ class KVCacheManager(BlockCounts):
         """Counts tables freed, blocks published, pins ended: while it stands, a table that found no
         room finds none.
         """
-        return (
-            self._progress
-            + self.pins.num_ended
-            + (0 if self.states is None else self.states.num_released)
-        )
+        return self._progress + self.pins.num_ended + self.recurrent.num_released
 
     def drain_new_blocks(self) -> list[int]:
         """Ids `extend` appended to tables since the last call, targets of copies left out: they
@@ -492,8 +486,7 @@ class KVCacheManager(BlockCounts):
         self.pins.check()
         self._index.check()
         check_chains(tables, self._index, self._hash_fn, self.block_size)
-        if self.states is not None:
-            self.states.check(tables)
+        self.recurrent.check(tables)
 
     def _check_live(self, table: BlockTable) -> None:
         if self._live.get(table._serial) is not table:

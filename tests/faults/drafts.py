@@ -94,8 +94,8 @@ FAULTS = faults(
     (
         "drafts: more than there are rows for",
         "engine/schedule/scheduler.py",
-        "room = min(room, manager.states.num_draft_rows)",
-        "pass",
+        "room = min(self.max_batch_tokens - num_rows, manager.recurrent.num_draft_rows)",
+        "room = self.max_batch_tokens - num_rows",
         _OF_DRAFTS,
     ),
     (

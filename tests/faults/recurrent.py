@@ -224,7 +224,7 @@ FAULTS = faults(
     (
         "state: who waits does not ask",
         "kvcache/manager.py",
-        "self.states.ask(",
+        "self.recurrent.ask(",
         "(lambda *_: None)(",
         _OF_TABLES,
     ),

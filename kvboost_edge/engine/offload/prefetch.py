@@ -280,8 +280,7 @@ class Loads:
         needed += sum(
             manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:]
         )  # they were free
-        lacks_slot = manager.states is not None and not manager.states.has_room(table)
-        if lacks_slot or needed > spare_blocks:
+        if not manager.recurrent.has_room(table) or needed > spare_blocks:
             manager.free(table)
             return None
         if (before := self._by_sequence.get(sequence.index)) is not None:

@@ -233,10 +233,8 @@ class Tiering(Untiered):
             return
         count = len(piece.data) * self._manager.block_size
         stop = load.table.num_computed_tokens + count
-        states = self._manager.states
-        lacks_slot = states is not None and not states.has_room(load.table)
         if (
-            lacks_slot
+            not self._manager.recurrent.has_room(load.table)
             or self._manager.blocks_needed(load.table, stop) > self._manager.free_block_count
         ):
             self._loads.finish(load)
@@ -251,8 +249,7 @@ class Tiering(Untiered):
 
     def _take_state(self, load: Load, behind: int, piece: Piece) -> None:
         """The last piece where the model keeps states: the deepest one there is, or none."""
-        assert self._manager.states is not None
-        if not self._manager.states.has_room(load.table):
+        if not self._manager.recurrent.has_room(load.table):
             behind = 0  # where only the state was to come no slot was taken for it before
         num_blocks = load.num_found - load.num_there + behind
         if behind:

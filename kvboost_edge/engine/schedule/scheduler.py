@@ -322,7 +322,7 @@ class Scheduler:
         """Whether blocks for all its tokens are free, and a slot for its state; with spans they are
         taken then.
         """
-        if self.manager.states is not None and not self.manager.states.has_room(table):
+        if not self.manager.recurrent.has_room(table):
             return False
         spare = self._spare_blocks_of(sequence)
         if use_spans and (placed := self.sharing.place(sequence, table, spare)) is not None:
@@ -377,9 +377,7 @@ class Scheduler:
             return
         num_rows = sum(wanted.values())
         manager = self.manager
-        room = self.max_batch_tokens - num_rows
-        if manager.states is not None:
-            room = min(room, manager.states.num_draft_rows)
+        room = min(self.max_batch_tokens - num_rows, manager.recurrent.num_draft_rows)
         self.speculation.draft(drafting, num_rows, room, manager.block_size)
         for sequence in drafting:
             if not sequence.drafted:

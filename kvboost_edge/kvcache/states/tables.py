@@ -12,6 +12,7 @@ beside the table's own state.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,7 +30,14 @@ from kvboost_edge.kvcache.states.slots import (
 )
 from kvboost_edge.kvcache.twins import standing_for
 
-__all__ = ["PassSlots", "StateSizes", "TableStates", "backbone_points", "hint_points"]
+__all__ = [
+    "NoTableStates",
+    "PassSlots",
+    "StateSizes",
+    "TableStates",
+    "backbone_points",
+    "hint_points",
+]
 
 
 _BACKBONE_SHARE = 8  # a backbone of more than one in so many slots is thinned
@@ -126,6 +134,44 @@ class _State:
             for slot in (self.slot, self.following, *(slot for _, slot, _ in self.saves))
             if slot >= 0
         ]
+
+
+class NoTableStates:
+    """The recurrent state of models that have none: every table has room, and nothing is kept."""
+
+    slots = None
+    num_draft_rows = sys.maxsize
+    num_replayed = 0
+    num_released = 0
+
+    def open(
+        self, table: BlockTable, num_tokens: int, match: PrefixMatch | None, hints: Iterable[int]
+    ) -> None:
+        pass
+
+    def wait(self, table: BlockTable) -> None:
+        pass
+
+    def ask(self, table: BlockTable, index: int) -> None:
+        pass
+
+    def has_room(self, table: BlockTable) -> bool:
+        return True
+
+    def prepare(self, table: BlockTable) -> None:
+        pass
+
+    def commit(self, table: BlockTable, num_computed: int) -> None:
+        pass
+
+    def fork(self, table: BlockTable, child: BlockTable) -> None:
+        pass
+
+    def free(self, table: BlockTable) -> None:
+        pass
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        pass
 
 
 class TableStates:
