@@ -20,7 +20,8 @@ from kvboost_edge.models.config.architectures import (
     SUPPORTED_ARCHITECTURES,
     check_model_compatibility,
 )
-from kvboost_edge.models.config.file import size_of, text_config
+from kvboost_edge.models.config.file import text_config
+from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.runners.choice import RUNNERS, plan_of
 
 __all__ = ["installed_route", "model_report", "report_table", "route", "run_inspect", "shown"]

@@ -12,7 +12,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine import build
 from kvboost_edge.errors import BackendUnavailable, CapacityError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
 

@@ -17,7 +17,7 @@ from helpers.models.tiny_models import (
 from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.models.packed.plan import pack_plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

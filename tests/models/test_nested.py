@@ -13,7 +13,7 @@ from helpers.models.tiny_models import NESTED, build_nested_model, save_nested_m
 from helpers.oracles.transformers_logits import assert_native_equals
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 from kvboost_edge.runners.native.runner import NativeRunner
 

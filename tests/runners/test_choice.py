@@ -13,7 +13,7 @@ from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.config import CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
 from kvboost_edge.runners.base import LoadOptions, ModelTraits
 from kvboost_edge.runners.choice import RUNNERS, choose_runner, load_runner, plan_of

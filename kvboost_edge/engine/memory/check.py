@@ -29,7 +29,7 @@ from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import free_bytes, packed_path

@@ -16,6 +16,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.json_file import read_config_object
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
+from kvboost_edge.models.families.completed import is_static_dynamic
 
 __all__ = [
     "LATENT",
@@ -28,7 +29,6 @@ __all__ = [
     "attends_both_ways",
     "check_model_compatibility",
     "has_two_ranges",
-    "is_static_dynamic",
     "pin_notice",
     "pinned_context",
     "states_refusal",
@@ -425,11 +425,6 @@ def _remote_code(config: Mapping[str, Any]) -> str:
         if auto_map.get(name):
             return str(auto_map[name])
     return ""
-
-
-def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
-    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
-    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:

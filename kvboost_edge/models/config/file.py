@@ -12,33 +12,21 @@ from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 from kvboost_edge.models.config.json_file import read_config_object
 from kvboost_edge.models.config.nested import is_nested, text_config
+from kvboost_edge.models.families.fields import number_of, positive, size_of
+from kvboost_edge.models.families.nemotron import kinds_of_layers
 
 __all__ = [
-    "MAX_LAYERS",
     "GenerationDefaults",
     "context_length",
     "generation_defaults",
-    "integer_of",
-    "kinds_of_layers",
-    "number_of",
     "read_config",
     "read_generation_config",
-    "size_of",
     "stored_dtype",
     "text_config",
 ]
 
-# What a size is called: the common name, then the names of older architectures.
-_ALIASES: dict[str, tuple[str, ...]] = {
-    "vocab_size": ("vocab_size",),
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
-}
 # What transformers takes where a config leaves it out; in other families it is the number of heads.
 _KV_HEADS = {"nemotron_h": 8, "falcon_h1": 8}
-_KINDS_OF_LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Numbers that spoil every result when they are damaged, whichever runner it is.
 _MULTIPLIERS = (
@@ -56,14 +44,6 @@ _CONTEXT_KEYS = (
     "seq_length",
     "n_ctx",
 )
-# Larger than any real model by far: a number beyond it is a damaged file, and must not size an
-# allocation.
-_MAX_SIZE = 1 << 31
-MAX_LAYERS = 10_000
-"""Layers beyond any real model: lists of one entry for each are made before the weights are looked
-at.
-"""
-_LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,46 +94,6 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
     return config
 
 
-def kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What says of each layer of Nemotron-H which kind it is, a list or a text of letters: its key
-    and its value.
-    """
-    key = next(
-        (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
-    )
-    return key, config.get(key)
-
-
-def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
-    """A size under any of its names, or None when the config does not give it. ModelFormatError if
-    it is no size.
-    """
-    for key in _ALIASES.get(name, (name,)):
-        value = config.get(key)
-        if value is not None:
-            return _positive(key, value, path)
-    return None
-
-
-def number_of(
-    config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config"
-) -> float:
-    """The number under a key. ModelFormatError that names the key unless it is one from `low` to
-    `high`.
-    """
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ModelFormatError(f"{path}: {key}={value!r} must be a number from {low:g} to {high:g}")
-    return float(value)
-
-
-def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
-    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is
-    none.
-    """
-    return _integer(key, config.get(key), low, _MAX_SIZE, path)
-
-
 def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
     """Longest sequence in tokens that the model was made for. A sliding window does not limit
     it.
@@ -161,7 +101,7 @@ def context_length(config: Mapping[str, Any], path: Path | str = "config") -> in
     inner = text_config(config)
     for key in _CONTEXT_KEYS:
         if inner.get(key) is not None:
-            return _positive(key, inner[key], path)
+            return positive(key, inner[key], path)
     raise ModelFormatError(
         f"{path} lacks the context length; none of the keys {', '.join(_CONTEXT_KEYS)} is there"
     )
@@ -248,23 +188,13 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
             f"num_key_value_heads={kv_heads}"
         )
     if config.get("head_dim") is not None:
-        _positive("head_dim", config["head_dim"], path)
+        positive("head_dim", config["head_dim"], path)
     elif (
         hidden % heads and config.get("model_type") != "nemotron_h"
     ):  # which has attention_head_dim, or 128
         raise ModelFormatError(
             f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
         )
-
-
-def _positive(key: str, value: object, path: Path | str) -> int:
-    return _integer(key, value, 1, _LIMITS.get(key, _MAX_SIZE), path)
-
-
-def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from {low} to {high}")
-    return value
 
 
 def _ids(fields: Mapping[str, Any], key: str, path: Path | str) -> list[int]:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.architectures import LONG_RANGE, PHI3_LENGTH, has_two_ranges
-from kvboost_edge.models.config.file import context_length, number_of, size_of
+from kvboost_edge.models.config.file import context_length
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.rope_kinds import RopeKind, rope_kind
-from kvboost_edge.models.config.special.completed import has_rope
-from kvboost_edge.models.config.windows import given_step, given_window
+from kvboost_edge.models.families.fields import number_of, size_of
+from kvboost_edge.models.families.windows import given_step, given_window
 
 __all__ = ["RopeTraits", "layer_ropes", "rope_settings", "with_long_rope"]
 
@@ -73,7 +73,7 @@ def layer_ropes(
         mixed = given_window({"sliding_window": 4096, **config}, 0) > 0
         return ropes, lambda i, w: 0 if w or not mixed else -1
     if family.no_rope == "typed":
-        kind = 0 if has_rope(config) else -1
+        kind = 0 if _has_rope(config) else -1
         return ropes, lambda i, w: kind
     layers = _num_layers(config)
     step = given_step(config, ("no_rope_layer_interval",), 4)
@@ -87,6 +87,14 @@ def layer_ropes(
             f"no_rope_layers={uses!r:.200} must be 0 or 1 for each of the {layers} layers"
         )
     return ropes, lambda i, w: 0 if uses[i] else -1
+
+
+def _has_rope(config: Config) -> bool:
+    """Whether position_embedding_type asks for rope, as it does where it is not there."""
+    kind = config.get("position_embedding_type", "rope")
+    if kind not in ("rope", "nope", None):
+        raise ModelFormatError(f"position_embedding_type={kind!r} is not known (known: rope, nope)")
+    return bool(kind == "rope")
 
 
 def _ropes_by_theta(

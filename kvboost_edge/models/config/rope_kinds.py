@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import LONG_RANGE
-from kvboost_edge.models.config.file import integer_of, number_of
+from kvboost_edge.models.families.fields import integer_of, number_of
 
 __all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import GenerationDefaults, generation_defaults
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
-from kvboost_edge.models.gguf.keys import Keys
-from kvboost_edge.models.gguf.names import GgufArchitecture
 from kvboost_edge.models.gguf.source import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -120,7 +120,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     tensors = header.tensors
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
-        "vocab_size": _vocab_size(keys, hidden),
+        "vocab_size": _vocab_size(header, keys, hidden),
         "hidden_size": hidden,
         "intermediate_size": keys.sizes("feed_forward_length")[0]
         if by_layer
@@ -144,7 +144,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
             f"is no multiple of {config['num_key_value_heads']} key heads",
         )
     if not architecture.alone:
-        config.update(_rope(keys, head_dim))
+        config.update(_rope(header, keys, head_dim))
     special = SPECIAL.get(architecture.model_type)
     if special is not None:
         config.update(special(keys, config))
@@ -277,8 +277,7 @@ def _head_dim(keys: Keys, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _vocab_size(keys: Keys, hidden: int) -> int:
-    header = keys.header
+def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelFormatError(
@@ -302,7 +301,7 @@ def _vocab_size(keys: Keys, hidden: int) -> int:
     return rows
 
 
-def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
+def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
     """`rope_parameters`, with the part of each head that is rotated."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
@@ -313,7 +312,7 @@ def _rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     settings["partial_rotary_factor"] = rotated / head_dim
     kind = keys.header.value(keys.name("rope.scaling.type"), str) or "none"
     linear = keys.number("rope.scale_linear")
-    factors, short, long = (_rope_factors(keys, name, rotated // 2) for name in _FACTORS)
+    factors, short, long = (_rope_factors(header, name, rotated // 2) for name in _FACTORS)
     if kind == "none" and linear not in (None, 1.0):
         kind = "linear"
     if factors is not None:
@@ -391,25 +390,25 @@ def _yarn(keys: Keys) -> dict[str, Any]:
     return settings
 
 
-def _rope_factors(keys: Keys, name: str, count: int) -> list[float] | None:
+def _rope_factors(header: GgufHeader, name: str, count: int) -> list[float] | None:
     """Divisors of the frequencies (Llama 3's rope is stored so)."""
-    tensor = keys.header.tensors.get(name)
+    tensor = header.tensors.get(name)
     if tensor is None:
         return None
     if tensor.shape != (count,) or tensor.type != "F32":
         raise ModelFormatError(
-            f"{keys.header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 "
+            f"{header.path}: tensor {name!r} is {tensor.type} {tensor.shape}, expected F32 "
             f"({count},)"
         )
     try:
-        with open(keys.header.path_of(tensor), "rb") as file:
+        with open(header.path_of(tensor), "rb") as file:
             file.seek(tensor.start)
             data = np.frombuffer(file.read(tensor.stop - tensor.start), np.uint8)
     except OSError as error:
-        raise ModelFormatError(f"{keys.header.path} cannot be read: {error}") from error
+        raise ModelFormatError(f"{header.path} cannot be read: {error}") from error
     values = dequantize("F32", data.reshape(1, -1))[0]
     if len(values) != count or not (np.isfinite(values) & (values > 0)).all():
         raise ModelFormatError(
-            f"{keys.header.path}: tensor {name!r} holds values that are not positive numbers"
+            f"{header.path}: tensor {name!r} holds values that are not positive numbers"
         )
     return [float(value) for value in values]

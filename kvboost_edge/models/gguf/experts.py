@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvboost_edge.models.gguf.keys import Keys
+from kvboost_edge.models.families.gguf_keys import Keys
 
 __all__ = ["ernie_moe", "experts", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 

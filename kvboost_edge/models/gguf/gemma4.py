@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.gguf_keys import Keys
 from kvboost_edge.models.gguf.experts import experts
-from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["gemma4"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.special.hybrids import TILED_HEADS
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.ssm import TILED_HEADS
 from kvboost_edge.models.gguf.experts import experts
-from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["falcon_h1", "granite_hybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen35", "qwen35_moe"]
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from kvboost_edge.models.families.gguf_keys import Keys
 from kvboost_edge.models.gguf.experts import (
     ernie_moe,
     experts,
@@ -25,7 +26,6 @@ from kvboost_edge.models.gguf.hybrids import (
     qwen35,
     qwen35_moe,
 )
-from kvboost_edge.models.gguf.keys import Keys
 
 __all__ = ["SPECIAL"]
 

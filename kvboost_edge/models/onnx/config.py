@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import ModelSpec
-from kvboost_edge.models.config.file import MAX_LAYERS, integer_of, read_config
+from kvboost_edge.models.config.file import read_config
+from kvboost_edge.models.config.spec import ModelSpec
+from kvboost_edge.models.families.fields import MAX_LAYERS, integer_of
 from kvboost_edge.models.onnx.decoder import Decoder, DecoderLayer
 from kvboost_edge.models.onnx.folder import GENAI_CONFIG, OnnxFolder
 from kvboost_edge.models.onnx.rope import rope_difference, rope_settings

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.onnx.config import check_spec, onnx_config
 from kvboost_edge.models.onnx.decoder import recognise
 from kvboost_edge.models.onnx.file import OnnxModel

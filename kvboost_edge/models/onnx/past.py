@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import size_of
+from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxNode, OnnxValue
 
 __all__ = ["LayerPast", "PastLayout", "past_layout"]

@@ -16,9 +16,9 @@ from kvboost_edge.kernels.linear.weights import (
     packed_sizes,
 )
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.config.experts import Experts
-from kvboost_edge.models.config.families import ModelSpec
-from kvboost_edge.models.config.special.hybrids import OUTPUT_GATE
+from kvboost_edge.models.config.spec import ModelSpec
+from kvboost_edge.models.families.moe import Experts
+from kvboost_edge.models.families.ssm import OUTPUT_GATE
 from kvboost_edge.models.weights.experts import expert_number
 from kvboost_edge.models.weights.source import WeightSource
 

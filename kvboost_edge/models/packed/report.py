@@ -9,7 +9,7 @@ import numpy as np
 
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import Packable, Progress
 from kvboost_edge.models.packed.plan import (
     VECTOR,

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import FAMILIES, ModelSpec, describe_model
-from kvboost_edge.models.config.mixers import Mixer, MixerNames
 from kvboost_edge.models.config.nested import text_config
-from kvboost_edge.models.config.special.hybrids import OUTPUT_GATE
+from kvboost_edge.models.config.spec import FAMILIES, ModelSpec, describe_model
+from kvboost_edge.models.families.mixers import Mixer, MixerNames
+from kvboost_edge.models.families.ssm import OUTPUT_GATE
 from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource, WrappedSource
 
 __all__ = ["HalvedSource", "MixerSource", "PieceSource", "in_kernel_order", "mixer_pieces"]

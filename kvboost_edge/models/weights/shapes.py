@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import FAMILIES, heads_by_layer
-from kvboost_edge.models.config.file import integer_of, size_of
 from kvboost_edge.models.config.nested import text_config
+from kvboost_edge.models.config.spec import FAMILIES, heads_by_layer
+from kvboost_edge.models.families.fields import integer_of, size_of
 from kvboost_edge.models.weights.parts import is_other_part
 
 __all__ = ["check_shapes"]

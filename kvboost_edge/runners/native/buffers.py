@@ -14,7 +14,7 @@ from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import attend as la
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.rope import turn_keys
-from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
 
 __all__ = ["Buffers"]

@@ -15,7 +15,7 @@ from kvboost_edge.kernels.program.activations import (
     ACT_SILU,
 )
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry, run_name
 from kvboost_edge.runners.native.sizes import Sizes, padded

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.buffers import Buffers
 from kvboost_edge.runners.native.pass_texts import PassTexts
 

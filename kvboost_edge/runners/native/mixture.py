@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.config.experts import Experts
+from kvboost_edge.models.families.moe import Experts
 from kvboost_edge.runners.native.emitter import ACTIVATIONS, MAX_TILES, Emitter, Rows
 from kvboost_edge.runners.native.sizes import MixtureSizes
 

@@ -18,7 +18,7 @@ from kvboost_edge.kernels.attention.launch import paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, aligned_empty
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.reference import attention as reference
-from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.whole_pass import WholePass
 
 __all__ = ["PassTexts"]

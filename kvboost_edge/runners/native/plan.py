@@ -12,8 +12,8 @@ from kvboost_edge.backends.base import KVSpec, LayerKVSpec, LayerStateSpec
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.architectures import pin_notice
-from kvboost_edge.models.config.families import ModelSpec, describe_model
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
+from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits
 
 if TYPE_CHECKING:  # it loads kernels

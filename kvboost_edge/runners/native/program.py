@@ -12,7 +12,7 @@ from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_SIGMOID
 from kvboost_edge.kernels.program.entries import entries_of
-from kvboost_edge.models.config.families import ModelSpec
+from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.file import PackedWeights
 from kvboost_edge.models.packed.plan import PackEntry
 from kvboost_edge.runners.native.emitter import ACTIVATIONS, Emitter, Rows

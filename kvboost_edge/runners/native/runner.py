@@ -28,7 +28,7 @@ from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import ModelSpec, describe_model
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import (
     PackEntry,
@@ -90,7 +90,7 @@ class _Rest(NamedTuple):
 
 
 class NativeRunner:
-    """Implements `Runner` for the families in models/config/families.py, over a numpy backend. One
+    """Implements `Runner` for the families in models/config/spec.py, over a numpy backend. One
     thread at a time.
     """
 

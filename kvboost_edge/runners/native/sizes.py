@@ -12,9 +12,9 @@ from kvboost_edge.kernels.program.route import dispatch_numbers
 from kvboost_edge.kernels.program.states.sums import MOST_KEYS
 from kvboost_edge.kernels.program.tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.models.config.experts import Experts
-from kvboost_edge.models.config.families import ModelSpec
-from kvboost_edge.models.config.mixers import MIXER_NORMS, Mixer
+from kvboost_edge.models.config.spec import ModelSpec
+from kvboost_edge.models.families.mixers import MIXER_NORMS, Mixer
+from kvboost_edge.models.families.moe import Experts
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 

@@ -15,7 +15,7 @@ from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.states import sequences as ls
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.native.emitter import Emitter
 from kvboost_edge.runners.native.plan import state_spec
 from kvboost_edge.runners.native.sizes import MixerSizes

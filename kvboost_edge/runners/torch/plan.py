@@ -12,7 +12,7 @@ from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
-from kvboost_edge.models.config.families import may_keep_states
+from kvboost_edge.models.config.spec import may_keep_states
 from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import PackEntry, check_tensors, pack_plan
 

@@ -1,7 +1,7 @@
 """What a model's files say of it."""
 
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 
 
 def spec_of(path, **options):

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.reference.experts import Routing, route_rows
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import ModelSpec, describe_model
-from kvboost_edge.models.config.mixers import Mixer
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
+from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan
 from kvboost_edge.models.packed.stream import Piece, read_rows
 

@@ -25,10 +25,10 @@ from kvboost_edge.models.config.architectures import (
     check_model_compatibility,
     pinned_context,
 )
-from kvboost_edge.models.config.families import FAMILIES as NATIVE
 from kvboost_edge.models.config.file import read_config
 from kvboost_edge.models.config.nested import WRAPPERS
-from kvboost_edge.models.gguf.names import ARCHITECTURES as GGUF
+from kvboost_edge.models.config.spec import FAMILIES as NATIVE
+from kvboost_edge.models.families.gguf_names import ARCHITECTURES as GGUF
 
 
 @pytest.fixture(autouse=True)

@@ -7,15 +7,14 @@ import json
 import pytest
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import describe_model
 from kvboost_edge.models.config.file import (
     context_length,
     generation_defaults,
-    integer_of,
-    number_of,
     read_config,
     read_generation_config,
 )
+from kvboost_edge.models.config.spec import describe_model
+from kvboost_edge.models.families.fields import integer_of, number_of
 
 CONFIG = {
     "model_type": "llama",

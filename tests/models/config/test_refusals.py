@@ -8,7 +8,7 @@ from helpers.json_files import read_json
 from helpers.models.hybrid_models import HYBRIDS
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 
 SIZES = {
     "vocab_size": 300,

@@ -18,7 +18,7 @@ from kvboost_edge.engine.build import build_from_path
 from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import LONG_RANGE, pin_notice
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.runners.native.runner import NativeRunner
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

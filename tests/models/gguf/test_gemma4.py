@@ -18,7 +18,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.kernels.block_rows import decode_rows_entry
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
 from kvboost_edge.models.packed.plan import pack_plan, row_tables

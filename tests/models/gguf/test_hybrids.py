@@ -16,7 +16,7 @@ from helpers.models.tiny_models import save_tiny_model
 from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 70).tolist()
 

@@ -19,7 +19,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.conversions import conversion_error
 from kvboost_edge.models.packed.plan import pack_plan
 

@@ -16,7 +16,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
@@ -95,7 +95,7 @@ _LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
 model, cache = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])

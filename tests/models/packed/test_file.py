@@ -21,7 +21,7 @@ from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import fit_rows, unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import WEIGHT_FORMATS, check_tensors, pack_plan

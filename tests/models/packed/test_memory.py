@@ -63,7 +63,7 @@ from kvboost_edge.engine.memory.check import packed_place
 from kvboost_edge.host.memory import process_peak
 from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
@@ -83,7 +83,7 @@ from pathlib import Path
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.host.memory import process_peak
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import load_packed
 from kvboost_edge.models.packed.plan import pack_plan
 model, weights = Checkpoint.open(sys.argv[1]), sys.argv[3]

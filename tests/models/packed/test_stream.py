@@ -14,7 +14,7 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.gguf.blocks import dequantize, scales_of
 from kvboost_edge.models.packed.plan import (
     VECTOR,

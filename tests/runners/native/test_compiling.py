@@ -16,7 +16,7 @@ from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.linear.weights import NUMBERS, fit_entry, floats_entry
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import entries_of, pass_entries
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.runners.native.program import possible_operations
 from kvboost_edge.runners.native.runner import NativeRunner
 

@@ -21,8 +21,8 @@ from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits, native_logits
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.experts import ExpertNames, Experts
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
+from kvboost_edge.models.families.moe import ExpertNames, Experts
 from kvboost_edge.runners.native.runner import NativeRunner
 
 WINDOW = 24

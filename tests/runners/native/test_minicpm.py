@@ -16,7 +16,7 @@ from helpers.runners.logits import native_logits
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import check_model_compatibility
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 
 PROMPT = random_ids(61, 7)
 LONGROPE = {

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import integer_of
-from kvboost_edge.models.config.special.hybrids import Hybrid, hybrid_of, kinds_of_layers
-from kvboost_edge.models.config.special.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.models.families.fields import integer_of
+from kvboost_edge.models.families.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.models.families.ssm import Hybrid, hybrid_of, kinds_of_layers
 
 __all__ = ["granite_layers", "with_granite_words"]
 

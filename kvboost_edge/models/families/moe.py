@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import integer_of, number_of
+from kvboost_edge.models.families.fields import integer_of, number_of
 
 __all__ = [
     "GRANITE_SHARED",

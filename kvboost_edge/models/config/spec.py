@@ -15,7 +15,36 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
-from kvboost_edge.models.config.experts import (
+from kvboost_edge.models.config.file import context_length
+from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
+from kvboost_edge.models.config.nested import text_config
+from kvboost_edge.models.config.quant_config import packed_layout
+from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
+from kvboost_edge.models.families.completed import gpt_oss, hunyuan, minicpm, ministral3
+from kvboost_edge.models.families.falcon_h1 import (
+    falcon_factors,
+    falcon_layers,
+    with_falcon_words,
+)
+from kvboost_edge.models.families.family import Family
+from kvboost_edge.models.families.fields import number_of, size_of
+from kvboost_edge.models.families.gemma4 import (
+    PerLayerInput,
+    gemma4_shapes,
+    per_layer_input,
+    with_gemma4_defaults,
+)
+from kvboost_edge.models.families.granite import granite_layers, with_granite_words
+from kvboost_edge.models.families.layers import (
+    NO_FACTORS,
+    LayerFactors,
+    LayerShape,
+    LayerSpec,
+    mixed_shapes,
+    same_shapes,
+)
+from kvboost_edge.models.families.mixers import Mixer, MixerNames
+from kvboost_edge.models.families.moe import (
     GRANITE_SHARED,
     Experts,
     ernie_experts,
@@ -31,47 +60,19 @@ from kvboost_edge.models.config.experts import (
     qwen3_5_experts,
     qwen3_experts,
 )
-from kvboost_edge.models.config.family import Family
-from kvboost_edge.models.config.file import context_length, number_of, size_of
-from kvboost_edge.models.config.layer_ropes import layer_ropes, rope_settings
-from kvboost_edge.models.config.layers import (
-    NO_FACTORS,
-    LayerFactors,
-    LayerShape,
-    LayerSpec,
-    mixed_shapes,
-    same_shapes,
+from kvboost_edge.models.families.nemotron import (
+    nemotron_experts,
+    nemotron_layers,
+    with_nemotron_words,
 )
-from kvboost_edge.models.config.mixers import Mixer, MixerNames
-from kvboost_edge.models.config.nested import text_config
-from kvboost_edge.models.config.quant_config import packed_layout
-from kvboost_edge.models.config.rope_kinds import QueryScale, RopeKind, query_scale
-from kvboost_edge.models.config.special.completed import gpt_oss, hunyuan, minicpm, ministral3
-from kvboost_edge.models.config.special.falcon import (
-    falcon_factors,
-    falcon_layers,
-    with_falcon_words,
-)
-from kvboost_edge.models.config.special.gemma4 import (
-    PerLayerInput,
-    gemma4_shapes,
-    per_layer_input,
-    with_gemma4_defaults,
-)
-from kvboost_edge.models.config.special.granite import granite_layers, with_granite_words
-from kvboost_edge.models.config.special.hybrids import (
+from kvboost_edge.models.families.ssm import (
     Hybrid,
     conv_layers,
     delta_layers,
     with_lfm2_defaults,
     with_shared_width,
 )
-from kvboost_edge.models.config.special.nemotron import (
-    nemotron_experts,
-    nemotron_layers,
-    with_nemotron_words,
-)
-from kvboost_edge.models.config.windows import (
+from kvboost_edge.models.families.windows import (
     all_but_every,
     all_but_first_of,
     every_second,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import integer_of
+from kvboost_edge.models.families.fields import integer_of
 
 __all__ = [
     "all_but_every",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import MAX_LAYERS
-from kvboost_edge.models.gguf.file import GgufHeader
+from kvboost_edge.models.families.fields import MAX_LAYERS
 
 __all__ = ["Keys"]
 
@@ -17,10 +18,32 @@ MAX_SIZE = 1 << 31
 _AHEAD = "nextn_predict_layers"
 
 
+class Tensor(Protocol):
+    """A tensor that a header lists."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Header(Protocol):
+    """What a family reads of a GGUF file's header, see `gguf.file.GgufHeader`."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def value(self, key: str, *kinds: type) -> Any: ...
+
+
 class Keys:
     """The keys "architecture.KEY" of a file, with checks that name them."""
 
-    def __init__(self, header: GgufHeader) -> None:
+    def __init__(self, header: Header) -> None:
         self.header = header
         self.prefix = str(header.value("general.architecture", str))
 

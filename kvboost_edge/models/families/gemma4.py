@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import integer_of, size_of
-from kvboost_edge.models.config.layers import LayerShape
+from kvboost_edge.models.families.fields import integer_of, size_of
+from kvboost_edge.models.families.layers import LayerShape
 
 __all__ = ["PerLayerInput", "gemma4_shapes", "per_layer_input", "with_gemma4_defaults"]
 

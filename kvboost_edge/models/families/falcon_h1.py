@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.experts import flag_of
-from kvboost_edge.models.config.file import integer_of, number_of, size_of
-from kvboost_edge.models.config.layers import PARALLEL, LayerFactors
-from kvboost_edge.models.config.special.hybrids import Hybrid
-from kvboost_edge.models.config.special.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.models.families.fields import integer_of, number_of, size_of
+from kvboost_edge.models.families.layers import PARALLEL, LayerFactors
+from kvboost_edge.models.families.moe import flag_of
+from kvboost_edge.models.families.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.models.families.ssm import Hybrid
 
 __all__ = ["falcon_factors", "falcon_layers", "with_falcon_words"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from helpers.json_files import read_json
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.models.config.families import describe_model, may_keep_states
+from kvboost_edge.models.config.spec import describe_model, may_keep_states
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.models.config.experts import Experts
-from kvboost_edge.models.config.layers import LayerFactors, LayerShape
-from kvboost_edge.models.config.special.hybrids import Hybrid
+from kvboost_edge.models.families.layers import LayerFactors, LayerShape
+from kvboost_edge.models.families.moe import Experts
+from kvboost_edge.models.families.ssm import Hybrid
 
 __all__ = ["Family"]
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import is_static_dynamic
-from kvboost_edge.models.config.file import number_of, size_of
+from kvboost_edge.models.families.fields import number_of, size_of
 
-__all__ = ["gpt_oss", "has_rope", "hunyuan", "minicpm", "ministral3"]
+__all__ = ["gpt_oss", "hunyuan", "is_static_dynamic", "minicpm", "ministral3"]
 
 Config = Mapping[str, Any]
 
@@ -61,6 +60,11 @@ def gpt_oss(config: Config) -> Config:
     return {"sliding_window": 128, **config, **rope}
 
 
+def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
+    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
+
+
 def hunyuan(config: Config) -> Config:
     """A fixed alpha is another base: theta * alpha ** (d / (d - 2)), d the size of a head."""
     rope = dict(_rope_of(config))
@@ -83,14 +87,6 @@ def hunyuan(config: Config) -> Config:
             "rope_theta": base * alpha ** (dim / (dim - 2)),
         },
     }
-
-
-def has_rope(config: Config) -> bool:
-    """Whether position_embedding_type asks for rope, as it does where it is not there."""
-    kind = config.get("position_embedding_type", "rope")
-    if kind not in ("rope", "nope", None):
-        raise ModelFormatError(f"position_embedding_type={kind!r} is not known (known: rope, nope)")
-    return bool(kind == "rope")
 
 
 def minicpm(config: Config) -> Config:

@@ -5,9 +5,9 @@ import pytest
 from helpers.json_files import read_json
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.models.config.families import describe_model
+from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.runners.native.plan import native_kv_spec
-from models.config.special.test_granite import MAKERS as GRANITES
+from models.families.test_granite import MAKERS as GRANITES
 
 
 def test_the_width_of_an_mlp_is_what_follows_from_the_config(tmp_path):

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.experts import ExpertNames, Experts, experts_of, flag_of
-from kvboost_edge.models.config.file import MAX_LAYERS, integer_of, kinds_of_layers, number_of
-from kvboost_edge.models.config.layers import ATTENTION, NO_MIXER
-from kvboost_edge.models.config.special.hybrids import Hybrid
-from kvboost_edge.models.config.special.ssd import SsdKeys, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.models.families.fields import MAX_LAYERS, integer_of, number_of
+from kvboost_edge.models.families.layers import ATTENTION, NO_MIXER
+from kvboost_edge.models.families.moe import ExpertNames, Experts, experts_of, flag_of
+from kvboost_edge.models.families.ssd import SsdKeys, ssd_mixer, ssd_names, time_limit_of
+from kvboost_edge.models.families.ssm import Hybrid
 
-__all__ = ["nemotron_experts", "nemotron_layers", "with_nemotron_words"]
+__all__ = ["kinds_of_layers", "nemotron_experts", "nemotron_layers", "with_nemotron_words"]
 
 Config = Mapping[str, Any]
 
@@ -35,6 +35,7 @@ _OLDER_KEYS = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
 }
+_KINDS_OF_LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 _KEYS = SsdKeys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 _USUAL = {
     "mamba_num_heads": 128,
@@ -54,6 +55,16 @@ _USUAL = {
     "routed_scaling_factor": 1.0,
     "layer_norm_epsilon": 1e-5,
 }
+
+
+def kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """What says of each layer of Nemotron-H which kind it is, a list or a text of letters: its key
+    and its value.
+    """
+    key = next(
+        (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
+    )
+    return key, config.get(key)
 
 
 def with_nemotron_words(config: Config) -> Config:

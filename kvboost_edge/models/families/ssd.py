@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.file import integer_of
-from kvboost_edge.models.config.mixers import Mixer, MixerNames
+from kvboost_edge.models.families.fields import integer_of
+from kvboost_edge.models.families.mixers import Mixer, MixerNames
 
 __all__ = ["MAMBA_KEYS", "SsdKeys", "ssd_mixer", "ssd_names", "time_limit_of"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from helpers.json_files import read_json
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.models.config.families import describe_model
-from kvboost_edge.models.config.layers import NO_FACTORS
+from kvboost_edge.models.config.spec import describe_model
+from kvboost_edge.models.families.layers import NO_FACTORS
 from kvboost_edge.runners.native.plan import native_kv_spec
 
 

@@ -1,1 +1,0 @@
-"""What single families say of themselves in their own way."""

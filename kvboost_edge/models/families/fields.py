@@ -1,0 +1,68 @@
+"""The numbers of a config under their keys, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["MAX_LAYERS", "integer_of", "number_of", "positive", "size_of"]
+
+# What a size is called: the common name, then the names of older architectures.
+_ALIASES: dict[str, tuple[str, ...]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+}
+# Larger than any real model by far: a number beyond it is a damaged file, and must not size an
+# allocation.
+_MAX_SIZE = 1 << 31
+MAX_LAYERS = 10_000
+"""Layers beyond any real model: lists of one entry for each are made before the weights are looked
+at.
+"""
+_LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
+
+
+def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
+    """A size under any of its names, or None when the config does not give it. ModelFormatError if
+    it is no size.
+    """
+    for key in _ALIASES.get(name, (name,)):
+        value = config.get(key)
+        if value is not None:
+            return positive(key, value, path)
+    return None
+
+
+def number_of(
+    config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config"
+) -> float:
+    """The number under a key. ModelFormatError that names the key unless it is one from `low` to
+    `high`.
+    """
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
+    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is
+    none.
+    """
+    return _integer(key, config.get(key), low, _MAX_SIZE, path)
+
+
+def positive(key: str, value: object, path: Path | str) -> int:
+    return _integer(key, value, 1, _LIMITS.get(key, _MAX_SIZE), path)
+
+
+def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from {low} to {high}")
+    return value
