@@ -119,6 +119,7 @@ lint: setup  ## run ruff, mypy and the import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	MYPYPATH=cuda_ext $(BIN)/mypy --strict cuda_ext/kvboost_edge_cuda cuda_ext/compile_check
+	$(BIN)/mypy --strict --allow-untyped-decorators training
 	$(BIN)/lint-imports
 
 mutants: setup  ## plant about 420 faults; each must make a test fail (mutation testing)

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +16,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import demo_corpus as corpus
+
+# Returns the token ids and loss weights of a text, given in pieces.
+Encode = Callable[[list[corpus.Piece]], tuple[list[int], list[float]]]
 
 VOCABULARY = 1664
 _SETTINGS = (
@@ -60,7 +64,7 @@ def load_or_train_tokenizer(folder: Path, seed: int) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def check_pieces(tokenizer: Tokenizer, encode: Callable, seed: int) -> None:
+def check_pieces(tokenizer: Tokenizer, encode: Encode, seed: int) -> None:
     """Pieces encoded one by one must equal the joined text's encoding, and decode back to it."""
     rng = random.Random(f"{seed} check")
     for count in (4, 32, 128) * 4:
@@ -135,7 +139,7 @@ def export(
     folder: Path,
     model: LlamaForCausalLM,
     tokenizer: Tokenizer,
-    progress: dict,
+    progress: dict[str, Any],
     options: argparse.Namespace,
 ) -> None:
     """Write a Hugging Face model directory with float16 weights, evaluate it and write its card."""
@@ -199,7 +203,7 @@ def export(
     )
 
 
-def _write(path: Path, value: dict) -> None:
+def _write(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
@@ -241,4 +245,4 @@ def _answers_right(
             max_new_tokens=len(wanted),
             do_sample=False,
         )[0, ids.shape[1] :]
-    return reply.tolist() == wanted
+    return bool(reply.tolist() == wanted)

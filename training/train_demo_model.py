@@ -279,7 +279,7 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
     """Warm-up over 100 steps, then cosine down to a fortieth."""
     share = min(1.0, step / options.steps)
     return (
-        options.lr
+        float(options.lr)
         * min(1.0, (step + 1) / 100)
         * (0.025 + 0.975 * 0.5 * (1 + math.cos(math.pi * share)))
     )
