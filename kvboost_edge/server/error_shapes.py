@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from kvboost_edge.server.response_types import ErrorAnswer
+
 __all__ = ["Told", "id_headers", "shape_of"]
 
 
@@ -16,11 +18,11 @@ class Told(Protocol):
     status_code: int
     message: str
     kind: str
-    code: str | None
+    code: str
     param: str | None
 
 
-Shape = Callable[[Told], dict[str, Any]]
+Shape = Callable[[Told], Mapping[str, Any]]
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
@@ -37,7 +39,7 @@ _ANTHROPIC_KINDS = {
 }
 
 
-def _openai(error: Told) -> dict[str, Any]:
+def _openai(error: Told) -> ErrorAnswer:
     return {
         "error": {
             "message": error.message,

@@ -55,7 +55,7 @@ class ApiError(HTTPException):
         status: int,
         message: str,
         *,
-        code: str | None = None,
+        code: str,
         param: str | None = None,
         kind: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -153,7 +153,7 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
     )
 
 
-def error_body(error: ApiError, path: str = "") -> dict[str, Any]:
+def error_body(error: ApiError, path: str = "") -> Mapping[str, Any]:
     """The JSON of an error in the shape of the API that the path belongs to; streams send the same
     as an event.
     """

@@ -20,6 +20,7 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.engines import replicas_of
 from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.response_types import Throughput
 from kvboost_edge.server.speeds import Speeds
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class Metrics:
         """
         self._vllm.count("cancelled", num_sequences)
 
-    def throughput(self) -> dict[str, float]:
+    def throughput(self) -> Throughput:
         """Totals since the start, and speeds over the last minute in tokens a second and
         request.
         """

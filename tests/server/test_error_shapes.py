@@ -54,4 +54,4 @@ def test_an_error_has_the_shape_of_its_api(path, body):
     ],
 )
 def test_anthropic_s_kinds_follow_the_status(status, kind):
-    assert error_body(ApiError(status, "no"), "/v1/messages")["error"]["type"] == kind
+    assert error_body(ApiError(status, "no", code="x"), "/v1/messages")["error"]["type"] == kind

@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
@@ -21,6 +21,12 @@ from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.doctor.records import Asked
+from kvboost_edge.server.response_types import (
+    ChatChoiceAnswer,
+    ChatLogprobs,
+    ChatMessageAnswer,
+    FinishReason,
+)
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -211,30 +217,39 @@ class ChatChoice:
         self._ids: list[int] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []  # where the token begins in the text
 
-    def whole(self, result: GenerationResult) -> dict[str, Any]:
-        message = {"role": "assistant", "content": result.output_text, "refusal": None}
+    def whole(self, result: GenerationResult) -> ChatChoiceAnswer:
+        message: ChatMessageAnswer = {
+            "role": "assistant",
+            "content": result.output_text,
+            "refusal": None,
+        }
         reason = result.finish_reason
         if self._reader is not None:
             for token_id in result.output_token_ids:
                 self._reader.push(token_id)
             self._reader.close()
-            message = self._reader.message.as_sent()
+            message = cast("ChatMessageAnswer", self._reader.message.as_sent())
             reason = self._reader.reason(result.finish_reason)
         self._shown = len(result.output_text)
         for token in result.logprobs or ():
             self._add(token)
-        logprobs = (
-            None if self._texts is None else chat_logprobs(self._texts, self._tokens_of_text())
-        )
-        return self._piece("message", message, logprobs, list(result.output_token_ids), reason)
+        choice: ChatChoiceAnswer = {
+            "index": self._index,
+            "message": message,
+            "logprobs": None
+            if self._texts is None
+            else chat_logprobs(self._texts, self._tokens_of_text()),
+            "finish_reason": cast("FinishReason", reason),
+        }
+        if self._with_ids:
+            choice["token_ids"] = list(result.output_token_ids)
+        return choice
 
     def waiting(self) -> dict[str, Any]:
-        return self._piece("delta", {"role": "assistant", "content": None}, None, [], None)
+        return self._piece({"role": "assistant", "content": None}, None, [], None)
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> dict[str, Any]:
-        return self._piece(
-            "delta", {"role": "assistant", "content": "", "refusal": None}, None, [], None
-        )
+        return self._piece({"role": "assistant", "content": "", "refusal": None}, None, [], None)
 
     def push(self, event: TokenEvent) -> dict[str, Any] | None:
         self._ids.append(event.token_id)
@@ -279,15 +294,19 @@ class ChatChoice:
         logprobs = (
             chat_logprobs(self._texts, tokens) if self._texts is not None and tokens else None
         )
-        return self._piece("delta", delta, logprobs, ids, reason)
+        return self._piece(delta, logprobs, ids, reason)
 
     def _piece(
         self,
-        name: str,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None,
+        delta: dict[str, Any],
+        logprobs: ChatLogprobs | None,
         ids: list[int],
         reason: str | None,
     ) -> dict[str, Any]:
-        piece = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
+        piece = {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
         return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -5,7 +5,7 @@ of the prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
@@ -19,6 +19,11 @@ from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.doctor.records import Asked, Field
+from kvboost_edge.server.response_types import (
+    CompletionChoiceAnswer,
+    CompletionLogprobs,
+    FinishReason,
+)
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -151,7 +156,7 @@ class CompletionChoice:
         self._logprobs: list[TokenLogprobs | None] = []
         self._starts: list[int] = []
 
-    def whole(self, result: GenerationResult) -> dict[str, Any]:
+    def whole(self, result: GenerationResult) -> CompletionChoiceAnswer:
         text = (self._echo.text if self._echo else "") + result.output_text
         ids = list(result.output_token_ids)
         tokens = list(result.logprobs or ())
@@ -161,7 +166,15 @@ class CompletionChoice:
             offsets = self._prompt_offsets() + [self._offsets.add(token_id) for token_id in ids]
             offsets = [min(offset, len(text)) for offset in offsets]
             logprobs = completion_logprobs(self._texts, [*shown, *ids], [*known, *tokens], offsets)
-        return self._piece(text, logprobs, ids, result.finish_reason)
+        choice: CompletionChoiceAnswer = {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": cast("FinishReason", result.finish_reason),
+        }
+        if self._with_ids:
+            choice["token_ids"] = ids
+        return choice
 
     def waiting(self) -> dict[str, Any]:
         return self._piece("", None, [], None)
@@ -224,7 +237,7 @@ class CompletionChoice:
         ]
 
     def _piece(
-        self, text: str, logprobs: Any, ids: list[int], reason: str | None
+        self, text: str, logprobs: CompletionLogprobs | None, ids: list[int], reason: str | None
     ) -> dict[str, Any]:
         piece = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return {**piece, "token_ids": ids} if self._with_ids else piece

@@ -5,9 +5,14 @@ token for chat.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvboost_edge.engine.request.results import TokenLogprobs
+from kvboost_edge.server.response_types import (
+    ChatLogprobs,
+    ChatToken,
+    ChatTokenAndOthers,
+    CompletionLogprobs,
+)
 from kvboost_edge.text.codec import StreamKind
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -73,9 +78,9 @@ class OffsetCounter:
         return position
 
 
-def chat_logprobs(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_logprobs(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """`logprobs` of a chat choice."""
-    content = []
+    content: list[ChatTokenAndOthers] = []
     for token in tokens:
         top = [_chat_token(texts, token_id, logprob) for token_id, logprob in token.top]
         content.append({**_chat_token(texts, token.token_id, token.logprob), "top_logprobs": top})
@@ -87,7 +92,7 @@ def completion_logprobs(
     ids: Sequence[int],
     tokens: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
-) -> dict[str, Any]:
+) -> CompletionLogprobs:
     """`logprobs` of a completion choice; an entry is None where nothing predicts the token, at a
     prompt's first.
     """
@@ -99,7 +104,7 @@ def completion_logprobs(
     }
 
 
-def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> ChatToken:
     raw = texts.raw(token_id)
     return {
         "token": texts.text(token_id),

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.types import Send
@@ -24,6 +24,7 @@ from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.api.usage import costs, progress_of, usage_of
 from kvboost_edge.server.doctor.records import Diagnosis
+from kvboost_edge.server.response_types import ChunkHead, Figures
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Job, Running, off_loop
 from kvboost_edge.server.work.streams import ChunkStream, EventStream, dumps, dumps_long
@@ -37,7 +38,7 @@ PromptLogprobs = Sequence[TokenLogprobs | None] | None
 class Choice(Protocol):
     """Writes one choice of an answer, either whole, or piece by piece."""
 
-    def whole(self, result: GenerationResult) -> Json: ...
+    def whole(self, result: GenerationResult) -> Mapping[str, Any]: ...
 
     def waiting(self) -> Json:
         """A piece without content."""
@@ -154,33 +155,33 @@ class OpenAIWriter:
     def close(self, index: int, result: GenerationResult) -> None:
         self._results[index] = result
         closing = self._choices[index].close(result)
-        members = {}
         if len(self._results) == len(self._choices) and not self._include_usage:
-            members = self._all_figures()
-            del members["usage"]  # only who asks for it gets it in a stream
-        self._stream.chunk([closing], **members)
+            figures = self._all_figures()  # usage is for those who ask for it
+            self._stream.chunk([closing], timings=figures["timings"], kvboost=figures["kvboost"])
+        else:
+            self._stream.chunk([closing])
 
     def end(self) -> None:
         if self._include_usage:
             self._stream.chunk([], **self._all_figures())
 
-    def _all_figures(self) -> Json:
+    def _all_figures(self) -> Figures:
         assert self._run is not None
         results = [self._results[index] for index in range(len(self._results))]
         return self._figures(results, self._run, self._choices)
 
     def _figures(
         self, results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]
-    ) -> Json:
-        """usage, timings and kvboost."""
+    ) -> Figures:
+        """Return usage, timings and kvboost."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-        told = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped)
+        spent = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped)
         if self._diagnosis is not None:
-            told["kvboost"]["cache"] = self._diagnosis.as_json()
-        return {"usage": usage_of(results, run.per_prompt, reasoning), **told}
+            spent["kvboost"]["cache"] = self._diagnosis.as_json()
+        return {"usage": usage_of(results, run.per_prompt, reasoning), **spent}
 
-    def _head(self, kind: str) -> Json:
-        """The members that an answer, and every chunk of one, begins with."""
+    def _head(self, kind: str) -> ChunkHead:
+        """Return the members that an answer, and every chunk of one, begins with."""
         info = self._state.engine.runner_info
         described = (
             f"{kvboost_edge.__version__} {self._state.model_name} {info.name} {info.architecture} "

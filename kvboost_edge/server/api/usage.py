@@ -9,13 +9,14 @@ from typing import Any
 
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.server.response_types import Spent, Timings, Usage
 
 __all__ = ["costs", "progress_of", "usage_of"]
 
 
 def usage_of(
     results: Sequence[GenerationResult], per_prompt: int, reasoning_tokens: int = 0
-) -> dict[str, Any]:
+) -> Usage:
     """OpenAI's usage of all sequences, `per_prompt` of them for each prompt, prompt by prompt.
 
     A prompt counts once however many sequences continue it; its cached tokens are what the cache
@@ -37,7 +38,7 @@ def usage_of(
 
 def costs(
     results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float, dropped: int = 0
-) -> dict[str, Any]:
+) -> Spent:
     """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the
     prompt.
 
@@ -54,7 +55,6 @@ def costs(
     slowest = max(results, key=lambda result: result.total_ms)
     # Before the engine's queue it waited for the batch window, or for a thread.
     waited = slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms)
-    phases = {**slowest.phases, "tokenize": tokenize_ms, "queue": waited}
     return {
         "timings": _timings(results, firsts),
         "kvboost": {
@@ -69,7 +69,14 @@ def costs(
             "miss_reason": next(
                 (result.miss_reason for result in firsts if result.miss_reason), ""
             ),
-            **{f"{name}_ms": round(milliseconds, 3) for name, milliseconds in phases.items()},
+            "tokenize_ms": round(tokenize_ms, 3),
+            "queue_ms": round(waited, 3),
+            "lookup_ms": round(slowest.lookup_ms, 3),
+            "load_ms": round(slowest.load_ms, 3),
+            "probe_ms": round(slowest.probe_ms, 3),
+            "repair_ms": round(slowest.repair_ms, 3),
+            "prefill_ms": round(slowest.prefill_ms, 3),
+            "decode_ms": round(slowest.decode_ms, 3),
             "ttft_ms": round(min(result.ttft_ms for result in results), 3),
             "total_ms": round(slowest.total_ms, 3),
             "dropped_messages": dropped,
@@ -116,9 +123,7 @@ def _by_tier(results: Sequence[GenerationResult]) -> dict[str, int]:
     return tiers
 
 
-def _timings(
-    results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]
-) -> dict[str, float]:
+def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]) -> Timings:
     """llama.cpp's figures. The prompt's are those of `usage`: each prompt once, as its first
     sequence met it; prompt_n were computed, cache_n were not, and what was shared at other
     positions is in neither. predicted_n counts all sequences. prompt_ms and predicted_ms are the

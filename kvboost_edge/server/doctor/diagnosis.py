@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import cast, get_args
 
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.records import Diagnosis, Field, Ids, Record
+from kvboost_edge.server.response_types import Cause
 
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
 
@@ -16,26 +18,7 @@ _AFTER = 24
 _SPACE = 2  # characters in front of a message that its first token may have in it
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 
-CAUSES = (
-    "none",
-    "bypassed",
-    "not_started",
-    "not_compared",
-    "first_seen",
-    "new_text",
-    "tail",
-    "evicted",
-    "state",
-    "not_kept",
-    "tool_order",
-    "tools",
-    "template",
-    "thinking",
-    "retokenized",
-    "other_message",
-    "changed_text",
-    "other_position",
-)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Why the rest of a prompt was computed:
 
 none            nothing was
@@ -88,7 +71,7 @@ def diagnose(
     found = Diagnosis(
         request_id=record.request_id,
         at=record.at,
-        cause=result.miss_reason or "none",
+        cause=cast("Cause", result.miss_reason or "none"),
         prompt_tokens=result.prompt_tokens,
         hit_tokens=dict(result.hit_tokens),
         reused_span_tokens=result.reused_span_tokens,
@@ -102,7 +85,7 @@ def diagnose(
     if found.cause == "state":
         return dataclasses.replace(found, position=result.matched_tokens)
     if not compares:
-        cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
+        cause: Cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
         return dataclasses.replace(found, cause=cause, evicted_from=result.evicted_from)
     if result.reused_span_tokens:
         return dataclasses.replace(found, cause="other_position")
@@ -129,7 +112,7 @@ def diagnose(
     )
 
 
-def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: str) -> str:
+def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: str) -> Cause:
     """Why two prompts go apart."""
     if common >= record.num_prompt:
         return "tail"

@@ -12,10 +12,12 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from kvboost_edge.server.response_types import Cause, PromptCache
 
 __all__ = ["NOT_SAID", "Asked", "Diagnosis", "Field", "History", "Record"]
 
@@ -111,7 +113,7 @@ class Diagnosis:
 
     request_id: str
     at: float
-    cause: str
+    cause: Cause
     prompt_tokens: int
     hit_tokens: dict[str, int]
     reused_span_tokens: int
@@ -127,10 +129,27 @@ class Diagnosis:
     normalised: tuple[str, ...] = ()
     model: str = ""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> PromptCache:
         """All of it, with times rounded to milliseconds."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "at": round(self.at, 3), "seconds": round(self.seconds, 3)}
+        return {
+            "request_id": self.request_id,
+            "at": round(self.at, 3),
+            "cause": self.cause,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "reused_span_tokens": self.reused_span_tokens,
+            "computed_tokens": self.computed_tokens,
+            "seconds": round(self.seconds, 3),
+            "position": self.position,
+            "field": self.field,
+            "field_before": self.field_before,
+            "text": self.text,
+            "text_before": self.text_before,
+            "compared_with": self.compared_with,
+            "evicted_from": list(self.evicted_from),
+            "normalised": list(self.normalised),
+            "model": self.model,
+        }
 
 
 class _Kept(NamedTuple):

@@ -8,10 +8,11 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.response_types import Phase
 
 if TYPE_CHECKING:
     from kvboost_edge.server.doctor.records import History
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.state import ModelState
 
-__all__ = ["Known", "ModelSource", "Phase", "Refusal", "ServedModel", "abilities_of"]
-
-Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
+__all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,79 +1,19 @@
-"""What is said of the models: /v1/models, and their part of /v1/stats."""
+"""Models as /v1/models and /v1/stats show them."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ServedModel
+from kvboost_edge.server.response_types import Model, ModelsMemory
 from kvboost_edge.server.state import Shared
 
-__all__ = ["Model", "ModelList", "ModelsMemory", "listed", "memory_of"]
-
-Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
+__all__ = ["listed", "memory_of"]
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ModelMeta(_Answer):
-    architecture: str
-    dtype: str
-    runner: str
-    vocab_size: int
-    weight_bytes: int
-
-
-class Model(_Answer):
-    """One name of a model, `root` the one that answers tell. Of one that was never loaded
-    max_model_len and meta are null. failure: why its last loading failed.
-    """
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int | None
-    meta: ModelMeta | None
-    state: Phase
-    failure: str | None
-
-
-class ModelList(_Answer):
-    object: Literal["list"]
-    data: list[Model]
-
-
-class ModelFigures(_Answer):
-    """bytes: what its weights, pool and states take; in_use: requests that hold it or wait for it;
-    unloads_in_seconds: null while no time is set; waits_for: what its loading waits for, else "".
-    """
-
-    id: str
-    state: Phase
-    bytes: int
-    in_use: int
-    unloads_in_seconds: float | None
-    waits_for: str
-
-
-class ModelsMemory(_Answer):
-    """Of all models together; waiting: requests for one that is not loaded yet."""
-
-    max_bytes: int
-    taken_bytes: int
-    waiting: int
-    data: list[ModelFigures]
-
-
-def listed(served: ServedModel, shared: Shared, name: str) -> dict[str, Any]:
-    """A model by one of its names, as `Model`."""
+def listed(served: ServedModel, shared: Shared, name: str) -> Model:
+    """Describe a model by one of its names."""
     known = served.known
     return {
         "id": name,
@@ -97,8 +37,8 @@ def listed(served: ServedModel, shared: Shared, name: str) -> dict[str, Any]:
     }
 
 
-def memory_of(models: Models) -> dict[str, Any]:
-    """As `ModelsMemory`."""
+def memory_of(models: Models) -> ModelsMemory:
+    """Return what each model takes, and all of them together."""
     now = time.monotonic()
     return {
         "max_bytes": models.loader.budget,

@@ -5,6 +5,7 @@ import base64
 import numpy as np
 import openai
 import pytest
+from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer
 
 from helpers.models.embedding_models import DENSE, save_two_way_model
@@ -16,7 +17,7 @@ from helpers.onnx.writer import write_onnx
 from helpers.server.live_servers import ENGINE_OPTIONS, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api.bounds import COUNTS
-from kvboost_edge.server.api.vectors import EmbeddingAnswer, RerankAnswer
+from kvboost_edge.server.response_types import EmbeddingAnswer, RerankAnswer
 
 HIDDEN = 64
 TEXTS = ["How are you?", "A cat sat on a mat. " * 8, "x"]
@@ -84,7 +85,7 @@ def test_every_kind_of_input_and_fewer_dimensions_are_answered(server, client):
         answer = client.post(
             "/v1/embeddings", json={"input": given, "dimensions": 5, "user": "me"}
         ).json()
-        EmbeddingAnswer.model_validate(answer, strict=True)
+        TypeAdapter(EmbeddingAnswer).validate_python(answer, strict=True)
         assert (np.array([answer["data"][0]["embedding"]], np.float32) == expected).all()
 
 
@@ -151,7 +152,7 @@ def test_a_model_that_attends_both_ways_answers_with_vectors_alone(tmp_path):
     ):
         before = engine.paged_stats()
         answer = client.post("/v1/embeddings", json={"input": TEXTS})
-        EmbeddingAnswer.model_validate(answer.json(), strict=True)
+        TypeAdapter(EmbeddingAnswer).validate_json(answer.content, strict=True)
         rows = np.array([item["embedding"] for item in answer.json()["data"]], np.float32)
         assert (rows == engine.embed(TEXTS)).all()
         assert rows.shape == (len(TEXTS), DENSE[-1])
@@ -203,7 +204,7 @@ def test_documents_are_ranked_by_the_scores_of_the_engine(server, client):
         "return_documents": True,
     }
     answer = client.post("/v1/rerank", json=body).json()
-    RerankAnswer.model_validate(answer, strict=True)
+    TypeAdapter(RerankAnswer).validate_python(answer, strict=True)
     expected = [
         {"index": i, "relevance_score": scores[i], "document": {"text": documents[i]}}
         for i in order

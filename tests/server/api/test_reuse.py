@@ -21,11 +21,11 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.stats import BLOCK_SPAN
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.server.api.answers import Costs
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.app import create_app
+from kvboost_edge.server.response_types import Costs
 from kvboost_edge.server.settings import ServerSettings
 
 COMPLETIONS = "/v1/completions"
@@ -314,7 +314,7 @@ def test_the_documentation_names_what_there_is():
     )
     assert fields <= known
     assert {"mode", "approximate", "reused_span_tokens", "recomputed_tokens", "hit_tokens"} <= set(
-        Costs.model_fields
+        Costs.__annotations__
     )
     defaults = EngineConfig()
     assert f"`recompute_overlap` ({defaults.recompute_overlap})" in text

@@ -153,7 +153,7 @@ def test_answers_at_every_bound_are_as_documented():
         __file__,
     ]
     environment = {**os.environ, "KVBOOST_EDGE_TEST_BOUNDS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-5000:]
 
 

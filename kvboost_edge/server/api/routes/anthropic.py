@@ -9,20 +9,20 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.dialects.anthropic.answers import ERRORS, MessageAnswer, TokenCount
 from kvboost_edge.server.api.dialects.anthropic.order import count_tokens, messages_order
 from kvboost_edge.server.api.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
 from kvboost_edge.server.api.dialects.anthropic.translate import translated
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.turns import named_by_field
+from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, send_json
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
 # Of each event: its name, and the JSON of its data.
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
@@ -32,7 +32,7 @@ _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 @router.post(
     "/v1/messages",
     response_class=JSONResponse,
-    responses={200: {"model": MessageAnswer, **_STREAM}},
+    responses={200: _STREAM},
 )
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation, as Anthropic's API does."""
@@ -47,9 +47,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     return answered(request, body.model, work)
 
 
-@router.post(
-    "/v1/messages/count_tokens", response_class=JSONResponse, responses={200: {"model": TokenCount}}
-)
+@router.post("/v1/messages/count_tokens", response_class=JSONResponse)
 async def count(request: Request, body: CountTokensRequest) -> Response:
     """How many tokens the prompt of these messages has."""
 

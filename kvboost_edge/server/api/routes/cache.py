@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,19 +15,8 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.engine.request.results import WarmResult
+from kvboost_edge.engine.request.results import GenerationResult, WarmResult
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.api.answers import (
-    ERRORS,
-    BlockCounts,
-    Blocks,
-    Memory,
-    Reset,
-    Stats,
-    TierView,
-    Unpinned,
-    Warmed,
-)
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import (
     ModelParam,
@@ -53,6 +41,20 @@ from kvboost_edge.server.doctor.asked import normal
 from kvboost_edge.server.engines import Figures, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
+from kvboost_edge.server.response_types import (
+    ERRORS,
+    Blocks,
+    EngineStats,
+    HeldInCache,
+    PoolBytes,
+    ReplicaPool,
+    Reset,
+    Spent,
+    Stats,
+    TierView,
+    Unpinned,
+    Warmed,
+)
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import (
     EncodedPrompt,
@@ -69,7 +71,6 @@ __all__ = ["router"]
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
-_TIER_FIELDS = [name for name in TierView.model_fields if name != "recent_hit_tokens"]
 _MOST_DETAILS = (
     4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
 )
@@ -104,8 +105,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             stored = await off_loop(
                 lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt)
             )
-        figures = {"usage": usage_of(results, 1), **costs(results, 1, run.tokenize_ms)}
-        await send_json(send, dumps({"object": "warm", **dataclasses.asdict(stored), **figures}))
+        await send_json(send, dumps(_warmed(stored, results, costs(results, 1, run.tokenize_ms))))
 
     return answered(request, body.model, work)
 
@@ -128,7 +128,8 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
                 return engine.unpin(ids, **whose) if ids else 0
 
             unpinned = await off_loop(end, _size(body))
-        await send_json(send, dumps({"object": "unpin", "blocks_unpinned": unpinned}))
+        answer: Unpinned = {"object": "unpin", "blocks_unpinned": unpinned}
+        await send_json(send, dumps(answer))
 
     return answered(request, body.model, work)
 
@@ -148,7 +149,8 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
             looks.enter_context(state.looks.begin())
         for state in loaded:
             dropped += await looked_up(state, state.engine.reset_cache)
-    return json_response({"object": "cache.reset", "blocks_dropped": dropped})
+    answer: Reset = {"object": "cache.reset", "blocks_dropped": dropped}
+    return json_response(answer)
 
 
 @router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
@@ -156,9 +158,8 @@ async def stats(request: Request, model: ModelParam = None) -> Response:
     """Queue, cache, pool, tiers, memory and throughput of a model, and which models are loaded."""
     state = loaded_model(request, model)
     figures = await looked_up(state, lambda: _stats(state))
-    return json_response(
-        {**figures, "models": memory_of(server_of(request).models)}, headers=_NO_STORE
-    )
+    answer: Stats = {**figures, "models": memory_of(server_of(request).models)}
+    return json_response(answer, headers=_NO_STORE)
 
 
 @router.get("/v1/blocks", response_class=JSONResponse, responses={200: {"model": Blocks}})
@@ -168,7 +169,7 @@ async def blocks(request: Request, model: ModelParam = None) -> Response:
     return json_response(await looked_up(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
-async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> dict[str, Any]:
+async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> Warmed:
     """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that
     has stopped.
     """
@@ -207,12 +208,21 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
 
         stored = await to_its_end(compute, sum(map(len, texts)), handles)
         results = await wait_all(ticket, handles)
-    figures = costs(results, 1, 0.0) if results else {"timings": None, "kvboost": None}
+    return _warmed(stored, results, costs(results, 1, 0.0) if results else None)
+
+
+def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spent | None) -> Warmed:
     return {
         "object": "warm",
-        **dataclasses.asdict(stored),
+        "chunks_stored": stored.chunks_stored,
+        "token_count": stored.token_count,
+        "chunk_size": stored.chunk_size,
+        "chunk_boundary_aligned": stored.chunk_boundary_aligned,
+        "partial_tail_tokens": stored.partial_tail_tokens,
+        "alignment_warning": stored.alignment_warning,
         "usage": usage_of(results, 1),
-        **figures,
+        "timings": None if spent is None else spent["timings"],
+        "kvboost": None if spent is None else spent["kvboost"],
     }
 
 
@@ -270,7 +280,7 @@ def _size(body: UnpinRequest) -> int:
     return len(body.text or "") + size_of(body.messages or [], body.tools)
 
 
-def _stats(state: ModelState) -> dict[str, Any]:
+def _stats(state: ModelState) -> EngineStats:
     engine = state.engine
     admission = state.admission
     return {
@@ -299,8 +309,8 @@ def _stats(state: ModelState) -> dict[str, Any]:
     }
 
 
-def _held(engine: Figures) -> dict[str, Any]:
-    """What is in the cache of an engine, of one replica or of all."""
+def _held(engine: Figures) -> HeldInCache:
+    """Return what is in the cache of an engine, of one replica or of all."""
     pool = engine.paged_stats()
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
     return {
@@ -313,7 +323,7 @@ def _held(engine: Figures) -> dict[str, Any]:
     }
 
 
-def _blocks(state: ModelState) -> dict[str, Any]:
+def _blocks(state: ModelState) -> Blocks:
     engine = state.engine
     pool = engine.paged_stats()
     detailed = pool["num_blocks"] <= _MOST_DETAILS
@@ -329,7 +339,11 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         if detailed
         else None,
         "counts": {
-            name: states.count(number) for number, name in enumerate(BlockCounts.model_fields)
+            "free": states.count(0),
+            "cached": states.count(1),
+            "used": states.count(2),
+            "shared": states.count(3),
+            "span": states.count(4),
         },
         "running": engine.num_running(),
         "waiting": engine.num_waiting(),
@@ -337,16 +351,22 @@ def _blocks(state: ModelState) -> dict[str, Any]:
         "span_tokens": pool["span_tokens"],
         "miss_tokens": pool["miss_tokens"],
         "hit_rate": _hit_rate(pool),
-        "memory": {name: pool[name] for name in Memory.model_fields},
+        "memory": {
+            "weight_bytes": pool["weight_bytes"],
+            "pool_bytes": pool["pool_bytes"],
+            "state_bytes": pool["state_bytes"],
+            "process_rss_bytes": pool["process_rss_bytes"],
+            "process_peak_bytes": pool["process_peak_bytes"],
+        },
         "tiers": _tier_views(pool, recent_hits),
         "recent_span_tokens": recent_spans,
         "recent_computed_tokens": recent_computed,
         "generated_tokens_total": pool["generated_tokens"],
         "evictions": pool["evictions"],
-        **{
-            name: pool[name]
-            for name in ("preemptions", "state_slots", "state_slots_used", "replayed_tokens")
-        },
+        "preemptions": pool["preemptions"],
+        "state_slots": pool["state_slots"],
+        "state_slots_used": pool["state_slots_used"],
+        "replayed_tokens": pool["replayed_tokens"],
         "replicas": {name: _replica_pool(one) for name, one in replicas_of(engine).items() if name},
     }
 
@@ -356,7 +376,7 @@ def _hit_rate(pool: Mapping[str, Any]) -> float | None:
     return pool["hit_tokens"] / looked_up if looked_up else None
 
 
-def _replica_pool(figures: Figures) -> dict[str, Any]:
+def _replica_pool(figures: Figures) -> ReplicaPool:
     pool = figures.paged_stats()
     return {
         "num_blocks": pool["num_blocks"],
@@ -367,8 +387,8 @@ def _replica_pool(figures: Figures) -> dict[str, Any]:
     }
 
 
-def _matchable(pool: Mapping[str, Any]) -> dict[str, int]:
-    """What of a pool can be matched, and the bytes of all of it."""
+def _matchable(pool: Mapping[str, Any]) -> PoolBytes:
+    """Return what of a pool can be matched, and the bytes of all of it."""
     chunks = pool["loaded_chunks"]
     return {
         "blocks": chunks,
@@ -377,12 +397,16 @@ def _matchable(pool: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, TierView]:
     """The pool and the tiers below it, the nearest first."""
     tiers = {"pool": {**_matchable(pool), "writable": True, "state": ""}, **pool["tiers"]}
     return {
         name: {
-            **{field: tier[field] for field in _TIER_FIELDS},
+            "blocks": tier["blocks"],
+            "bytes": tier["bytes"],
+            "max_bytes": tier["max_bytes"],
+            "writable": tier["writable"],
+            "state": tier["state"],
             "recent_hit_tokens": recent_hits.get(name, 0),
         }
         for name, tier in tiers.items()

@@ -12,18 +12,13 @@ from starlette.types import Send
 from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError, RequestError
-from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered, check_priority
 from kvboost_edge.server.api.prompts import estimate_tokens
 from kvboost_edge.server.api.schemas.embeddings import EmbeddingRequest, RerankRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.api.vectors import (
-    EmbeddingAnswer,
-    RerankAnswer,
-    embedding_answer,
-    rerank_answer,
-)
+from kvboost_edge.server.api.vectors import embedding_answer, rerank_answer
+from kvboost_edge.server.response_types import ERRORS, EmbeddingAnswer, RerankAnswer
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop, to_its_end, wait_all
 from kvboost_edge.server.work.streams import dumps_long, send_json

@@ -7,7 +7,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.api.answers import ERRORS, ChatAnswer, CompletionAnswer
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered
@@ -16,6 +15,7 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turns import named_by_field
+from kvboost_edge.server.response_types import ERRORS, ChatAnswer, CompletionAnswer
 from kvboost_edge.server.state import ModelState
 
 __all__ = ["router"]

@@ -10,13 +10,6 @@ from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model, looked_up
-from kvboost_edge.server.api.dialects.llama_cpp.answers import (
-    LLAMA_ERRORS,
-    Completed,
-    Props,
-    Slot,
-    Templated,
-)
 from kvboost_edge.server.api.dialects.llama_cpp.schemas import (
     ApplyTemplate,
     Infill,
@@ -33,22 +26,21 @@ from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import offered
+from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, dumps_long, json_response, send_json
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=JsonRoute, responses=LLAMA_ERRORS)
+router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
 # Of each event: its name, and the JSON of its data.
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 
-@router.post(
-    "/completion", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}}
-)
+@router.post("/completion", response_class=JSONResponse, responses={200: _STREAM})
 async def completion(request: Request, body: LlamaCompletion) -> Response:
     """Go on with a prompt: a text, token ids, or both in a row."""
 
@@ -59,9 +51,7 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
     return answered(request, body.model, work)
 
 
-@router.post(
-    "/infill", response_class=JSONResponse, responses={200: {"model": Completed, **_STREAM}}
-)
+@router.post("/infill", response_class=JSONResponse, responses={200: _STREAM})
 async def infill(request: Request, body: Infill) -> Response:
     """Find what stands between two texts, where the model has tokens for that."""
 
@@ -72,7 +62,7 @@ async def infill(request: Request, body: Infill) -> Response:
     return answered(request, body.model, work)
 
 
-@router.post("/apply-template", response_class=JSONResponse, responses={200: {"model": Templated}})
+@router.post("/apply-template", response_class=JSONResponse)
 async def apply_template(request: Request, body: ApplyTemplate) -> Response:
     """The prompt that messages become."""
 
@@ -86,7 +76,7 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
     return answered(request, body.model, work)
 
 
-@router.get("/props", response_class=JSONResponse, responses={200: {"model": Props}})
+@router.get("/props", response_class=JSONResponse)
 async def props(request: Request, model: ModelParam = None) -> Response:
     """What the server is and does unless told otherwise. Paths on its disk are nobody's
     business.
@@ -118,7 +108,7 @@ async def props(request: Request, model: ModelParam = None) -> Response:
     )
 
 
-@router.get("/slots", response_class=JSONResponse, responses={200: {"model": list[Slot]}})
+@router.get("/slots", response_class=JSONResponse)
 async def slots(request: Request, model: ModelParam = None) -> Response:
     """As many as sequences are computed together. No slot holds a cache here: blocks do, which all
     requests share.

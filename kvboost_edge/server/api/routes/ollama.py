@@ -16,15 +16,6 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered, served_model
 from kvboost_edge.server.api.completions import completion_order
-from kvboost_edge.server.api.dialects.ollama.answers import (
-    OLLAMA_ERRORS,
-    Chatted,
-    Generated,
-    OllamaVersion,
-    Running,
-    Shown,
-    Tags,
-)
 from kvboost_edge.server.api.dialects.ollama.models import (
     API_VERSION,
     listed,
@@ -48,20 +39,19 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.response_types import UNDECLARED_ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps, json_response, send_json
 
 __all__ = ["router"]
 
-router = APIRouter(route_class=JsonRoute, responses=OLLAMA_ERRORS)
+router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
 _STREAM = {"content": {LINES: {"schema": {"type": "string"}}}}
 
 
-@router.post(
-    "/api/chat", response_class=JSONResponse, responses={200: {"model": Chatted, **_STREAM}}
-)
+@router.post("/api/chat", response_class=JSONResponse, responses={200: _STREAM})
 async def chat(request: Request, body: OllamaChat) -> Response:
     """Answer a conversation."""
 
@@ -79,9 +69,7 @@ async def chat(request: Request, body: OllamaChat) -> Response:
     return _answered(request, body, work, asks=bool(body.messages))
 
 
-@router.post(
-    "/api/generate", response_class=JSONResponse, responses={200: {"model": Generated, **_STREAM}}
-)
+@router.post("/api/generate", response_class=JSONResponse, responses={200: _STREAM})
 async def generate(request: Request, body: OllamaGenerate) -> Response:
     """Answer a prompt, or go on with it as it is."""
 
@@ -103,19 +91,19 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
     return _answered(request, body, work, asks=bool(body.prompt))
 
 
-@router.get("/api/tags", response_class=JSONResponse, responses={200: {"model": Tags}})
+@router.get("/api/tags", response_class=JSONResponse)
 async def tags(request: Request) -> Response:
     """Every model that is served, by each of its names."""
     return json_response({"models": listed(server_of(request))})
 
 
-@router.get("/api/ps", response_class=JSONResponse, responses={200: {"model": Running}})
+@router.get("/api/ps", response_class=JSONResponse)
 async def ps(request: Request) -> Response:
     """Those that are loaded, and until when."""
     return json_response({"models": running(server_of(request))})
 
 
-@router.post("/api/show", response_class=JSONResponse, responses={200: {"model": Shown}})
+@router.post("/api/show", response_class=JSONResponse)
 async def show(request: Request, body: OllamaShow) -> Response:
     """What there is to know of a model, which is not loaded for that."""
     server = server_of(request)
@@ -123,7 +111,7 @@ async def show(request: Request, body: OllamaShow) -> Response:
     return json_response(await off_loop(lambda: shown(server, served)))
 
 
-@router.get("/api/version", response_class=JSONResponse, responses={200: {"model": OllamaVersion}})
+@router.get("/api/version", response_class=JSONResponse)
 async def version() -> Response:
     """The version of Ollama's API that is spoken here, and ours."""
     return json_response({"version": API_VERSION, "server": f"kvboost-edge {__version__}"})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.doctor.records import Record
-from kvboost_edge.server.doctor.shown import PromptCache, PromptCaches
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.response_types import ERRORS, PromptCache, PromptCaches
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import json_response
 
@@ -31,7 +30,8 @@ async def requests(request: Request) -> Response:
     data = [
         record.diagnosis.as_json() for record in records[:_SHOWN] if record.diagnosis is not None
     ]
-    return json_response({"object": "list", "data": data, "kept_seconds": kept}, headers=_NO_STORE)
+    answer: PromptCaches = {"object": "list", "data": data, "kept_seconds": kept}
+    return json_response(answer, headers=_NO_STORE)
 
 
 @router.get(

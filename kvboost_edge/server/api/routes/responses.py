@@ -11,16 +11,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.api.answers import ERRORS
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat import chat_order
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.dialects.responses.answers import (
-    DeletedResponse,
-    ItemList,
-    ResponseAnswer,
-)
 from kvboost_edge.server.api.dialects.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.dialects.responses.translate import FIELDS, to_chat
 from kvboost_edge.server.api.dialects.responses.writer import ResponsesWriter
@@ -30,6 +24,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.models.server import server_of
+from kvboost_edge.server.response_types import ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.remembered import Turn
@@ -49,7 +44,7 @@ ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 @router.post(
     "/v1/responses",
     response_class=JSONResponse,
-    responses={200: {"model": ResponseAnswer, **_STREAM}},
+    responses={200: _STREAM},
 )
 async def create(request: Request, body: ResponseRequest) -> Response:
     """Answer a conversation, given whole or continued."""
@@ -86,7 +81,6 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 @router.get(
     "/v1/responses/{response_id}",
     response_class=JSONResponse,
-    responses={200: {"model": ResponseAnswer}},
 )
 async def retrieve(
     request: Request, response_id: ResponseId, stream: Annotated[bool, Query()] = False
@@ -103,7 +97,6 @@ async def retrieve(
 @router.delete(
     "/v1/responses/{response_id}",
     response_class=JSONResponse,
-    responses={200: {"model": DeletedResponse}},
 )
 async def delete(request: Request, response_id: ResponseId) -> Response:
     """Forget a response; what continues it cannot be continued any more."""
@@ -115,7 +108,6 @@ async def delete(request: Request, response_id: ResponseId) -> Response:
 @router.get(
     "/v1/responses/{response_id}/input_items",
     response_class=JSONResponse,
-    responses={200: {"model": ItemList}},
 )
 async def input_items(
     request: Request,

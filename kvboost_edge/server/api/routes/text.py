@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from kvboost_edge.server.api.answers import ERRORS, Detokenized, Tokenized
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.api.checks import answered, served_model
@@ -23,7 +20,15 @@ from kvboost_edge.server.api.prompts import (
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import DetokenizeRequest, TokenizeRequest
 from kvboost_edge.server.models.server import server_of
-from kvboost_edge.server.models.shown import Model, ModelList, listed
+from kvboost_edge.server.models.shown import listed
+from kvboost_edge.server.response_types import (
+    ERRORS,
+    Detokenized,
+    Model,
+    ModelList,
+    Piece,
+    Tokenized,
+)
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
 from kvboost_edge.server.work.streams import dumps_long, json_response, send_json
@@ -38,7 +43,8 @@ async def models(request: Request) -> Response:
     """Every model that is served, by each of its names, loaded or not."""
     server = server_of(request)
     data = [listed(one, server.shared, name) for one in server.models.all for name in one.names]
-    return json_response({"object": "list", "data": data})
+    answer: ModelList = {"object": "list", "data": data}
+    return json_response(answer)
 
 
 @router.get(
@@ -89,10 +95,11 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 def _detokenize(state: ModelState, ids: list[int]) -> bytes:
     text = state.engine.tokenizer.decode(ids, skip_special_tokens=False)
-    return dumps_long({"content": text, "prompt": text})
+    answer: Detokenized = {"content": text, "prompt": text}
+    return dumps_long(answer)
 
 
-def _tokenize(state: ModelState, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(state: ModelState, body: TokenizeRequest) -> Tokenized:
     tokenizer = state.engine.tokenizer
     text = body.prompt if body.content is None else body.content
     if body.messages is not None:
@@ -116,8 +123,11 @@ def _tokenize(state: ModelState, body: TokenizeRequest) -> dict[str, Any]:
             field, f"the text has {len(ids)} tokens; at most {most} are shown one by one"
         )
     texts = TokenTexts(tokenizer)
-    answer: dict[str, Any] = {
-        "tokens": [{"id": i, "piece": texts.text(i)} for i in ids] if body.with_pieces else ids,
+    pieces: list[Piece] = (
+        [{"id": i, "piece": texts.text(i)} for i in ids] if body.with_pieces else []
+    )
+    answer: Tokenized = {
+        "tokens": pieces if body.with_pieces else ids,
         "count": len(ids),
         "max_model_len": state.engine.runner_info.max_context,
     }

@@ -347,7 +347,7 @@ async def test_thinking_can_be_turned_off(app, speaker, path):
 async def test_another_model_is_not_found(app, path):
     answer = await app.post(path, json={**asked(path, "hello"), "model": "nobody"})
     assert (answer.status_code, "nobody" in error_text(path, answer.content)) == (404, True)
-    if path == "/v1/messages" or path == "/completion":
+    if path in {"/v1/messages", "/completion"}:
         assert answer.json()["error"]["type"] == "not_found_error"
 
 

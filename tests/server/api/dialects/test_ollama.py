@@ -6,6 +6,7 @@ import pytest
 
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
+from kvboost_edge import __version__
 
 CHAT = APIS["/api/chat"]
 GENERATE = APIS["/api/generate"]
@@ -76,3 +77,9 @@ async def test_the_model_is_listed_and_shown_by_its_names(app):
         assert (
             await app.post("/api/chat", json={"model": name, "messages": []})
         ).status_code == 200
+
+
+async def test_the_version_is_that_of_the_api_and_of_the_server(app):
+    answer = (await app.get("/api/version")).json()
+    assert answer.keys() == {"version", "server"}
+    assert answer["server"] == f"kvboost-edge {__version__}"

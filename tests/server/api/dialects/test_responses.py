@@ -7,7 +7,6 @@ from pathlib import Path
 
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
-from kvboost_edge.server.api.dialects.responses.answers import DeletedResponse, ItemList
 from kvboost_edge.server.work.remembered import Turn
 
 API = APIS["/v1/responses"]
@@ -89,7 +88,6 @@ async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
 
     async def listed(**query):
         found = await app.get(f"{path}/input_items", params=query)
-        ItemList.model_validate_json(found.content, strict=True)
         page = found.json()
         return (
             [item["content"][0]["text"] for item in page["data"]],
@@ -105,7 +103,6 @@ async def test_a_remembered_response_is_shown_and_forgotten(app, speaker):
     for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "x"}):
         assert (await app.get(f"{path}/input_items", params=wrong)).status_code == 400
     deleted = await app.delete(path)
-    DeletedResponse.model_validate_json(deleted.content, strict=True)
     assert deleted.json() == {"id": answer["id"], "object": "response", "deleted": True}
     for method, at in (("GET", path), ("DELETE", path), ("GET", f"{path}/input_items")):
         gone = await app.request(method, at)

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from kvboost_edge.server.api.answers import BlockCounts
 from kvboost_edge.server.api.bounds import BOUNDS
+from kvboost_edge.server.response_types import BlockCounts
 
 PARSE = (
     "const parser = new it.EventParser(); return argument.flatMap((piece) => parser.push(piece));"
@@ -231,7 +231,7 @@ def test_what_came_from_a_tier_stands_under_the_answer(modules):
 
 def test_every_state_of_the_engine_is_on_the_map_with_a_fill_of_its_own(modules):
     states = [state["name"] for state in modules.module("poolmap", "return it.STATES;")]
-    assert states == list(BlockCounts.model_fields)
+    assert states == list(BlockCounts.__annotations__)
     drawn = modules.module(
         "poolmap",
         """

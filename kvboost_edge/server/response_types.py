@@ -1,36 +1,77 @@
-"""What the answers look like, for the OpenAPI document: they are written by hand, not through these
-models. A test asks every route and compares the keys.
+"""Response bodies of our own and of OpenAI's routes: the functions that write them return these
+types, and the OpenAPI document shows them.
+
+The routes of other projects' APIs declare none: their vendors document them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict
-
-from kvboost_edge.server.doctor.shown import PromptCache
-from kvboost_edge.server.models.shown import ModelsMemory
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
 __all__ = [
     "ERRORS",
+    "UNDECLARED_ERRORS",
     "BlockCounts",
     "Blocks",
+    "Cause",
     "ChatAnswer",
+    "ChatChoiceAnswer",
+    "ChatLogprobs",
+    "ChatMessageAnswer",
+    "ChatToken",
+    "ChatTokenAndOthers",
+    "ChunkHead",
     "CompletionAnswer",
+    "CompletionChoiceAnswer",
+    "CompletionLogprobs",
+    "Costs",
     "Detokenized",
+    "EmbeddingAnswer",
+    "EngineStats",
     "ErrorAnswer",
-    "Memory",
+    "Explained",
+    "Figures",
+    "FinishReason",
+    "HeldInCache",
+    "InputUsage",
+    "Model",
+    "ModelFigures",
+    "ModelList",
+    "ModelsMemory",
+    "Phase",
+    "Piece",
+    "PoolBytes",
+    "PromptCache",
+    "PromptCaches",
+    "Ranked",
+    "ReplicaPool",
+    "ReplicaStats",
+    "RerankAnswer",
     "Reset",
+    "Spent",
     "Stats",
+    "Throughput",
+    "TierView",
+    "Timings",
     "Tokenized",
+    "Unpinned",
+    "Usage",
+    "Vector",
     "Warmed",
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+@with_config(ConfigDict(extra="forbid"))
+class _Answer(TypedDict):
+    """Base of all response bodies: they have no other keys."""
+
+
+# Errors.
 
 
 class ErrorDetail(_Answer):
@@ -52,6 +93,128 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer},
     "5XX": {"model": ErrorAnswer},
 }
+UNDECLARED_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}, "5XX": {}}
+"""Errors of other projects' APIs, each in the shape that its clients look for."""
+
+
+# Cache-miss reports.
+
+Cause = Literal[
+    "none",
+    "bypassed",
+    "not_started",
+    "not_compared",
+    "first_seen",
+    "new_text",
+    "tail",
+    "evicted",
+    "state",
+    "not_kept",
+    "tool_order",
+    "tools",
+    "template",
+    "thinking",
+    "retokenized",
+    "other_message",
+    "changed_text",
+    "other_position",
+]
+"""Why the rest of a prompt was computed, see `doctor.diagnosis.CAUSES`."""
+
+
+class PromptCache(_Answer):
+    """Where a prompt left what its API key asked before, and why. The two texts are of that place,
+    `text_before` of the request `compared_with`; `seconds`: what computing `computed_tokens` took;
+    `evicted_from`: the pool and tiers that had it and dropped it.
+    """
+
+    request_id: str
+    at: float
+    cause: Cause
+    prompt_tokens: int
+    hit_tokens: dict[str, int]
+    reused_span_tokens: int
+    computed_tokens: int
+    seconds: float
+    position: int
+    field: str
+    field_before: str
+    text: str
+    text_before: str
+    compared_with: str
+    evicted_from: list[str]
+    normalised: list[str]
+    model: str
+
+
+class PromptCaches(_Answer):
+    """What became of the last prompts of this API key, the latest first and without texts;
+    `kept_seconds` 0: requests are not kept (--request-history 0).
+    """
+
+    object: Literal["list"]
+    data: list[PromptCache]
+    kept_seconds: float
+
+
+# Models.
+
+Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
+
+
+class ModelMeta(_Answer):
+    architecture: str
+    dtype: str
+    runner: str
+    vocab_size: int
+    weight_bytes: int
+
+
+class Model(_Answer):
+    """One name of a model, `root` the one that answers tell. Of one that was never loaded
+    max_model_len and meta are null. failure: why its last loading failed.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+    meta: ModelMeta | None
+    state: Phase
+    failure: str | None
+
+
+class ModelList(_Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ModelFigures(_Answer):
+    """bytes: what its weights, pool and states take; in_use: requests that hold it or wait for it;
+    unloads_in_seconds: null while no time is set; waits_for: what its loading waits for, else "".
+    """
+
+    id: str
+    state: Phase
+    bytes: int
+    in_use: int
+    unloads_in_seconds: float | None
+    waits_for: str
+
+
+class ModelsMemory(_Answer):
+    """Of all models together; waiting: requests for one that is not loaded yet."""
+
+    max_bytes: int
+    taken_bytes: int
+    waiting: int
+    data: list[ModelFigures]
+
+
+# Figures of a request.
 
 
 class PromptTokensDetails(_Answer):
@@ -88,11 +251,6 @@ class Timings(_Answer):
     draft_n_accepted: int
 
 
-def _only_when_asked(name: str) -> ConfigDict:
-    """The field is always there where it is asked for, and never null."""
-    return ConfigDict(json_schema_extra=lambda schema: schema["required"].remove(name))
-
-
 class Costs(_Answer):
     """What ran, where the time went, and where the cached tokens came from. `approximate`: some
     tokens were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were
@@ -125,22 +283,36 @@ class Costs(_Answer):
 class Explained(Costs):
     """The same, and with kvboost.explain what became of the first prompt."""
 
-    model_config = _only_when_asked("cache")
-
-    cache: PromptCache
+    cache: NotRequired[PromptCache]
 
 
-class _Figures(_Answer):
-    usage: Usage
+class Spent(_Answer):
+    """The members of an answer that say what it cost."""
+
     timings: Timings
     kvboost: Explained
 
 
-class _Head(_Figures):
+class Figures(Spent):
+    """Figures of a completion or a chat completion."""
+
+    usage: Usage
+
+
+# Completions and chat completions.
+
+
+class _Head(_Answer):
     id: str
     created: int
     model: str
     system_fingerprint: str
+
+
+class ChunkHead(_Head):
+    """Members that an answer, and every chunk of one, begins with."""
+
+    object: str
 
 
 class CompletionLogprobs(_Answer):
@@ -150,22 +322,17 @@ class CompletionLogprobs(_Answer):
     text_offset: list[int]
 
 
-class _TokenIds(_Answer):
-    model_config = _only_when_asked("token_ids")
-
-    token_ids: list[int]
-
-
-class CompletionChoiceAnswer(_TokenIds):
+class CompletionChoiceAnswer(_Answer):
     """`token_ids` only when asked for."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    token_ids: NotRequired[list[int]]
 
 
-class CompletionAnswer(_Head):
+class CompletionAnswer(Figures, _Head):
     object: Literal["text_completion"]
     choices: list[CompletionChoiceAnswer]
 
@@ -204,22 +371,26 @@ class ChatMessageAnswer(_Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str = ""
-    tool_calls: list[ToolCall] = []
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
-class ChatChoiceAnswer(_TokenIds):
+class ChatChoiceAnswer(_Answer):
     """`token_ids` only when asked for."""
 
     index: int
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: NotRequired[list[int]]
 
 
-class ChatAnswer(_Head):
+class ChatAnswer(Figures, _Head):
     object: Literal["chat.completion"]
     choices: list[ChatChoiceAnswer]
+
+
+# Texts and vectors.
 
 
 class Piece(_Answer):
@@ -230,17 +401,62 @@ class Piece(_Answer):
 class Tokenized(_Answer):
     """`token_strs` only when asked for."""
 
-    model_config = _only_when_asked("token_strs")
-
     tokens: list[int] | list[Piece]
     count: int
     max_model_len: int
-    token_strs: list[str]
+    token_strs: NotRequired[list[str]]
 
 
 class Detokenized(_Answer):
     content: str
     prompt: str
+
+
+class CachedTokens(_Answer):
+    cached_tokens: int
+
+
+class InputUsage(_Answer):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Vector(_Answer):
+    """`embedding` is a list of numbers, or base64 of them as little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingAnswer(_Answer):
+    object: Literal["list"]
+    data: list[Vector]
+    model: str
+    usage: InputUsage
+
+
+class RankedText(_Answer):
+    text: str
+
+
+class Ranked(_Answer):
+    """`index` is the document's place in the request; `document` is there if it was asked for."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedText]
+
+
+class RerankAnswer(_Answer):
+    object: Literal["list"]
+    model: str
+    results: list[Ranked]
+    usage: InputUsage
+
+
+# The cache.
 
 
 class Warmed(_Answer):
@@ -310,33 +526,39 @@ class Throughput(_Answer):
     generated_tokens_per_second: float
 
 
-class ReplicaStats(_Answer):
+class HeldInCache(_Answer):
+    """What is in the cache of one engine; the names in cache, pool and memory are the engine's."""
+
+    cache: dict[str, float]
+    pool: dict[str, Any]
+    tiers: dict[str, TierFigures]
+    memory: dict[str, int]
+
+
+class ReplicaStats(HeldInCache):
     """One replica's part of them."""
 
     running: int
     waiting: int
     waiting_tokens: int
-    cache: dict[str, float]
-    pool: dict[str, Any]
-    tiers: dict[str, TierFigures]
-    memory: dict[str, int]
 
 
-class Stats(_Answer):
+class EngineStats(HeldInCache):
+    """Stats of one model alone."""
+
+    object: Literal["stats"]
+    model: str
+    queue: Queue
+    throughput: Throughput
+    replicas: dict[str, ReplicaStats]
+
+
+class Stats(EngineStats):
     """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and
     memory are the engine's own names. replicas: of each, by name, where several serve the model and
     the others are their sums. models: which are loaded, and what they take.
     """
 
-    object: Literal["stats"]
-    model: str
-    queue: Queue
-    cache: dict[str, float]
-    pool: dict[str, Any]
-    tiers: dict[str, TierFigures]
-    memory: dict[str, int]
-    throughput: Throughput
-    replicas: dict[str, ReplicaStats]
     models: ModelsMemory
 
 
@@ -374,13 +596,18 @@ class TierView(_Answer):
     recent_hit_tokens: int
 
 
-class ReplicaPool(_Answer):
-    """One replica's pool: its blocks, those of them that can be matched, and their bytes of all."""
+class PoolBytes(_Answer):
+    """Blocks of a pool that can be matched, and their bytes of all."""
 
-    num_blocks: int
     blocks: int
     bytes: int
     max_bytes: int
+
+
+class ReplicaPool(PoolBytes):
+    """One replica's pool: its blocks, those of them that can be matched, and their bytes of all."""
+
+    num_blocks: int
     running: int
     waiting: int
     hit_rate: float | None
