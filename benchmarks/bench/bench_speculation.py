@@ -223,7 +223,7 @@ def _follow(script: Script) -> None:
 
 
 def main() -> None:
-    global _tokenizer
+    global _tokenizer  # noqa: PLW0603 - the patched sampler reads it
     options: argparse.ArgumentParser = parser_for_models(__doc__)
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--capacity", type=int, default=16384, help="tokens of KV")

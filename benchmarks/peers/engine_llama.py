@@ -28,7 +28,7 @@ class Engine:
 
     def __init__(self, options: Any) -> None:
         ll.llama_backend_init()
-        ll.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        ll.llama_log_set(_silent, ctypes.c_void_p(0))
         self.model = ll.llama_model_load_from_file(
             str(options.model).encode(), ll.llama_model_default_params()
         )
@@ -189,5 +189,5 @@ class Engine:
 
 
 @ll.llama_log_callback
-def _SILENT(level: int, text: bytes, data: Any) -> None:
+def _silent(level: int, text: bytes, data: Any) -> None:
     """The library's log is not wanted here."""

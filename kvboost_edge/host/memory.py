@@ -72,7 +72,7 @@ def set_own_share(share: float) -> None:
     """Of memory that several processes like this one take at the same time, this one's part, above
     0 and at most 1.
     """
-    global _own_share
+    global _own_share  # noqa: PLW0603 - one value of the process
     if not 0 < share <= 1:
         raise ValueError(f"share={share!r} must be above 0 and at most 1")
     _own_share = share

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cli.servers.test_remote import GOOD, chunk
-from cli.servers.test_remote import server as server
+from cli.servers.test_remote import server as server  # noqa: PLC0414 - a fixture
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.server.live_servers import wait_until
 from kvboost_edge.cli.chat import _remote

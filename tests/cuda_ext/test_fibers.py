@@ -132,6 +132,7 @@ def sanitized(argument):
         capture_output=True,
         text=True,
         timeout=900,
+        check=False,
     )
 
 

@@ -337,9 +337,9 @@ class PoolMachine(Asking):
         op = self.manager.make_writable(seq.table, index)
         self.made_writable(seq, before, range(index, index + 1), refs)
         self.apply([] if op is None else [op])
-        for position in range(index * self.size, min((index + 1) * self.size, seq.computed)):
-            slot = seq.table.block_ids[index] * self.size + position % self.size
-            self.memory[slot] = (seq.root, tuple(seq.tokens[: position + 1]))
+        for made in range(index * self.size, min((index + 1) * self.size, seq.computed)):
+            slot = seq.table.block_ids[index] * self.size + made % self.size
+            self.memory[slot] = (seq.root, tuple(seq.tokens[: made + 1]))
 
     @precondition(lambda self: self.live)
     @rule(number=picks)

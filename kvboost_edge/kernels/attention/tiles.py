@@ -378,9 +378,9 @@ def stage_rows(
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
-        for kind in (KIND_F32, KIND_F16, KIND_BF16):
-            with b.if_then(b.icmp_signed("==", arguments[7], _int(kind))):
-                _emit_stage(b, arguments, kind)
+        for stored in (KIND_F32, KIND_F16, KIND_BF16):
+            with b.if_then(b.icmp_signed("==", arguments[7], _int(stored))):
+                _emit_stage(b, arguments, stored)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8), codegen

@@ -153,7 +153,7 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
         num_rows=num_rows,
         first_position=first_position,
         low=low,
-        high=min(item.valid_to, min(seq_len, first_position + item.num_rows + shape.ahead)),
+        high=min(item.valid_to, seq_len, first_position + item.num_rows + shape.ahead),
         query=query,
         scores=scores,
         rescale=rescale,

@@ -206,7 +206,7 @@ def _opened(
 
 def _after_fork() -> None:
     """A child holds no lock and writes nothing: its tiers are empty and closed."""
-    global _stores_lock
+    global _stores_lock  # noqa: PLW0603 - one lock of the process
     _stores_lock = threading.Lock()
     for shared in _stores.values():
         shared.store.after_fork()

@@ -21,7 +21,7 @@ ROOT = root_hash(model_fingerprint="test", kv_format="test")
 
 
 @dataclasses.dataclass(slots=True)
-class Sequence_:
+class DrivenSequence:
     """A running sequence: all its tokens so far, and the table that holds the first num_computed of
     them.
     """
@@ -45,27 +45,27 @@ class PagedDriver:
         self.runner = runner
         self.backend = backend
         self.manager = KVCacheManager(backend.num_blocks, backend.spec.block_size)
-        self.live: list[Sequence_] = []
+        self.live: list[DrivenSequence] = []
         backend.release_blocks(range(backend.num_blocks))  # what another driver left begun
         backend.poison_blocks(range(backend.num_blocks))
         runner.bind(backend)
 
-    def open(self, token_ids: Sequence[int]) -> Sequence_:
-        sequence = Sequence_(list(token_ids), self.manager.open_table(token_ids, ROOT))
+    def open(self, token_ids: Sequence[int]) -> DrivenSequence:
+        sequence = DrivenSequence(list(token_ids), self.manager.open_table(token_ids, ROOT))
         self.live.append(sequence)
         return sequence
 
-    def fork(self, sequence: Sequence_) -> Sequence_:
-        child = Sequence_(list(sequence.token_ids), self.manager.fork(sequence.table))
+    def fork(self, sequence: DrivenSequence) -> DrivenSequence:
+        child = DrivenSequence(list(sequence.token_ids), self.manager.fork(sequence.table))
         self.live.append(child)
         return child
 
-    def close(self, sequence: Sequence_) -> None:
+    def close(self, sequence: DrivenSequence) -> None:
         self.manager.free(sequence.table)
         self.live.remove(sequence)
         self.manager.check_invariants([other.table for other in self.live])
 
-    def step(self, work: Sequence[tuple[Sequence_, int]]) -> list[npt.NDArray[np.float32]]:
+    def step(self, work: Sequence[tuple[DrivenSequence, int]]) -> list[npt.NDArray[np.float32]]:
         """One pass over the next `count` tokens of each sequence; logits of every new token, per
         sequence.
         """
@@ -75,7 +75,7 @@ class PagedDriver:
 
     def step_for(
         self,
-        work: Sequence[tuple[Sequence_, int]],
+        work: Sequence[tuple[DrivenSequence, int]],
         logit_rows: Sequence[int],
         state_rows: Sequence[int] = (),
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -120,11 +120,11 @@ class PagedDriver:
         self.manager.check_invariants([sequence.table for sequence in self.live])
         return logits, states
 
-    def states(self, work: Sequence[tuple[Sequence_, int]]) -> PassStates | None:
+    def states(self, work: Sequence[tuple[DrivenSequence, int]]) -> PassStates | None:
         """The slots of a pass, of a model with states."""
         return None
 
-    def prefill(self, sequence: Sequence_, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
+    def prefill(self, sequence: DrivenSequence, chunk: int = 1 << 30) -> npt.NDArray[np.float32]:
         """Compute all that is left, at most `chunk` tokens a pass; logits of the computed
         tokens.
         """
@@ -135,7 +135,7 @@ class PagedDriver:
 
     def decode(
         self,
-        sequences: Sequence[Sequence_],
+        sequences: Sequence[DrivenSequence],
         last_logits: Sequence[npt.NDArray[np.float32]],
         steps: int,
     ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from helpers.runners.paged_driver import PagedDriver, Sequence_
+from helpers.runners.paged_driver import DrivenSequence, PagedDriver
 from kvboost_edge.backends.base import Backend, PassStates
 from kvboost_edge.runners.base import Runner
 
@@ -31,19 +31,19 @@ class StateDriver(PagedDriver):
         self.wanted: dict[int, dict[int, int]] = {}
         self.drafts: dict[int, int] = {}
 
-    def open(self, token_ids: Sequence[int], read: int = -1) -> Sequence_:
+    def open(self, token_ids: Sequence[int], read: int = -1) -> DrivenSequence:
         """A sequence whose first pass reads a slot; -1: from its first token on."""
         sequence = super().open(token_ids)
         self.slots[id(sequence)] = (read, self.free.pop())
         return sequence
 
-    def save(self, sequence: Sequence_, position: int) -> int:
+    def save(self, sequence: DrivenSequence, position: int) -> int:
         """The slot in which the state behind so many tokens will be."""
         slot = self.free.pop()
         self.wanted.setdefault(id(sequence), {})[position] = slot
         return slot
 
-    def states(self, work: Sequence[tuple[Sequence_, int]]) -> PassStates:
+    def states(self, work: Sequence[tuple[DrivenSequence, int]]) -> PassStates:
         saves = []
         for index, (sequence, count) in enumerate(work):
             start = sequence.table.num_computed_tokens

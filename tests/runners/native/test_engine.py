@@ -113,5 +113,6 @@ def test_no_torch_is_imported(tiny_model_dir):
         capture_output=True,
         text=True,
         timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
