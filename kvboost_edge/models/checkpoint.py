@@ -21,8 +21,8 @@ from kvboost_edge.models.config.file import (
 )
 from kvboost_edge.models.config.layer_ropes import with_long_rope
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
-from kvboost_edge.models.config.spec import FAMILIES, describe_model
-from kvboost_edge.models.families.gguf_names import counted_parts, is_other_part
+from kvboost_edge.models.config.spec import describe_model
+from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
     fingerprint_of_files,
@@ -32,6 +32,7 @@ from kvboost_edge.models.fingerprint import (
 from kvboost_edge.models.gguf.check import check_gguf
 from kvboost_edge.models.gguf.config import TOKENS, gguf_config, gguf_generation
 from kvboost_edge.models.gguf.dense import gguf_dense
+from kvboost_edge.models.gguf.names import counted_parts, is_other_part
 from kvboost_edge.models.gguf.source import GgufSource, own_layers
 from kvboost_edge.models.gguf.split import read_gguf_model
 from kvboost_edge.models.onnx.check import check_onnx, onnx_types

@@ -16,7 +16,9 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.json_file import read_config_object
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
-from kvboost_edge.models.families.completed import is_static_dynamic
+from kvboost_edge.models.families.family import Architecture
+from kvboost_edge.models.families.hunyuan import is_static_dynamic
+from kvboost_edge.models.families.registry import MODEL_TYPES
 
 __all__ = [
     "LATENT",
@@ -43,28 +45,6 @@ PHI3_LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Architecture:
-    """A model family: `tested` when its results are compared with transformers' own in the test
-    suite.
-
-    runners  "native", "torch": those that compute it, of a tested family those it is tested with
-    files    what the native runner reads it from, else what transformers does
-    oracle   what its results are compared with
-    """
-
-    tested: bool
-    note: str
-    runners: tuple[str, ...]
-    files: tuple[str, ...]
-    oracle: str
-
-    @property
-    def proof(self) -> str:
-        """All that its results are compared with, on tiny random models."""
-        return self.oracle + "; llama.cpp (GGUF)" * (self.tested and "GGUF" in self.files)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class CompatibilityReport:
     """Whether a model runs here. `reason` says why not, or what to know; empty when there is
     nothing to say.
@@ -86,112 +66,10 @@ class PinnedContext:
     length: int
 
 
-_TESTED = {
-    "llama": "Llama, TinyLlama, SmolLM2 and kin; default, linear, llama3, yarn and longrope",
-    "mistral": "Mistral 7B and kin, sliding window",
-    "qwen2": "Qwen2 and Qwen2.5",
-    "qwen3": "Qwen3, dense; normalized queries and keys",
-    "gemma": "Gemma 1, scaled embeddings",
-    "gemma2": "Gemma 2, softcaps, local and global layers",
-    "gemma3_text": "Gemma 3, local and global layers with their own rope",
-    "gemma4_text": (
-        "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, experts "
-        "beside MLPs"
-    ),
-    "gemma4_unified_text": "the same without embeddings of the layers",
-    "gemma4": "the language part of a vision and audio model; text only",
-    "gemma4_unified": "the language part of a vision and audio model; text only",
-    "phi3": "Phi-3 and Phi-4, plain rope and longrope",
-    "olmo2": "OLMo 2, norms behind the blocks",
-    "olmo3": "OLMo 3, local and global layers, norms behind the blocks",
-    "exaone4": "EXAONE 4, local and global layers, these without rope",
-    "ernie4_5": "the dense models of ERNIE 4.5",
-    "glm4": "GLM-4, partial rotary, norms before and behind the blocks",
-    "granite": "Granite, scaled attention, residual and logits",
-    "granitemoehybrid": (
-        "Granite 4, Mamba2 beside attention, on torch without, mixture of experts beside a "
-        "shared one"
-    ),
-    "smollm3": "SmolLM3, layers without rope",
-    "hunyuan_v1_dense": "Hunyuan, dense; queries and keys normalized behind rope",
-    "ministral3": "Ministral 3, queries scaled by position",
-    "gemma3": "the language part of a vision model; text only",
-    "minicpm": "MiniCPM 1, 2 and 4; scaled embeddings, residual and logits",
-    "qwen3_vl": "the language part of a vision model; text only",
-    "qwen3_vl_text": "the same without its vision part",
-    "mistral3": "the language part of a vision model; text only",
-    "granite_swa": "Granite, local and global layers, attention sinks",
-    "qwen3_moe": "Qwen3, mixture of experts",
-    "olmoe": "OLMoE, mixture of experts",
-    "ernie4_5_moe": "ERNIE 4.5, mixture of experts with a bias of the choice and shared experts",
-    "granitemoe": "Granite 3, mixture of experts",
-    "mixtral": "Mixtral, mixture of experts",
-    "gpt_oss": "gpt-oss, mixture of experts with biases, local and global layers, attention sinks",
-    "qwen2_moe": "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
-    "lfm2": "LFM2 and LFM2.5, short convolutions beside attention",
-    "lfm2_moe": "the same, mixture of experts by sigmoids",
-    "qwen3_5_text": "Qwen3.5 and kin, gated delta rule beside gated attention",
-    "qwen3_5_moe_text": "the same, mixture of experts with a shared one behind a gate",
-    "falcon_h1": "Falcon-H1, Mamba2 and attention beside each other in each layer",
-    "nemotron_h": (
-        "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; "
-        "without gates"
-    ),
-    "lfm2_vl": "the language part of a vision model; text only",
-    "qwen3_5": "the language part of a vision model; text only",
-    "qwen3_5_moe": "the language part of a vision model; text only",
-    "stablelm": "partial rotary",
-    "starcoder2": "sliding window, biases",
-    "gpt_neox": "parallel residual, partial rotary",
-}
-_UNTESTED = {
-    "apertus": "normalized queries and keys",
-    "arcee": "Llama's attention",
-    "cohere": "scaled logits",
-    "cohere2": "local and global layers",
-    "glm": "partial rotary",
-    "gpt2": "learned positions",
-    "gpt_bigcode": "learned positions, one key-value head",
-    "helium": "Llama's attention",
-    "ministral": "local and global layers",
-    "nemotron": "partial rotary",
-    "olmo": "Llama's attention",
-    "phi": "parallel residual, partial rotary",
-    "seed_oss": "Llama's attention",
-    "vaultgemma": "local and global layers",
-}
-_TORCH_ALONE = frozenset("stablelm starcoder2 gpt_neox".split())
-_NATIVE_ALONE = frozenset(
-    "qwen3_vl qwen3_vl_text mistral3 gemma3 gemma4 gemma4_unified gemma4_unified_text minicpm "
-    "lfm2 lfm2_moe lfm2_vl qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h "
-    "falcon_h1".split()
-)
-_GGUF = frozenset(
-    "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmoe mixtral granitemoe ernie4_5_moe gpt_oss "
-    "qwen3_vl qwen3_vl_text gemma gemma2 gemma3_text gemma4_text phi3 olmo2 olmo3 exaone4 "
-    "ernie4_5 glm4 granite granitemoehybrid smollm3 hunyuan_v1_dense ministral3 mistral3 minicpm "
-    "lfm2 lfm2_moe qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text nemotron_h falcon_h1".split()
-)
-_OTHER_ORACLES = {"minicpm": "a NumPy model"}  # of which transformers has no class
-_ONNX = frozenset("llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 granite".split())
-
-
-def _architecture(name: str, note: str, *, tested: bool) -> Architecture:
-    native = tested and name not in _TORCH_ALONE
-    torch = name not in _NATIVE_ALONE
-    runners = tuple(runner for runner, has in (("native", native), ("torch", torch)) if has)
-    files = (("safetensors", True), ("GGUF", name in _GGUF), ("ONNX", name in _ONNX))
-    oracle = _OTHER_ORACLES.get(name, "transformers") if tested else "nothing"
-    return Architecture(tested, note, runners, tuple(kind for kind, has in files if has), oracle)
-
-
 SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        name: _architecture(name, note, tested=tested)
-        for group, tested in ((_TESTED, True), (_UNTESTED, False))
-        for name, note in group.items()
-    }
+    {name: known.architecture for name, known in MODEL_TYPES.items()}
 )
+"""Families that run, by model_type."""
 
 _STATE_SPACE = (
     "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and "

@@ -12,8 +12,9 @@ from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 from kvboost_edge.models.config.json_file import read_config_object
 from kvboost_edge.models.config.nested import is_nested, text_config
+from kvboost_edge.models.families.family import Family
 from kvboost_edge.models.families.fields import number_of, positive, size_of
-from kvboost_edge.models.families.nemotron import kinds_of_layers
+from kvboost_edge.models.families.registry import FAMILIES
 
 __all__ = [
     "GenerationDefaults",
@@ -25,8 +26,6 @@ __all__ = [
     "text_config",
 ]
 
-# What transformers takes where a config leaves it out; in other families it is the number of heads.
-_KV_HEADS = {"nemotron_h": 8, "falcon_h1": 8}
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Numbers that spoil every result when they are damaged, whichever runner it is.
 _MULTIPLIERS = (
@@ -164,16 +163,19 @@ def generation_defaults(
 
 
 def _complete(config: dict[str, Any]) -> None:
-    """Sizes that families leave out. Nemotron-H has as many layers as their kinds, whatever else a
-    config says.
-    """
-    model_type = config["model_type"]
-    if model_type in _KV_HEADS:
-        config.setdefault("num_key_value_heads", _KV_HEADS[model_type])
-    if model_type == "nemotron_h":
-        _, kinds = kinds_of_layers(config)
-        if kinds and isinstance(kinds, (list, str)):
-            config["num_hidden_layers"] = len(kinds)
+    """Sizes that a family's configs leave out, or that follow from others."""
+    family = _family_of(config)
+    if family is None:
+        return
+    if family.kv_heads is not None:
+        config.setdefault("num_key_value_heads", family.kv_heads)
+    layers = family.num_layers(config) if family.num_layers else None
+    if layers is not None:
+        config["num_hidden_layers"] = layers
+
+
+def _family_of(config: Mapping[str, Any]) -> Family | None:
+    return FAMILIES.get(str(config.get("model_type")))
 
 
 def _check_heads(config: Mapping[str, Any], path: Path) -> None:
@@ -189,9 +191,7 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
         )
     if config.get("head_dim") is not None:
         positive("head_dim", config["head_dim"], path)
-    elif (
-        hidden % heads and config.get("model_type") != "nemotron_h"
-    ):  # which has attention_head_dim, or 128
+    elif hidden % heads and not ((family := _family_of(config)) and family.odd_heads):
         raise ModelFormatError(
             f"{path}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
         )

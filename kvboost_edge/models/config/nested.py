@@ -4,54 +4,15 @@ contradict what is around.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.family import Wrapper
+from kvboost_edge.models.families.registry import WRAPPERS
 
-__all__ = ["WRAPPERS", "Wrapper", "is_nested", "text_config"]
+__all__ = ["is_nested", "text_config"]
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wrapper:
-    """What a model of several parts has inside.
-
-    texts     model types its language model can have, first the one where the config does not say
-    tied      tie_word_embeddings where neither config says it
-    defaults  what its files leave out of the language model's config
-    """
-
-    texts: tuple[str, ...]
-    tied: bool
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-# Gemma's files name only what differs from these.
-_GEMMA3 = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-}
-WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
-    {
-        "gemma3": Wrapper(("gemma3_text",), tied=True, defaults=_GEMMA3),
-        "gemma4": Wrapper(("gemma4_text",), tied=True),
-        "gemma4_unified": Wrapper(("gemma4_unified_text",), tied=True),
-        "mistral3": Wrapper(("mistral", "ministral3"), tied=True),
-        "lfm2_vl": Wrapper(("lfm2",), tied=True),
-        "qwen3_5": Wrapper(("qwen3_5_text",), tied=False),
-        "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), tied=False),
-        "qwen3_vl": Wrapper(("qwen3_vl_text",), tied=False),
-    }
-)
-"""Model types of several parts whose language model is known, by model_type of the whole."""
 
 # What both configs may say, but only alike.
 _SHARED = (

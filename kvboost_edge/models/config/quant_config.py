@@ -1,6 +1,4 @@
-"""What the quantization_config of a checkpoint says about its 4-bit weights: AWQ, GPTQ, or MXFP4 of
-gpt-oss.
-"""
+"""What the quantization_config of a checkpoint says about its 4-bit weights: AWQ, GPTQ or MXFP4."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.registry import FAMILIES
 
 __all__ = ["GROUP", "PackedLayout", "packed_layout"]
 
@@ -40,10 +39,12 @@ def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
             f"quantization_config: quant_method={method!r} is not known to the native runner "
             "(known: awq, gptq, mxfp4)"
         )
-    if (method == "mxfp4") != (config.get("model_type") == "gpt_oss"):
+    of_mxfp4 = [name for name, family in FAMILIES.items() if family.mxfp4]
+    if (method == "mxfp4") != (config.get("model_type") in of_mxfp4):
+        names = ", ".join(of_mxfp4)
         raise ModelFormatError(
             f"quantization_config: quant_method={method!r} is not read of "
-            f"model_type={config.get('model_type')!r}: mxfp4 is of gpt_oss, and gpt_oss as mxfp4 "
+            f"model_type={config.get('model_type')!r}: mxfp4 is of {names}, and {names} as mxfp4 "
             "or floats"
         )
     if method == "mxfp4":

@@ -1,21 +1,36 @@
-"""Falcon-H1 as its configs say it: each layer attends and keeps a state of the same inputs, and
-numbers of the config multiply what goes into its parts and what comes out of them.
+"""Falcon-H1: each layer attends and keeps a state of the same inputs, and numbers of the config
+multiply what goes into its parts and what comes out of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.family import Family, ModelType
 from kvboost_edge.models.families.fields import integer_of, number_of, size_of
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.gguf_names import (
+    MATRICES,
+    SSM_SIZES,
+    STATE_SPACE,
+    GgufArchitecture,
+)
 from kvboost_edge.models.families.layers import PARALLEL, LayerFactors
 from kvboost_edge.models.families.moe import flag_of
-from kvboost_edge.models.families.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
-from kvboost_edge.models.families.ssm import Hybrid
+from kvboost_edge.models.families.ssm import (
+    MAMBA_KEYS,
+    Hybrid,
+    gguf_heads,
+    ssd_mixer,
+    ssd_names,
+    time_limit_of,
+)
 
-__all__ = ["falcon_factors", "falcon_layers", "with_falcon_words"]
+__all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
@@ -33,8 +48,8 @@ _LEAST = 1e-6
 _MOST = 1e6
 
 
-def with_falcon_words(config: Config) -> Config:
-    """The config with Granite's multipliers: keys are multiplied with a number, which may as well
+def _complete(config: Config) -> Config:
+    """The config with the usual multipliers: keys are multiplied with a number, which may as well
     be that of scores.
     """
     heads = size_of(config, "num_attention_heads")
@@ -63,7 +78,7 @@ def _factors(config: Config, key: str, count: int) -> list[float]:
     return [number_of({key: one}, key, _LEAST, _MOST) for one in given]
 
 
-def falcon_layers(config: Config, layers: int) -> Hybrid:
+def _hybrid(config: Config, layers: int) -> Hybrid:
     """All layers are alike. The norm of what a mixer results in stands on either side of its gate,
     or is not there.
     """
@@ -94,7 +109,7 @@ def falcon_layers(config: Config, layers: int) -> Hybrid:
     return Hybrid((PARALLEL,) * layers, mixer, names)
 
 
-def falcon_factors(config: Config) -> LayerFactors:
+def _layer_factors(config: Config) -> LayerFactors:
     """Each part of [z | x | B | C | dt] has a number; those of x, B and C, which a convolution
     reads, count beside that of z. What multiplies the gate before its activation multiplies the
     inputs of gate and up, and is taken back behind them.
@@ -112,3 +127,76 @@ def falcon_factors(config: Config) -> LayerFactors:
         mlp=gate,
         mlp_out=down / gate,
     )
+
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "falcon_h1": ModelType(
+            "Falcon-H1, Mamba2 and attention beside each other in each layer",
+            Family(
+                qkv_bias=False,
+                eps=1e-5,
+                norm_names=("input_layernorm", "pre_ff_layernorm"),
+                multipliers=True,
+                last_norm="model.final_layernorm",
+                kv_heads=8,
+                complete=_complete,
+                hybrid=_hybrid,
+                factors=_layer_factors,
+                mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+                unless=(
+                    ("attention_bias", (None, False)),
+                    ("mlp_bias", (None, False)),
+                    ("mamba_proj_bias", (None, False)),
+                    ("projectors_bias", (None, False)),
+                    ("hidden_act", (None, "silu", "swish")),
+                ),
+            ),
+            torch=False,
+            gguf=True,
+        )
+    }
+)
+
+
+def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """The converter multiplies weights with what the config says, so nothing is left to be
+    multiplied where the head is a tensor of its own; an embedding has its own number in it, and a
+    file does not say that of the head. Where there is a norm, llama.cpp has it behind the gate.
+    """
+    tensors = keys.header.tensors
+    (heads, dim) = gguf_heads(keys)
+    if "output.weight" not in tensors:
+        raise ModelFormatError(
+            f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which "
+            "the file holds a multiple, and does not say which"
+        )
+    return {
+        "mamba_d_ssm": heads * dim,
+        "mamba_n_heads": heads,
+        "mamba_d_head": dim,
+        "mamba_n_groups": keys.size("ssm.group_count"),
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in tensors),
+        "mamba_norm_before_gate": False,
+    }
+
+
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "falcon-h1": GgufArchitecture(
+            "falcon_h1",
+            {
+                **{name: to.replace("mlp.", "feed_forward.") for name, to in MATRICES.items()},
+                **STATE_SPACE,
+                "attn_norm": "input_layernorm",
+                "ffn_norm": "pre_ff_layernorm.weight",
+            },
+            outer={"output_norm": "model.final_layernorm"},
+            keys=SSM_SIZES,
+            config=_gguf_config,
+        )
+    }
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 
-__all__ = ["MAX_LAYERS", "integer_of", "number_of", "positive", "size_of"]
+__all__ = ["MAX_LAYERS", "integer_of", "number_of", "positive", "rope_of", "size_of"]
 
 # What a size is called: the common name, then the names of older architectures.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -66,3 +66,11 @@ def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> 
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ModelFormatError(f"{path}: {key}={value!r} must be an integer from {low} to {high}")
     return value
+
+
+def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of rope, under their newer key or the older one; empty where there are none."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        raise ModelFormatError(f"rope settings {found!r:.200} must be an object")
+    return found

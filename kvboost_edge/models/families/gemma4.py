@@ -1,4 +1,5 @@
-"""Gemma 4: what its config leaves out, and the shapes of its layers.
+"""Gemma 4: two sizes of heads, keys and values that layers share, a second embedding, experts
+beside MLPs.
 
 Sliding and full layers have heads of different sizes; the last layers may attend to keys and values
 of an earlier one, the last of their own kind that computes some, and have wider MLPs then.
@@ -7,13 +8,32 @@ of an earlier one, the last of their own kind that computes some, and have wider
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.family import Family, ModelType, Wrapper
 from kvboost_edge.models.families.fields import integer_of, size_of
-from kvboost_edge.models.families.layers import LayerShape
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.gguf_names import (
+    BOTH_NORMS,
+    EXPERT_KEYS,
+    HEAD_NORMS,
+    MATRICES,
+    WINDOW,
+    GgufArchitecture,
+)
+from kvboost_edge.models.families.layers import LayerShape, PerLayerInput
+from kvboost_edge.models.families.moe import (
+    ExpertNames,
+    Experts,
+    experts_of,
+    flag_of,
+    gguf_experts,
+)
+from kvboost_edge.models.families.windows import all_but_every
 
-__all__ = ["PerLayerInput", "gemma4_shapes", "per_layer_input", "with_gemma4_defaults"]
+__all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
@@ -39,16 +59,7 @@ _UNIFIED = {
 _OWN = ("head_dim", "num_key_value_heads")
 
 
-class PerLayerInput(NamedTuple):
-    """A second embedding: of each token `width` numbers for every layer, from a table of `rows`
-    tokens.
-    """
-
-    rows: int
-    width: int
-
-
-def with_gemma4_defaults(config: Config) -> Config:
+def _complete(config: Config) -> Config:
     """The config with what it leaves out, as transformers has it. ModelFormatError where its last
     layer slides.
     """
@@ -72,7 +83,7 @@ def with_gemma4_defaults(config: Config) -> Config:
     }
 
 
-def gemma4_shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
+def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
     """Shapes of the layers with these windows, 0 for full ones; of a config with its defaults."""
     own = _own_sizes(config, windows)
     inner, heads = (
@@ -116,7 +127,7 @@ def gemma4_shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape
     return shapes
 
 
-def per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
+def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
     """The embedding of each layer; None where the model has none. Of a config with its defaults."""
     width = integer_of(config, "hidden_size_per_layer_input", 0)
     if not width:
@@ -167,3 +178,272 @@ def _own_sizes(config: Config, windows: Sequence[int]) -> list[tuple[int, int]]:
 
 def _pair(sizes: Mapping[str, int]) -> tuple[int, int]:
     return sizes["head_dim"], sizes["num_key_value_heads"]
+
+
+def _experts(config: Config, layers: int) -> Experts | None:
+    """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times
+    a number of each expert. The router has a norm of its own. None without enable_moe_block.
+    """
+    if not flag_of(config, "enable_moe_block", False):
+        return None
+    after = "post_feedforward_layernorm"
+    names = ExpertNames(
+        "router.proj",
+        "experts.",
+        scales=("router.scale", "router.per_expert_scale"),
+        norms=(f"{after}_1", "pre_feedforward_layernorm_2", f"{after}_2"),
+    )
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    return experts_of(
+        config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True
+    )
+
+
+_FAMILY = Family(
+    norms="both",
+    tied=True,
+    head_norm="head",
+    head_dim=256,
+    scaled_embedding=True,
+    activation="gelu_pytorch_tanh",
+    value_norm=True,
+    layer_scalar=True,
+    scale=1.0,
+    capped=True,
+    local_rope=True,
+    theta=1e6,
+    windows=all_but_every(6),
+    shapes=_shapes,
+    per_layer=_per_layer_input,
+    complete=_complete,
+    experts=_experts,
+    unless=(("use_bidirectional_attention", (None, False, "vision")),),
+)
+_PART = "the language part of a vision and audio model; text only"
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "gemma4_text": ModelType(
+            "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, "
+            "experts beside MLPs",
+            _FAMILY,
+            gguf=True,
+        ),
+        "gemma4_unified_text": ModelType(
+            "the same without embeddings of the layers", _FAMILY, torch=False
+        ),
+        "gemma4": ModelType(_PART, wrapper=Wrapper(("gemma4_text",), tied=True), torch=False),
+        "gemma4_unified": ModelType(
+            _PART, wrapper=Wrapper(("gemma4_unified_text",), tied=True), torch=False
+        ),
+    }
+)
+
+_TABLE = "per_layer_token_embd.weight"
+_STILL = 1e30  # the divisor of a frequency that does not turn
+
+
+def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of transformers' config, of one that has those all models have. ModelFormatError where
+    keys contradict one another or the tensors.
+    """
+    pattern = "attention.sliding_window_pattern"
+    sliding = keys.sliding(pattern)
+    if sliding is None:
+        raise keys.error(
+            pattern,
+            keys.header.values.get(keys.name(pattern)),
+            "must say of each layer whether it slides",
+        )
+    shared = keys.optional_size("attention.shared_kv_layers", 0) or 0
+    first = len(sliding) - shared
+    if first < 1:
+        raise keys.error(
+            "attention.shared_kv_layers",
+            shared,
+            f"leaves none of {len(sliding)} layers with own keys",
+        )
+    full = keys.size("attention.key_length")
+    local = keys.size("attention.key_length_swa")
+    keys.check_values("_swa", local)
+    for suffix, dim in (("", full), ("_swa", local)):
+        rotated = keys.optional_size(f"rope.dimension_count{suffix}")
+        if rotated not in (None, dim):
+            raise keys.error(
+                f"rope.dimension_count{suffix}", rotated, f"must be the length of keys, {dim}"
+            )
+    return {
+        "layer_types": ["sliding_attention" if local else "full_attention" for local in sliding],
+        "sliding_window": keys.size("attention.sliding_window"),
+        "head_dim": local,
+        "global_head_dim": full,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": _is_double_wide(keys, first),
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+        "rope_parameters": _gguf_ropes(keys, config["rope_parameters"], full),
+        **_kv_heads(keys, sliding, first),
+        **_second_embedding(keys, config["vocab_size"], len(sliding)),
+        **_mixture(keys),
+    }
+
+
+def _mixture(keys: Keys) -> dict[str, Any]:
+    """Experts beside the MLP of every layer, where the file has them."""
+    if not keys.optional_size("expert_count", 0):
+        return {}
+    width = keys.size("expert_feed_forward_length")
+    return {
+        "enable_moe_block": True,
+        **gguf_experts(keys, used="top_k_experts"),
+        "moe_intermediate_size": width,
+    }
+
+
+def _is_double_wide(keys: Keys, first: int) -> bool:
+    """Whether the layers from `first` on, which share keys and values, have MLPs of twice the
+    width.
+    """
+    key = "feed_forward_length"
+    widths = keys.sizes(key)
+    own = set(widths[:first])
+    sharing = set(widths[first:])
+    if len(own) > 1 or len(sharing) > 1 or sharing - {widths[0], 2 * widths[0]}:
+        raise keys.error(
+            key,
+            widths,
+            f"must be one width for the first {first} layers, and that or its double behind",
+        )
+    return sharing == {2 * widths[0]}
+
+
+def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]:
+    """Key heads of both kinds of layers, and whether full ones have their keys for values."""
+    key = "attention.head_count_kv"
+    heads = keys.sizes(key)
+    by_kind = {
+        kind: {count for count, own in zip(heads, sliding, strict=True) if own is kind}
+        for kind in (True, False)
+    }
+    if any(len(counts) > 1 for counts in by_kind.values()):
+        raise keys.error(
+            key, heads, "must be one number for layers that slide and one for the others"
+        )
+    without = [
+        index for index in range(first) if f"blk.{index}.attn_v.weight" not in keys.header.tensors
+    ]
+    is_shared = bool(without)
+    if is_shared and without != [index for index in range(first) if not sliding[index]]:
+        raise ModelFormatError(
+            f"{keys.header.path} lacks the tensor 'blk.{without[0]}.attn_v.weight': keys are "
+            "values in all layers that do not slide, or in none"
+        )
+    counts = {kind: next(iter(found)) for kind, found in by_kind.items() if found}
+    config: dict[str, Any] = {
+        "attention_k_eq_v": is_shared,
+        "num_key_value_heads": counts.get(True, heads[0]),
+    }
+    if is_shared:
+        config["num_global_key_value_heads"] = counts[False]
+    elif len(set(heads)) > 1:
+        raise keys.error(
+            key, heads, "differs between layers, which is known only where keys are values"
+        )
+    return config
+
+
+def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any]:
+    """The embedding of each layer: its width, 0 where there is none, and its tokens."""
+    key = "embedding_length_per_layer_input"
+    width = keys.optional_size(key, 0) or 0
+    table = keys.header.tensors.get(_TABLE)
+    if width and table is None:
+        raise ModelFormatError(
+            f"{keys.header.path} lacks the tensor {_TABLE!r}, which {keys.name(key)}={width} needs"
+        )
+    if table is None:
+        return {"hidden_size_per_layer_input": 0}
+    if not width or table.shape != (vocab_size, layers * width):
+        raise keys.error(
+            key,
+            width,
+            f"contradicts the tensor {_TABLE!r} of shape {table.shape}: {layers} layers, "
+            f"vocabulary of {vocab_size}",
+        )
+    return {"hidden_size_per_layer_input": width, "vocab_size_per_layer_input": vocab_size}
+
+
+def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """The ropes of both kinds. A file says which of a full layer's frequencies turn by dividing the
+    others by 1e30.
+    """
+    factors = full.get("factors")
+    if factors is None:
+        raise ModelFormatError(
+            f"{keys.header.path} lacks the tensor 'rope_freqs.weight', or scales the rope besides"
+        )
+    turning = sum(factor == 1.0 for factor in factors)
+    if list(factors) != [1.0] * turning + [factors[-1]] * (len(factors) - turning) or (
+        turning < len(factors) and factors[-1] < 0.99 * _STILL
+    ):
+        raise ModelFormatError(
+            f"{keys.header.path}: tensor 'rope_freqs.weight' must be ones, then {_STILL:g}; it "
+            "holds other numbers"
+        )
+    theta = keys.number("rope.freq_base_swa")
+    return {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": full["rope_theta"],
+            "partial_rotary_factor": 2 * turning / head_dim,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 10000.0 if theta is None else theta,
+        },
+    }
+
+
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "gemma4": GgufArchitecture(
+            "gemma4_text",
+            {
+                **MATRICES,
+                **BOTH_NORMS,
+                **HEAD_NORMS,
+                "inp_gate": "per_layer_input_gate",
+                "proj": "per_layer_projection",
+                "post_norm": "post_per_layer_input_norm",
+                "layer_output_scale": "layer_scalar",
+                "ffn_gate_inp": "router.proj",
+                "ffn_gate_inp.scale": "router.scale",
+                "ffn_gate_up_exps": "experts.gate_up_proj",
+                "ffn_gate_exps": "experts.gate_proj",
+                "ffn_up_exps": "experts.up_proj",
+                "ffn_down_exps": "experts.down_proj",
+                "ffn_down_exps.scale": "router.per_expert_scale",
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            },
+            outer={
+                "per_layer_token_embd": "model.embed_tokens_per_layer",
+                "per_layer_model_proj": "model.per_layer_model_projection",
+                "per_layer_proj_norm": "model.per_layer_projection_norm",
+            },
+            keys=WINDOW
+            | EXPERT_KEYS
+            | {
+                "final_logit_softcapping",
+                "rope.freq_base_swa",
+                "rope.dimension_count_swa",
+                "attention.key_length_swa",
+                "attention.value_length_swa",
+                "attention.shared_kv_layers",
+                "embedding_length_per_layer_input",
+            },
+            experts=True,
+            by_layer=True,
+            config=_gguf_config,
+        )
+    }
+)

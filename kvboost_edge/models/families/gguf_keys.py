@@ -12,7 +12,7 @@ import numpy as np
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.families.fields import MAX_LAYERS
 
-__all__ = ["Keys"]
+__all__ = ["Keys", "layer_types"]
 
 MAX_SIZE = 1 << 31
 _AHEAD = "nextn_predict_layers"
@@ -130,3 +130,18 @@ class Keys:
         if value is not None and not (math.isfinite(value) and value > least):
             raise self.error(key, value, f"must be a number above {least:g}")
         return None if value is None else float(value)
+
+
+def layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
+    """Every `period`-th layer sees everything, the others a window; or as a list of truth values
+    says.
+    """
+    key = "attention.sliding_window_pattern"
+    layers = config["num_hidden_layers"]
+    sliding = keys.sliding(key)
+    if sliding is None:
+        period = keys.optional_size(key) or default_period
+        sliding = [(index + 1) % period != 0 for index in range(layers)]
+    return {
+        "layer_types": ["sliding_attention" if local else "full_attention" for local in sliding]
+    }

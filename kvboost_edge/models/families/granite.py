@@ -1,23 +1,52 @@
-"""Granite 4 as its configs say it: older words, and which of its layers keep a state."""
+"""Granite: multipliers, mixtures of experts, attention sinks (granite_swa), and in Granite 4 Mamba2
+beside attention.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.family import Family, ModelType
 from kvboost_edge.models.families.fields import integer_of
-from kvboost_edge.models.families.ssd import MAMBA_KEYS, ssd_mixer, ssd_names, time_limit_of
-from kvboost_edge.models.families.ssm import Hybrid, hybrid_of, kinds_of_layers
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.gguf_names import (
+    EXPERTS,
+    MATRICES,
+    PRE_NORMS,
+    SSM_SIZES,
+    STATE_SPACE,
+    GgufArchitecture,
+)
+from kvboost_edge.models.families.moe import (
+    LOCAL_KEYS,
+    ExpertNames,
+    Experts,
+    experts_of,
+    gguf_experts,
+)
+from kvboost_edge.models.families.ssm import (
+    FULL,
+    LINEAR,
+    MAMBA_KEYS,
+    Hybrid,
+    hybrid_of,
+    kinds_of_layers,
+    ssd_mixer,
+    ssd_names,
+    time_limit_of,
+)
+from kvboost_edge.models.families.windows import all_but_first_of
 
-__all__ = ["granite_layers", "with_granite_words"]
+__all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-_STATE = "linear_attention"
-_FULL = "full_attention"
 # What transformers called them first, and makers' configs still do.
-_OLDER = {"mamba": _STATE, "attention": _FULL}
+_OLDER = {"mamba": LINEAR, "attention": FULL}
 _USUAL = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
@@ -29,9 +58,11 @@ _USUAL = {
     "mamba_proj_bias": False,
     "hidden_act": "silu",
 }
+# Gate, up and down of Granite 4's only MLPs, and of what its experts share.
+_SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
 
 
-def with_granite_words(config: Config) -> Config:
+def _complete(config: Config) -> Config:
     """The config in newer words, with what it leaves out: no rope where it does not ask for some,
     and a state in every layer where it does not say which have one.
     """
@@ -48,10 +79,10 @@ def with_granite_words(config: Config) -> Config:
     }
 
 
-def granite_layers(config: Config, layers: int) -> Hybrid | None:
+def _hybrid(config: Config, layers: int) -> Hybrid | None:
     """State spaces by layer_types; None where all layers attend."""
-    types = config["layer_types"] or [_STATE] * layers
-    kinds = kinds_of_layers({**config, "layer_types": types}, layers, _STATE, "ssd", None)
+    types = config["layer_types"] or [LINEAR] * layers
+    kinds = kinds_of_layers({**config, "layer_types": types}, layers, LINEAR, "ssd", None)
     if "ssd" not in kinds:
         return None
     given = {**_USUAL, **{key: value for key, value in config.items() if value is not None}}
@@ -79,3 +110,161 @@ def granite_layers(config: Config, layers: int) -> Hybrid | None:
         )
     mixer = ssd_mixer(given, MAMBA_KEYS, "gated_before", time_limit_of(given))
     return hybrid_of(kinds, mixer, ssd_names("mamba", mixer, conv_bias=given["mamba_conv_bias"]))
+
+
+def _experts(config: Config, layers: int) -> Experts:
+    """The softmax of the chosen logits."""
+    names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
+    return experts_of(
+        config, LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names
+    )
+
+
+def _hybrid_experts(config: Config, layers: int) -> Experts | None:
+    """A mixture beside an expert that all tokens share. None where the config says that there is
+    none.
+    """
+    if integer_of(config, "num_local_experts", 0) == 0:
+        return None
+    found = _experts(config, layers)
+    width = integer_of(config, "shared_intermediate_size", 1)
+    return dataclasses.replace(found, shared=width, names=found.names._replace(shared=_SHARED))
+
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "granite": ModelType(
+            "Granite, scaled attention, residual and logits",
+            Family(multipliers=True, no_rope="typed"),
+            gguf=True,
+            onnx=True,
+        ),
+        "granitemoe": ModelType(
+            "Granite 3, mixture of experts",
+            Family(multipliers=True, no_rope="typed", experts=_experts),
+            gguf=True,
+        ),
+        "granite_swa": ModelType(
+            "Granite, local and global layers, attention sinks",
+            Family(
+                multipliers=True,
+                tied=True,
+                eps=1e-5,
+                sinks=True,
+                layer_thetas=True,
+                windows=all_but_first_of(4, 128),
+            ),
+        ),
+        "granitemoehybrid": ModelType(
+            "Granite 4, Mamba2 beside attention, on torch without, mixture of experts beside a "
+            "shared one",
+            Family(
+                multipliers=True,
+                no_rope="typed",
+                inner="shared_intermediate_size",
+                complete=_complete,
+                mlp=_SHARED,
+                mlp_whole="shared_mlp.input_linear",
+                hybrid=_hybrid,
+                may_all_attend=True,
+                experts=_hybrid_experts,
+            ),
+            gguf=True,
+        ),
+    }
+)
+
+
+def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    # For this architecture it says whether there is rope at all.
+    turned = keys.header.value(keys.name("rope.scaling.finetuned"), bool)
+    names = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    found: dict[str, Any] = {
+        name: value for name, key in names.items() if (value := keys.number(key)) is not None
+    }
+    return found if turned is not False else {**found, "position_embedding_type": "nope"}
+
+
+def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    return {**_gguf_config(keys, config), **gguf_experts(keys, "num_local_experts")}
+
+
+def _gguf_hybrid_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do.
+    One that says no scale of scores, as Bamba's, has the usual one, as llama.cpp computes it.
+    """
+    usual = {"position_embedding_type": "rope", "attention_multiplier": config["head_dim"] ** -0.5}
+    return {**usual, **_gguf_config(keys, config), **_gguf_mixer(keys, config)}
+
+
+def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers without key heads keep a state. The width of the MLPs is that of the shared expert,
+    where a file says it; a file of a model without experts may say that there are none.
+    """
+    heads = keys.size("ssm.time_step_rank")
+    inner = keys.size("ssm.inner_size")
+    hidden = config["hidden_size"]
+    if inner % heads or inner % hidden:
+        wanted = f"must be a multiple of {heads} heads and of {hidden}, the hidden size"
+        raise keys.error("ssm.inner_size", inner, wanted)
+    attends = keys.sizes("attention.head_count_kv", 0)
+    shared = keys.optional_size("expert_shared_feed_forward_length", 0)
+    mixed = keys.optional_size("expert_count", 0)
+    return {
+        **(gguf_experts(keys, "num_local_experts") if mixed else {"num_local_experts": 0}),
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "layer_types": [FULL if count else LINEAR for count in attends],
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // hidden,
+        "mamba_n_groups": keys.size("ssm.group_count"),
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in keys.header.tensors),
+    }
+
+
+_MULTIPLIERS = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+_IN_BLOCK = {
+    **{name: to.replace("mlp.", "block_sparse_moe.") for name, to in EXPERTS.items()},
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+}
+_SHARED_MLP = {
+    f"ffn_{part}{ending}": to
+    for ending in ("", "_shexp")
+    for part, to in zip(("gate", "up", "down"), _SHARED, strict=True)
+}
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "granite": GgufArchitecture(
+            "granite",
+            {**MATRICES, **PRE_NORMS},
+            permuted=True,
+            # Granite 4 without mamba layers has their sizes all the same, and no tensor of theirs.
+            keys=_MULTIPLIERS | SSM_SIZES,
+            config=_gguf_config,
+        ),
+        "granitemoe": GgufArchitecture(
+            "granitemoe",
+            {**MATRICES, **PRE_NORMS, **_IN_BLOCK},
+            permuted=True,
+            experts=True,
+            keys=_MULTIPLIERS,
+            config=_gguf_moe_config,
+        ),
+        "granitehybrid": GgufArchitecture(
+            "granitemoehybrid",
+            {**MATRICES, **PRE_NORMS, **STATE_SPACE, **_IN_BLOCK, **_SHARED_MLP},
+            permuted=True,
+            experts=True,
+            no_keys=True,
+            keys=_MULTIPLIERS | SSM_SIZES | {"expert_shared_feed_forward_length"},
+            config=_gguf_hybrid_config,
+        ),
+    }
+)

@@ -17,6 +17,7 @@ __all__ = [
     "LayerFactors",
     "LayerShape",
     "LayerSpec",
+    "PerLayerInput",
     "mixed_shapes",
     "same_shapes",
 ]
@@ -30,6 +31,15 @@ NO_MIXER = "none"
 """Other kinds of layers: one that attends; one that attends and keeps a state, each of the same
 inputs; one that mixes no tokens.
 """
+
+
+class PerLayerInput(NamedTuple):
+    """A second embedding: of each token `width` numbers for every layer, from a table of `rows`
+    tokens.
+    """
+
+    rows: int
+    width: int
 
 
 class LayerFactors(NamedTuple):

@@ -1,5 +1,5 @@
-"""Mixtures of experts as configs of the families say them: how many, how a router chooses, what
-stands beside them.
+"""Mixtures of experts, for all families that have one: how many experts, how a router chooses them,
+what stands beside them, and what a GGUF file says of it.
 """
 
 from __future__ import annotations
@@ -9,31 +9,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.families.fields import integer_of, number_of
+from kvboost_edge.models.families.fields import integer_of
+from kvboost_edge.models.families.gguf_keys import Keys
 
 __all__ = [
-    "GRANITE_SHARED",
+    "LOCAL_KEYS",
+    "SIGMOID",
+    "STEP_KEYS",
     "ExpertNames",
     "Experts",
-    "ernie_experts",
+    "experts_by_step",
     "experts_of",
     "flag_of",
-    "gemma4_experts",
-    "gpt_oss_experts",
-    "granite_experts",
-    "granite_hybrid_experts",
-    "lfm2_experts",
-    "mixtral_experts",
-    "olmoe_experts",
-    "qwen2_experts",
-    "qwen3_5_experts",
-    "qwen3_experts",
+    "gguf_experts",
+    "renorm_of",
 ]
 
 Config = Mapping[str, Any]
 
-GRANITE_SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
-"""Gate, up and down of Granite 4's only MLPs, and of what its experts share."""
+STEP_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+"""What configs call the number of experts, of those a token goes to, and the width of one."""
+
+SIGMOID = 2
+"""expert_gating_func of a GGUF file where shares are sigmoids."""
 
 # inputs quantized together, rows of a tile: see kernels/linear/tiles.py
 _GROUP = 32
@@ -144,6 +143,14 @@ def flag_of(config: Config, key: str, default: bool) -> bool:
     return value
 
 
+def experts_by_step(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
+    """The mixture of every decoder_sparse_step-th layer. Shares are the softmax of all logits,
+    divided by their sum where norm_topk_prob says so.
+    """
+    sparse = _by_step(config, layers)
+    return experts_of(config, STEP_KEYS, usual, sparse, renorm=renorm_of(config))
+
+
 def _by_step(config: Config, layers: int) -> list[bool]:
     """Every decoder_sparse_step-th layer, but those of mlp_only_layers."""
     dense = config.get("mlp_only_layers") or []
@@ -157,178 +164,15 @@ def _by_step(config: Config, layers: int) -> list[bool]:
     return [(index + 1) % step == 0 and index not in dense for index in range(layers)]
 
 
-_QWEN_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-_LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-
-
-def qwen3_experts(config: Config, layers: int) -> Experts:
-    """Shares are the softmax of all logits, divided by their sum where norm_topk_prob says so."""
-    return _qwen(config, layers, (128, 8, 768))
-
-
-def qwen2_experts(config: Config, layers: int) -> Experts:
-    """The same beside an expert that all tokens share, by a gate of its own."""
-    found = _qwen(config, layers, (60, 4, 1408))
-    config = {"shared_expert_intermediate_size": 5632, **config}
-    parts = (
-        "mlp.shared_expert.gate_proj",
-        "mlp.shared_expert.up_proj",
-        "mlp.shared_expert.down_proj",
-    )
-    names = ExpertNames(shared=parts, shared_gate="mlp.shared_expert_gate")
-    return dataclasses.replace(
-        found, shared=integer_of(config, "shared_expert_intermediate_size", 1), names=names
-    )
-
-
-def _qwen(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
-    return experts_of(config, _QWEN_KEYS, usual, _by_step(config, layers), renorm=_renorm(config))
-
-
-def _renorm(config: Config) -> str:
+def renorm_of(config: Config) -> str:
+    """Whether shares are divided by their sum, as norm_topk_prob says."""
     return "add" if flag_of(config, "norm_topk_prob", False) else ""
 
 
-def qwen3_5_experts(config: Config, layers: int) -> Experts:
-    """As Qwen2's in all layers; shares are divided by their sum whatever the config says."""
-    usual = {
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    }
-    full = {
-        **usual,
-        **config,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    return qwen2_experts(full, layers)
-
-
-def lfm2_experts(config: Config, layers: int) -> Experts:
-    """The sigmoid of each logit, with a bias where experts are chosen, which are divided by their
-    sum and scaled; the first num_dense_layers layers have none.
+def gguf_experts(
+    keys: Keys, count: str = "num_experts", used: str = "num_experts_per_tok"
+) -> dict[str, Any]:
+    """The number of experts, and of those a token goes to. How shares are made follows from the
+    architecture, as in llama.cpp; the files do not say it.
     """
-    full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
-    dense = integer_of(full, "num_dense_layers", 0)
-    bias = "feed_forward.expert_bias" if flag_of(config, "use_expert_bias", True) else ""
-    names = ExpertNames("feed_forward.gate", "feed_forward.experts.", ("w1", "w3", "w2"), bias)
-    return experts_of(
-        full,
-        _QWEN_KEYS,
-        (32, 4, 1792),
-        [index >= dense for index in range(layers)],
-        names=names,
-        score="sigmoid",
-        renorm="add" if flag_of(config, "norm_topk_prob", True) else "",
-        eps=1e-6,
-        scale=number_of(full, "routed_scaling_factor", 1e-6, 1e6),
-    )
-
-
-def olmoe_experts(config: Config, layers: int) -> Experts:
-    """As Qwen3's, in all layers."""
-    keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
-    return experts_of(config, keys, (64, 8, None), [True] * layers, renorm=_renorm(config))
-
-
-def mixtral_experts(config: Config, layers: int) -> Experts:
-    """The softmax of all logits, divided by the sum of the chosen."""
-    names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
-    return experts_of(config, _LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
-
-
-def granite_experts(config: Config, layers: int) -> Experts:
-    """The softmax of the chosen logits."""
-    names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
-    return experts_of(
-        config, _LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names
-    )
-
-
-def granite_hybrid_experts(config: Config, layers: int) -> Experts | None:
-    """The same beside an expert that all tokens share. None where the config says that there are
-    none.
-    """
-    if integer_of(config, "num_local_experts", 0) == 0:
-        return None
-    found = granite_experts(config, layers)
-    width = integer_of(config, "shared_intermediate_size", 1)
-    return dataclasses.replace(
-        found, shared=width, names=found.names._replace(shared=GRANITE_SHARED)
-    )
-
-
-def gpt_oss_experts(config: Config, layers: int) -> Experts:
-    """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
-    names = ExpertNames("mlp.router")
-    usual = (128, 4, 2880)
-    found = experts_of(config, _LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
-    return dataclasses.replace(found, biased=True, activation="clamped_swiglu")
-
-
-def ernie_experts(config: Config, layers: int) -> Experts:
-    """A bias of the choice; shares are the softmax of all logits, divided by the sum of the chosen;
-    shared experts are one of their widths together.
-    """
-    usual = {
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-        "moe_norm_min": 1e-12,
-    }
-    full = {**usual, **{key: value for key, value in config.items() if value is not None}}
-    start, step, shared = (
-        integer_of(full, key, low)
-        for key, low in (
-            ("moe_layer_start_index", 0),
-            ("moe_layer_interval", 1),
-            ("moe_num_shared_experts", 0),
-        )
-    )
-    end = (
-        layers - 1
-        if full["moe_layer_end_index"] == -1
-        else integer_of(full, "moe_layer_end_index", 0)
-    )
-    sparse = [(index + 1) % step == 0 and start <= index <= end for index in range(layers)]
-    parts = (
-        "mlp.shared_experts.gate_proj",
-        "mlp.shared_experts.up_proj",
-        "mlp.shared_experts.down_proj",
-    )
-    names = ExpertNames(
-        bias="mlp.moe_statics.e_score_correction_bias", shared=parts if shared else ()
-    )
-    found = experts_of(
-        full,
-        ("moe_num_experts", "moe_k", "moe_intermediate_size"),
-        (64, 6, 1536),
-        sparse,
-        names=names,
-        renorm="least",
-        eps=number_of(full, "moe_norm_min", 0.0, 1.0),
-    )
-    return dataclasses.replace(found, shared=shared * found.width)
-
-
-def gemma4_experts(config: Config, layers: int) -> Experts | None:
-    """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times
-    a number of each expert. The router has a norm of its own. None without enable_moe_block.
-    """
-    if not flag_of(config, "enable_moe_block", False):
-        return None
-    after = "post_feedforward_layernorm"
-    names = ExpertNames(
-        "router.proj",
-        "experts.",
-        scales=("router.scale", "router.per_expert_scale"),
-        norms=(f"{after}_1", "pre_feedforward_layernorm_2", f"{after}_2"),
-    )
-    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    return experts_of(
-        config, keys, (None, None, None), [True] * layers, renorm="add", names=names, beside=True
-    )
+    return {count: keys.size("expert_count"), used: keys.size("expert_used_count")}

@@ -1,5 +1,4 @@
-"""Nemotron-H as its configs say it: each layer is one thing, a mixer with a state, attention, an
-MLP or experts.
+"""Nemotron-H: each layer is one thing, a mixer with a state, attention, an MLP or experts.
 
 Steps of time are limited by time_step_limit, as in its makers' code; files of llama.cpp have no
 limits. transformers has time_step_min for the least instead, in passes of several tokens and not in
@@ -8,27 +7,52 @@ those of one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.family import Family, ModelType
 from kvboost_edge.models.families.fields import MAX_LAYERS, integer_of, number_of
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.gguf_names import (
+    EXPERT_KEYS,
+    EXPERTS,
+    MATRICES,
+    SSM_SIZES,
+    STATE_SPACE,
+    GgufArchitecture,
+)
 from kvboost_edge.models.families.layers import ATTENTION, NO_MIXER
-from kvboost_edge.models.families.moe import ExpertNames, Experts, experts_of, flag_of
-from kvboost_edge.models.families.ssd import SsdKeys, ssd_mixer, ssd_names, time_limit_of
-from kvboost_edge.models.families.ssm import Hybrid
+from kvboost_edge.models.families.moe import (
+    SIGMOID,
+    ExpertNames,
+    Experts,
+    experts_of,
+    flag_of,
+    gguf_experts,
+)
+from kvboost_edge.models.families.ssm import (
+    FULL,
+    LINEAR,
+    Hybrid,
+    SsdKeys,
+    gguf_heads,
+    ssd_mixer,
+    ssd_names,
+    time_limit_of,
+)
 
-__all__ = ["kinds_of_layers", "nemotron_experts", "nemotron_layers", "with_nemotron_words"]
+__all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-_STATE = "linear_attention"
-_FULL = "full_attention"
 _MLP = "mlp"
 _EXPERTS = "moe"
-_KINDS = {_STATE: "ssd", _FULL: ATTENTION, _MLP: NO_MIXER, _EXPERTS: NO_MIXER}
-_OLDER = {"mamba": _STATE, "attention": _FULL}
-_LETTERS = {"M": _STATE, "*": _FULL, "-": _MLP, "E": _EXPERTS}  # of hybrid_override_pattern
+_KINDS = {LINEAR: "ssd", FULL: ATTENTION, _MLP: NO_MIXER, _EXPERTS: NO_MIXER}
+_OLDER = {"mamba": LINEAR, "attention": FULL}
+_LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}  # of hybrid_override_pattern
 _OLDER_KEYS = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -57,17 +81,7 @@ _USUAL = {
 }
 
 
-def kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What says of each layer of Nemotron-H which kind it is, a list or a text of letters: its key
-    and its value.
-    """
-    key = next(
-        (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
-    )
-    return key, config.get(key)
-
-
-def with_nemotron_words(config: Config) -> Config:
+def _complete(config: Config) -> Config:
     """The config in Llama's words, with what it leaves out: the number of layers is that of their
     kinds, and attention has no rope.
     """
@@ -84,9 +98,25 @@ def with_nemotron_words(config: Config) -> Config:
     }
 
 
+def _num_layers(config: Config) -> int | None:
+    """The number of layers is that of their kinds, whatever else a config says."""
+    _, kinds = _kinds_of_layers(config)
+    return len(kinds) if kinds and isinstance(kinds, (list, str)) else None
+
+
+def _kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """What says of each layer which kind it is, a list or a text of letters: its key
+    and its value.
+    """
+    key = next(
+        (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
+    )
+    return key, config.get(key)
+
+
 def _types(config: Config) -> list[str]:
     """Kinds of layers, from a list or from a letter for each."""
-    key, given = kinds_of_layers(config)
+    key, given = _kinds_of_layers(config)
     if key == "hybrid_override_pattern":
         types = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else []
     else:
@@ -99,7 +129,7 @@ def _types(config: Config) -> list[str]:
     return types
 
 
-def nemotron_layers(config: Config, layers: int) -> Hybrid:
+def _hybrid(config: Config, layers: int) -> Hybrid:
     """By layer_types. Those that mix tokens have no MLP."""
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
@@ -111,7 +141,7 @@ def nemotron_layers(config: Config, layers: int) -> Hybrid:
     return Hybrid(kinds, mixer if mixer.kind in kinds else None, names, alone=True)
 
 
-def nemotron_experts(config: Config, layers: int) -> Experts | None:
+def _experts(config: Config, layers: int) -> Experts | None:
     """The sigmoid of each logit, with a bias where experts are chosen; shares are divided by their
     sum and scaled. Beside them an expert that all tokens share. None where no layer has experts.
     """
@@ -136,3 +166,171 @@ def nemotron_experts(config: Config, layers: int) -> Experts | None:
         scale=number_of(config, "routed_scaling_factor", 1e-6, 1e6),
         shared=integer_of(config, "moe_shared_expert_intermediate_size", 1),
     )
+
+
+_OUTER = ("backbone.", "model.embeddings.", "model.norm_f.")
+# Names in its files, which call a layer's only part its mixer whatever it is, and Llama's.
+_LLAMAS_WORDS = (
+    (re.compile(r"^(?:backbone|model)\.embeddings\."), "model.embed_tokens."),
+    (re.compile(r"^(?:backbone|model)\.norm_f\."), "model.norm."),
+    (re.compile(r"^backbone\."), "model."),
+    (re.compile(r"^(model\.layers\.\d+)\.mixer\.(?=[qkvo]_proj\.)"), r"\1.self_attn."),
+    (
+        re.compile(
+            r"^(model\.layers\.\d+)\.mixer\.(?=(?:up_proj|down_proj|gate|experts|shared_experts)\.)"
+        ),
+        r"\1.mlp.",
+    ),
+    (re.compile(r"^(model\.layers\.\d+)\.mixer\."), r"\1.mamba."),
+)
+
+
+def _in_llamas_words(name: str) -> str:
+    if ".mixer." in name or name.startswith(_OUTER):
+        for pattern, to in _LLAMAS_WORDS:
+            name = pattern.sub(to, name)
+    return name
+
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "nemotron_h": ModelType(
+            "Nemotron-H and Nemotron 3 Nano, each layer Mamba2, attention, an MLP or experts; "
+            "without gates",
+            Family(
+                qkv_bias=False,
+                gated=False,
+                no_rope="typed",
+                norm_names=("norm", "norm"),
+                mlp=("mlp.up_proj", "mlp.down_proj"),
+                kv_heads=8,
+                num_layers=_num_layers,
+                odd_heads=True,
+                stored_name=_in_llamas_words,
+                complete=_complete,
+                hybrid=_hybrid,
+                experts=_experts,
+                unless=(
+                    ("attention_bias", (None, False)),
+                    ("use_bias", (None, False)),
+                    ("mamba_proj_bias", (None, False)),
+                    ("mamba_hidden_act", (None, "silu")),
+                    ("moe_latent_size", (None,)),
+                    ("n_group", (None, 1)),
+                    ("n_shared_experts", (None, 1)),
+                    ("sliding_window", (None,)),
+                ),
+            ),
+            torch=False,
+            gguf=True,
+        ),
+        "nemotron": ModelType("partial rotary", tested=False),
+    }
+)
+
+
+def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """A layer with key heads attends, one with an MLP's width has an MLP or experts, one with
+    neither keeps a state.
+    """
+    tensors = keys.header.tensors
+    (heads, dim) = gguf_heads(keys)
+    found = {
+        "layers_block_type": _gguf_kinds(keys),
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mamba_num_heads": heads,
+        "mamba_head_dim": dim,
+        "n_groups": keys.size("ssm.group_count"),
+        "ssm_state_size": keys.size("ssm.state_size"),
+        "conv_kernel": keys.size("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "mlp_bias": any(name.endswith(".ffn_up.bias") for name in tensors),
+    }
+    return {**found, **_gguf_mixture(keys)} if "moe" in found["layers_block_type"] else found
+
+
+def _gguf_kinds(keys: Keys) -> list[str]:
+    found = []
+    places = ("attention.head_count_kv", "feed_forward_length")
+    for index, (count, width) in enumerate(
+        zip(*(keys.sizes(place, 0) for place in places), strict=True)
+    ):
+        if count and width:
+            raise keys.error(
+                "feed_forward_length",
+                width,
+                f"of layer {index}, which has {count} key heads as well",
+            )
+        has_router = f"blk.{index}.ffn_gate_inp.weight" in keys.header.tensors
+        found.append(
+            "full_attention"
+            if count
+            else "moe"
+            if has_router
+            else "mlp"
+            if width
+            else "linear_attention"
+        )
+    return found
+
+
+def _gguf_mixture(keys: Keys) -> dict[str, Any]:
+    """Shares are sigmoids."""
+    gating = keys.optional_size("expert_gating_func", 0)
+    if gating not in (None, SIGMOID):
+        raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")
+    return {
+        **gguf_experts(keys, "n_routed_experts"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": keys.size("expert_shared_feed_forward_length"),
+        "n_shared_experts": keys.optional_size("expert_shared_count"),
+        "norm_topk_prob": bool(keys.header.value(keys.name("expert_weights_norm"), bool)),
+        "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
+        "n_group": keys.optional_size("expert_group_count", 0) or None,
+        "moe_latent_size": keys.optional_size("moe_latent_size"),
+    }
+
+
+# Of a layer the only norm, whatever the layer is.
+_LAYER = {**MATRICES, **STATE_SPACE, "attn_norm": "norm"}
+_MOE_LAYER = {
+    **EXPERTS,
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("up", "down")},
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+}
+_GGUF_KEYS = SSM_SIZES | {"attention.layer_norm_epsilon"}
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "nemotron_h": GgufArchitecture(
+            "nemotron_h",
+            _LAYER,
+            permuted=True,
+            no_keys=True,
+            alone=True,
+            keys=_GGUF_KEYS,
+            config=_gguf_config,
+        ),
+        "nemotron_h_moe": GgufArchitecture(
+            "nemotron_h",
+            {**_LAYER, **_MOE_LAYER},
+            permuted=True,
+            no_keys=True,
+            alone=True,
+            experts=True,
+            keys=_GGUF_KEYS
+            | EXPERT_KEYS
+            | {
+                "expert_shared_feed_forward_length",
+                "expert_shared_count",
+                "expert_weights_norm",
+                "expert_weights_scale",
+                "expert_group_count",
+                "expert_group_used_count",
+                "expert_gating_func",
+                "moe_latent_size",
+                "nextn_predict_layers",
+            },
+            config=_gguf_config,
+        ),
+    }
+)

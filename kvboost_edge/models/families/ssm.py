@@ -1,27 +1,39 @@
-"""Hybrids as configs of the families say them: which layers attend, which keep a state, and what
-mixes tokens there.
+"""Layers that keep a state, for all families that have some: which they are, and the sizes and
+names of what mixes tokens there (short convolutions, the gated delta rule, Mamba2).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.families.fields import integer_of, number_of, size_of
+from kvboost_edge.models.families.fields import integer_of
+from kvboost_edge.models.families.gguf_keys import Keys
 from kvboost_edge.models.families.mixers import Mixer, MixerNames
 
 __all__ = [
+    "CONV_NAMES",
+    "DELTA_NAMES",
+    "FULL",
+    "GROUP",
+    "LANES",
+    "LINEAR",
+    "MAMBA_KEYS",
+    "MOST_DIM",
+    "MOST_TAPS",
     "OUTPUT_GATE",
     "TILED_HEADS",
     "Hybrid",
-    "adjusted_width",
-    "conv_layers",
-    "delta_layers",
+    "SsdKeys",
+    "check_most",
+    "gguf_heads",
     "hybrid_of",
     "kinds_of_layers",
-    "with_lfm2_defaults",
-    "with_shared_width",
+    "ssd_mixer",
+    "ssd_names",
+    "time_limit_of",
 ]
 
 Config = Mapping[str, Any]
@@ -36,14 +48,23 @@ OUTPUT_GATE = "self_attn.output_gate"
 apart.
 """
 
+FULL = "full_attention"
+LINEAR = "linear_attention"
+"""What layer_types calls layers that attend, and most of those that keep a state."""
+
 _ATTENTION = "attention"
-_FULL = "full_attention"
 # What the kernels of states take. The native runner checks the same, but only after the weights
-# were packed. length of a convolution; dim of a head
-_MOST_TAPS = 16
-_MOST_DIM = 1 << 11
-_LANES = 16  # value channels that a kernel takes at once
-_GROUP = 32  # inputs of a matrix that a kernel takes at once
+# were packed.
+MOST_TAPS = 16
+MOST_DIM = 1 << 11
+LANES = 16
+GROUP = 32
+"""The longest convolution, the widest heads, value channels that a kernel takes at once, and inputs
+of a matrix.
+"""
+_MOST_STATE = 1 << 8  # dim of B and C
+_NO_LIMIT = (0.0, math.inf)
+_INFINITY = {"__float__": "Infinity"}
 
 
 class Hybrid(NamedTuple):
@@ -57,8 +78,8 @@ class Hybrid(NamedTuple):
     alone: bool = False
 
 
-_CONV = MixerNames(("conv.in_proj",), "conv.out_proj", "conv.conv.weight")
-_DELTA = MixerNames(
+CONV_NAMES = MixerNames(("conv.in_proj",), "conv.out_proj", "conv.conv.weight")
+DELTA_NAMES = MixerNames(
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     "linear_attn.out_proj",
     "linear_attn.conv1d.weight",
@@ -67,66 +88,11 @@ _DELTA = MixerNames(
     "linear_attn.dt_bias",
     "linear_attn.norm.weight",
 )
+"""Names of the tensors of a short convolution, and of a gated delta rule."""
 
 
-def conv_layers(config: Config, layers: int) -> Hybrid:
-    """LFM2: short convolutions, by layer_types, or all layers that full_attn_idxs does not name."""
-    kinds = kinds_of_layers(config, layers, "conv", "conv", _by_indices(config, layers))
-    given = {"conv_L_cache": 3, **config}
-    length = integer_of(given, "conv_L_cache", 2)
-    hidden = integer_of(config, "hidden_size", 1)
-    _check_most("conv_L_cache", length, _MOST_TAPS)
-    if "conv" in kinds and hidden % _GROUP:
-        raise ModelFormatError(
-            f"hidden_size={hidden} is no multiple of {_GROUP}, which the kernels of states need"
-        )
-    return hybrid_of(kinds, Mixer("conv", length - 1, hidden), _CONV)
-
-
-def delta_layers(config: Config, layers: int) -> Hybrid:
-    """Qwen3.5: a gated delta rule, by layer_types, or all layers but every
-    full_attention_interval-th.
-    """
-    kinds = kinds_of_layers(
-        config, layers, "linear_attention", "delta", _by_interval(config, layers)
-    )
-    usual = {
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    }
-    given = {**usual, **{key: value for key, value in config.items() if value is not None}}
-    key_heads, value_heads, key_dim, value_dim = (
-        integer_of(given, key, 1) for key in list(usual)[:4]
-    )
-    length = integer_of(given, "linear_conv_kernel_dim", 2)
-    if value_heads % key_heads:
-        raise ModelFormatError(
-            f"linear_num_value_heads={value_heads} is not a multiple of "
-            f"linear_num_key_heads={key_heads}"
-        )
-    _check_most("linear_conv_kernel_dim", length, _MOST_TAPS)
-    for name, dim in (("linear_key_head_dim", key_dim), ("linear_value_head_dim", value_dim)):
-        _check_most(name, dim, _MOST_DIM)
-        if dim % _LANES:
-            raise ModelFormatError(
-                f"{name}={dim} is no multiple of {_LANES}, which the kernels of states need"
-            )
-    if value_heads * value_dim % _GROUP:
-        raise ModelFormatError(
-            f"linear_num_value_heads={value_heads} x linear_value_head_dim={value_dim} are "
-            f"{value_heads * value_dim} values, no multiple of {_GROUP}, which the kernels of "
-            "states need"
-        )
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
-    tiled = bool(config.get(TILED_HEADS))
-    mixer = Mixer("delta", length - 1, channels, key_heads, value_heads, key_dim, value_dim, tiled)
-    return hybrid_of(kinds, mixer, _DELTA)
-
-
-def _check_most(name: str, value: int, most: int) -> None:
+def check_most(name: str, value: int, most: int) -> None:
+    """Refuse a size that kernels of states do not take."""
     if value > most:
         raise ModelFormatError(
             f"{name}={value} is above {most}, the most that kernels of states take"
@@ -149,9 +115,9 @@ def kinds_of_layers(
     both must agree.
     """
     types = config.get("layer_types")
-    known = {_FULL: _ATTENTION, name: kind}
+    known = {FULL: _ATTENTION, name: kind}
     if types is None:
-        types = rule if rule is not None else [_FULL] * layers
+        types = rule if rule is not None else [FULL] * layers
     if (
         not isinstance(types, (list, tuple))
         or len(types) != layers
@@ -178,81 +144,116 @@ def _rule_of(config: Config) -> str:
     return f"{key}={config[key]!r:.60}"
 
 
-def _by_indices(config: Config, layers: int) -> list[str] | None:
-    indices = config.get("full_attn_idxs")
-    if indices is None:
-        return None
-    if not isinstance(indices, (list, tuple)) or any(
-        isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in indices
+class SsdKeys(NamedTuple):
+    """What a config calls the sizes of a mixer: heads and their dim, groups of heads that share B
+    and C, the dim of these, and the length of the convolution.
+    """
+
+    heads: str
+    head_dim: str
+    groups: str
+    state: str
+    length: str
+
+
+MAMBA_KEYS = SsdKeys(
+    "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"
+)
+
+
+def ssd_mixer(
+    config: Config, keys: SsdKeys, norm: str, time_limit: tuple[float, float] = _NO_LIMIT
+) -> Mixer:
+    """A mixer of a config with all of these keys; what it results in is normed in as many groups as
+    share B and C.
+
+    ModelFormatError that names the key for sizes that the kernels do not take.
+    """
+    heads, dim, groups, state = (integer_of(config, key, 1) for key in keys[:4])
+    length = integer_of(config, keys.length, 2)
+    if heads % groups:
+        raise ModelFormatError(f"{keys.heads}={heads} is not a multiple of {keys.groups}={groups}")
+    for key, value, most in (
+        (keys.length, length, MOST_TAPS),
+        (keys.head_dim, dim, MOST_DIM),
+        (keys.state, state, _MOST_STATE),
     ):
+        if value > most:
+            raise ModelFormatError(
+                f"{key}={value} is above {most}, the most that kernels of states take"
+            )
+    for key, value in ((keys.head_dim, dim), (keys.state, state)):
+        if value % LANES:
+            raise ModelFormatError(
+                f"{key}={value} is no multiple of {LANES}, which the kernels of states need"
+            )
+    width = heads * dim
+    if width % GROUP:
         raise ModelFormatError(
-            f"full_attn_idxs={indices!r:.200} must be numbers of layers below {layers}"
+            f"{keys.heads}={heads} x {keys.head_dim}={dim} are {width} values, no multiple of "
+            f"{GROUP}, which the kernels of states need"
         )
-    return [_FULL if index in indices else "conv" for index in range(layers)]
+    norm_groups = 0 if norm == "none" else groups
+    channels = width + 2 * groups * state
+    return Mixer(
+        "ssd",
+        length - 1,
+        channels,
+        groups,
+        heads,
+        state,
+        dim,
+        norm=norm,
+        norm_groups=norm_groups,
+        time_limit=time_limit,
+    )
 
 
-def _by_interval(config: Config, layers: int) -> list[str] | None:
-    if config.get("full_attention_interval") is None and config.get("layer_types") is not None:
-        return None
-    given = {
-        "full_attention_interval": 4,
-        **{key: value for key, value in config.items() if value is not None},
-    }
-    step = integer_of(given, "full_attention_interval", 1)
-    return ["linear_attention" if (index + 1) % step else _FULL for index in range(layers)]
-
-
-def with_lfm2_defaults(config: Config) -> Config:
-    """The config in Llama's words: norm_eps, tie_embedding and block_ff_dim are called otherwise
-    there, and the width of the MLP is what follows from it unless block_auto_adjust_ff_dim is
-    false.
+def ssd_names(prefix: str, mixer: Mixer, *, conv_bias: bool) -> MixerNames:
+    """Names of a mixer's tensors inside a layer, where its module is called so there. The input
+    projection is stored as
+    one matrix, [z | x | B | C | dt]; here x, B and C are one piece, z and dt others.
     """
-    found = dict(config)
-    for old, name in (
-        ("norm_eps", "rms_norm_eps"),
-        ("tie_embedding", "tie_word_embeddings"),
-        ("block_ff_dim", "intermediate_size"),
-    ):
-        if config.get(old) is not None:
-            found[name] = config[old]
-    if config.get("model_type") == "lfm2":
-        found["intermediate_size"] = adjusted_width(found)
-    return found
+    whole = f"{prefix}.in_proj"
+    return MixerNames(
+        (f"{whole}_xbc", f"{whole}_z"),
+        f"{prefix}.out_proj",
+        f"{prefix}.conv1d.weight",
+        gates=(f"{whole}_dt",),
+        decay=f"{prefix}.decay",
+        dt_bias=f"{prefix}.dt_bias",
+        norm="" if mixer.norm == "none" else f"{prefix}.norm.weight",
+        conv_bias=f"{prefix}.conv1d.bias" if conv_bias else "",
+        skip=f"{prefix}.D",
+        whole=whole,
+    )
 
 
-def with_shared_width(config: Config) -> Config:
-    """A config of Qwen3.5's mixture with the width of the shared expert, which is that of its only
-    MLPs.
+def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, float]:
+    """Least and most of a step of time, under a key that may be missing or null. ModelFormatError
+    that names it unless these are two numbers, from 0 on, of which the second may be infinite.
     """
-    return {"shared_expert_intermediate_size": 512, **config}
-
-
-def adjusted_width(config: Config) -> int:
-    """Width of an LFM2's MLP: two thirds of the config's, times a factor, up to the next multiple;
-    or as it is.
-    """
-    usual = {
-        "intermediate_size": 12288,
-        "block_multiple_of": 256,
-        "block_auto_adjust_ff_dim": True,
-        "block_ffn_dim_multiplier": 1.0,
-    }
-    given = {**usual, **config}
-    width = size_of(given, "intermediate_size") or 0
-    adjusts = given["block_auto_adjust_ff_dim"]
-    if not isinstance(adjusts, bool):
+    given = config.get(key)
+    if given is None:
+        return _NO_LIMIT
+    # transformers writes what JSON has no word for as an object.
+    pair = (
+        [math.inf if one == _INFINITY else one for one in given]
+        if isinstance(given, (list, tuple))
+        else []
+    )
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair)
+    if len(pair) != 2 or not numbers or not 0.0 <= pair[0] <= pair[1] or math.isinf(pair[0]):
         raise ModelFormatError(
-            f"config: block_auto_adjust_ff_dim={adjusts!r} must be true or false"
+            f"config: {key}={given!r:.60} must be two numbers, 0 <= least <= most"
         )
-    if not adjusts:
-        return width
-    width = int(2 * width / 3)
-    if given["block_ffn_dim_multiplier"] is not None:
-        width = int(number_of(given, "block_ffn_dim_multiplier", 1e-3, 1e3) * width)
-        multiple = integer_of(given, "block_multiple_of", 1)
-        width = multiple * ((width + multiple - 1) // multiple)
-    if width < 1:
-        raise ModelFormatError(
-            f"intermediate_size={given['intermediate_size']} leaves an MLP of no width"
-        )
-    return width
+    return float(pair[0]), float(pair[1])
+
+
+def gguf_heads(keys: Keys) -> tuple[int, int]:
+    """Heads of a GGUF file's Mamba2, and their dim."""
+    heads = keys.size("ssm.time_step_rank")
+    inner = keys.size("ssm.inner_size")
+    if inner % heads:
+        raise keys.error("ssm.inner_size", inner, f"must be a multiple of {heads} heads")
+    return heads, inner // heads

@@ -22,7 +22,6 @@ from kvboost_edge.models.gguf.source import (
     SHORT_FACTORS,
     architecture_of,
 )
-from kvboost_edge.models.gguf.special import SPECIAL
 
 __all__ = ["TOKENS", "gguf_config", "gguf_generation"]
 
@@ -69,8 +68,6 @@ _NEUTRAL = {
     "logit_scale": 1.0,
     "expert_gating_func": 1,  # softmax, which is what families that are read have
 }
-# Models whose layers have sizes of their own.
-_BY_LAYER = ("gemma4_text",)
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
 # Tokens that end an answer in some chat format, where the file names only one of them.
 _ENDINGS = (
@@ -108,7 +105,6 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     hidden = keys.size("embedding_length")
     head_dim = keys.optional_size("attention.key_length") or _head_dim(keys, hidden, heads)
     keys.check_values("", head_dim)
-    by_layer = architecture.model_type in _BY_LAYER
     kv_heads = _kv_heads(keys, architecture)
     eps = keys.number("attention.layer_norm_rms_epsilon")
     if eps is None and architecture.alone:
@@ -123,7 +119,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         "vocab_size": _vocab_size(header, keys, hidden),
         "hidden_size": hidden,
         "intermediate_size": keys.sizes("feed_forward_length")[0]
-        if by_layer
+        if architecture.by_layer
         else _mlp_width(keys, architecture),
         "num_hidden_layers": keys.layers(),
         "num_attention_heads": heads,
@@ -145,9 +141,8 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
         )
     if not architecture.alone:
         config.update(_rope(header, keys, head_dim))
-    special = SPECIAL.get(architecture.model_type)
-    if special is not None:
-        config.update(special(keys, config))
+    if architecture.config is not None:
+        config.update(architecture.config(keys, config))
     if architecture.both_ways:
         config["use_bidirectional_attention"] = True
     return config
@@ -158,7 +153,7 @@ def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
     not all do.
     """
     name = "attention.head_count_kv"
-    if architecture.model_type in _BY_LAYER:
+    if architecture.by_layer:
         return keys.sizes(name)[0]
     if not architecture.no_keys or not isinstance(
         keys.header.values.get(keys.name(name)), np.ndarray

@@ -16,15 +16,11 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import LATENT
 from kvboost_edge.models.families.gguf_keys import Keys
-from kvboost_edge.models.families.gguf_names import (
-    ARCHITECTURES,
-    GgufArchitecture,
-    hf_name,
-    is_ahead,
-    is_other_part,
-)
+from kvboost_edge.models.families.gguf_names import GgufArchitecture
+from kvboost_edge.models.families.registry import ARCHITECTURES
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
+from kvboost_edge.models.gguf.names import hf_name, is_ahead, is_other_part
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import open_stamped

@@ -18,6 +18,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.file import read_config
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.families.fields import MAX_LAYERS, integer_of
+from kvboost_edge.models.families.registry import FAMILIES, MODEL_TYPES
 from kvboost_edge.models.onnx.decoder import Decoder, DecoderLayer
 from kvboost_edge.models.onnx.folder import GENAI_CONFIG, OnnxFolder
 from kvboost_edge.models.onnx.rope import rope_difference, rope_settings
@@ -96,13 +97,14 @@ def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
         **_windows(decoder),
         **_ropes(config, decoder),
     }
-    if kind in ("gemma2", "gemma3_text"):
+    family = FAMILIES.get(kind)
+    if family is not None and family.query_scalar:
         found |= {
             "query_pre_attn_scalar": _plain(1 / layer.scale**2) if layer.scale else layer.head_dim
         }
         found |= {"attn_logit_softcapping": _plain(layer.softcap) or None}
         found |= {"final_logit_softcapping": _plain(decoder.logit_cap) or None}
-    if kind == "granite":
+    if family is not None and family.multipliers and MODEL_TYPES[kind].onnx:
         found |= {
             "attention_multiplier": _plain(layer.scale or 1 / math.sqrt(layer.head_dim)),
             "embedding_multiplier": _plain(decoder.embedding_factor),

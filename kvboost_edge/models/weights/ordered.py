@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.nested import text_config
-from kvboost_edge.models.config.spec import FAMILIES, ModelSpec, describe_model
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer, MixerNames
+from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.families.ssm import OUTPUT_GATE
 from kvboost_edge.models.weights.source import QuantRows, StoredRows, WeightSource, WrappedSource
 

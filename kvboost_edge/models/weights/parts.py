@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from kvboost_edge.models.families.registry import STORED_NAMES
+
 __all__ = ["counted_parts", "is_other_part", "text_names"]
 
 _OTHER = re.compile(
@@ -17,21 +19,6 @@ _OTHER = re.compile(
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
 _AHEAD = "mtp."  # layers that guess more than the next token, which nothing here uses
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
-_NEMOTRON_OUTER = ("backbone.", "model.embeddings.", "model.norm_f.")
-# Nemotron-H's names, which call a layer's only part its mixer whatever it is, and Llama's.
-_NEMOTRON = (
-    (re.compile(r"^(?:backbone|model)\.embeddings\."), "model.embed_tokens."),
-    (re.compile(r"^(?:backbone|model)\.norm_f\."), "model.norm."),
-    (re.compile(r"^backbone\."), "model."),
-    (re.compile(r"^(model\.layers\.\d+)\.mixer\.(?=[qkvo]_proj\.)"), r"\1.self_attn."),
-    (
-        re.compile(
-            r"^(model\.layers\.\d+)\.mixer\.(?=(?:up_proj|down_proj|gate|experts|shared_experts)\.)"
-        ),
-        r"\1.mlp.",
-    ),
-    (re.compile(r"^(model\.layers\.\d+)\.mixer\."), r"\1.mamba."),
-)
 
 
 def is_other_part(name: str) -> bool:
@@ -54,9 +41,8 @@ def text_names(names: Iterable[str]) -> Mapping[str, str]:
 
 
 def _in_llamas_words(name: str) -> str:
-    if ".mixer." in name or name.startswith(_NEMOTRON_OUTER):
-        for pattern, to in _NEMOTRON:
-            name = pattern.sub(to, name)
+    for stored_name in STORED_NAMES:
+        name = stored_name(name)
     return name
 
 

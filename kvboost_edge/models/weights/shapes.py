@@ -11,8 +11,9 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.nested import text_config
-from kvboost_edge.models.config.spec import FAMILIES, heads_by_layer
+from kvboost_edge.models.config.spec import heads_by_layer
 from kvboost_edge.models.families.fields import integer_of, size_of
+from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.weights.parts import is_other_part
 
 __all__ = ["check_shapes"]

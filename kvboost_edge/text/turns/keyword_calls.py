@@ -1,7 +1,7 @@
 """Calls of models whose chat template shows tools and leaves calls out, so that the assistant's
 message is its content and nothing else. Where the tools are listed between the markers of
-`_TOOL_LIST`, as LFM2's are, the model was taught to call as `KEYWORD_CALLS` has it. Past calls are
-then written into the content, in front of it.
+`_TOOL_LIST`, the model was taught to call as `KEYWORD_CALLS` has it. Past calls are then written
+into the content, in front of it.
 """
 
 from __future__ import annotations

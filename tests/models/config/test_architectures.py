@@ -26,9 +26,9 @@ from kvboost_edge.models.config.architectures import (
     pinned_context,
 )
 from kvboost_edge.models.config.file import read_config
-from kvboost_edge.models.config.nested import WRAPPERS
-from kvboost_edge.models.config.spec import FAMILIES as NATIVE
-from kvboost_edge.models.families.gguf_names import ARCHITECTURES as GGUF
+from kvboost_edge.models.families.registry import ARCHITECTURES as GGUF
+from kvboost_edge.models.families.registry import FAMILIES as NATIVE
+from kvboost_edge.models.families.registry import WRAPPERS
 
 
 @pytest.fixture(autouse=True)

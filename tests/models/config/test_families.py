@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import pinned_context
 from kvboost_edge.models.config.rope_kinds import rope_kind
-from kvboost_edge.models.config.spec import FAMILIES, describe_model
+from kvboost_edge.models.config.spec import describe_model
+from kvboost_edge.models.families.registry import FAMILIES
 
 SIZES = {
     "vocab_size": 300,

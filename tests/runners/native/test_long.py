@@ -19,7 +19,7 @@ from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.kvcache.states.tables import StateSizes
-from kvboost_edge.models.config.spec import FAMILIES as KNOWN
+from kvboost_edge.models.families.registry import FAMILIES as KNOWN
 
 PARTITION = 512
 CONTEXT = 2048

@@ -1,0 +1,59 @@
+"""EXAONE 4: local and global layers, these without rope, norms after the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvboost_edge.models.families.family import Family, ModelType
+from kvboost_edge.models.families.gguf_keys import Keys, layer_types
+from kvboost_edge.models.families.gguf_names import (
+    HEAD_NORMS,
+    MATRICES,
+    POST_NORMS,
+    WINDOW,
+    GgufArchitecture,
+)
+from kvboost_edge.models.families.windows import all_but_every
+
+__all__ = ["GGUF", "MODEL_TYPES"]
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "exaone4": ModelType(
+            "EXAONE 4, local and global layers, these without rope",
+            Family(
+                norms="post",
+                head_norm="head",
+                qkv_bias=False,
+                eps=1e-5,
+                no_rope="full",
+                windows=all_but_every(4, "sliding_window_pattern"),
+            ),
+            gguf=True,
+        )
+    }
+)
+
+# A model of this depth has windows whether the file says it or not; llama.cpp knows it so, too.
+_WINDOWED = 64
+
+
+def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    window = keys.optional_size("attention.sliding_window", 0)
+    if window is None and layers == _WINDOWED:
+        window = 4096
+    if not window:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    return {"sliding_window": window, **layer_types(keys, config, default_period=4)}
+
+
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "exaone4": GgufArchitecture(
+            "exaone4", {**MATRICES, **POST_NORMS, **HEAD_NORMS}, keys=WINDOW, config=_gguf_config
+        )
+    }
+)

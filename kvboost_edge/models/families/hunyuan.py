@@ -1,0 +1,75 @@
+"""Hunyuan, dense: queries and keys normalized after rope, whose base a fixed alpha may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+from kvboost_edge.models.families.family import Family, ModelType
+from kvboost_edge.models.families.fields import number_of, rope_of, size_of
+from kvboost_edge.models.families.gguf_names import MATRICES, PRE_NORMS, GgufArchitecture
+
+__all__ = ["GGUF", "MODEL_TYPES", "is_static_dynamic"]
+
+Config = Mapping[str, Any]
+
+
+def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
+    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
+
+
+def _complete(config: Config) -> Config:
+    """A fixed alpha is another base: theta * alpha ** (d / (d - 2)), d the size of a head."""
+    rope = dict(rope_of(config))
+    if rope.get("rope_type", rope.get("type")) != "dynamic" or not is_static_dynamic(
+        config.get("model_type"), rope
+    ):
+        return config
+    theta = config.get("rope_theta") if rope.get("rope_theta") is None else rope["rope_theta"]
+    heads = size_of(config, "num_attention_heads")
+    hidden = size_of(config, "hidden_size")
+    dim = size_of(config, "head_dim") or (hidden // heads if hidden and heads else 0)
+    if dim <= 2:
+        raise ModelFormatError(f"rope of type 'dynamic' with alpha: head_dim={dim} must be above 2")
+    numbers = {"rope_theta": 10000.0 if theta is None else theta, "alpha": rope["alpha"]}
+    base, alpha = (number_of(numbers, key, 1e-9, 1e12, "rope of type 'dynamic'") for key in numbers)
+    return {
+        **config,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": base * alpha ** (dim / (dim - 2)),
+        },
+    }
+
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "hunyuan_v1_dense": ModelType(
+            "Hunyuan, dense; queries and keys normalized behind rope",
+            Family(
+                head_norm="head",
+                head_norms=("query_layernorm", "key_layernorm"),
+                late_norm=True,
+                eps=1e-5,
+                complete=_complete,
+            ),
+            gguf=True,
+        )
+    }
+)
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "hunyuan-dense": GgufArchitecture(
+            "hunyuan_v1_dense",
+            {
+                **MATRICES,
+                **PRE_NORMS,
+                "attn_q_norm": "self_attn.query_layernorm",
+                "attn_k_norm": "self_attn.key_layernorm",
+            },
+        )
+    }
+)

@@ -1,0 +1,44 @@
+"""SmolLM3: layers without rope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kvboost_edge.models.families.family import Family, ModelType
+from kvboost_edge.models.families.gguf_keys import Keys
+from kvboost_edge.models.families.gguf_names import MATRICES, PRE_NORMS, GgufArchitecture
+from kvboost_edge.models.families.windows import same_window
+
+__all__ = ["GGUF", "MODEL_TYPES"]
+
+MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
+    {
+        "smollm3": ModelType(
+            "SmolLM3, layers without rope",
+            Family(
+                tied=True,
+                theta=2e6,
+                no_rope="listed",
+                windows=same_window(0),
+                unless=(("use_sliding_window", (None, False)),),
+            ),
+            gguf=True,
+        )
+    }
+)
+
+
+def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Every fourth layer has no rope: the file does not say it, llama.cpp computes it so."""
+    return {"no_rope_layer_interval": 4}
+
+
+GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
+    {
+        "smollm3": GgufArchitecture(
+            "smollm3", {**MATRICES, **PRE_NORMS}, permuted=True, config=_gguf_config
+        )
+    }
+)

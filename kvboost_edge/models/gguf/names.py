@@ -1,0 +1,74 @@
+"""The names of a GGUF file's tensors in transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from kvboost_edge.models.families.gguf_names import GgufArchitecture
+
+__all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part"]
+
+# Without an ending in files either; decays are -exp(A_log) there.
+_ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
+# Without ".weight" in transformers.
+_BARE = (
+    "layer_scalar",
+    "mlp.moe_statics.e_score_correction_bias",
+    "mlp.gate.e_score_correction_bias",
+    "self_attn.sinks",
+    "feed_forward.expert_bias",
+    "linear_attn.dt_bias",
+    "mamba.dt_bias",
+    *_ENDLESS,
+)
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bias|scale))?")
+_WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
+
+OTHER_PARTS = ("v.", "mm.", "a.")
+"""How names of tensors for images and sound begin, which Ollama's files hold beside the language
+model's.
+"""
+
+
+def is_other_part(name: str) -> bool:
+    """Whether a tensor belongs to a part for images or sound."""
+    return name.startswith(OTHER_PARTS)
+
+
+def is_ahead(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the model's own, which guesses more than the next
+    token.
+    """
+    found = _LAYER.fullmatch(name)
+    return found is not None and int(found[1]) >= layers
+
+
+def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
+    """How many of the tensors each other part has, of a model with so many layers of its own:
+    "nextn" are those that guess more than the next token.
+    """
+    counts: dict[str, int] = {}
+    for name in names:
+        if is_other_part(name) or is_ahead(name, layers):
+            part = name.partition(".")[0] if is_other_part(name) else "nextn"
+            counts[part] = counts.get(part, 0) + 1
+    return counts
+
+
+def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
+    """transformers' name of a tensor; None where the architecture has no such tensor."""
+    found = _LAYER.fullmatch(name)
+    if found is not None:
+        is_scale = found[3] == "scale"
+        inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
+        # A name without an ending, and an ending that is none of its name's.
+        if inner is None or (found[3] is None) != (inner in _ENDLESS):
+            return None
+        if is_scale:
+            return f"model.layers.{found[1]}.{inner}"
+        return f"model.layers.{found[1]}.{inner}" + ("" if inner in _BARE else f".{found[3]}")
+    found = _WHOLE.fullmatch(name)
+    outer = None if found is None else architecture.outer.get(found[1]) or _OUTER.get(found[1])
+    return None if found is None or outer is None else f"{outer}.{found[2]}"

@@ -1,0 +1,70 @@
+"""Families as files: each model_type is of one, and none knows what reads them."""
+
+import pkgutil
+import re
+from pathlib import Path
+
+import grimp
+import pytest
+
+from kvboost_edge.models import families
+from kvboost_edge.models.families import registry
+from kvboost_edge.models.families.registry import ARCHITECTURES, FAMILIES, MODEL_TYPES, WRAPPERS
+from kvboost_edge.models.families.table import families_table, main, with_table
+
+PACKAGE = Path(families.__file__).parent
+FILES = sorted(
+    path.stem
+    for path in PACKAGE.glob("*.py")
+    if re.search("^MODEL_TYPES: ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+)
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+
+def test_every_model_type_is_of_one_file():
+    modules = {found.__name__.rpartition(".")[2]: found for found in registry._files()}
+    said = [name for file in FILES if file != "registry" for name in modules[file].MODEL_TYPES]
+    assert len(said) == len(set(said))
+    assert set(said) == set(MODEL_TYPES)
+    assert {"granite", "llama", "dense"} <= set(FILES)
+
+
+def test_what_is_read_is_known():
+    assert {known.model_type for known in ARCHITECTURES.values()} <= set(FAMILIES)
+    assert {text for wrapper in WRAPPERS.values() for text in wrapper.texts} <= set(FAMILIES)
+    for known in MODEL_TYPES.values():
+        assert known.tested or known.family is None
+        assert known.family is None or known.wrapper is None
+
+
+def test_a_name_that_two_files_have_is_refused(monkeypatch):
+    double = [*registry._files()]
+    monkeypatch.setattr(registry, "_files", lambda: iter([*double, double[0], double[1]]))
+    with pytest.raises(ValueError, match="a second time"):
+        registry._collected("MODEL_TYPES")
+
+
+def test_no_family_imports_what_reads_the_families():
+    """The registry finds them at run time, so the search for import circles does not see it."""
+    graph = grimp.build_graph("kvboost_edge", cache_dir=None)
+    readers = {f"{families.__name__}.{name}" for name in registry._READERS}
+    for found in pkgutil.iter_modules([str(PACKAGE)]):
+        if found.name not in registry._READERS:
+            above = graph.find_upstream_modules(f"{families.__name__}.{found.name}")
+            assert not above & readers, found.name
+
+
+def test_the_page_has_the_table(capsys):
+    page = PAGE.read_text(encoding="utf-8")
+    assert families_table() in page
+    assert with_table(page) == page
+    assert with_table(page.replace("Qwen2 and Qwen2.5", "another note")) == page
+    main([])
+    assert capsys.readouterr().out == families_table()
+
+
+def test_a_page_without_the_table_and_unknown_options_are_refused():
+    with pytest.raises(ValueError, match="one table"):
+        with_table("# Models\n")
+    with pytest.raises(SystemExit, match=r"docs/models\.md"):
+        main(["--wrong"])
