@@ -26,7 +26,7 @@ from kvboost_edge.server.speeds import Speeds
 if TYPE_CHECKING:
     from kvboost_edge.engine.request.results import GenerationResult
     from kvboost_edge.server.engines import Engine
-    from kvboost_edge.server.work.admission import Admission
+    from kvboost_edge.server.work.admission import AdmissionQueue
 
 __all__ = ["Metrics"]
 
@@ -117,7 +117,7 @@ class Metrics:
     collects reads the engine, if there is one at the moment.
     """
 
-    def __init__(self, engine: Engine, model_name: str, admission: Admission) -> None:
+    def __init__(self, engine: Engine, model_name: str, admission: AdmissionQueue) -> None:
         self.registry = CollectorRegistry()
         self._vllm = _RequestMetrics(self.registry, model_name, engine.runner_info.max_context)
         self._speeds = Speeds()
@@ -144,7 +144,7 @@ class Metrics:
         self._collector = _EngineCollector(engine, model_name, admission, self._speeds)
         self.registry.register(self._collector)
 
-    def follow(self, engine: Engine | None, admission: Admission | None) -> None:
+    def follow(self, engine: Engine | None, admission: AdmissionQueue | None) -> None:
         """From now on this engine is read; None: the model is not loaded."""
         self._collector.read = None if engine is None or admission is None else (engine, admission)
 
@@ -297,9 +297,9 @@ class _EngineCollector(Collector):
     """
 
     def __init__(
-        self, engine: Engine, model_name: str, admission: Admission, speeds: Speeds
+        self, engine: Engine, model_name: str, admission: AdmissionQueue, speeds: Speeds
     ) -> None:
-        self.read: tuple[Engine, Admission] | None = (engine, admission)
+        self.read: tuple[Engine, AdmissionQueue] | None = (engine, admission)
         self._model_name = model_name
         self._speeds = speeds
 
@@ -329,7 +329,7 @@ class _EngineCollector(Collector):
         yield from self._of_pool(stats)
         yield from self._of_tiers(stats)
 
-    def _of_server(self, engine: Engine, admission: Admission) -> Iterator[Metric]:
+    def _of_server(self, engine: Engine, admission: AdmissionQueue) -> Iterator[Metric]:
         alive = float(engine.is_alive())
         yield self._gauge("kvboost:engine_alive", "1 while the engine computes requests.", alive)
         yield self._gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)

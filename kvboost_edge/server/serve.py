@@ -93,7 +93,7 @@ class DrainingServer(uvicorn.Server):
         if self._drain_until is None:
             return False
         self._state.models.refuse_waiting()
-        return not self._state.tickets or time.monotonic() >= self._drain_until
+        return not self._state.admitted or time.monotonic() >= self._drain_until
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._state.drain()

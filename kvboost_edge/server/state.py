@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvboost_edge.server.errors import ShuttingDown, stopped
-from kvboost_edge.server.work.admission import Admission, Ticket
+from kvboost_edge.server.work.admission import Admission, AdmissionQueue
 from kvboost_edge.server.work.remembered import Remembered
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ModelState:
     engine: Engine
     model_name: str
     metrics: Metrics
-    admission: Admission
+    admission: AdmissionQueue
     doctor: Doctor
     shared: Shared
     looks: Looks = dataclasses.field(default_factory=Looks)
@@ -100,10 +100,10 @@ class ModelState:
     def normaliser(self) -> Normaliser:
         return self.shared.normaliser
 
-    def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Ticket:
-        """A ticket to enter with `async with`. `num_tokens` is what the request may hold, prompt
-        and output, estimated before tokenization; `num_sequences` counts prompts x choices. The
-        body must have been read.
+    def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Admission:
+        """Return an admission to enter with `async with`. `num_tokens` is what the request may
+        hold, prompt and output, estimated before tokenization; `num_sequences` counts prompts x
+        choices. The body must have been read.
 
         Raises ShuttingDown, EngineStopped or NoReplica (503); entering raises for a full queue and
         for what could never fit.
@@ -112,7 +112,7 @@ class ModelState:
             raise stopped(self.engine)
         if self.shared.draining:
             raise ShuttingDown
-        return Ticket(self.admission, self.metrics, request, num_tokens, num_sequences)
+        return Admission(self.admission, self.metrics, request, num_tokens, num_sequences)
 
 
 def keep_state(request: Request, state: ModelState) -> None:

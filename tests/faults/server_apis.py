@@ -81,9 +81,9 @@ _STREAMING = (
     ),
     fault(
         "a silent stream of Anthropic's has no ping",
-        "server/api/dialects/anthropic/order.py",
-        "dataclasses.replace(order, job=job, pings=True)",
-        "dataclasses.replace(order, job=job)",
+        "server/api/dialects/anthropic/messages.py",
+        "super().__init__(state, chat, pings=True)",
+        "super().__init__(state, chat)",
         "tests/server/api/test_progress.py::test_a_silent_stream_of_messages_has_pings",
     ),
 )

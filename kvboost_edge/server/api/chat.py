@@ -1,10 +1,10 @@
-"""/v1/chat/completions: messages in, choices with messages out."""
+"""Chats: messages in, choices with messages out, as /v1/chat/completions has them."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -13,10 +13,9 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
-from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, chat_logprobs
-from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling, order_of
 from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, size_of
+from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.doctor.asked import normal
@@ -32,12 +31,11 @@ from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.reader import TurnReader
 
-__all__ = ["chat_order", "encode_asked", "ranges_to_drop"]
+__all__ = ["RenderedChat", "encode_asked", "ranges_to_drop"]
 
 _ANSWER_SHARE = (
     8  # of the context: what an answer without a limit must have room for when turns are left out
 )
-_SPELLING = Spelling("chatcmpl", "chat.completion", "chat.completion.chunk")
 _AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = (
     weakref.WeakKeyDictionary()
 )  # that of an unloaded model goes
@@ -73,77 +71,81 @@ def ranges_to_drop(
     return [range(head, end) for end in dict.fromkeys([*found, ends[-1]])]
 
 
-def chat_order(state: ModelState, body: ChatRequest, writer: AnswerWriter | None = None) -> Order:
-    """How to run a chat request, and to answer it: with `writer`, or as OpenAI does. ApiError for
-    fields that do not go together.
-    """
-    body.check_together()
-    body.check_vocabulary(state.engine.runner_info.vocab_size)
-    wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    tokenizer = state.engine.tokenizer
-    texts = TokenTexts(tokenizer) if body.logprobs else None
-    check_logprobs((body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs")
+class RenderedChat(RenderedRequest):
+    """A chat request. ApiError for fields that do not go together."""
 
-    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
-        def encoded(messages: Sequence[ChatMessage]) -> EncodedPrompt:
-            generates = body.add_generation_prompt is not False
-            ids, asked = encode_asked(
-                state, answers, messages, body, generates, continues=body.continues
-            )
-            return EncodedPrompt(ids, asked=asked, dropped=len(body.messages) - len(messages))
+    wire_names = WireNames("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-        prompt = encoded(body.messages)
-        if (body.context_overflow or state.settings.context_overflow) == "drop_oldest":
-            prompt = _fitting(state, body, prompt, encoded)
-        return [dataclasses.replace(prompt, turn=turn_of(tokenizer, body, prompt.token_ids))]
+    def __init__(self, state: ModelState, body: ChatRequest, *, pings: bool = False) -> None:
+        body.check_together()
+        body.check_vocabulary(state.engine.runner_info.vocab_size)
+        check_logprobs(
+            (body.token_limit or 0) * body.num_choices, body.num_logprobs, "top_logprobs"
+        )
+        limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
+        super().__init__(
+            state,
+            body,
+            size=size_of(body.messages, body.tools),
+            estimate=estimate_messages(body.messages, body.tools) + body.num_choices * limit,
+            per_prompt=body.num_choices,
+            pings=pings,
+        )
+        self.body = body
+        self._tokenizer = state.engine.tokenizer
+        self._texts = TokenTexts(self._tokenizer) if body.logprobs else None
 
-    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        room = room_for(state, len(prompt.token_ids), "messages", body.token_limit, wanted)
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        prompt = self._encoded(self.body.messages, answers)
+        overflow = self.body.context_overflow or self.state.settings.context_overflow
+        if overflow == "drop_oldest":
+            prompt = self._fitting(prompt, answers)
+        turn = turn_of(self._tokenizer, self.body, prompt.token_ids)
+        return [dataclasses.replace(prompt, turn=turn)]
+
+    def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        body = self.body
+        wanted = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        room = room_for(self.state, len(prompt.token_ids), "messages", body.token_limit, wanted)
         if body.token_limit is None and body.num_logprobs is not None:
             room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
         fits = None if prompt.turn is None else prompt.turn.fits
         return body.sampling(room, body.num_logprobs, choice, fits=fits)
 
-    def choice(index: int, run: Running) -> ChatChoice:
+    def choice(self, index: int, run: Running) -> ChatChoice:
         turn = run.prompts[0].turn
-        reader = (
-            None if turn is None else TurnReader(turn, tokenizer, body.stop or (), run.answers.keep)
+        stop = self.body.stop or ()
+        reader = None if turn is None else TurnReader(turn, self._tokenizer, stop, run.answers.keep)
+        with_ids = bool(self.body.return_token_ids)
+        return ChatChoice(index, self._tokenizer, self._texts, reader, with_ids=with_ids)
+
+    def _encoded(self, messages: Sequence[ChatMessage], answers: KeptAnswers) -> EncodedPrompt:
+        body = self.body
+        generates = body.add_generation_prompt is not False
+        ids, asked = encode_asked(
+            self.state, answers, messages, body, generates, continues=body.continues
         )
-        return ChatChoice(index, tokenizer, texts, reader, with_ids=bool(body.return_token_ids))
+        return EncodedPrompt(ids, asked=asked, dropped=len(body.messages) - len(messages))
 
-    limit = min(body.token_limit or 0, state.engine.runner_info.max_context)
-    own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage)
-    size = size_of(body.messages, body.tools)
-    estimate = estimate_messages(body.messages, body.tools) + body.num_choices * limit
-    shape = {"size": size, "estimate": estimate, "num_prompts": 1, "per_prompt": body.num_choices}
-    return order_of(state, body, own, writer, **shape, encode=encode, params=params)
-
-
-def _fitting(
-    state: ModelState,
-    body: ChatRequest,
-    prompt: EncodedPrompt,
-    encoded: Callable[[Sequence[ChatMessage]], EncodedPrompt],
-) -> EncodedPrompt:
-    """The prompt, or one without its oldest turns that leaves room for an answer; the smallest
-    where none does.
-    """
-    context = state.engine.runner_info.max_context
-    pool = state.admission.pool_tokens
-    limit = min(context, pool + 1) - (body.token_limit or context // _ANSWER_SHARE)
-    if len(prompt.token_ids) <= limit or limit < 1:
+    def _fitting(self, prompt: EncodedPrompt, answers: KeptAnswers) -> EncodedPrompt:
+        """Return the prompt, or one without its oldest turns that leaves room for an answer; the
+        smallest where none does.
+        """
+        context = self.state.engine.runner_info.max_context
+        pool = self.state.admission.pool_tokens
+        limit = min(context, pool + 1) - (self.body.token_limit or context // _ANSWER_SHARE)
+        if len(prompt.token_ids) <= limit or limit < 1:
+            return prompt
+        messages = self.body.messages
+        around = _tokens_around(self._tokenizer)
+        sizes = [len(self._tokenizer.encode(message.text, False)) + around for message in messages]
+        for gone in ranges_to_drop(
+            [message.role for message in messages], sizes, len(prompt.token_ids), limit
+        ):
+            prompt = self._encoded([*messages[: gone.start], *messages[gone.stop :]], answers)
+            if len(prompt.token_ids) <= limit:
+                break
         return prompt
-    tokenizer = state.engine.tokenizer
-    messages = body.messages
-    around = _tokens_around(tokenizer)
-    sizes = [len(tokenizer.encode(message.text, False)) + around for message in messages]
-    for gone in ranges_to_drop(
-        [message.role for message in messages], sizes, len(prompt.token_ids), limit
-    ):
-        prompt = encoded([*messages[: gone.start], *messages[gone.stop :]])
-        if len(prompt.token_ids) <= limit:
-            break
-    return prompt
 
 
 def _tokens_around(tokenizer: Tokenizer) -> int:

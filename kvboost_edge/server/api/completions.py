@@ -12,10 +12,9 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.server.api.checks import check_logprobs, most_with_logprobs, room_for
-from kvboost_edge.server.api.generation import AnswerWriter, Order
 from kvboost_edge.server.api.logprobs import OffsetCounter, TokenTexts, completion_logprobs
-from kvboost_edge.server.api.openai import OpenAIWriter, PromptLogprobs, Spelling, order_of
 from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
+from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.doctor.records import Asked, Field
@@ -28,73 +27,70 @@ from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt, Running
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["completion_order"]
-
-_SPELLING = Spelling("cmpl", "text_completion", "text_completion")
+__all__ = ["RenderedCompletion"]
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def completion_order(
-    state: ModelState,
-    body: CompletionRequest,
-    writer: AnswerWriter | None = None,
-    *,
-    fills: bool = False,
-) -> Order:
-    """How to run a completion request, and to answer it: with `writer`, or as OpenAI does. fills:
-    without a limit the answer may fill the context. ApiError for fields that do not go together.
-    """
-    body.check_together()
-    vocab_size = state.engine.runner_info.vocab_size
-    body.check_vocabulary(vocab_size)
-    tokenizer = state.engine.tokenizer
-    wanted = _DEFAULT_MAX_TOKENS if body.max_tokens is None and not fills else body.max_tokens
-    ranked = body.num_sequences > body.num_choices
-    texts = None if body.logprobs is None else TokenTexts(tokenizer)
+class RenderedCompletion(RenderedRequest):
+    """A completion request. ApiError for fields that do not go together.
 
-    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
-        prompts = [_encode(tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
+    fills   without a limit the answer may fill the context
+    """
+
+    wire_names = WireNames("cmpl", "text_completion", "text_completion")
+
+    def __init__(self, state: ModelState, body: CompletionRequest, *, fills: bool = False) -> None:
+        body.check_together()
+        body.check_vocabulary(state.engine.runner_info.vocab_size)
+        self.body = body
+        self._limit = (
+            _DEFAULT_MAX_TOKENS if body.max_tokens is None and not fills else body.max_tokens
+        )
+        limit = min(self._limit or 0, state.engine.runner_info.max_context)
+        tokens = sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt)
+        super().__init__(
+            state,
+            body,
+            size=sum(map(len, body.prompt)),
+            estimate=tokens + len(body.prompt) * body.num_sequences * limit,
+            num_prompts=len(body.prompt),
+            per_prompt=body.num_sequences,
+        )
+        self._is_ranked = body.num_sequences > body.num_choices
+        self._tokenizer = state.engine.tokenizer
+        self._texts = None if body.logprobs is None else TokenTexts(self._tokenizer)
+
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        body = self.body
+        vocab_size = self.state.engine.runner_info.vocab_size
+        prompts = [_encode(self._tokenizer, prompt, body, vocab_size) for prompt in body.prompt]
         rows = sum(
-            (len(prompt.token_ids) if body.echo else 0) + (wanted or 0) for prompt in prompts
+            (len(prompt.token_ids) if body.echo else 0) + (self._limit or 0) for prompt in prompts
         )
         check_logprobs(rows * body.num_sequences, body.logprobs, "logprobs")
         return prompts
 
-    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        room = room_for(state, len(prompt.token_ids), "prompt", wanted, "max_tokens")
-        if wanted is None and body.logprobs is not None:
+    def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        body = self.body
+        room = room_for(self.state, len(prompt.token_ids), "prompt", self._limit, "max_tokens")
+        if self._limit is None and body.logprobs is not None:
             room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))
-        logprobs = 0 if ranked and body.logprobs is None else body.logprobs
+        logprobs = 0 if self._is_ranked and body.logprobs is None else body.logprobs
         return body.sampling(
             room, logprobs, choice, prompt_logprobs=body.logprobs if body.echo else None
         )
 
-    def choice(index: int, run: Running) -> CompletionChoice:
+    def choice(self, index: int, run: Running) -> CompletionChoice:
+        body = self.body
         prompt = run.prompts[index // body.num_choices] if body.echo else None
-        return CompletionChoice(
-            index, prompt, tokenizer, texts, with_ids=bool(body.return_token_ids)
-        )
+        with_ids = bool(body.return_token_ids)
+        return CompletionChoice(index, prompt, self._tokenizer, self._texts, with_ids=with_ids)
 
-    def chosen(results: Sequence[GenerationResult]) -> list[GenerationResult]:
-        return _best(results, body.num_sequences, body.num_choices) if ranked else list(results)
-
-    limit = min(wanted or 0, state.engine.runner_info.max_context)
-    sequences = len(body.prompt) * body.num_sequences
-    own = OpenAIWriter(state, _SPELLING, choice, include_usage=body.include_usage, chosen=chosen)
-    size = sum(map(len, body.prompt))
-    prompts = len(body.prompt)
-    estimate = (
-        sum(estimate_tokens(p) if isinstance(p, str) else len(p) for p in body.prompt)
-        + sequences * limit
-    )
-    shape = {
-        "size": size,
-        "estimate": estimate,
-        "num_prompts": prompts,
-        "per_prompt": body.num_sequences,
-    }
-    return order_of(state, body, own, writer, **shape, encode=encode, params=params)
+    def chosen(self, results: Sequence[GenerationResult]) -> list[GenerationResult]:
+        if not self._is_ranked:
+            return list(results)
+        return _best(results, self.body.num_sequences, self.body.num_choices)
 
 
 def _encode(

@@ -5,7 +5,7 @@ stream.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -15,12 +15,13 @@ from starlette.types import Send
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.server.api.rendered_request import RenderedRequest
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.errors import ClientGone, as_api_error, log_failure
 from kvboost_edge.server.state import state_of
-from kvboost_edge.server.work.admission import Ticket
+from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.bridge import (
-    Job,
+    EngineRequest,
     Running,
     finished,
     merged,
@@ -30,7 +31,7 @@ from kvboost_edge.server.work.bridge import (
 )
 from kvboost_edge.server.work.streams import EventStream, send_json
 
-__all__ = ["AnswerWriter", "Order", "respond", "watched"]
+__all__ = ["AnswerWriter", "respond", "watched"]
 
 _PROGRESS_SECONDS = 0.5  # between two looks at a prompt that is being read
 # Clients, and proxies before them, give up a stream that is silent for half a minute or more.
@@ -42,8 +43,8 @@ class AnswerWriter(Protocol):
     """Writes the answer of one request in the shape of an API, whole or as a stream.
 
     Of a stream: `events`, then `begin` once the request runs, then for each sequence `open` before
-    its first token, `push` for each token and `close` with its result, and `end` behind the last.
-    All of them add to the stream only; it is flushed in between, and unless the order asks for
+    its first token, `push` for each token and `close` with its result, and `end` after the last.
+    All of them add to the stream only; it is flushed in between, and unless the request asks for
     progress nothing before a first token or an end.
     """
 
@@ -58,7 +59,7 @@ class AnswerWriter(Protocol):
     def begin(self, run: Running) -> None: ...
 
     def wait(self, index: int, progress: Progress) -> None:
-        """Before `open`, where the order asks for it: how far a prompt is."""
+        """Say before `open`, where the request asks for it, how far a prompt is."""
         ...
 
     async def open(self, index: int) -> None: ...
@@ -69,50 +70,33 @@ class AnswerWriter(Protocol):
 
     def end(self) -> None: ...
 
+    def explain(self, diagnosis: Diagnosis) -> None:
+        """Take what became of the first prompt, where the request asks for it, before the end is
+        written.
+        """
+        ...
+
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of the answer that are reasoning; known once it is written."""
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One request, ready to run.
-
-    estimate          tokens it may hold, guessed before tokenization
-    num_prompts, job  what is computed
-    streams           the answer is a stream
-    writer            writes it
-    explain           is told what became of the first prompt, before its end is written; None:
-                      nobody asks
-    tells_progress    a stream says how far its prompts are, twice a second until they are computed
-    pings             else it gives a sign of life now and then until there is a token; false: it
-                      sends nothing
-    """
-
-    estimate: int
-    num_prompts: int
-    job: Job
-    streams: bool
-    writer: AnswerWriter
-    explain: Callable[[Diagnosis], None] | None = None
-    tells_progress: bool = False
-    pings: bool = False
-
-
-async def respond(request: Request, send: Send, order: Order) -> None:
+async def respond(
+    request: Request, send: Send, rendered: RenderedRequest, writer: AnswerWriter
+) -> None:
     """Do the work and send the answer. Raises only while nothing was sent."""
-    if order.streams:
-        await _respond_stream(request, order, order.writer.events(send))
+    if rendered.streams:
+        await _respond_stream(request, rendered, writer, writer.events(send))
         return
     state = state_of(request)
     async with (
-        state.admit(request, order.estimate, order.num_prompts * order.job.per_prompt) as ticket,
-        running(state.engine, order.job, ticket) as started,
-        watched(request, ticket, order.job, started) as run,
+        state.admit(request, rendered.estimate, rendered.num_sequences) as admission,
+        running(state.engine, rendered, admission) as started,
+        watched(request, admission, rendered, started) as run,
     ):
-        results = await wait_all(ticket, run.handles)
-        await _diagnosed(order, run, results[0])
+        results = await wait_all(admission, run.handles)
+        await _diagnosed(rendered, writer, run, results[0])
         if (
             len(results) > 1
             or results[0].logprobs is not None
@@ -120,24 +104,24 @@ async def respond(request: Request, send: Send, order: Order) -> None:
         ):
             # Ten thousands of tokens take a while to write down with their alternatives, or to take
             # apart.
-            body = await off_loop(lambda: order.writer.whole(run, results))
+            body = await off_loop(lambda: writer.whole(run, results))
         else:
-            body = order.writer.whole(run, results)
-        _reasoned(order.writer, run)
+            body = writer.whole(run, results)
+        _reasoned(writer, run)
     await send_json(send, body)
 
 
-async def _respond_stream(request: Request, order: Order, stream: EventStream) -> None:
+async def _respond_stream(
+    request: Request, rendered: RenderedRequest, writer: AnswerWriter, stream: EventStream
+) -> None:
     state = state_of(request)
     try:
         async with (
-            state.admit(
-                request, order.estimate, order.num_prompts * order.job.per_prompt
-            ) as ticket,
-            running(state.engine, order.job, ticket) as started,
-            watched(request, ticket, order.job, started) as run,
+            state.admit(request, rendered.estimate, rendered.num_sequences) as admission,
+            running(state.engine, rendered, admission) as started,
+            watched(request, admission, rendered, started) as run,
         ):
-            await _stream(ticket, order, run, stream)
+            await _stream(admission, rendered, writer, run, stream)
             await stream.end()
     except Exception as error:
         if not stream.started:
@@ -151,7 +135,7 @@ async def _respond_stream(request: Request, order: Order, stream: EventStream) -
 
 @asynccontextmanager
 async def watched(
-    request: Request, ticket: Ticket, job: Job, run: Running
+    request: Request, admission: Admission, engine_request: EngineRequest, run: Running
 ) -> AsyncGenerator[Running]:
     """The same with the doctor's eye on the first prompt; one that does not end inside is left to
     it.
@@ -160,8 +144,8 @@ async def watched(
     doctor = state_of(request).doctor
     watch = doctor.watch(
         request.scope["kvboost"]["id"],
-        ticket.tenant,
-        job.cache_salt,
+        admission.tenant,
+        engine_request.cache_salt,
         prompt.token_ids,
         prompt.asked,
     )
@@ -177,21 +161,30 @@ def _reasoned(writer: AnswerWriter, run: Running) -> None:
         run.watch.reasoned(writer.num_reasoning_tokens)
 
 
-async def _diagnosed(order: Order, run: Running, result: GenerationResult) -> None:
-    """What became of the first prompt is known, and told to a writer that asks."""
+async def _diagnosed(
+    rendered: RenderedRequest, writer: AnswerWriter, run: Running, result: GenerationResult
+) -> None:
+    """Record what became of the first prompt, and explain it where the request asks for it."""
     assert run.watch is not None
     run.watch.finish(result)
-    explained = run.watch.explained() if order.explain is not None else None
-    if order.explain is not None and explained is not None:
-        order.explain(await off_loop(explained))
+    explained = run.watch.explained() if rendered.explains else None
+    if explained is not None:
+        writer.explain(await off_loop(explained))
 
 
-async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStream) -> None:
-    writer = order.writer
+async def _stream(
+    admission: Admission,
+    rendered: RenderedRequest,
+    writer: AnswerWriter,
+    run: Running,
+    stream: EventStream,
+) -> None:
     writer.begin(run)
     opened: set[int] = set()
     num_open = len(run.handles)
-    every = _PROGRESS_SECONDS if order.tells_progress else _PING_SECONDS if order.pings else None
+    every = _PING_SECONDS if rendered.pings else None
+    if rendered.reports_progress:
+        every = _PROGRESS_SECONDS
     prompts = range(
         0, num_open, run.per_prompt
     )  # of the sequences of a prompt the first one computes it
@@ -206,13 +199,13 @@ async def _stream(ticket: Ticket, order: Order, run: Running, stream: EventStrea
                         writer.wait(index, item)
                     continue
                 if isinstance(item, GenerationResult):
-                    finished(ticket, item)
+                    finished(admission, item)
                     if not index:
-                        await _diagnosed(order, run, item)
+                        await _diagnosed(rendered, writer, run, item)
                 if index not in opened:
                     opened.add(index)
-                    ticket.first_token()
-                    if order.tells_progress and index in prompts:
+                    admission.first_token()
+                    if rendered.reports_progress and index in prompts:
                         writer.wait(index, run.handles[index].progress())
                     await writer.open(index)
                 if isinstance(item, GenerationResult):

@@ -11,6 +11,7 @@ from typing import Any
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.text.turns.parts import Content, Part
@@ -96,6 +97,9 @@ class TurnWriter(ABC):
 
     def end(self) -> None:  # noqa: B027 - all is said in `closed`
         """Nothing is left to say."""
+
+    def explain(self, diagnosis: Diagnosis) -> None:  # noqa: B027 - these APIs have no field for it
+        """Cache-miss reports are not shown."""
 
     def _finish(self, result: GenerationResult) -> list[Part]:
         return [] if self._reader is None else self._reader.close()

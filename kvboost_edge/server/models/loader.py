@@ -22,7 +22,7 @@ from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
 from kvboost_edge.server.state import ModelState, Shared
-from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.work.admission import AdmissionQueue
 from kvboost_edge.server.work.threads import in_thread
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Loader:
 
     def prepared(self, served: ServedModel, engine: Engine) -> ModelState:
         """What requests will work with. May wait for the engine."""
-        admission = Admission(engine, self._shared.settings)
+        admission = AdmissionQueue(engine, self._shared.settings)
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
         doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)

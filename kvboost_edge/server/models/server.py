@@ -9,7 +9,7 @@ from kvboost_edge.server.errors import ApiError, QueueFull, stopped
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.state import ModelState, Shared, model_of
-from kvboost_edge.server.work.admission import Bodies, Ticket
+from kvboost_edge.server.work.admission import Admission, Bodies
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -46,9 +46,9 @@ class ServerState:
         return state
 
     @property
-    def tickets(self) -> set[Ticket]:
+    def admitted(self) -> set[Admission]:
         """All requests in flight."""
-        return {ticket for state in self.models.loaded for ticket in state.admission.tickets}
+        return {admission for state in self.models.loaded for admission in state.admission.admitted}
 
     @property
     def sequences(self) -> int:

@@ -1,7 +1,7 @@
 """Who may come in: the bounded queue, the deadline, and the end of the work when the client has
 gone.
 
-`async with state.admit(request, num_tokens) as ticket` encloses the whole life of a generating
+`async with state.admit(request, num_tokens) as admission` encloses the whole life of a generating
 request. Entering costs microseconds and comes before anything dear, so a full server says so at
 once.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["Admission", "Bodies", "Observer", "Ticket"]
+__all__ = ["Admission", "AdmissionQueue", "Bodies", "Observer"]
 
 _MAX_RETRY_AFTER = 60
 _LARGEST_BODIES = 8  # bodies of --max-body-bytes that are held at once
@@ -49,7 +49,7 @@ class Observer(Protocol):
     def observe_aborted(self, num_sequences: int) -> None: ...
 
 
-class Admission:
+class AdmissionQueue:
     """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread
     touches it.
     """
@@ -66,7 +66,7 @@ class Admission:
         most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * sum(sizes)
         self._tokens = Shares(most_tokens, self.weights)
         self.refused = 0
-        self.tickets: set[Ticket] = set()
+        self.admitted: set[Admission] = set()
         self.groups = PrefixGroups(settings.batch_window_ms / 1e3, engine.config.block_size)
         self._mean_seconds = 1.0
 
@@ -133,8 +133,8 @@ class Admission:
 
     def cancel_all(self) -> None:
         """End every request in flight."""
-        for ticket in list(self.tickets):
-            ticket.cancel(ShuttingDown())
+        for admission in list(self.admitted):
+            admission.cancel(ShuttingDown())
 
     def took(self, seconds: float) -> None:
         """Learn how long a request was in flight."""
@@ -189,7 +189,7 @@ def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> Qu
     )
 
 
-class Ticket:
+class Admission:
     """One admitted request. When the client goes or the deadline passes, the task inside the `async
     with` is cancelled, and leaving the block raises the ApiError that says why.
 
@@ -201,7 +201,7 @@ class Ticket:
 
     def __init__(
         self,
-        admission: Admission,
+        queue: AdmissionQueue,
         observer: Observer,
         request: Request,
         num_tokens: int,
@@ -209,16 +209,14 @@ class Ticket:
     ) -> None:
         self.facts: dict[str, Any] = request.scope.setdefault("kvboost", {})
         self.tenant: str | None = self.facts.get("tenant")
-        self.weight = 1.0 if self.tenant is None else admission.weights[self.tenant]
-        self.pin_share = (
-            1.0 if self.tenant is None else self.weight / sum(admission.weights.values())
-        )
-        self.timeout = admission.request_timeout
+        self.weight = 1.0 if self.tenant is None else queue.weights[self.tenant]
+        self.pin_share = 1.0 if self.tenant is None else self.weight / sum(queue.weights.values())
+        self.timeout = queue.request_timeout
         # Its time began when it started to wait for its model.
         self.deadline = (
             time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
         )
-        self._admission = admission
+        self._queue = queue
         self._observer = observer
         self._request = request
         self._num_tokens = num_tokens
@@ -231,10 +229,10 @@ class Ticket:
         self._num_observed = 0
         self._entered = 0.0
 
-    async def __aenter__(self) -> Ticket:
-        admission = self._admission
-        admission.enter(self.tenant, self._num_sequences, self._num_tokens)
-        admission.tickets.add(self)
+    async def __aenter__(self) -> Admission:
+        queue = self._queue
+        queue.enter(self.tenant, self._num_sequences, self._num_tokens)
+        queue.admitted.add(self)
         loop = asyncio.get_running_loop()
         self._entered = time.monotonic()
         self._task = asyncio.current_task()
@@ -250,10 +248,10 @@ class Ticket:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        admission = self._admission
-        admission.leave(self.tenant, self._num_sequences, self._num_tokens)
-        admission.tickets.discard(self)
-        admission.took(time.monotonic() - self._entered)
+        queue = self._queue
+        queue.leave(self.tenant, self._num_sequences, self._num_tokens)
+        queue.admitted.discard(self)
+        queue.took(time.monotonic() - self._entered)
         self.first_token()
         if self._reason is not None or isinstance(error, (DeadlineExceeded, ShuttingDown)):
             self._observer.observe_aborted(max(0, self._num_sequences - self._num_observed))
@@ -261,9 +259,9 @@ class Ticket:
             self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        # A task that was cancelled keeps the error, and its traceback leads to this ticket. Holding
-        # the task as well would make a circle of all that belongs to the request, which only the
-        # garbage collector could free.
+        # A task that was cancelled keeps the error, and its traceback leads to this admission.
+        # Holding the task as well would make a circle of all that belongs to the request, which
+        # only the garbage collector could free.
         self._watch = None
         if self._reason is None or self._task is None:
             return
@@ -293,12 +291,12 @@ class Ticket:
         it right before the prompt is submitted.
         """
         if self._group is None:
-            self._group = await self._admission.groups.join(self.tenant, prompt_ids)
+            self._group = await self._queue.groups.join(self.tenant, prompt_ids)
 
     def first_token(self) -> None:
         """The prompt is computed: nobody waits for this request's prefix any more."""
         if self._group is not None:
-            self._admission.groups.leave(self._group)
+            self._queue.groups.leave(self._group)
             self._group = None
 
     async def _await_disconnect(self) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -29,7 +30,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.doctor import Watch
 from kvboost_edge.server.doctor.records import NOT_SAID, Asked
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
-from kvboost_edge.server.work.admission import Ticket
+from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.text.turns.reader import Turn
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "EncodedPrompt",
-    "Job",
+    "EngineBridge",
+    "EngineRequest",
     "Running",
     "finished",
     "merged",
@@ -75,32 +77,55 @@ class EncodedPrompt:
     dropped: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What a request body asks of the engine.
+class EngineRequest(ABC):
+    """What one HTTP request asks of the engine. Subclasses tokenize its prompts and say how each
+    sequence is sampled.
 
-    encode         tokenizes, given the ids of earlier answers; runs in a worker thread unless the
-                   prompts are short
-    params         (prompt, number of the sequence) -> sampling; may raise ApiError; runs where
-                   `encode` does
+    size           characters or tokens of all prompts, and some for each message
     per_prompt     sequences computed for each prompt
     options        other keywords of the engine's `submit`
     cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
-    size           characters or tokens of all prompts, and some for each message
     """
 
-    encode: Callable[[KeptAnswers], list[EncodedPrompt]]
-    size: int
-    params: Callable[[EncodedPrompt, int], SamplingParams]
-    per_prompt: int
-    mode: GenerationMode
-    cache_salt: str | None
-    priority: int
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    cache_key: str | None = dataclasses.field(default=None, repr=False)
-    retention: float | None = None
-    pin: bool = False
-    ttl: float | None = None
+    def __init__(
+        self,
+        *,
+        size: int,
+        mode: GenerationMode,
+        cache_salt: str | None,
+        priority: int,
+        per_prompt: int = 1,
+        options: Mapping[str, Any] | None = None,
+        cache_key: str | None = None,
+        retention: float | None = None,
+        pin: bool = False,
+        ttl: float | None = None,
+    ) -> None:
+        self.size = size
+        self.mode = mode
+        self.cache_salt = cache_salt
+        self.priority = priority
+        self.per_prompt = per_prompt
+        self.options = options or {}
+        self.cache_key = cache_key
+        self.retention = retention
+        self.pin = pin
+        self.ttl = ttl
+
+    @abstractmethod
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        """Tokenize the prompts, given the ids of earlier answers. Runs in a worker thread unless
+        the prompts are short.
+        """
+
+    @abstractmethod
+    def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        """Return how sequence number `choice` of a prompt is sampled; may raise ApiError. Runs
+        where `encode` does.
+        """
+
+
+_Planned = list[tuple[EncodedPrompt, SamplingParams]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,106 +189,128 @@ def _long_workers() -> ThreadPoolExecutor:
 
 
 @asynccontextmanager
-async def running(engine: Engine, job: Job, ticket: Ticket) -> AsyncGenerator[Running]:
+async def running(
+    engine: Engine, request: EngineRequest, admission: Admission
+) -> AsyncGenerator[Running]:
     """Tokenize, queue, and cancel whatever is not done when the block is left."""
     started = time.perf_counter()
-    answers = engine.kept_answers(tenant=ticket.tenant, cache_salt=job.cache_salt)
-    encode = functools.partial(job.encode, answers)
-    prompts = encode() if job.size <= _SHORT else await off_loop(encode, job.size)
+    answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.cache_salt)
+    encode = functools.partial(request.encode, answers)
+    prompts = encode() if request.size <= _SHORT else await off_loop(encode, request.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
-    if job.mode is not GenerationMode.BASELINE and job.cache_salt is None:
-        await ticket.group(prompts[0].token_ids)
-    handles = await _submit(engine, job, ticket, prompts, Entry(started, prompt_text=""))
+    if request.mode is not GenerationMode.BASELINE and request.cache_salt is None:
+        await admission.group(prompts[0].token_ids)
+    bridge = EngineBridge(engine, request, admission, Entry(started, prompt_text=""))
+    handles = await bridge.submit(prompts)
     try:
-        yield Running(prompts, handles, job.per_prompt, tokenize_ms, answers)
+        yield Running(prompts, handles, request.per_prompt, tokenize_ms, answers)
     finally:
         for handle in handles:
             handle.cancel()
 
 
-async def _submit(
-    engine: Engine, job: Job, ticket: Ticket, prompts: Sequence[EncodedPrompt], entry: Entry
-) -> list[RequestHandle]:
-    """Queue every sequence, or none: an error or a cancel meanwhile takes back those that were
-    queued.
-    """
-    handles: list[RequestHandle] = []
-    abandoned = False
+class EngineBridge:
+    """Queues the sequences of one request: all of them, or none."""
 
-    def plan() -> list[tuple[EncodedPrompt, SamplingParams]]:
+    def __init__(
+        self, engine: Engine, request: EngineRequest, admission: Admission, entry: Entry
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._admission = admission
+        self._entry = entry
+        self._handles: list[RequestHandle] = []
+        self._abandoned = False
+
+    async def submit(self, prompts: Sequence[EncodedPrompt]) -> list[RequestHandle]:
+        """Queue every sequence. An error or a cancel meanwhile takes back those that were
+        queued.
+        """
+        request = self._request
+        few = request.size <= _SHORT and len(prompts) * request.per_prompt <= _FEW
+        planned = self._plan(prompts) if few else None
+        # A grammar is compiled by `submit`, which takes a while.
+        if planned is not None and not any(params.fits for _, params in planned):
+            self._queue(planned)
+            return self._handles
+        task = asyncio.ensure_future(asyncio.to_thread(self._plan_and_queue, prompts, planned))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._abandoned = True
+            task.add_done_callback(self._take_back)
+            raise
+        return self._handles
+
+    def _plan(self, prompts: Sequence[EncodedPrompt]) -> _Planned:
         return [
-            (prompt, job.params(prompt, choice))
+            (prompt, self._request.params(prompt, choice))
             for prompt in prompts
-            for choice in range(job.per_prompt)
+            for choice in range(self._request.per_prompt)
         ]
 
-    def submit(planned: Sequence[tuple[EncodedPrompt, SamplingParams]] | None = None) -> None:
+    def _plan_and_queue(self, prompts: Sequence[EncodedPrompt], planned: _Planned | None) -> None:
+        self._queue(self._plan(prompts) if planned is None else planned)
+
+    def _queue(self, planned: _Planned) -> None:
         try:
-            for prompt, params in planned or plan():
-                if abandoned:
+            for prompt, params in planned:
+                if self._abandoned:
                     return
-                handles.append(
-                    engine.submit(
-                        prompt.token_ids,
-                        sampling=params,
-                        entry=entry,
-                        mode=job.mode,
-                        **job.options,
-                        tenant=ticket.tenant,
-                        weight=ticket.weight,
-                        cache_salt=job.cache_salt,
-                        priority=job.priority,
-                        deadline=ticket.deadline,
-                        cache_key=job.cache_key,
-                        retention=job.retention,
-                        pin=job.pin,
-                        pins=prompt.pins,
-                        ttl=job.ttl,
-                        pin_share=ticket.pin_share,
-                    )
-                )
+                self._handles.append(self._submitted(prompt, params))
         except BaseException:
-            cancel()
+            self._cancel()
             raise
 
-    def cancel() -> None:
-        for handle in handles:
+    def _submitted(self, prompt: EncodedPrompt, params: SamplingParams) -> RequestHandle:
+        request = self._request
+        admission = self._admission
+        return self._engine.submit(
+            prompt.token_ids,
+            sampling=params,
+            entry=self._entry,
+            mode=request.mode,
+            **request.options,
+            tenant=admission.tenant,
+            weight=admission.weight,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            deadline=admission.deadline,
+            cache_key=request.cache_key,
+            retention=request.retention,
+            pin=request.pin,
+            pins=prompt.pins,
+            ttl=request.ttl,
+            pin_share=admission.pin_share,
+        )
+
+    def _take_back(self, done: asyncio.Future[None]) -> None:
+        done.exception()  # no caller asks for it any more
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for handle in self._handles:
             handle.cancel()
 
-    def abandon(done: asyncio.Future[None]) -> None:
-        done.exception()  # nobody else asks for it
-        cancel()
 
-    planned = plan() if job.size <= _SHORT and len(prompts) * job.per_prompt <= _FEW else None
-    if planned is not None and not any(params.fits for _, params in planned):
-        submit(planned)
-        return handles
-    task = asyncio.ensure_future(asyncio.to_thread(submit, planned))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        abandoned = True
-        task.add_done_callback(abandon)
-        raise
-    return handles
-
-
-async def wait_all(ticket: Ticket, handles: Sequence[RequestHandle]) -> list[GenerationResult]:
+async def wait_all(
+    admission: Admission, handles: Sequence[RequestHandle]
+) -> list[GenerationResult]:
     """All results in order. The first error is raised; the caller's `running` block cancels the
     rest.
     """
     results = []
     for handle in handles:
-        results.append(finished(ticket, await handle.aresult()))
+        results.append(finished(admission, await handle.aresult()))
     return results
 
 
-def finished(ticket: Ticket, result: GenerationResult) -> GenerationResult:
+def finished(admission: Admission, result: GenerationResult) -> GenerationResult:
     """Count a result; ApiError for one that was ended from outside."""
-    ticket.first_token()
-    ticket.observe(result)
+    admission.first_token()
+    admission.observe(result)
     if result.finish_reason == "timeout":
-        raise DeadlineExceeded(ticket.timeout)
+        raise DeadlineExceeded(admission.timeout)
     if result.finish_reason == "cancelled":
         raise ShuttingDown
     return result

@@ -82,7 +82,7 @@ class LiveServer:
             not any(figures)
             and not admission.sequences
             and not admission.tokens
-            and not admission.tickets
+            and not admission.admitted
         )
 
 

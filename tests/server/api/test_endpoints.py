@@ -296,7 +296,7 @@ async def test_text_routes_have_a_place_a_deadline_and_an_end(tiny_engine, monke
         finally:
             release.set()
     assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-    assert (admission.sequences, admission.tokens, len(admission.tickets)) == (0, 0, 0)
+    assert (admission.sequences, admission.tokens, len(admission.admitted)) == (0, 0, 0)
 
 
 async def test_a_body_of_countless_values_is_refused_before_it_is_read(tiny_app):

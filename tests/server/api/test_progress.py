@@ -328,11 +328,11 @@ def test_several_prompts_are_told_apart(server, held):
 def test_an_error_behind_the_first_event_is_an_event(server, held, path, error):
     with asking(server, path) as told:
         told.until(0)
-        for ticket in list(server.state.admission.tickets):
-            ticket._task.get_loop().call_soon_threadsafe(
-                ticket.cancel, ShuttingDown()
+        for admission in list(server.state.admission.admitted):
+            admission._task.get_loop().call_soon_threadsafe(
+                admission.cancel, ShuttingDown()
             )  # as a shutdown does
-        wait_until(lambda: not server.state.admission.tickets, "the requests to be ended")
+        wait_until(lambda: not server.state.admission.admitted, "the requests to be ended")
         held.release()
         told.rest()
     assert error(told.events[-1]) in ("shutting_down", 503, "overloaded_error")

@@ -3,7 +3,7 @@
 from helpers.server.live_servers import app_client
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
-from kvboost_edge.server.work.admission import Admission
+from kvboost_edge.server.work.admission import AdmissionQueue
 
 
 class Pair:
@@ -53,7 +53,7 @@ def test_the_queue_has_room_for_one_that_is_silent_when_the_server_starts(tiny_e
             return super().replicas() if patient else {"a": self.engine}
 
     settings = ServerSettings(model_name="tiny")
-    half, pair = (Admission(kind(tiny_engine), settings) for kind in (Half, Pair))
+    half, pair = (AdmissionQueue(kind(tiny_engine), settings) for kind in (Half, Pair))
     assert (half.max_sequences, half.batch) == (pair.max_sequences, pair.batch)
     assert half.batch == 2 * tiny_engine.paged_stats()["max_num_seqs"]
 

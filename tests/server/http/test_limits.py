@@ -162,7 +162,7 @@ def test_a_client_that_takes_nothing_is_dropped_and_its_work_stopped(demo_engine
             "logprobs": 5,
         }
         sock.sendall(server.request_bytes("/v1/completions", body))
-        wait_until(lambda: server.state.admission.tickets, "the request in flight")
+        wait_until(lambda: server.state.admission.admitted, "the request in flight")
         wait_until(server.idle, "the work to stop")
         # Aborted, not finished: what came does not hold the end of the stream.
         assert b"[DONE]" not in raw_answer(sock)

@@ -231,7 +231,7 @@ def test_too_many_bytes_ahead_end_the_connection_and_the_work(live_server):
     body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True}
     with live_server.connect() as sock:
         sock.sendall(live_server.request_bytes("/v1/completions", body))
-        wait_until(lambda: live_server.state.admission.tickets, "the request in flight")
+        wait_until(lambda: live_server.state.admission.admitted, "the request in flight")
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000)
         assert raw_answer(sock) == b""
     wait_until(live_server.idle, "the work to stop")
@@ -242,7 +242,7 @@ def test_who_sends_ahead_and_leaves_is_noticed(live_server):
     with live_server.connect() as sock:
         sock.sendall(live_server.request_bytes("/v1/completions", body))
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
-        wait_until(lambda: live_server.state.admission.tickets, "the request in flight")
+        wait_until(lambda: live_server.state.admission.admitted, "the request in flight")
     wait_until(live_server.idle, "the work to stop")
 
 

@@ -15,7 +15,7 @@ from helpers.server.live_servers import HeldForward, raw_answer, serving, wait_u
 from kvboost_edge.server.api import bodies
 from kvboost_edge.server.app import ROUTERS
 from kvboost_edge.server.http.middleware import ADMIN_PATHS, ADMITTED_PATHS
-from kvboost_edge.server.work.admission import Ticket
+from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.server.work.grouping import PrefixGroups
 
 MODEL = "kvboost-edge/demo"
@@ -169,7 +169,7 @@ def test_a_disconnect_is_seen_whatever_follows_the_request(tiny_engine, held, he
             sock.sendall(server.request_bytes("/v1/completions", TEXT, header) + rest)
             wait_until(lambda: held.steps == 1, "the step to begin")
             sock.sendall(rest)
-        wait_until(lambda: not server.state.admission.tickets, "the ticket to be given back")
+        wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
         held.release()
         wait_until(server.idle, "the work to stop")
 
@@ -282,7 +282,7 @@ def test_an_engine_that_dies_fails_its_requests_and_says_so(tiny_model_dir):
                     503,
                     "engine_stopped",
                 ), path
-            wait_until(lambda: not server.state.admission.tickets, "the tickets to be given back")
+            wait_until(lambda: not server.state.admission.admitted, "the requests to be ended")
 
 
 def _explode(*arguments):
@@ -351,18 +351,18 @@ async def test_a_cancelled_waiter_lets_nobody_through():
 def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(
     live_server, monkeypatch, stream
 ):
-    """Its ticket holds all that belongs to it; a circle through the task that watches for the
+    """Its admission holds all that belongs to it; a circle through the task that watches for the
     client would keep it.
     """
 
-    tickets = []
-    begin = Ticket.__init__
+    admissions = []
+    begin = Admission.__init__
 
     def noted(self, *arguments):
         begin(self, *arguments)
-        tickets.append(weakref.ref(self))
+        admissions.append(weakref.ref(self))
 
-    monkeypatch.setattr(Ticket, "__init__", noted)
+    monkeypatch.setattr(Admission, "__init__", noted)
     gc.disable()
     try:
         with live_server.client() as client:
@@ -371,9 +371,10 @@ def test_a_request_that_ended_leaves_nothing_for_the_garbage_collector(
                     "/v1/completions", json={**TEXT, "max_tokens": 3, "stream": stream}
                 ).is_success
             # The connection holds its last request as long as it is open.
-            assert len(tickets) == 5
+            assert len(admissions) == 5
             wait_until(
-                lambda: sum(one() is not None for one in tickets) <= 1, "the tickets to be freed"
+                lambda: sum(one() is not None for one in admissions) <= 1,
+                "the admissions to be freed",
             )
     finally:
         gc.enable()

@@ -9,9 +9,10 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.dialects.anthropic.order import count_tokens, messages_order
+from kvboost_edge.server.api.dialects.anthropic.messages import RenderedMessages, count_tokens
 from kvboost_edge.server.api.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
 from kvboost_edge.server.api.dialects.anthropic.translate import translated
+from kvboost_edge.server.api.dialects.anthropic.writer import AnthropicWriter
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.turns import named_by_field
@@ -38,11 +39,12 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation, as Anthropic's API does."""
 
     async def work(state: ModelState, send: Send) -> None:
-        order, chat = await off_loop(lambda: messages_order(state, body))
+        rendered = await off_loop(lambda: RenderedMessages(state, body))
+        writer = AnthropicWriter(state, body, rendered.kept)
         try:
-            await respond(request, send, order)
+            await respond(request, send, rendered, writer)
         except RequestError as error:
-            raise named_by_field(error, chat) from error
+            raise named_by_field(error, rendered.body) from error
 
     return answered(request, body.model, work)
 
@@ -53,8 +55,8 @@ async def count(request: Request, body: CountTokensRequest) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         chat = await off_loop(lambda: translated(body))
-        async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as ticket:
-            answers = state.engine.kept_answers(tenant=ticket.tenant, cache_salt=None)
+        async with state.admit(request, estimate_messages(chat.messages, chat.tools)) as admission:
+            answers = state.engine.kept_answers(tenant=admission.tenant, cache_salt=None)
             found = await off_loop(
                 lambda: count_tokens(state, chat, answers), size_of(chat.messages, chat.tools)
             )

@@ -58,7 +58,7 @@ from kvboost_edge.server.response_types import (
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import (
     EncodedPrompt,
-    Job,
+    EngineRequest,
     off_loop,
     running,
     to_its_end,
@@ -88,20 +88,20 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             await send_json(send, dumps(await _warm_alone(state, request, body)))
             return
         engine = state.engine
-        job = _warm_job(state, body)
+        rendered = _RenderedWarm(state, body)
         estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(
             body.text or ""
         )
         async with (
-            state.admit(request, estimate) as ticket,
-            running(engine, job, ticket) as started,
-            watched(request, ticket, job, started) as run,
+            state.admit(request, estimate) as admission,
+            running(engine, rendered, admission) as started,
+            watched(request, admission, rendered, started) as run,
         ):
-            results = await wait_all(ticket, run.handles)
+            results = await wait_all(admission, run.handles)
             if run.watch is not None:
                 run.watch.finish(results[0])
             ids = run.prompts[0].token_ids
-            tenant = ticket.tenant
+            tenant = admission.tenant
             stored = await off_loop(
                 lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt)
             )
@@ -120,8 +120,8 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
         estimate = estimate_messages(body.messages or [], body.tools) + estimate_tokens(
             body.text or ""
         )
-        async with state.admit(request, estimate) as ticket:
-            whose: dict[str, Any] = {"tenant": ticket.tenant, "cache_salt": body.cache_salt}
+        async with state.admit(request, estimate) as admission:
+            whose: dict[str, Any] = {"tenant": admission.tenant, "cache_salt": body.cache_salt}
 
             def end() -> int:
                 ids = _token_ids(state, body, engine.kept_answers(**whose))
@@ -188,9 +188,13 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
     before = (
         engine.config.primer_tokens * len(texts) if documents is not None else body.position_offset
     )
-    async with state.admit(request, estimate + before) as ticket:
+    async with state.admit(request, estimate + before) as admission:
         handles = Handles()
-        whose = {"tenant": ticket.tenant, "weight": ticket.weight, "cache_salt": body.cache_salt}
+        whose = {
+            "tenant": admission.tenant,
+            "weight": admission.weight,
+            "cache_salt": body.cache_salt,
+        }
 
         def compute() -> WarmResult:
             try:
@@ -200,14 +204,14 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
                     documents=documents,
                     handles=handles,
                     priority=priority,
-                    deadline=ticket.deadline,
+                    deadline=admission.deadline,
                     **whose,
                 )
             except RequestError as error:
                 raise bad_field(param, str(error)) from error
 
         stored = await to_its_end(compute, sum(map(len, texts)), handles)
-        results = await wait_all(ticket, handles)
+        results = await wait_all(admission, handles)
     return _warmed(stored, results, costs(results, 1, 0.0) if results else None)
 
 
@@ -246,34 +250,36 @@ def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> l
     return encode_text(tokenizer, body.text or "", True, "text")
 
 
-def _warm_job(state: ModelState, body: WarmRequest) -> Job:
-    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
-        return [EncodedPrompt(_token_ids(state, body, answers))]
+class _RenderedWarm(EngineRequest):
+    """A text, or messages, to compute into the cache."""
 
-    def params(prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        param = "text" if body.messages is None else "messages"
-        block_size = state.engine.config.block_size
-        if body.pin and len(prompt.token_ids) < block_size:
+    def __init__(self, state: ModelState, body: WarmRequest) -> None:
+        super().__init__(
+            size=_size(body),
+            mode=GenerationMode.PREFIX_CACHE,
+            cache_salt=body.cache_salt,
+            priority=check_priority(state, body.priority),
+            pin=body.pin,
+            ttl=body.ttl,
+        )
+        self._state = state
+        self._body = body
+
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        return [EncodedPrompt(_token_ids(self._state, self._body, answers))]
+
+    def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        param = "text" if self._body.messages is None else "messages"
+        block_size = self._state.engine.config.block_size
+        if self._body.pin and len(prompt.token_ids) < block_size:
             message = (
                 f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of "
                 f"{block_size} tokens are"
             )
             raise bad_field("pin", message)
         return SamplingParams(
-            max_new_tokens=room_for(state, len(prompt.token_ids), param, 0, param)
+            max_new_tokens=room_for(self._state, len(prompt.token_ids), param, 0, param)
         )
-
-    return Job(
-        encode=encode,
-        size=_size(body),
-        params=params,
-        per_prompt=1,
-        mode=GenerationMode.PREFIX_CACHE,
-        cache_salt=body.cache_salt,
-        priority=check_priority(state, body.priority),
-        pin=body.pin,
-        ttl=body.ttl,
-    )
 
 
 def _size(body: UnpinRequest) -> int:

@@ -111,18 +111,18 @@ async def _computed(
     """
     places = min(len(estimates), state.admission.batch)
     priority = check_priority(state, body.priority)
-    async with state.admit(request, sum(estimates), places) as ticket:
+    async with state.admit(request, sum(estimates), places) as admission:
         handles = Handles()
 
         def run() -> T:
             try:
                 return compute(
                     handles=handles,
-                    tenant=ticket.tenant,
-                    weight=ticket.weight,
+                    tenant=admission.tenant,
+                    weight=admission.weight,
                     cache_salt=body.cache_salt,
                     priority=priority,
-                    deadline=ticket.deadline,
+                    deadline=admission.deadline,
                 )
             except RequestError as error:
                 raise bad_field(field, str(error)) from error
@@ -130,6 +130,6 @@ async def _computed(
         try:
             found = await to_its_end(run, size, handles)
         except KVBoostError:
-            await wait_all(ticket, handles)  # the one that was ended from outside says why
+            await wait_all(admission, handles)  # the one that was ended from outside says why
             raise
-        return found, await wait_all(ticket, handles)
+        return found, await wait_all(admission, handles)

@@ -8,10 +8,11 @@ from starlette.types import Send
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.chat import RenderedChat
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.completions import completion_order
+from kvboost_edge.server.api.completions import RenderedCompletion
 from kvboost_edge.server.api.generation import respond
+from kvboost_edge.server.api.openai import OpenAIWriter
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turns import named_by_field
@@ -34,7 +35,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
 
     async def work(state: ModelState, send: Send) -> None:
-        await respond(request, send, completion_order(state, body))
+        rendered = RenderedCompletion(state, body)
+        await respond(request, send, rendered, OpenAIWriter(rendered))
 
     return answered(request, body.model, work)
 
@@ -49,7 +51,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         try:
-            await respond(request, send, chat_order(state, body))
+            rendered = RenderedChat(state, body)
+            await respond(request, send, rendered, OpenAIWriter(rendered))
         except RequestError as error:
             raise named_by_field(error, body) from error
 

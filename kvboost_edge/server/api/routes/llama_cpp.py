@@ -18,9 +18,11 @@ from kvboost_edge.server.api.dialects.llama_cpp.schemas import (
 from kvboost_edge.server.api.dialects.llama_cpp.translate import (
     DEFAULTS,
     FIELDS,
+    RenderedPieces,
     completion_of,
     infill_of,
 )
+from kvboost_edge.server.api.dialects.llama_cpp.writer import LlamaWriter
 from kvboost_edge.server.api.dialects.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
@@ -46,7 +48,7 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         with renamed(FIELDS):
-            await respond(request, send, completion_of(state, body))
+            await _respond(request, send, body, completion_of(state, body))
 
     return answered(request, body.model, work)
 
@@ -57,7 +59,7 @@ async def infill(request: Request, body: Infill) -> Response:
 
     async def work(state: ModelState, send: Send) -> None:
         with renamed({**FIELDS, "prompt": "input_prefix"}):
-            await respond(request, send, infill_of(state, body))
+            await _respond(request, send, body, infill_of(state, body))
 
     return answered(request, body.model, work)
 
@@ -127,6 +129,14 @@ async def slots(request: Request, model: ModelParam = None) -> Response:
         media_type="application/json",
         headers={"Cache-Control": "no-store"},
     )
+
+
+async def _respond(
+    request: Request, send: Send, body: LlamaCompletion | Infill, rendered: RenderedPieces
+) -> None:
+    with_ids = bool(body.return_tokens)
+    writer = LlamaWriter(rendered.state, rendered.body, with_ids=with_ids)
+    await respond(request, send, rendered, writer)
 
 
 def _templated(state: ModelState, body: ApplyTemplate) -> bytes:

@@ -13,9 +13,9 @@ from starlette.types import Send
 from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
-from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.chat import RenderedChat
 from kvboost_edge.server.api.checks import answered, served_model
-from kvboost_edge.server.api.completions import completion_order
+from kvboost_edge.server.api.completions import RenderedCompletion
 from kvboost_edge.server.api.dialects.ollama.models import (
     API_VERSION,
     listed,
@@ -86,7 +86,8 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
                 return
             completion = prompt_of(body)
             writer = OllamaWriter(state, body.model, completion.stop or (), chat=False)
-            await respond(request, send, completion_order(state, completion, writer, fills=True))
+            rendered = RenderedCompletion(state, completion, fills=True)
+            await respond(request, send, rendered, writer)
 
     return _answered(request, body, work, asks=bool(body.prompt))
 
@@ -146,7 +147,7 @@ async def _chat(
 ) -> None:
     writer = OllamaWriter(state, name, body.stop or (), chat=chat)
     try:
-        await respond(request, send, chat_order(state, body, writer))
+        await respond(request, send, RenderedChat(state, body), writer)
     except RequestError as error:
         named_error = named_by_field(error, body)
         if (

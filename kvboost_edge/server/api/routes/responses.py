@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
-from kvboost_edge.server.api.chat import chat_order
+from kvboost_edge.server.api.chat import RenderedChat
 from kvboost_edge.server.api.checks import answered
 from kvboost_edge.server.api.dialects.responses.schemas import ResponseRequest
 from kvboost_edge.server.api.dialects.responses.translate import FIELDS, to_chat
@@ -69,9 +68,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 
             writer = ResponsesWriter(state, body, keep if body.store is not False else None)
             try:
-                await respond(
-                    request, send, dataclasses.replace(chat_order(state, chat, writer), pings=True)
-                )
+                await respond(request, send, RenderedChat(state, chat, pings=True), writer)
             except RequestError as error:
                 raise named_by_field(error, chat) from error
 

@@ -403,7 +403,7 @@ async def test_an_error_that_comes_with_the_first_token_is_told(
         assert error_text(path, answer.content)
     state = app.state
     stats = engine.paged_stats()
-    assert (state.admission.sequences, state.admission.tokens, len(state.admission.tickets)) == (
+    assert (state.admission.sequences, state.admission.tokens, len(state.admission.admitted)) == (
         0,
         0,
         0,

@@ -51,7 +51,7 @@ def gone_within_a_step(server, held):
     """The request ends at once, and the pass that runs is the last."""
     steps = held.steps
     wait_until(lambda: not server.state.admission.sequences, "the end of the request")
-    wait_until(lambda: not server.state.admission.tickets, "the ticket to be given back")
+    wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
     held.step()
     wait_until(server.idle, "the end of the work")
     assert held.steps <= steps + 1

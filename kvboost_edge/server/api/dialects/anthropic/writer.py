@@ -33,11 +33,13 @@ _PATH = "/v1/messages"
 
 
 class AnthropicWriter(TurnWriter):
-    """kept   of the prompt: (tokens, seconds) of the breakpoints that matter; set before the
+    """kept   of the prompt: (tokens, seconds) of the breakpoints that matter; filled before the
     request runs
     """
 
-    def __init__(self, state: ModelState, body: MessagesRequest) -> None:
+    def __init__(
+        self, state: ModelState, body: MessagesRequest, kept: Sequence[tuple[int, float]]
+    ) -> None:
         super().__init__(state, body.stop_sequences or ())
         self._body = body
         self._blocks = _Blocks(
@@ -45,7 +47,7 @@ class AnthropicWriter(TurnWriter):
         )
         self._stream: EventStream | None = None
         self._id = f"msg_{secrets.token_hex(12)}"
-        self.kept: list[tuple[int, float]] = []
+        self._kept = kept
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
         """By the same steps as a stream, as blocks stand in the order in which they came."""
@@ -154,7 +156,7 @@ class AnthropicWriter(TurnWriter):
         """
         size = self.state.engine.config.block_size
         written = [
-            (max(0, length // size * size - cached), seconds) for length, seconds in self.kept
+            (max(0, length // size * size - cached), seconds) for length, seconds in self._kept
         ]
         created = max((length for length, _ in written), default=0)
         hour = max((length for length, seconds in written if seconds == _HOUR), default=0)

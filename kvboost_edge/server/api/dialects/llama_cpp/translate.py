@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
-from kvboost_edge.server.api.completions import completion_order
+from kvboost_edge.server.api.completions import RenderedCompletion
 from kvboost_edge.server.api.dialects.llama_cpp.schemas import Infill, LlamaCompletion, Pieces
-from kvboost_edge.server.api.dialects.llama_cpp.writer import LlamaWriter
 from kvboost_edge.server.api.dialects.translated import completion_request
-from kvboost_edge.server.api.generation import Order
+from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["DEFAULTS", "FIELDS", "completion_of", "infill_of"]
+__all__ = ["DEFAULTS", "FIELDS", "RenderedPieces", "completion_of", "infill_of"]
 
 FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 """What our fields are called here."""
@@ -47,14 +45,38 @@ _INFILL = (
 )
 
 
-def completion_of(state: ModelState, body: LlamaCompletion) -> Order:
-    """How to go on with a prompt. ApiError names the field."""
-    return _order(state, body, body.prompt, with_bos=True, field="prompt")
+class RenderedPieces(RenderedCompletion):
+    """A completion of one prompt that is texts and token ids in a row."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        body: CompletionRequest,
+        pieces: Pieces,
+        *,
+        with_bos: bool,
+        field: str,
+    ) -> None:
+        super().__init__(state, body, fills=True)
+        self._pieces = pieces
+        self._with_bos = with_bos
+        self._field = field
+
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        tokenizer = self.state.engine.tokenizer
+        vocab_size = self.state.engine.runner_info.vocab_size
+        ids = _ids(tokenizer, self._pieces, vocab_size, self._with_bos, self._field)
+        return [EncodedPrompt(ids, tokenizer.decode(ids, skip_special_tokens=False))]
 
 
-def infill_of(state: ModelState, body: Infill) -> Order:
-    """How to find what stands between two texts. ApiError for a model that has no tokens for
-    that.
+def completion_of(state: ModelState, body: LlamaCompletion) -> RenderedPieces:
+    """Render a request to go on with a prompt. ApiError names the field."""
+    return _rendered(state, body, body.prompt, with_bos=True, field="prompt")
+
+
+def infill_of(state: ModelState, body: Infill) -> RenderedPieces:
+    """Render a request for what stands between two texts. ApiError for a model that has no tokens
+    for that.
     """
     before, between, behind = _infill_ids(state.engine.tokenizer)
     prefix = body.input_prefix + (body.prompt or "")
@@ -65,7 +87,7 @@ def infill_of(state: ModelState, body: Infill) -> Order:
         *filter(None, (body.input_suffix,)),
         [behind],
     ]
-    return _order(state, body, pieces, with_bos=False, field="input_prefix")
+    return _rendered(state, body, pieces, with_bos=False, field="input_prefix")
 
 
 def _infill_ids(tokenizer: Tokenizer) -> list[int]:
@@ -79,11 +101,9 @@ def _infill_ids(tokenizer: Tokenizer) -> list[int]:
     )
 
 
-def _order(
+def _rendered(
     state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str
-) -> Order:
-    tokenizer = state.engine.tokenizer
-    vocab_size = state.engine.runner_info.vocab_size
+) -> RenderedPieces:
     limit = body.n_predict
     sampling = {
         name: default if getattr(body, name) is None else getattr(body, name)
@@ -101,14 +121,7 @@ def _order(
         **sampling,
         **{name: getattr(body, name) for name in _SAME},
     )
-    writer = LlamaWriter(state, ours, with_ids=bool(body.return_tokens))
-    order = completion_order(state, ours, writer, fills=True)
-
-    def encode(answers: KeptAnswers) -> list[EncodedPrompt]:
-        ids = _ids(tokenizer, pieces, vocab_size, with_bos, field)
-        return [EncodedPrompt(ids, tokenizer.decode(ids, skip_special_tokens=False))]
-
-    return dataclasses.replace(order, job=dataclasses.replace(order.job, encode=encode))
+    return RenderedPieces(state, ours, pieces, with_bos=with_bos, field=field)
 
 
 def _ids(

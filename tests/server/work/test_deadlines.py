@@ -1,9 +1,9 @@
-"""A request's ticket, without a server: what it knows of the request before it is admitted."""
+"""Deadlines of admitted requests, without a server."""
 
 import pytest
 from starlette.requests import Request
 
-from kvboost_edge.server.work.admission import Ticket
+from kvboost_edge.server.work.admission import Admission
 
 
 def test_waiting_for_a_model_is_a_part_of_a_requests_time(live_server):
@@ -12,6 +12,6 @@ def test_waiting_for_a_model_is_a_part_of_a_requests_time(live_server):
     def deadline(**facts):
         request = Request({"type": "http", "kvboost": facts})
         state = live_server.state
-        return Ticket(state.admission, state.metrics, request, 1, 1).deadline
+        return Admission(state.admission, state.metrics, request, 1, 1).deadline
 
     assert deadline() - deadline(load_wait_seconds=50.0) == pytest.approx(50, abs=5)

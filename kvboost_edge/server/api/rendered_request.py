@@ -1,0 +1,111 @@
+"""A generating request that is ready to run: the body of any API, in the engine's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from kvboost_edge.engine.handle import TokenEvent
+from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.server.api.checks import check_mode, check_priority
+from kvboost_edge.server.api.schemas.shared import SamplingFields
+from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.work.bridge import EngineRequest, Running
+
+__all__ = ["Choice", "PromptLogprobs", "RenderedRequest", "WireNames"]
+
+Json = dict[str, Any]
+PromptLogprobs = Sequence[TokenLogprobs | None] | None
+
+
+class Choice(Protocol):
+    """Writes one choice of an answer, either whole, or piece by piece."""
+
+    def whole(self, result: GenerationResult) -> Mapping[str, Any]: ...
+
+    def waiting(self) -> Json:
+        """Return a piece without content."""
+        ...
+
+    def opening(self, prompt_logprobs: PromptLogprobs) -> Json | None:
+        """Return what a stream shows before the first token, if anything."""
+        ...
+
+    def push(self, event: TokenEvent) -> Json | None:
+        """Return the next piece; None while there is no text to show. What belongs to the token
+        waits for it.
+        """
+        ...
+
+    def close(self, result: GenerationResult) -> Json:
+        """Return the last piece, with the reason of the end."""
+        ...
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the answer that are reasoning; known once it is whole or closed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WireNames:
+    """Names of an OpenAI answer, whole and in chunks."""
+
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+
+
+class RenderedRequest(EngineRequest):
+    """A generating request of any API, ready to run. Subclasses say how OpenAI's APIs write its
+    choices; the other APIs have writers of their own.
+
+    estimate          tokens it may hold, estimated before tokenization
+    streams           the answer is a stream
+    include_usage     the stream ends with a chunk of usage
+    explains          the answer says what became of the first prompt
+    reports_progress  a stream says how far its prompts are, twice a second until they are computed
+    pings             otherwise it gives a sign of life now and then until there is a token
+    """
+
+    wire_names: ClassVar[WireNames]
+
+    def __init__(
+        self,
+        state: ModelState,
+        body: SamplingFields,
+        *,
+        size: int,
+        estimate: int,
+        num_prompts: int = 1,
+        per_prompt: int,
+        pings: bool = False,
+    ) -> None:
+        super().__init__(
+            size=size,
+            per_prompt=per_prompt,
+            mode=check_mode(state, body.mode),
+            options=body.engine_options,
+            cache_salt=body.cache_salt,
+            priority=check_priority(state, body.priority),
+            cache_key=body.cache_key,
+            retention=body.retention,
+        )
+        self.state = state
+        self.estimate = estimate
+        self.num_sequences = num_prompts * per_prompt
+        self.streams = bool(body.stream)
+        self.include_usage = body.include_usage
+        self.explains = body.explain
+        self.reports_progress = bool(body.return_progress)
+        self.pings = pings
+
+    @abstractmethod
+    def choice(self, index: int, run: Running) -> Choice:
+        """Return the writer of one choice."""
+
+    def chosen(self, results: Sequence[GenerationResult]) -> list[GenerationResult]:
+        """Return the results to show, in order."""
+        return list(results)
