@@ -270,7 +270,7 @@ class EngineCore:
     def submit_logits(self, request: Request) -> tuple[RequestHandle, list[Floats]]:
         """Queue a request for logits; the list holds them, in order, once the handle is done."""
         sequence = self._submit(request)
-        return sequence.handle, sequence.logits
+        return sequence.handle, sequence.scores.logits
 
     def _submit(self, request: Request) -> Sequence:
         self.scheduler.check_fits(request)
@@ -516,7 +516,7 @@ class EngineCore:
         known = sequence.num_tokens
         reason = sequence.take(work, rows, largest)
         self.scheduler.num_generated_tokens += sequence.num_tokens - known
-        if sequence.drafter is not None and work.stop >= known:
+        if work.stop >= known:
             self.scheduler.settle(work, sequence.num_computed_tokens - work.certain_stop)
         return self._accepted.commit(work, reason)
 

@@ -80,7 +80,7 @@ POINTS = [
     (IncrementalDetokenizer, "flush"),
     (StopChecker, "push"),
     (StopChecker, "flush"),
-    ("kvboost_edge.engine.schedule.sequence", "token_logprobs"),
+    ("kvboost_edge.engine.schedule.output", "token_logprobs"),
     ("kvboost_edge.engine.sampling", "uniform"),
 ]
 

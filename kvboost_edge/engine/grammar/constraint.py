@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.definition import Grammar, MadeGrammar
+from kvboost_edge.engine.schedule.feature import Constraint
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 from kvboost_edge.kernels.ahead import compile_ahead
 from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
@@ -66,7 +67,7 @@ def prepare_masks() -> None:
     compile_ahead([mask_logits_entry], 1)
 
 
-class Structure:
+class Structure(Constraint):
     """The parser of one sequence."""
 
     def __init__(self, matcher: LLMatcher, room: Floats) -> None:
@@ -87,8 +88,12 @@ class Structure:
         mask_logits(self._words, logits, self._room)
         return self._room
 
+    def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
+        """Return the masked logits; the largest of them is not known."""
+        return self.masked(logits), None
+
     def advance(self, token_id: int) -> bool:
-        """A token was chosen; whether nothing can follow it but the end."""
+        """Take the chosen token; return whether nothing can follow it but the end."""
         if not self._matcher.consume_token(token_id):
             self._check()
         self._is_found = False

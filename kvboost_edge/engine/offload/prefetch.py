@@ -161,7 +161,7 @@ class Load:
         """Nothing more comes, or is wanted."""
         if not self.is_done:
             self.is_done = True
-            self.sequence.note_loaded(
+            self.sequence.note_restored(
                 self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at
             )
 
@@ -338,6 +338,6 @@ class Loads:
         """End all loads: somebody who comes first needs their blocks. False if there was none."""
         ended = list(self._by_ticket.values())
         for load in ended:
-            load.sequence.has_loaded = False  # it may try again
+            load.sequence.restored.was_asked = False  # it may try again
             self.finish(load)
         return bool(ended)

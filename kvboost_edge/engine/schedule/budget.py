@@ -63,7 +63,7 @@ class Budget:
         the budget has room for all of those they count as no less urgent, as they do among the
         sequences of one tenant.
         """
-        ready = [sequence for sequence in running if sequence.probe is None]
+        ready = [sequence for sequence in running if sequence.spans.probe is None]
         if not self._fairness.is_shared:
             return [(ready, most)]
         tenants: dict[bytes, list[Sequence]] = {}

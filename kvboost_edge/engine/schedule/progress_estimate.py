@@ -95,7 +95,7 @@ class Pace:
         if sequence is None:
             return None
         total = sequence.request.num_prompt_tokens
-        began = sequence.admitted_at
+        began = sequence.marks.admitted_at
         computed = min(sequence.num_computed_tokens, total)
         elapsed = 0.0 if began is None else time.perf_counter() - began
         return Progress(

@@ -146,7 +146,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
-        self.speculation.release(sequence)
+        sequence.drafting.release()
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> StepPlan:
@@ -160,7 +160,7 @@ class Scheduler:
         wanted = self._share(self.running, self.max_batch_tokens)
         self._reserve(wanted, plan)
         self._draft(wanted, plan)
-        plan.probed = [sequence for sequence in self.running if sequence.probe is not None]
+        plan.probed = [one for one in self.running if one.spans.probe is not None]
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
             if count:
@@ -245,9 +245,9 @@ class Scheduler:
         before.
         """
         load = self.loads.of(sequence)
-        if load is None and sequence.uses_cache and not sequence.has_loaded:
+        if load is None and sequence.uses_cache and not sequence.restored.was_asked:
             load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
-            sequence.has_loaded = load is not None and load.sequence is sequence
+            sequence.restored.was_asked = load is not None and load.sequence is sequence
         if load is None or load.is_done:
             load = self.sharing.bring(sequence, self.loads, self._spare_blocks_of(sequence)) or load
         return load is not None and not load.is_done
@@ -274,9 +274,8 @@ class Scheduler:
         sequence.look_up()
         self._end_load(sequence)
         for use_cache, use_spans in self._ways(sequence):
-            first = (
-                sequence.admitted_at is None
-            )  # its own blocks, found again after preemption, are no hits
+            # Its own blocks, found again after a preemption, are no hits.
+            first = not sequence.was_admitted
             table = self.manager.open_table(
                 sequence.cacheable_ids,
                 sequence.request.root,
@@ -368,24 +367,15 @@ class Scheduler:
         """Let sequences with one token to compute try what may follow it, as far as budget and free
         blocks go: nobody is preempted for a guess.
         """
-        drafting = [
-            s
-            for s in self.running
-            if s.drafter is not None and wanted.get(s.index) == s.num_pending == 1
-        ]
-        if not drafting:
-            return
-        num_rows = sum(wanted.values())
         manager = self.manager
+        num_rows = sum(wanted.values())
         room = min(self.max_batch_tokens - num_rows, manager.recurrent.num_draft_rows)
-        self.speculation.draft(drafting, num_rows, room, manager.block_size)
-        for sequence in drafting:
-            if not sequence.drafted:
-                continue
+        for sequence in self.speculation.draft(self.running, wanted, room, manager.block_size):
             table = sequence.blocks
-            stop = sequence.num_tokens + len(sequence.drafted)
+            tokens = sequence.drafting.tokens
+            stop = sequence.num_tokens + len(tokens)
             if manager.blocks_needed(table, stop) > self._spare_blocks_of(sequence):
-                del sequence.drafted[table.num_slots(manager.block_size) - sequence.num_tokens :]
+                del tokens[table.num_slots(manager.block_size) - sequence.num_tokens :]
             else:
                 self._extend(sequence, table, stop, plan)
 
@@ -395,7 +385,7 @@ class Scheduler:
         """
         sequence = work.sequence
         self.speculation.settle(sequence, work.num_drafted, num_accepted)
-        if work.num_drafted > num_accepted:
+        if work.num_drafted and work.num_drafted > num_accepted:
             self.manager.shrink(sequence.blocks, sequence.num_tokens)
 
     def _extend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
 from typing import TYPE_CHECKING
 
@@ -15,67 +15,37 @@ import numpy.typing as npt
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.request.results import GenerationResult, Missed, TokenLogprobs
-from kvboost_edge.engine.sampling import make_sampler, token_logprobs
+from kvboost_edge.engine.request.results import GenerationResult, Missed
+from kvboost_edge.engine.sampling import make_sampler
+from kvboost_edge.engine.schedule.feature import Constraint, Drafting, Feature, SharedSpans
+from kvboost_edge.engine.schedule.output import OutputText, PhaseMarks, TokenScores
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.reuse.probe import Probe
-from kvboost_edge.reuse.remembered import Chain
-from kvboost_edge.text.detokenizer import IncrementalDetokenizer
-from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.grammar.constraint import Structure
-    from kvboost_edge.engine.spec_decode.drafting import Drafter
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Loaded", "Sequence", "SequenceStatus", "phase_times"]
+__all__ = ["Restored", "Sequence", "SequenceStatus"]
 
 Floats = npt.NDArray[np.float32]
 
 _MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
 
 
-def phase_times(
-    request: Request,
-    now: float,
-    *,
-    looked_up: float | None,
-    admitted: float | None,
-    repaired: float | None,
-    first_token: float | None,
-    load_seconds: float,
-    probe_seconds: float,
-) -> dict[str, float]:
-    """Milliseconds between the marks of a request's life, seconds of `time.perf_counter`; a mark
-    that was never reached takes the next one's time.
-    """
-    first = now if first_token is None else first_token
-    let_in = first if admitted is None else admitted
-    looked = let_in if admitted is None or looked_up is None else looked_up
-    probed = let_in + probe_seconds
-    whole = min(max(repaired or probed, probed), max(first, probed))
-    return {
-        "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
-        "queue": (looked - request.tokenized_at - load_seconds) * 1e3,
-        "lookup": (let_in - looked) * 1e3,
-        "load": load_seconds * 1e3,
-        "probe": probe_seconds * 1e3,
-        "repair": (whole - probed) * 1e3,
-        "prefill": (first - whole) * 1e3,
-        "decode": (now - first) * 1e3,
-    }
+class Restored(Feature):
+    """What the offload tiers brought for one sequence.
 
-
-class Loaded:
-    """Tokens by tier, and how long that took.
-
-    seconds   of all loads, one after another
+    seconds       of all loads, one after another
+    was_asked     whether tiers were asked since the sequence last lost its blocks
     """
 
     def __init__(self) -> None:
         self._tokens: Counter[str] = Counter()
         self.seconds = 0.0
+        self.was_asked = False
+
+    def forget(self) -> None:
+        self.was_asked = False
 
     def note(self, tokens: Mapping[str, int], seconds: float) -> None:
         """So many tokens came from tiers, by name."""
@@ -114,22 +84,15 @@ class Sequence:
     one. Preemption sets the counter back to what the cache still holds when the sequence is let in
     again; sampled tokens stay.
 
-    index, tenant, priority, rank    the request's
-    table           the blocks, None unless RUNNING
+    index, rank           the request's
+    table                 the blocks, None unless RUNNING
     num_charged_tokens    up to where its tokens count as served to its tenant (fairness)
-    last_turn       when it was last chosen to compute its one pending token, counted over all
-                    sequences (fairness)
-    blocked_at      the cache's `progress` at the last failed try to let it in; None: not tried
-    awaited_hash    the block it waits for, which another sequence computes
-    has_loaded      tiers were asked since it last lost its blocks
-    lost_runs       what they are still to be asked for of its runs, last first; None: not looked
-                    for yet
-    found           [start, stop) of the runs found at other positions, when it was let in
-    num_span_tokens, num_found_tokens   prompt tokens shared there, and in all those runs
-    drafter         proposes drafts; None: it has none
-    structure       what its answer has to fit; None: nothing
-    drafted         what the next step computes behind its last token
-    probe           looks at its spans first: until it is done nothing else is computed
+    last_turn             when it was last chosen to compute its one pending token, counted over all
+                          sequences (fairness)
+    blocked_at            the cache's `progress` at the last failed try to let it in; None: not
+                          tried
+    awaited_hash          the block it waits for, which another sequence computes
+    drafting, grammar, spans, restored    the features that take part in it, see `Feature`
 
     Where its table shares spans at other positions the counter passes over each of them when it
     gets there.
@@ -140,50 +103,47 @@ class Sequence:
         request: Request,
         handle: RequestHandle,
         tokenizer: Tokenizer,
-        drafter: Drafter | None = None,
-        structure: Structure | None = None,
+        *,
+        drafting: Drafting | None = None,
+        grammar: Constraint | None = None,
+        spans: SharedSpans | None = None,
     ) -> None:
         self.request = request
         self.index = request.index
-        self.tenant = request.tenant
-        self.priority = request.priority
         self.rank = request.rank
-        self.drafter = drafter
-        self.structure = structure
-        self.drafted: list[int] = []
-        self.num_drafted = self.num_accepted = 0
         self.handle = handle
         self.status = SequenceStatus.WAITING
         self.token_ids = list(request.prompt_ids)
         self.table: BlockTable | None = None
-        self.num_computed_tokens = self.num_cached_tokens = self.num_charged_tokens = (
-            self.num_matched_tokens
-        ) = 0
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_matched_tokens = 0
+        self.num_charged_tokens = 0
         self.preemptions = 0
         self.last_turn = -1
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
-        self.has_loaded = False
-        self.lost_runs: list[Chain] | None = None
-        self.num_span_tokens = self.num_found_tokens = 0
-        self.found: list[tuple[int, int]] = []
-        self.probe: Probe | None = None
-        self._probe_seconds = 0.0
-        self._repaired_at: float | None = None
-        self._spans: list[tuple[int, int]] = []  # [start, stop) of those ahead, last first
-        self._num_shared = 0  # their tokens
-        self.looked_up_at: float | None = None
-        self.admitted_at: float | None = None
         self.missed = Missed("not_started")
-        self.logits: list[Floats] = []
+        self.drafting = drafting or Drafting()
+        self.grammar = grammar or Constraint()
+        self.spans = spans or SharedSpans()
+        self.restored = Restored()
+        self.marks = PhaseMarks(request)
+        self.scores = TokenScores(request)
         self._sample = make_sampler(request.params, request.seed, request.suppressed)
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stops = StopChecker(request.params.stop)
-        self._text: list[str] = []
-        self._token_times: list[float] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
-        self._loaded = Loaded()
+        self._output = OutputText(request, tokenizer)
+
+    @property
+    def tenant(self) -> bytes:
+        return self.request.tenant
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        return self.drafting, self.grammar, self.spans, self.restored
 
     @property
     def num_tokens(self) -> int:
@@ -192,7 +152,7 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         """Tokens whose KV is still to be computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens - self._num_shared
+        return len(self.token_ids) - self.num_computed_tokens - self.spans.num_ahead
 
     @property
     def uses_cache(self) -> bool:
@@ -216,8 +176,7 @@ class Sequence:
         if self.request.logits_start is not None:
             return self.request.logits_start
         if self.request.params.prompt_logprobs is not None:
-            known = len(self._prompt_logprobs)
-            return known - 1 if known < self.request.num_prompt_tokens else None
+            return self.scores.prompt_logits_from
         return None
 
     @property
@@ -240,11 +199,11 @@ class Sequence:
         left = min(limit, self.most_at_once)
         found = []
         wanted = self.logits_from
-        for first, end in (*reversed(self._spans), (len(self.token_ids), 0)):
+        for first, end in (*self.spans.ahead(), (len(self.token_ids), 0)):
             stop = min(first, start + left)
             if stop > start:
                 rows = 1 if wanted is None else max(1, stop - max(start, wanted))
-                drafted = self.drafted if stop == len(self.token_ids) else []
+                drafted = self.drafting.tokens if stop == len(self.token_ids) else []
                 ids = self.token_ids[start:stop] + drafted
                 found.append(ScheduledTokens(self, start, ids, rows + len(drafted), len(drafted)))
             left -= stop - start
@@ -255,7 +214,7 @@ class Sequence:
 
     def stop_after(self, count: int) -> int:
         """The position behind the next `count` tokens to compute, as many as there are at least."""
-        if not self._spans:
+        if not self.spans.num_ahead:
             return self.num_computed_tokens + count
         return self.next_work(count)[-1].stop
 
@@ -273,8 +232,8 @@ class Sequence:
         computed = work.stop
         reason = None
         first = computed - len(rows)
-        self._keep(first, rows)
-        self.read_prompt(first, rows)
+        self.scores.keep_logits(first, rows)
+        self.scores.read_prompt(first, rows, self)
         if self.request.prefill_only or self.request.logits_start is not None:
             reason = "length" if computed == len(self.token_ids) else None
         else:
@@ -292,54 +251,27 @@ class Sequence:
                 reason = self.accept(rows[i], largest[i] if i < len(largest) else None)
                 if reason is not None:
                     break
-        self.drafted = []
-        if work.num_drafted:
-            self.num_drafted += work.num_drafted
-            self.num_accepted += computed - work.certain_stop
+        self.drafting.count(work.num_drafted, computed - work.certain_stop)
         self._move_to(computed)
         return reason
 
     def end_probe(self, seconds: float) -> None:
-        """Its spans are what they are now; go on."""
-        self.probe = None
-        self._probe_seconds += seconds
-        self._take_spans(self.blocks)
-
-    def _take_spans(self, table: BlockTable) -> None:
-        self._spans = [(span.start, span.stop) for span in reversed(table.spans)]
-        self._num_shared = sum(stop - start for start, stop in self._spans)
-        shared = self._num_in_prompt(self._spans)
-        # One token that leans on a span makes the answer approximate: what was shared before a
-        # preemption counts.
-        if self.probe is None and shared > self.num_span_tokens:
-            self.num_span_tokens, self.num_found_tokens = shared, self._num_in_prompt(self.found)
-        self._move_to(table.num_cached_tokens)
-
-    def _num_in_prompt(self, ranges: Iterable[tuple[int, int]]) -> int:
-        last = self.request.num_prompt_tokens
-        return sum(max(0, min(stop, last) - start) for start, stop in ranges)
+        """Take the spans as deviation scoring left them, and go on."""
+        self.spans.probe = None
+        self.spans.probe_seconds += seconds
+        self.spans.admit(self.blocks)
+        self._move_to(self.blocks.num_cached_tokens)
 
     def _move_to(self, position: int) -> None:
-        """All before `position` is in the pool; the spans that begin there are too."""
-        while self._spans and self._spans[-1][0] == position:
-            start, position = self._spans.pop()
-            self._num_shared -= position - start
-            self._repaired_at = time.perf_counter()
-        self.num_computed_tokens = position
-
-    def _keep(self, first: int, rows: Floats) -> None:
-        """Keep the rows of a request for logits; they belong to positions first, first + 1, ..."""
-        if self.request.logits_start is not None:
-            wanted = rows[max(0, self.request.logits_start - first) :]
-            if len(wanted):
-                self.logits.append(wanted.copy())
+        """Take all before `position` as computed, and the spans that begin there."""
+        self.num_computed_tokens = self.spans.pass_over(position)
 
     def look_up(self) -> None:
         """The cache is asked for the tokens now; the last time before the sequence is let in
         counts.
         """
-        if self.admitted_at is None:
-            self.looked_up_at = time.perf_counter()
+        if not self.was_admitted:
+            self.marks.looked_up_at = time.perf_counter()
 
     def admit(self, table: BlockTable, missed: Missed) -> None:
         """Start or resume on a fresh table; what the cache served counts as computed, `missed` is
@@ -347,89 +279,56 @@ class Sequence:
         """
         self.table = table
         self.status = SequenceStatus.RUNNING
-        self._take_spans(table)
+        for feature in self.features:
+            feature.admit(table)
+        self._move_to(table.num_cached_tokens)
         self.blocked_at = self.awaited_hash = None
-        if self.admitted_at is None:
-            self.admitted_at = time.perf_counter()
+        if not self.was_admitted:
+            self.marks.admitted_at = time.perf_counter()
             self.handle.cached_tokens = self.num_cached_tokens = table.num_cached_tokens
             self.num_matched_tokens = table.num_matched_tokens
             bypassed = not self.uses_cache or self.logits_from is not None
             self.missed = Missed("bypassed") if bypassed else missed
 
+    @property
+    def was_admitted(self) -> bool:
+        """Whether it was let in before; after a preemption it may be waiting again."""
+        return self.marks.admitted_at is not None
+
     def forget_computed(self) -> None:
-        """The blocks are gone: KV is computed anew, and with it the logits that were asked for. The
-        list itself stays, the caller holds it.
+        """Start over without blocks: KV is recomputed, and with it the logits asked for. The list
+        of logits stays the same object, the caller holds it.
         """
-        self.num_computed_tokens = self._num_shared = 0
-        self._spans.clear()
-        self.probe = None
-        self.has_loaded = False
-        self.logits.clear()
+        self.num_computed_tokens = 0
+        for feature in self.features:
+            feature.forget()
+        self.scores.logits.clear()
 
-    def note_loaded(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """So many tokens came from tiers, by name, while the sequence waited."""
-        if self.admitted_at is None:
-            self._loaded.note(tokens, seconds)
-
-    def read_prompt(self, first: int, logits: Floats) -> None:
-        """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts
-        the one after it.
-        """
-        count = self.request.params.prompt_logprobs
-        if count is None:
-            return
-        known = self._prompt_logprobs
-        for row in logits[len(known) - 1 - first :]:
-            if len(known) == self.request.num_prompt_tokens:
-                break
-            known.append(token_logprobs(row, self.token_ids[len(known)], count))
-        if len(known) == self.request.num_prompt_tokens and self.handle.prompt_logprobs is None:
-            self.handle.prompt_logprobs = tuple(known)
+    def note_restored(self, tokens: Mapping[str, int], seconds: float) -> None:
+        """Count tokens that came from tiers, by the tier's name, while the sequence waited."""
+        if not self.was_admitted:
+            self.restored.note(tokens, seconds)
 
     def accept(self, logits: Floats, largest: int | None) -> str | None:
         """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish
         reason, or None.
         """
         request = self.request
-        possible = logits
-        if self.structure is not None:
-            possible = self.structure.masked(logits)
-            largest = None
+        possible, largest = self.grammar.constrain(logits, largest)
         token_id = self._sample(possible, self.token_ids, request.num_prompt_tokens, largest)
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = token_logprobs(logits, token_id, request.params.logprobs)
-            self._logprobs.append(logprobs)
+        logprobs = self.scores.note_chosen(logits, token_id)
         self.token_ids.append(token_id)
-        is_whole = self.structure is not None and self.structure.advance(token_id)
-        text, reason = self._read(token_id, is_whole)
-        now = time.perf_counter()
-        self._token_times.append(now)
-        self._text.append(text)
+        is_whole = self.grammar.advance(token_id)
+        is_last = len(self.token_ids) >= request.max_tokens
+        text, reason = self._output.push(token_id, is_whole=is_whole, is_last=is_last)
+        self.marks.token_times.append(now := time.perf_counter())
         self.handle._push(TokenEvent(token_id, text, (now - request.entered_at) * 1e3, logprobs))
         return reason
-
-    def _read(self, token_id: int, is_whole: bool) -> tuple[str, str | None]:
-        """The text that is certain now, and why the output ends with this token (None: it goes on).
-        is_whole: nothing can follow.
-        """
-        if token_id in self.request.stop_ids:
-            text, stopped = self._stops.push(self._detokenizer.flush())
-            return (text if stopped else text + self._stops.flush()), "stop"
-        text, stopped = self._stops.push(self._detokenizer.push(token_id))
-        if stopped:
-            return text, "stop"
-        if len(self.token_ids) < self.request.max_tokens and not is_whole:
-            return text, None
-        rest, stopped = self._stops.push(self._detokenizer.flush())
-        if stopped:
-            return text + rest, "stop"
-        return text + rest + self._stops.flush(), "stop" if is_whole else "length"
 
     def answer(self) -> tuple[str, list[int]]:
         """The output's text, and the ids it was written with: without the token that ended it."""
         ids = self.token_ids[self.request.num_prompt_tokens :]
-        return "".join(self._text), ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
+        return self._output.text, ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
 
     def result(self, finish_reason: str) -> GenerationResult:
         """The outcome as of now. The text is what was handed out: a cancelled request keeps back
@@ -437,30 +336,21 @@ class Sequence:
         """
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])
-        phases = phase_times(
-            request,
-            time.perf_counter(),
-            looked_up=self.looked_up_at,
-            admitted=self.admitted_at,
-            repaired=self._repaired_at,
-            first_token=self._token_times[0] if self._token_times else None,
-            load_seconds=self._loaded.seconds,
-            probe_seconds=self._probe_seconds,
-        )
+        phases = self.marks.phases(time.perf_counter(), self.restored.seconds, self.spans)
         total_ms = sum(phases.values())
-        times = tuple((t - request.entered_at) * 1e3 for t in self._token_times)
+        times = tuple((t - request.entered_at) * 1e3 for t in self.marks.token_times)
         return GenerationResult(
             mode=self._mode(),
             prompt=request.prompt,
-            output_text="".join(self._text),
+            output_text=self._output.text,
             output_token_ids=output_ids,
             generated_tokens=len(output_ids),
             finish_reason=finish_reason,
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
-            kv_reuse_ratio=(self.num_cached_tokens + self.num_span_tokens)
+            kv_reuse_ratio=(self.num_cached_tokens + self.spans.num_shared)
             / request.num_prompt_tokens,
-            hit_tokens=self._loaded.split(self.num_cached_tokens),
+            hit_tokens=self.restored.split(self.num_cached_tokens),
             matched_tokens=self.num_matched_tokens,
             **self.missed._asdict(),
             ttft_ms=times[0] if times else total_ms,
@@ -468,20 +358,14 @@ class Sequence:
             tokens_per_sec=len(output_ids) / total_ms * 1e3,
             token_times_ms=times,
             phases=phases,
-            logprobs=None if request.params.logprobs is None else tuple(self._logprobs),
+            logprobs=self.scores.chosen,
             seed=request.seed,
             preemptions=self.preemptions,
-            prompt_logprobs=None
-            if request.params.prompt_logprobs is None
-            else tuple(self._prompt_logprobs),
-            reused_span_tokens=self.num_span_tokens,
-            recomputed_tokens=self.num_found_tokens - self.num_span_tokens,
-            gate=request.gate if self.num_span_tokens else "",
-            drafted_tokens=self.num_drafted,
-            accepted_tokens=self.num_accepted,
+            prompt_logprobs=self.scores.prompt,
+            **{name: value for one in self.features for name, value in one.result_fields().items()},
         )
 
     def _mode(self) -> GenerationMode:
         """What ran: without a span shared, what was asked for as approximate is exact."""
-        is_exact = self.request.repair is not None and not self.num_span_tokens
+        is_exact = self.request.repair is not None and not self.spans.num_shared
         return GenerationMode.PREFIX_CACHE if is_exact else self.request.mode

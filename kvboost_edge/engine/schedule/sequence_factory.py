@@ -5,7 +5,9 @@ from __future__ import annotations
 from kvboost_edge.engine.grammar.constraint import Structures
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.feature import Constraint, SharedSpans
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.spans import SequenceSpans
 from kvboost_edge.engine.spec_decode.speculation import Speculation
 from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -28,9 +30,14 @@ class Sequences:
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
         """RequestError, or BackendUnavailable, where what its answer has to fit cannot be had."""
-        structure = None if request.grammar is None else self._structures.make(request.grammar)
+        grammar = request.grammar
         return Sequence(
-            request, handle, self._tokenizer, self._speculation.drafter(request), structure
+            request,
+            handle,
+            self._tokenizer,
+            drafting=self._speculation.drafting(request),
+            grammar=Constraint() if grammar is None else self._structures.make(grammar),
+            spans=SharedSpans() if request.repair is None else SequenceSpans(request),
         )
 
     def read_ahead(self) -> None:

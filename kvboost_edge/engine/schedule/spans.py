@@ -5,13 +5,17 @@ computed.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
+from typing import Any
 
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.engine.offload.prefetch import Load, Loads
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.feature import SharedSpans
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
@@ -19,9 +23,61 @@ from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.harvest import Harvest
 from kvboost_edge.reuse.probe import Probe, ProbeRow, QueryProbe, num_probed_blocks
+from kvboost_edge.reuse.remembered import Chain
 from kvboost_edge.runners.base import ForwardBatch, Runner
 
-__all__ = ["Prober", "SpanSharing"]
+__all__ = ["Prober", "SequenceSpans", "SpanSharing"]
+
+
+class SequenceSpans(SharedSpans):
+    """The spans of one sequence.
+
+    found        [start, stop) of the runs found at other positions, when it was let in
+    lost_runs    runs that tiers are still to be asked for, last first; None: not looked for yet
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.found: list[tuple[int, int]] = []
+        self.lost_runs: list[Chain] | None = None
+        self._request = request
+        self._ahead: list[tuple[int, int]] = []  # last first
+        self._num_found = 0
+
+    def ahead(self) -> Iterable[tuple[int, int]]:
+        return reversed(self._ahead)
+
+    def admit(self, table: BlockTable) -> None:
+        self._ahead = [(span.start, span.stop) for span in reversed(table.spans)]
+        self.num_ahead = sum(stop - start for start, stop in self._ahead)
+        shared = self._num_in_prompt(self._ahead)
+        # One token that leans on a span makes the answer approximate: what was shared before a
+        # preemption counts.
+        if self.probe is None and shared > self.num_shared:
+            self.num_shared = shared
+            self._num_found = self._num_in_prompt(self.found)
+
+    def pass_over(self, position: int) -> int:
+        while self._ahead and self._ahead[-1][0] == position:
+            start, position = self._ahead.pop()
+            self.num_ahead -= position - start
+            self.recomputed_at = time.perf_counter()
+        return position
+
+    def forget(self) -> None:
+        self._ahead.clear()
+        self.num_ahead = 0
+        self.probe = None
+
+    def result_fields(self) -> dict[str, Any]:
+        return {
+            "reused_span_tokens": self.num_shared,
+            "recomputed_tokens": self._num_found - self.num_shared,
+            "gate": self._request.gate if self.num_shared else "",
+        }
+
+    def _num_in_prompt(self, ranges: Iterable[tuple[int, int]]) -> int:
+        last = self._request.num_prompt_tokens
+        return sum(max(0, min(stop, last) - start) for start, stop in ranges)
 
 
 class SpanSharing:
@@ -39,14 +95,14 @@ class SpanSharing:
         """The load of the next run that the sequence could share if it were in the pool; each is
         tried once. What was loaded for it before is in the cache.
         """
-        if sequence.request.repair is None or not loads.has_shelf:
+        shared = sequence.spans
+        if not isinstance(shared, SequenceSpans) or not loads.has_shelf:
             return None
-        if sequence.lost_runs is None:
-            sequence.lost_runs = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)[
-                ::-1
-            ]
-        while sequence.lost_runs:
-            chain = sequence.lost_runs.pop()
+        if shared.lost_runs is None:
+            lost = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)
+            shared.lost_runs = lost[::-1]
+        while shared.lost_runs:
+            chain = shared.lost_runs.pop()
             load = loads.begin_run(sequence, decode_tokens(chain.tokens), chain.root, spare)
             if load is not None:
                 return load
@@ -57,8 +113,9 @@ class SpanSharing:
         where `spare` free blocks do not suffice; None where there is nothing to share.
         """
         request = sequence.request
+        shared = sequence.spans
         size = self._manager.block_size
-        if request.repair is None:
+        if request.repair is None or not isinstance(shared, SequenceSpans):
             return None
         found = self.harvest.find(
             sequence.cacheable_ids, len(table) * size, request.root, request.repair
@@ -69,11 +126,11 @@ class SpanSharing:
         spans = self._manager.spans
         if not spans.place(table, found.spans, sequence.num_tokens, spare, num_reserved=num_probed):
             return False
-        sequence.found = found.runs
-        sequence.probe = None
+        shared.found = found.runs
+        shared.probe = None
         if num_probed:
             asks = request.repair.strategy is RecomputeStrategy.QUERY
-            sequence.probe = (
+            shared.probe = (
                 QueryProbe(table, size, len(sequence.cacheable_ids)) if asks else Probe(table, size)
             )
         return True
@@ -102,13 +159,13 @@ class Prober:
     def end(self, sequences: Several[Sequence]) -> None:
         """Take out of the spans of each what is to be computed, once all was looked at."""
         for sequence in sequences:
-            probe = sequence.probe
+            probe = sequence.spans.probe
             if probe is not None and probe.is_done and sequence.status is SequenceStatus.RUNNING:
                 self._manager.spans.cut(sequence.blocks, probe.spans())
                 sequence.end_probe(probe.seconds)
 
     def _look(self, sequence: Sequence) -> None:
-        probe = sequence.probe
+        probe = sequence.spans.probe
         assert probe is not None
         started = time.perf_counter()
         rows = probe.next_rows(self._limit)

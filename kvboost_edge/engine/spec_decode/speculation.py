@@ -9,15 +9,45 @@ drafts, to the bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Several
+from typing import Any
 
 from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
 
 __all__ = ["Speculation"]
 
 _FORCED = 0.98  # a grammar leaves one text, and the model may cut it into other tokens
+
+
+class DraftTokens(Drafting):
+    """The draft tokens of one sequence, and who proposes them."""
+
+    proposes = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self._num_drafted = 0
+        self._num_accepted = 0
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        self.tokens = []
+        if num_drafted:
+            self._num_drafted += num_drafted
+            self._num_accepted += num_accepted
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        self.drafter.learn(num_drafted, num_accepted)
+
+    def release(self) -> None:
+        self.drafter.release()
+
+    def result_fields(self) -> dict[str, Any]:
+        return {"drafted_tokens": self._num_drafted, "accepted_tokens": self._num_accepted}
 
 
 class Speculation:
@@ -50,19 +80,31 @@ class Speculation:
             else None
         )
 
+    def drafting(self, request: Request) -> Drafting:
+        """Return the draft tokens of a new sequence; the null object where it wants none."""
+        drafter = self.drafter(request)
+        return Drafting() if drafter is None else DraftTokens(drafter)
+
     def draft(
-        self, drafting: Several[Sequence], num_rows: int, budget: int, block_size: int
-    ) -> None:
-        """Give `drafted` to those of the sequences, with a drafter and one token to compute each,
-        that something is proposed for. The step has `num_rows` rows without drafts, and room for
-        `budget` more, of which none gets more than an equal part while others wait.
+        self, running: Several[Sequence], wanted: Mapping[int, int], budget: int, block_size: int
+    ) -> list[Sequence]:
+        """Give draft tokens to sequences that compute one token; return those that have some.
+
+        wanted    tokens that the step computes, by the sequence's index
+        budget    rows that the step has room for besides those; while others wait, no sequence gets
+                  more than an equal part of them
         """
+        num_rows = sum(wanted.values())
         proposed: list[tuple[Sequence, Draft]] = []
-        for sequence in drafting:
-            most = self.room(sequence, block_size)
-            draft = _propose(sequence, most) if most > 0 else None
-            if draft is not None:
-                proposed.append((sequence, draft))
+        for sequence in running:
+            if (
+                sequence.drafting.proposes
+                and wanted.get(sequence.index) == sequence.num_pending == 1
+            ):
+                most = self.room(sequence, block_size)
+                draft = _propose(sequence, most) if most > 0 else None
+                if draft is not None:
+                    proposed.append((sequence, draft))
         weighed = [draft for sequence, draft in proposed if not sequence.request.always_drafts]
         level = most_drafted(weighed, num_rows) if weighed else 0
         for waiting, (sequence, draft) in zip(range(len(proposed), 0, -1), proposed, strict=True):
@@ -70,33 +112,28 @@ class Speculation:
                 len(draft.token_ids) if sequence.request.always_drafts else level,
                 -(-budget // waiting),
             )
-            sequence.drafted = draft.token_ids[:count]
-            budget -= len(sequence.drafted)
+            sequence.drafting.tokens = draft.token_ids[:count]
+            budget -= len(sequence.drafting.tokens)
+        return [sequence for sequence, _ in proposed if sequence.drafting.tokens]
 
     def remember(self, sequence: Sequence) -> None:
         """A request is done: what was new in its prompt, and its answer, may come again."""
-        if sequence.drafter is not None and sequence.uses_cache:
+        if sequence.drafting.proposes and sequence.uses_cache:
             self.memory.keep(
                 sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]
             )
-
-    def release(self, sequence: Sequence) -> None:
-        """A request is done, however: what its drafts needed is given back."""
-        if sequence.drafter is not None:
-            sequence.drafter.release()
 
     def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What became of a step's draft."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        if sequence.drafter is not None:
-            sequence.drafter.learn(num_drafted, num_accepted)
+        sequence.drafting.learn(num_drafted, num_accepted)
 
 
 def _propose(sequence: Sequence, most: int) -> Draft | None:
-    """What is sure to follow by the sequence's grammar, else what its drafter proposes."""
-    forced = [] if sequence.structure is None else sequence.structure.forced()[:most]
+    """Return what is sure to follow by the sequence's grammar, else what its drafter proposes."""
+    forced = sequence.grammar.forced()[:most]
     if forced:
         return Draft(forced, _FORCED)
-    assert sequence.drafter is not None, "others are not asked"
-    return sequence.drafter.propose(sequence.token_ids, most)
+    assert isinstance(sequence.drafting, DraftTokens), "others are not asked"
+    return sequence.drafting.drafter.propose(sequence.token_ids, most)

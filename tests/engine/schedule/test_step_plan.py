@@ -77,13 +77,13 @@ def test_rows_that_were_asked_for_are_kept():
     second = next_of(sequence, 2)
     assert second.num_rows == 2
     assert sequence.take(second, rows(2, 3)) == "length"
-    assert np.concatenate(sequence.logits).argmax(axis=1).tolist() == [1, 2, 3]
+    assert np.concatenate(sequence.scores.logits).argmax(axis=1).tolist() == [1, 2, 3]
 
 
 def test_logits_before_the_wanted_ones_are_not_kept():
     sequence = running([5, 6, 7, 8], 0, logits_start=3)
     assert sequence.take(next_of(sequence, 2), rows(1)) is None
-    assert sequence.logits == []
+    assert sequence.scores.logits == []
 
 
 @pytest.mark.parametrize("agreeing", range(4))

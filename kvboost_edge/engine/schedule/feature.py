@@ -1,0 +1,98 @@
+"""The interface between a running sequence and the features that take part in it.
+
+The classes here are the null implementations. A feature subclasses one of them: speculative
+decoding `Drafting`, structured output `Constraint`, non-prefix KV reuse `SharedSpans`. The sequence
+and the scheduler call all of them in the same way and never ask whether a feature is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from kvboost_edge.kvcache.block_table import BlockTable
+    from kvboost_edge.reuse.probe import Probe
+
+__all__ = ["Constraint", "Drafting", "Feature", "SharedSpans"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class Feature:
+    """A feature's part of one sequence."""
+
+    def admit(self, table: BlockTable) -> None:
+        """Take note of the fresh table on which the sequence starts or resumes."""
+
+    def forget(self) -> None:
+        """Drop what depended on the sequence's blocks, which are gone."""
+
+    def result_fields(self) -> dict[str, Any]:
+        """Return what the feature adds to the sequence's `GenerationResult`."""
+        return {}
+
+
+class Constraint(Feature):
+    """Structured output: the tokens that may follow. Null: all of them."""
+
+    def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
+        """Return the logits [vocab_size] of tokens that may follow, and the largest if known."""
+        return logits, largest
+
+    def advance(self, token_id: int) -> bool:
+        """Take the chosen token; return whether nothing can follow it."""
+        return False
+
+    def forced(self) -> list[int]:
+        """Return the tokens that follow in any case."""
+        return []
+
+
+class Drafting(Feature):
+    """Speculative decoding: the draft tokens of the next step. Null: never any.
+
+    tokens      the draft tokens that the next step computes after the last certain one
+    proposes    whether there can be any
+    """
+
+    proposes = False
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a step's draft tokens, and drop them."""
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn from the outcome of a draft; 0, 0: none was computed."""
+
+    def release(self) -> None:
+        """Give back the memory that drafts needed."""
+
+
+class SharedSpans(Feature):
+    """Non-prefix KV reuse: token ranges whose KV comes from other positions. Null: there are none.
+
+    num_ahead     tokens of the spans that the sequence has not reached
+    num_shared    most prompt tokens that it shared this way
+    probe         deviation scoring that comes before anything else is computed
+    recomputed_at, probe_seconds    marks of the request's phases, see `phase_times`
+    """
+
+    num_ahead = 0
+    num_shared = 0
+    probe: Probe | None = None
+    recomputed_at: float | None = None
+    probe_seconds = 0.0
+
+    def ahead(self) -> Iterable[tuple[int, int]]:
+        """Return the [start, stop) of the spans that the sequence has not reached, in order."""
+        return ()
+
+    def pass_over(self, position: int) -> int:
+        """Return the position after the spans that begin at `position`, which count as computed."""
+        return position

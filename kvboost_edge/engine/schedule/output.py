@@ -1,0 +1,155 @@
+"""What a running sequence keeps of its output: text, scores of tokens, and times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.request.results import TokenLogprobs
+from kvboost_edge.engine.sampling import token_logprobs
+from kvboost_edge.engine.schedule.feature import SharedSpans
+from kvboost_edge.text.detokenizer import IncrementalDetokenizer
+from kvboost_edge.text.stop_strings import StopChecker
+
+if TYPE_CHECKING:
+    from kvboost_edge.engine.schedule.sequence import Sequence
+    from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["OutputText", "PhaseMarks", "TokenScores"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class OutputText:
+    """The text of a sequence's output, as far as it is certain."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._stop_ids = request.stop_ids
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopChecker(request.params.stop)
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def push(self, token_id: int, *, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
+        """Return the text that is certain now, and why the output ends here (None: it goes on).
+
+        is_whole    nothing can follow the token
+        is_last     no further token is wanted
+        """
+        text, reason = self._read(token_id, is_whole, is_last)
+        self._pieces.append(text)
+        return text, reason
+
+    def _read(self, token_id: int, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
+        if token_id in self._stop_ids:
+            text, stopped = self._stops.push(self._detokenizer.flush())
+            return (text if stopped else text + self._stops.flush()), "stop"
+        text, stopped = self._stops.push(self._detokenizer.push(token_id))
+        if stopped:
+            return text, "stop"
+        if not is_last and not is_whole:
+            return text, None
+        rest, stopped = self._stops.push(self._detokenizer.flush())
+        if stopped:
+            return text + rest, "stop"
+        return text + rest + self._stops.flush(), "stop" if is_whole else "length"
+
+
+class TokenScores:
+    """Logits and log probabilities that a request asked for.
+
+    logits    rows of a request for logits, float32 [num_rows, vocab_size] each
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.logits: list[Floats] = []
+        self._request = request
+        self._chosen: list[TokenLogprobs] = []
+        self._prompt: list[TokenLogprobs | None] = [None]
+
+    @property
+    def chosen(self) -> tuple[TokenLogprobs, ...] | None:
+        """Those of the output's tokens; None where they were not asked for."""
+        return None if self._request.params.logprobs is None else tuple(self._chosen)
+
+    @property
+    def prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """Those of the prompt's tokens; None where they were not asked for."""
+        return None if self._request.params.prompt_logprobs is None else tuple(self._prompt)
+
+    @property
+    def prompt_logits_from(self) -> int | None:
+        """The first token of the prompt whose logits are still wanted; None: no more."""
+        known = len(self._prompt)
+        return known - 1 if known < self._request.num_prompt_tokens else None
+
+    def keep_logits(self, first: int, rows: Floats) -> None:
+        """Keep the rows of a request for logits; they belong to positions first, first + 1, ..."""
+        if self._request.logits_start is not None:
+            wanted = rows[max(0, self._request.logits_start - first) :]
+            if len(wanted):
+                self.logits.append(wanted.copy())
+
+    def read_prompt(self, first: int, logits: Floats, sequence: Sequence) -> None:
+        """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts
+        the one after it.
+        """
+        count = self._request.params.prompt_logprobs
+        if count is None:
+            return
+        known = self._prompt
+        for row in logits[len(known) - 1 - first :]:
+            if len(known) == self._request.num_prompt_tokens:
+                break
+            known.append(token_logprobs(row, sequence.token_ids[len(known)], count))
+        is_known = len(known) == self._request.num_prompt_tokens
+        if is_known and sequence.handle.prompt_logprobs is None:
+            sequence.handle.prompt_logprobs = tuple(known)
+
+    def note_chosen(self, logits: Floats, token_id: int) -> TokenLogprobs | None:
+        """Keep and return the log probabilities of a chosen token; None if not asked for."""
+        count = self._request.params.logprobs
+        if count is None:
+            return None
+        logprobs = token_logprobs(logits, token_id, count)
+        self._chosen.append(logprobs)
+        return logprobs
+
+
+class PhaseMarks:
+    """Marks in a request's life, in seconds of `time.perf_counter`."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.looked_up_at: float | None = None
+        self.admitted_at: float | None = None
+        self.token_times: list[float] = []
+
+    def phases(self, now: float, load_seconds: float, spans: SharedSpans) -> dict[str, float]:
+        """Return the milliseconds between the marks; a mark that was never reached takes the next
+        one's time.
+        """
+        request = self._request
+        looked_up = self.looked_up_at
+        admitted = self.admitted_at
+        first = self.token_times[0] if self.token_times else now
+        let_in = first if admitted is None else admitted
+        looked = let_in if admitted is None or looked_up is None else looked_up
+        probed = let_in + spans.probe_seconds
+        whole = min(max(spans.recomputed_at or probed, probed), max(first, probed))
+        return {
+            "tokenize": (request.tokenized_at - request.entered_at) * 1e3,
+            "queue": (looked - request.tokenized_at - load_seconds) * 1e3,
+            "lookup": (let_in - looked) * 1e3,
+            "load": load_seconds * 1e3,
+            "probe": spans.probe_seconds * 1e3,
+            "repair": (whole - probed) * 1e3,
+            "prefill": (first - whole) * 1e3,
+            "decode": (now - first) * 1e3,
+        }
