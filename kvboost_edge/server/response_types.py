@@ -123,9 +123,9 @@ Cause = Literal[
 
 
 class PromptCache(_Answer):
-    """Where a prompt left what its API key asked before, and why. The two texts are of that place,
-    `text_before` of the request `compared_with`; `seconds`: what computing `computed_tokens` took;
-    `evicted_from`: the pool and tiers that had it and dropped it.
+    """The place where a prompt left what its API key asked before, and the cause. The two texts are
+    of that place, `text_before` of the request `compared_with`; `seconds`: what computing
+    `computed_tokens` took; `evicted_from`: the pool and tiers that had it and dropped it.
     """
 
     request_id: str
@@ -148,7 +148,7 @@ class PromptCache(_Answer):
 
 
 class PromptCaches(_Answer):
-    """What became of the last prompts of this API key, the latest first and without texts;
+    """Reports on the last prompts of this API key, the latest first and without texts;
     `kept_seconds` 0: requests are not kept (--request-history 0).
     """
 
@@ -206,7 +206,7 @@ class ModelFigures(_Answer):
 
 
 class ModelsMemory(_Answer):
-    """Of all models together; waiting: requests for one that is not loaded yet."""
+    """Figures of all models together; waiting: requests for one that is not loaded yet."""
 
     max_bytes: int
     taken_bytes: int
@@ -252,10 +252,10 @@ class Timings(_Answer):
 
 
 class Costs(_Answer):
-    """What ran, where the time went, and where the cached tokens came from. `approximate`: some
-    tokens were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were
-    found there and computed all the same. Of `matched_tokens` the keys and values were cached: of
-    models with states more than those of `hit_tokens`.
+    """The mode that ran, the times, and the origin of the cached tokens. `approximate`: some tokens
+    were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were found
+    there and computed all the same. Of `matched_tokens` the keys and values were cached: of models
+    with states more than those of `hit_tokens`.
     """
 
     mode: str
@@ -281,7 +281,7 @@ class Costs(_Answer):
 
 
 class Explained(Costs):
-    """The same, and with kvboost.explain what became of the first prompt."""
+    """The same, and with kvboost.explain a report on the first prompt."""
 
     cache: NotRequired[PromptCache]
 
@@ -364,8 +364,8 @@ class ToolCall(_Answer):
 
 
 class ChatMessageAnswer(_Answer):
-    """`reasoning_content` and `tool_calls` only where there are any; `content` is null beside calls
-    without a text.
+    """`reasoning_content` and `tool_calls` only where there are any; `content` is null where there
+    are calls and no text.
     """
 
     role: Literal["assistant"]
@@ -460,9 +460,9 @@ class RerankAnswer(_Answer):
 
 
 class Warmed(_Answer):
-    """What a warmed text, or documents, left in the cache; `alignment_warning` says what of it was
-    not kept, if it matters. `timings` and `kvboost` are null where documents are there already and
-    nothing had to be computed.
+    """The part of a text, or of documents, that is in the cache now; `alignment_warning` says what
+    was not kept, if it matters. `timings` and `kvboost` are null where documents are there already
+    and nothing had to be computed.
     """
 
     object: Literal["warm"]
@@ -478,7 +478,9 @@ class Warmed(_Answer):
 
 
 class Unpinned(_Answer):
-    """How many blocks are pinned no more; 0 if this text was not pinned with this key and salt."""
+    """The number of blocks that are no longer pinned; 0 if this text was not pinned with this key
+    and salt.
+    """
 
     object: Literal["unpin"]
     blocks_unpinned: int
@@ -527,7 +529,7 @@ class Throughput(_Answer):
 
 
 class HeldInCache(_Answer):
-    """What is in the cache of one engine; the names in cache, pool and memory are the engine's."""
+    """Contents of the cache of one engine; the names in cache, pool and memory are the engine's."""
 
     cache: dict[str, float]
     pool: dict[str, Any]
@@ -536,7 +538,7 @@ class HeldInCache(_Answer):
 
 
 class ReplicaStats(HeldInCache):
-    """One replica's part of them."""
+    """One replica's part of the stats."""
 
     running: int
     waiting: int
@@ -583,7 +585,7 @@ class Memory(_Answer):
 
 
 class TierView(_Answer):
-    """What a tier holds, null where only its server knows; max_bytes null: somebody else's cap.
+    """Contents of a tier, null where only its server knows; max_bytes null: its server caps it.
     `state` says what is wrong, "" when all is well; `recent_hit_tokens` are prompt tokens of the
     last minute that came from it.
     """
