@@ -21,7 +21,7 @@ from kvboost_edge.models.config.file import (
 )
 from kvboost_edge.models.config.layer_ropes import with_long_rope
 from kvboost_edge.models.config.pooling import UNSAID, Pooling, gguf_pooling, read_pooling
-from kvboost_edge.models.config.spec import describe_model
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.fingerprint import (
     fingerprint_of_directory,
@@ -43,6 +43,7 @@ from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
 from kvboost_edge.models.packed.plan import (
     STORED,
+    PackEntry,
     check_tensors,
     is_quantized,
     pack_plan,
@@ -63,8 +64,8 @@ __all__ = ["Checkpoint"]
 class Checkpoint(abc.ABC):
     """What is read of a model. Whatever is wrong raises ModelFormatError that names the file.
 
-    The config, the header of a GGUF file and the fingerprint are read once and kept; no file stays
-    open or mapped.
+    The config, its spec, the plans of packed weights, the header of a GGUF file and the fingerprint
+    are made once and kept; no file stays open or mapped.
     """
 
     is_gguf: bool
@@ -80,6 +81,7 @@ class Checkpoint(abc.ABC):
         self.cache_dir = cache_dir
         self._stamps: tuple[FileStamp, ...] = ()  # of the files, before they were read
         self._fingerprint = ""
+        self._plans: dict[str, list[PackEntry]] = {}
 
     @staticmethod
     def open(
@@ -112,6 +114,25 @@ class Checkpoint(abc.ABC):
             if self.rope_range == "long"
             else self._read_config()
         )
+
+    @functools.cached_property
+    def spec(self) -> ModelSpec:
+        """What the native runner has to know of it. ModelFormatError with the reason where that
+        runner does not know the model.
+        """
+        return describe_model(self.config)
+
+    def plan(self, weights: str) -> list[PackEntry]:
+        """The entries of its packed weights in a format, see `pack_plan`."""
+        if weights not in self._plans:
+            self._plans[weights] = self._make_plan(weights)
+        return self._plans[weights]
+
+    def _make_plan(self, weights: str) -> list[PackEntry]:
+        if weights != STORED:
+            return pack_plan(self.spec, weights)
+        with self.open_source() as source:
+            return pack_plan(self.spec, STORED, source)
 
     @abc.abstractmethod
     def _read_config(self) -> Mapping[str, Any]: ...
@@ -171,7 +192,11 @@ class Checkpoint(abc.ABC):
 
     def open_source(self) -> WeightSource:
         """The tensors, as a context manager, in the order of the native runner's kernels."""
-        return in_kernel_order(self._open_files, self.config)
+        return in_kernel_order(self._open_files, self.config, self._describe)
+
+    def _describe(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Its spec, for who knows its config and not the checkpoint."""
+        return self.spec
 
     @abc.abstractmethod
     def _open_files(self) -> WeightSource:
@@ -190,11 +215,7 @@ class Checkpoint(abc.ABC):
 
     def packed_bytes(self, weights: str) -> int:
         """Bytes of the weights once they are packed in a format, head and embedding in theirs."""
-        spec = describe_model(self.config)
-        if weights != STORED:
-            return plan_bytes(pack_plan(spec, weights))
-        with self.open_source() as source:
-            return plan_bytes(pack_plan(spec, STORED, source))
+        return plan_bytes(self.plan(weights))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
         """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered;
@@ -351,10 +372,15 @@ class _GgufFile(Checkpoint):
         return gguf_generation(self._header, self.config, tokenizer_eos)
 
     def summary(self) -> WeightSummary:
-        return check_gguf(self._header, self.config, cache_dir=self.cache_dir)
+        return check_gguf(self._source, self.config, self._describe, cache_dir=self.cache_dir)
+
+    @functools.cached_property
+    def _source(self) -> GgufSource:
+        return GgufSource(self._header)
 
     def _open_files(self) -> WeightSource:
-        return GgufSource(self._header)
+        self._source.check_unchanged()
+        return self._source
 
     def _files(self) -> list[Path]:
         return [part.path for part in self._header.parts]

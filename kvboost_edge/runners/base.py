@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, PassStates
 from kvboost_edge.host.memory import Region
+from kvboost_edge.models.config.spec import ModelSpec, describe_model
 
 __all__ = [
     "KEEPS_STATES",
@@ -98,7 +99,8 @@ class ModelTraits(NamedTuple):
     in a quantized format (which is then kept). `native_refusal`: why the files are none that the
     native runner reads, "" if they are;
     `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file; `onnx_layers`:
-      how many layers the graph has keys and values of.
+      how many layers the graph has keys and values of; `describe`: gives its spec, where that is
+      known already.
     """
 
     config: Mapping[str, Any]
@@ -107,6 +109,12 @@ class ModelTraits(NamedTuple):
     native_refusal: str = ""
     onnx_refusal: str | None = None
     onnx_layers: int = 0
+    describe: Callable[[], ModelSpec] | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the native runner has to know. ModelFormatError where it does not know the model."""
+        return describe_model(self.config) if self.describe is None else self.describe()
 
 
 class LoadOptions(NamedTuple):

@@ -5,6 +5,7 @@ for the first.
 import hashlib
 import os
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,13 @@ from kvboost_edge.cli.app import run
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.config import spec
 from kvboost_edge.models.gguf import file as gguf_file
+from kvboost_edge.models.gguf import source
+from kvboost_edge.models.packed import plan
+
+# engine.memory.selection and runners.base.ModelTraits, which it makes, have the config alone.
+ENGINE = ("selection", "base")
 
 
 @pytest.fixture
@@ -48,6 +55,45 @@ def reads(monkeypatch):
     monkeypatch.setattr(gguf_file, "_read", counted_parse)
     monkeypatch.setattr(gguf_file, "_decoded", counted_decode)
     return counts
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Who described the model, made a plan of its packed weights and understood its tensors."""
+    found = {"describe_model": [], "pack_plan": [], "GgufSource": []}
+
+    def watched(name, original):
+        def call(*given, **options):
+            found[name].append(sys._getframe(1).f_globals["__name__"].rpartition(".")[2])
+            return original(*given, **options)
+
+        return call
+
+    modules = [module for key, module in sys.modules.items() if key.startswith("kvboost_edge.")]
+    for name, original in (
+        ("describe_model", spec.describe_model),
+        ("pack_plan", plan.pack_plan),
+        ("GgufSource", source.GgufSource),
+    ):
+        for module in modules:
+            if getattr(module, name, None) is original:
+                monkeypatch.setattr(module, name, watched(name, original))
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4", "ernie4_5", "lfm2"])
+def test_an_engine_understands_a_file_once(family, tmp_path, monkeypatch, calls):
+    """The first start packs the weights, another finds them packed."""
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    path = save_tiny_model(family, tmp_path / "model")
+    path = write_gguf(path, tmp_path / "m.gguf", kind="Q8_0")
+    for _ in range(2):
+        for found in calls.values():
+            found.clear()
+        with CPUPagedEngine.from_pretrained(path, num_blocks=16) as engine:
+            assert engine.runner_info.name == "native"
+        calls["describe_model"] = [who for who in calls["describe_model"] if who not in ENGINE]
+        assert calls == {name: ["checkpoint"] for name in calls}
 
 
 def test_an_engine_parses_a_header_once(gguf, reads, tmp_path, monkeypatch):

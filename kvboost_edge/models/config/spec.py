@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
@@ -34,7 +34,14 @@ from kvboost_edge.models.families.moe import Experts, flag_of
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.families.ssm import Hybrid
 
-__all__ = ["LayerSpec", "ModelSpec", "describe_model", "heads_by_layer", "may_keep_states"]
+__all__ = [
+    "Describe",
+    "LayerSpec",
+    "ModelSpec",
+    "describe_model",
+    "heads_by_layer",
+    "may_keep_states",
+]
 
 Config = Mapping[str, Any]
 
@@ -105,6 +112,10 @@ class ModelSpec:
     def kv_layers(self) -> tuple[LayerSpec, ...]:
         """The layers that compute keys and values, as the pool has them."""
         return tuple(layer for layer in self.layers if layer.owns_kv)
+
+
+Describe = Callable[[Config], ModelSpec]
+"""What describes the model of a config: `describe_model`, or who has its result already."""
 
 
 def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
@@ -278,14 +289,14 @@ def may_keep_states(config: Config, num_attending: int = 0) -> bool:
     return hybrid is not None and hybrid.mixer is not None
 
 
-def heads_by_layer(config: Config) -> list[tuple[int, int]]:
+def heads_by_layer(config: Config, describe: Describe = describe_model) -> list[tuple[int, int]]:
     """(head_dim, num_kv_heads) of each layer where a family's layers differ; empty where all have
-    what the config says. ModelFormatError as `describe_model`.
+    what the config says. ModelFormatError as `describe_model`, or what describes instead.
     """
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or family.shapes is None:
         return []
-    return [(layer.head_dim, layer.num_kv_heads) for layer in describe_model(config).layers]
+    return [(layer.head_dim, layer.num_kv_heads) for layer in describe(config).layers]
 
 
 def _size(config: Config, name: str) -> int:

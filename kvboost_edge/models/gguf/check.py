@@ -17,6 +17,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import recall, remember
+from kvboost_edge.models.config.spec import Describe
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.source import GgufSource
@@ -31,22 +32,28 @@ _EXPONENT = np.uint16(0x7C00)  # all bits of it set means NaN or infinity
 
 
 def check_gguf(
-    header: GgufHeader, config: Mapping[str, Any], *, cache_dir: Path | None = None
+    source: GgufSource,
+    config: Mapping[str, Any],
+    describe: Describe,
+    *,
+    cache_dir: Path | None = None,
 ) -> WeightSummary:
     """Check a GGUF model against its own config, as `check_weights` does a directory.
 
     All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is
     sound is remembered in the cache directory.
     """
+    header = source.header
     path = header.path
-    with GgufSource(header) as source:
-        check_shapes(
-            {name: (source.file_of(name), source.shape(name)) for name in source.names()},
-            config,
-            path,
-            path.name,
-        )
-        _check_finite(header, cache_dir)
+    source.check_unchanged()
+    check_shapes(
+        {name: (source.file_of(name), source.shape(name)) for name in source.names()},
+        config,
+        path,
+        path.name,
+        describe=describe,
+    )
+    _check_finite(header, cache_dir)
     dtypes: dict[str, int] = {}
     for tensor in header.tensors.values():
         dtypes[tensor.type] = dtypes.get(tensor.type, 0) + math.prod(tensor.shape)

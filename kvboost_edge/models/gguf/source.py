@@ -23,7 +23,7 @@ from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.names import hf_name, is_ahead, is_other_part
 from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
-from kvboost_edge.models.weights.file_bytes import open_stamped
+from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
@@ -80,9 +80,13 @@ def own_layers(header: GgufHeader) -> int:
 class GgufSource:
     """A `WeightSource` over the files of one GGUF model, which must still be those that its header
     was read of.
+
+    The header is understood once. As a context manager it may be entered any number of times, by
+    several users at once: files are opened when rows are first read, and closed by the last user.
     """
 
     def __init__(self, header: GgufHeader) -> None:
+        self.header = header
         self._path = header.path
         self.architecture = architecture_of(header)
         self._heads = _head_counts(header, self.architecture) if self.architecture.permuted else {}
@@ -112,9 +116,12 @@ class GgufSource:
                 )
         self._lock = threading.Lock()
         self._lost = set[str]()
-        self._files = open_stamped(header.parts, "header")
+        self._users = 0
+        self._files: list[FileBytes] = []  # open ones
 
     def __enter__(self) -> GgufSource:
+        with self._lock:
+            self._users += 1
         return self
 
     def __exit__(
@@ -123,11 +130,17 @@ class GgufSource:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        for file in self._files:
+        with self._lock:
+            self._users -= 1
+            closing = [] if self._users else self._files
+            if closing:
+                self._files = []
+        for file in closing:
             file.close()
+
+    def check_unchanged(self) -> None:
+        """ModelFormatError where a file is no longer the one that the header was read of."""
+        check_stamped(self.header.parts, "header")
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -183,17 +196,23 @@ class GgufSource:
             )
 
     def file_of(self, name: str) -> Path:
-        return self._files[self._tensor(name).part].path
+        return self.header.path_of(self._tensor(name))
 
     def stored_rows(self, name: str) -> StoredRows:
         tensor = self._tensor(name)
-        file = self._files[tensor.part]
+        path, stamp = self.header.parts[tensor.part]
         if len(tensor.shape) != 2 or name.endswith(tuple(self._heads)):
             raise ModelFormatError(
-                f"{file.path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone"
+                f"{path}: tensor {name!r} of shape {tensor.shape} has no rows to be read alone"
             )
         row_bytes = (tensor.stop - tensor.start) // tensor.shape[0]
-        return StoredRows(file.path, file.stamp, tensor.type, tensor.start, row_bytes)
+        return StoredRows(path, stamp, tensor.type, tensor.start, row_bytes)
+
+    def _opened(self) -> list[FileBytes]:
+        with self._lock:
+            if not self._files:
+                self._files = open_stamped(self.header.parts, "header")
+            return self._files
 
     def _tensor(self, name: str) -> GgufTensor:
         found = self._tensors.get(name)
@@ -220,7 +239,7 @@ class GgufSource:
         width = (tensor.stop - tensor.start) // tensor.shape[0]
         begin = tensor.start + first * width
         data = np.empty((last - first, width), dtype=np.uint8)
-        self._files[tensor.part].read_into(data, begin)
+        self._opened()[tensor.part].read_into(data, begin)
         return data if pick is None else data[pick - first]
 
 

@@ -119,9 +119,14 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
                 f"weights={STORED!r} asks for the checkpoint's own quantized formats, and it has "
                 f"none; give one of {WEIGHT_FORMATS}"
             )
-        return [run for entry in pack_plan(spec, "int8") for run in _as_stored(entry, source)]
+        return [run for entry in _entries(spec, "int8") for run in _as_stored(entry, source)]
     if weights not in _KINDS_OF:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
+    return _entries(spec, weights)
+
+
+def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
+    """List the entries in a format that is the same for all matrices of a kind."""
     inner, outer = _KINDS_OF[weights]
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]

@@ -19,7 +19,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.host.file_memo import FileStamp
 
-__all__ = ["FileBytes", "open_stamped"]
+__all__ = ["FileBytes", "check_stamped", "open_stamped"]
 
 
 class FileBytes:
@@ -73,6 +73,16 @@ class FileBytes:
         self._file.close()
 
 
+def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
+    """Refuse what `open_stamped` refuses, without opening a file."""
+    for path, stamp in files:
+        try:
+            found = FileStamp.of(path)
+        except OSError as error:
+            raise ModelFormatError(f"{path} cannot be read: {error}") from error
+        _check_stamp(path, found, stamp, what)
+
+
 def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[FileBytes]:
     """All of these files, open, in their order; none stays open where one is missing, or is another
     file than when its `what` was read (ModelFormatError).
@@ -82,9 +92,13 @@ def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[Fil
         for path, stamp in files:
             opened.append(FileBytes(path))
             stack.callback(opened[-1].close)
-            if opened[-1].stamp != stamp:
-                raise ModelFormatError(
-                    f"{path} changed since its {what} was read; load it when it is complete"
-                )
+            _check_stamp(path, opened[-1].stamp, stamp, what)
         stack.pop_all()
     return opened
+
+
+def _check_stamp(path: Path, found: FileStamp, stamp: FileStamp, what: str) -> None:
+    if found != stamp:
+        raise ModelFormatError(
+            f"{path} changed since its {what} was read; load it when it is complete"
+        )

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.nested import text_config
-from kvboost_edge.models.config.spec import ModelSpec, describe_model
+from kvboost_edge.models.config.spec import Describe, ModelSpec
 from kvboost_edge.models.families.mixers import Mixer, MixerNames
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.families.ssm import OUTPUT_GATE
@@ -97,7 +97,7 @@ class HalvedSource(WrappedSource):
 
 
 def in_kernel_order(
-    open_files: Callable[[], WeightSource], config: Mapping[str, Any]
+    open_files: Callable[[], WeightSource], config: Mapping[str, Any], describe: Describe
 ) -> WeightSource:
     """The tensors that `open_files` gives: rows of queries and keys as the native runner's rope
     turns them, tensors of mixers and of gated attention as its kernels take them.
@@ -105,7 +105,7 @@ def in_kernel_order(
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or not (family.paired_rope or family.hybrid or family.output_gate):
         return open_files()
-    spec = describe_model(config)
+    spec = describe(config)
     if family.paired_rope:
         return HalvedSource(open_files(), spec.head_dim, spec.ropes[0].half)
     source = open_files()

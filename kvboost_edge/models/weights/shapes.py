@@ -11,7 +11,7 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.nested import text_config
-from kvboost_edge.models.config.spec import heads_by_layer
+from kvboost_edge.models.config.spec import Describe, describe_model, heads_by_layer
 from kvboost_edge.models.families.fields import integer_of, size_of
 from kvboost_edge.models.families.registry import FAMILIES
 from kvboost_edge.models.weights.parts import is_other_part
@@ -29,7 +29,12 @@ _ATTENTION = re.compile(r"(^|\.)layers\.(\d+)\.self_attn\.([qkvo])_proj\.weight$
 
 
 def check_shapes(
-    shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str = "config.json"
+    shapes: Shapes,
+    config: Mapping[str, Any],
+    model: Path,
+    said_by: str = "config.json",
+    *,
+    describe: Describe = describe_model,
 ) -> None:
     """Compare with the config what the config says for sure; ModelFormatError names file, tensor
     and key.
@@ -42,7 +47,7 @@ def check_shapes(
     own = {name: found for name, found in shapes.items() if not is_other_part(name)}
     _check_vocabulary(own, inner, model, said_by)
     _check_layers(own, inner, model, said_by)
-    _check_attention(own, inner, said_by)
+    _check_attention(own, inner, said_by, describe)
 
 
 def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, said_by: str) -> None:
@@ -94,7 +99,9 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
         )
 
 
-def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) -> None:
+def _check_attention(
+    shapes: Shapes, config: Mapping[str, Any], said_by: str, describe: Describe
+) -> None:
     hidden = size_of(config, "hidden_size")
     heads = size_of(config, "num_attention_heads")
     if hidden is None or heads is None:
@@ -103,7 +110,7 @@ def _check_attention(shapes: Shapes, config: Mapping[str, Any], said_by: str) ->
         size_of(config, "head_dim") or hidden // heads,
         size_of(config, "num_key_value_heads") or heads,
     )
-    by_layer = heads_by_layer(config)
+    by_layer = heads_by_layer(config, describe)
     family = FAMILIES.get(str(config.get("model_type")))
     gated = family is not None and family.output_gate
     for name, (path, shape) in shapes.items():

@@ -79,7 +79,7 @@ def unsupported_reason(model: ModelTraits) -> str | None:
     if model.native_refusal:
         return model.native_refusal
     try:
-        describe_model(model.config)
+        _ = model.spec
     except ModelFormatError as error:
         return str(error)
     return None
@@ -130,7 +130,7 @@ def choose_weights(
     # The sizes of packed weights come with the layouts of the kernels, and so with numba.
     from kvboost_edge.models.packed.plan import STORED, pack_plan, plan_bytes
 
-    spec = describe_model(model.config)
+    spec = model.spec
     pool_bytes = plan_pool(
         native_kv_spec(spec, "", config.block_size, config.kv_bits), spec.max_context
     )

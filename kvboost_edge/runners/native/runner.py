@@ -28,13 +28,12 @@ from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.spec import ModelSpec, describe_model
+from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
 from kvboost_edge.models.packed.plan import (
     PackEntry,
     check_tensors,
     kinds_of,
-    pack_plan,
     plan_label,
     row_tables,
 )
@@ -154,10 +153,10 @@ class NativeRunner:
         Raises ModelFormatError with the reason where the model is not known to this runner.
         """
         checkpoint = Checkpoint.open(model)
-        spec = describe_model(checkpoint.config)
+        spec = checkpoint.spec
         log_notices(checkpoint)
+        plan = checkpoint.plan(weights)
         with checkpoint.open_source() as source:
-            plan = pack_plan(spec, weights, source)
             check_tensors(plan, source, row_tables(spec))
             possible = possible_operations(spec)
             program, *entries = pass_entries(
