@@ -33,8 +33,8 @@ from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
 from kvboost_edge import CPUPagedEngine, EngineConfig, GenerationResult
 from kvboost_edge.engine.build import build_from_path
-from kvboost_edge.engine.grammar.constraint import Structure
-from kvboost_edge.engine.grammar.definition import read_grammar
+from kvboost_edge.engine.grammar.masks import GrammarConstraint
+from kvboost_edge.engine.request.grammar import read_grammar
 from kvboost_edge.engine.schedule import sequence as running_state
 
 _PROMPT = 256
@@ -126,7 +126,8 @@ class Clock:
     def __init__(self) -> None:
         self.seconds: list[float] = []
         for name in ("masked", "advance", "forced"):
-            setattr(Structure, name, self._timed(getattr(Structure, name), begins=name == "masked"))
+            real = getattr(GrammarConstraint, name)
+            setattr(GrammarConstraint, name, self._timed(real, begins=name == "masked"))
 
     def _timed(self, work: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
         def timed(*given: Any) -> Any:
@@ -215,7 +216,7 @@ class Bench:
             **{"speculation": "off", **options, **sampling},
         )
 
-    def _make(self, options: dict[str, Any]) -> Structure:
+    def _make(self, options: dict[str, Any]) -> GrammarConstraint:
         grammar = read_grammar(options)
         assert grammar is not None
         return self.engine._sequences._structures.make(grammar)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvboost_edge.cli.console import open_console
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
-from kvboost_edge.engine.request.precheck import check_request
+from kvboost_edge.engine.precheck import check_request
 from kvboost_edge.engine.request.prompts import check_text
 
 __all__ = ["run_generate"]

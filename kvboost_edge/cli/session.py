@@ -44,7 +44,7 @@ def loaded_engine(
     before the model is fetched, or packed.
     """
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.engine.request.precheck import check_limit, check_request
+    from kvboost_edge.engine.precheck import check_limit, check_request
 
     started = time.perf_counter()
     config = EngineConfig.from_options(**options)

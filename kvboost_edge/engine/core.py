@@ -31,9 +31,9 @@ from kvboost_edge.engine.schedule.progress_estimate import Pace
 from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
-from kvboost_edge.engine.schedule.sequence_factory import Sequences
-from kvboost_edge.engine.schedule.spans import Prober
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.sequence_factory import Sequences
+from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory

@@ -27,8 +27,7 @@ from kvboost_edge.engine.request.prompts import Document, Prompt
 from kvboost_edge.engine.request.request import Entry, Request, SamplingParams, as_int
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.request_builder import Intake, Terms
-from kvboost_edge.engine.schedule.scheduler import Scheduler
-from kvboost_edge.engine.schedule.sequence_factory import Sequences
+from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents
@@ -124,17 +123,16 @@ class CPUPagedEngine(Embeds, TellsResidency):
         self._config = config
         self._parts = parts
         loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
-        self._scheduler = Scheduler(
+        info = parts.runner.info
+        self._scheduler, speculation = make_scheduler(
             parts.manager,
+            loads,
             max_num_seqs=parts.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
-            loads=loads,
             min_chunk_tokens=config.min_chunk_tokens,
             closes_blocks=parts.backend.spec.is_quantized,
-            whole=not parts.runner.info.stores_kv,
+            whole=not info.stores_kv,
         )
-        info = parts.runner.info
-        speculation = self._scheduler.speculation
         self._sequences = Sequences(
             parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids
         )
@@ -440,7 +438,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
         theirs.
         """
         with self._core.reading():
-            self._scheduler.speculation.memory.forget()
+            self._scheduler.speculation.forget_all()
             return self._parts.manager.reset()
 
     def close(self) -> None:

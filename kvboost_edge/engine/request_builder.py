@@ -22,13 +22,13 @@ from kvboost_edge.config import (
     RecomputeStrategy,
 )
 from kvboost_edge.engine.build import EngineParts
-from kvboost_edge.engine.grammar.definition import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.memory.state_budget import (
     most_draft_tokens,
     speculation_refusal,
     states_refusal,
 )
 from kvboost_edge.engine.request.answer_ids import AnswerStore
+from kvboost_edge.engine.request.grammar import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.request.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import (
     Entry,

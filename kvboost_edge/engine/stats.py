@@ -144,7 +144,7 @@ def paged_stats(
         "drafted_tokens": scheduler.speculation.num_drafted,
         "accepted_tokens": scheduler.speculation.num_accepted,
         "max_draft_tokens": most_draft_tokens(config, manager.states),
-        "draft_bytes": scheduler.speculation.memory.nbytes,
+        "draft_bytes": scheduler.speculation.memory_bytes,
         "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),

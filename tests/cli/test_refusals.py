@@ -56,7 +56,7 @@ def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeyp
         line = refusal(*command, "--json-schema", file)
         assert "json_schema is not supported: " in line
         assert named in line
-    monkeypatch.setattr("kvboost_edge.engine.grammar.constraint._is_installed", lambda: False)
+    monkeypatch.setattr("kvboost_edge.engine.grammar.compiler._is_installed", lambda: False)
     assert "kvboost-edge[structured]" in refusal(*command, "--json-schema", file)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.engine.request.results import Missed
+from kvboost_edge.engine.schedule.feature import Prefetcher
 from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -166,7 +167,7 @@ class Load:
             )
 
 
-class Loads:
+class Loads(Prefetcher):
     """The loads of all sequences, by ticket."""
 
     def __init__(self, manager: KVCacheManager, shelf: Shelf) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.grammar.definition import Grammar
+from kvboost_edge.engine.request.grammar import Grammar
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.repair import Repair
 

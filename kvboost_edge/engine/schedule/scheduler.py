@@ -18,14 +18,12 @@ import itertools
 from collections.abc import Iterator
 from operator import attrgetter
 
-from kvboost_edge.engine.offload.prefetch import Loads, NoShelf
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.budget import Budget
 from kvboost_edge.engine.schedule.fairness import Fairness
+from kvboost_edge.engine.schedule.feature import DraftPlanner, Prefetcher, SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
-from kvboost_edge.engine.schedule.spans import SpanSharing
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.engine.spec_decode.speculation import Speculation
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable, CopyOp
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -67,19 +65,18 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_batch_tokens: int,
-        loads: Loads | None = None,
-        min_chunk_tokens: int = 32,
-        closes_blocks: bool = False,
+        loads: Prefetcher | None = None,
+        sharing: SpanPlacement | None = None,
+        speculation: DraftPlanner | None = None,
         whole: bool = False,
     ) -> None:
         """whole: a step computes all of a sequence or nothing."""
         self.manager = manager
-        self.speculation = Speculation(closes_blocks=closes_blocks)
-        self.loads = Loads(manager, NoShelf()) if loads is None else loads
-        self.sharing = SpanSharing(manager, min_chunk_tokens, remembers=self.loads.has_shelf)
-        self.waiting: list[
-            Sequence
-        ] = []  # by rank: priority, then arrival; preempted ones keep their place
+        self.speculation = DraftPlanner() if speculation is None else speculation
+        self.loads = Prefetcher() if loads is None else loads
+        self.sharing = SpanPlacement() if sharing is None else sharing
+        # By rank: priority, then arrival; preempted ones keep their place.
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = 0
         self.num_generated_tokens = 0

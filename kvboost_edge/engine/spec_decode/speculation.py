@@ -14,7 +14,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.feature import Drafting
+from kvboost_edge.engine.schedule.feature import Drafting, DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
 
@@ -50,7 +50,7 @@ class DraftTokens(Drafting):
         return {"drafted_tokens": self._num_drafted, "accepted_tokens": self._num_accepted}
 
 
-class Speculation:
+class Speculation(DraftPlanner):
     """Drafts of all sequences of an engine: who gets how many, and what became of them."""
 
     def __init__(self, *, closes_blocks: bool) -> None:
@@ -115,6 +115,13 @@ class Speculation:
             sequence.drafting.tokens = draft.token_ids[:count]
             budget -= len(sequence.drafting.tokens)
         return [sequence for sequence, _ in proposed if sequence.drafting.tokens]
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory.nbytes
+
+    def forget_all(self) -> None:
+        self.memory.forget()
 
     def remember(self, sequence: Sequence) -> None:
         """A request is done: what was new in its prompt, and its answer, may come again."""

@@ -258,7 +258,7 @@ class Documents:
     def _context_of(self, text: LoneText, root: bytes) -> int | None:
         """Steps of the engine go on between two texts."""
         with self._core.reading():
-            return self._core.scheduler.sharing.harvest.context_of(text.tokens, root)
+            return self._core.scheduler.sharing.context_of(text.tokens, root)
 
     def _request(self, text: LoneText, whose: Terms) -> Request:
         """The last block is filled up: only full ones are shared, and what stands behind a text

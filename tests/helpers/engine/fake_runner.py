@@ -39,8 +39,7 @@ from kvboost_edge.engine.offload.prefetch import Loads, NoShelf
 from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.engine.schedule.scheduler import Scheduler
-from kvboost_edge.engine.schedule.sequence_factory import Sequences
+from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
@@ -340,11 +339,11 @@ class Bench:
             tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state
         )
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
-        self.scheduler = Scheduler(
-            self.manager, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, loads=loads
+        self.scheduler, speculation = make_scheduler(
+            self.manager, loads, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
         )
         sequences = Sequences(
-            self.parts.tokenizer, self.scheduler.speculation, VOCAB_SIZE, self.parts.eos_token_ids
+            self.parts.tokenizer, speculation, VOCAB_SIZE, self.parts.eos_token_ids
         )
         self.core = EngineCore(
             self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks

@@ -21,8 +21,7 @@ from kvboost_edge.engine.offload.prefetch import Loads, NoShelf
 from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
-from kvboost_edge.engine.schedule.scheduler import Scheduler
-from kvboost_edge.engine.schedule.sequence_factory import Sequences
+from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.states.tables import StateSizes
@@ -102,16 +101,14 @@ class NativeBench:
             tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state
         )
         loads = Loads(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
-        self.scheduler = Scheduler(
+        self.scheduler, speculation = make_scheduler(
             self.manager,
+            loads,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
-            loads=loads,
             closes_blocks=bits != (16, 16),
         )
-        sequences = Sequences(
-            fake_tokenizer(), self.scheduler.speculation, runner.info.vocab_size, frozenset()
-        )
+        sequences = Sequences(fake_tokenizer(), speculation, runner.info.vocab_size, frozenset())
         self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
         if tiers:
             self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import app_client
-from kvboost_edge.engine.grammar.constraint import Structures
+from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.server import serve
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
@@ -146,14 +146,14 @@ async def test_a_schema_of_5_mb_is_refused(app):
 
 async def test_what_is_compiled_does_not_hold_the_event_loop(app, monkeypatch):
     """Short requests are queued by the loop itself; not those whose answer has to fit something."""
-    make = Structures.make
+    make = GrammarCompiler.make
     threads = list[threading.Thread]()
 
     def noting(self, grammar):
         threads.append(threading.current_thread())
         return make(self, grammar)
 
-    monkeypatch.setattr(Structures, "make", noting)
+    monkeypatch.setattr(GrammarCompiler, "make", noting)
     assert (await app.post(CHAT, json=body(CHAT, json_schema=SCHEMA))).status_code == 200
     assert threads != []
     assert threading.current_thread() not in threads

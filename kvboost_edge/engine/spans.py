@@ -15,7 +15,7 @@ from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.engine.offload.prefetch import Load, Loads
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.feature import SharedSpans
+from kvboost_edge.engine.schedule.feature import SharedSpans, SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
@@ -80,7 +80,7 @@ class SequenceSpans(SharedSpans):
         return sum(max(0, min(stop, last) - start) for start, stop in ranges)
 
 
-class SpanSharing:
+class SpanSharing(SpanPlacement):
     """Lets sequences share what their tokens have at other positions; runs of `min_chunk_tokens` at
     least.
     """
@@ -107,6 +107,9 @@ class SpanSharing:
             if load is not None:
                 return load
         return None
+
+    def context_of(self, token_ids: Several[int], root: bytes) -> int | None:
+        return self.harvest.context_of(token_ids, root)
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
         """Whether a sequence shares spans now: all its blocks are taken then. False, and no change,

@@ -1,16 +1,11 @@
-"""Answers that fit: tokens that would leave a JSON schema, a regular expression or a grammar are
-never chosen.
+"""The compiler of grammars for structured output: JSON schemas, regular expressions and grammars.
 
-The parser is llguidance (extra [structured]), which says after each token which ones may follow.
-Each sequence has its own, moved on by the tokens it keeps: what is guessed ahead is masked and
-sampled row by row like any other token, so nothing is ever taken back. Where only one text can
-follow, its tokens are proposed as drafts.
+The parser is llguidance (extra [structured]). Compiling is bounded in time and memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import threading
 from collections.abc import Callable
@@ -20,20 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.engine.grammar.definition import Grammar, MadeGrammar
-from kvboost_edge.engine.schedule.feature import Constraint
+from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
+from kvboost_edge.engine.request.grammar import Grammar, MadeGrammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
-from kvboost_edge.kernels.ahead import compile_ahead
-from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["Structure", "Structures", "check_grammar", "prepare_masks"]
+__all__ = ["GrammarCompiler", "check_grammar"]
 
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
@@ -53,80 +46,11 @@ _FUELLED_BYTES = (
     1 << 17
 )  # of a grammar; one of 512 tools is 700 KB and takes 16 ms in its longest step
 _STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no memory
-_LONG_TEXT = (
-    256  # tokens: one that is forced and written otherwise is not cut into tokens a second time
-)
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
 
 
-@functools.cache
-def prepare_masks() -> None:
-    """Compile what applies a mask in a process beside this one, unless its machine code is on disk.
-    BackendUnavailable with what the compiler said.
-    """
-    compile_ahead([mask_logits_entry], 1)
-
-
-class Structure(Constraint):
-    """The parser of one sequence."""
-
-    def __init__(self, matcher: LLMatcher, room: Floats) -> None:
-        """room: [vocab_size], where `masked` writes; others of the engine write there too."""
-        self._matcher = matcher
-        self._room = room
-        self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
-        self._forced: list[int] = []
-        self._asks = True
-        self._find()
-
-    def masked(self, logits: Floats) -> Floats:
-        """The logits [vocab_size] with those of tokens that cannot follow at -inf; they stay until
-        the next call.
-        """
-        if not self._is_found:
-            self._find()
-        mask_logits(self._words, logits, self._room)
-        return self._room
-
-    def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
-        """Return the masked logits; the largest of them is not known."""
-        return self.masked(logits), None
-
-    def advance(self, token_id: int) -> bool:
-        """Take the chosen token; return whether nothing can follow it but the end."""
-        if not self._matcher.consume_token(token_id):
-            self._check()
-        self._is_found = False
-        if self._forced and self._forced[0] != token_id:
-            self._asks = len(self._forced) <= _LONG_TEXT
-            self._forced = []
-        self._forced = self._forced[1:]
-        return self._matcher.is_stopped()
-
-    def forced(self) -> list[int]:
-        """Tokens that follow in any case; none where their text can be cut into tokens in several
-        ways.
-        """
-        if not self._forced and self._asks and not self._matcher.is_stopped():
-            self._forced = list(self._matcher.compute_ff_tokens())
-        return self._forced
-
-    def _find(self) -> None:
-        """Which tokens may follow."""
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        self._check()
-        self._is_found = True
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise KVBoostError(
-                "the answer cannot be kept to its grammar: "
-                f"{_first_line(self._matcher.get_error())}"
-            )
-
-
-class Structures:
-    """Makes the parsers of an engine's sequences. Safe to use from any thread.
+class GrammarCompiler:
+    """The compiler of an engine's grammars. Safe to use from any thread.
 
     The vocabulary is read once, when it is first needed or by `read_ahead`: a second for one of
     150,000 tokens, in which no other Python code runs; whoever waits for it is the caller, not the
@@ -144,7 +68,7 @@ class Structures:
         self._room: Floats = np.empty(0, np.float32)
         self._reader: threading.Thread | None = None
 
-    def make(self, grammar: Grammar) -> Structure:
+    def make(self, grammar: Grammar) -> GrammarConstraint:
         """A parser at its beginning, the first mask known. RequestError where the grammar is not
         sound, uses what is not supported or is too large; BackendUnavailable without the package.
         """
@@ -168,7 +92,7 @@ class Structures:
         if self._reader is not None:
             self._reader.join()
 
-    def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> Structure:
+    def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> GrammarConstraint:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(
@@ -176,10 +100,10 @@ class Structures:
         )
         if matcher.is_error():
             raise RequestError(
-                f"{grammar.kind} is not supported: {_first_line(matcher.get_error())}"
+                f"{grammar.kind} is not supported: {first_line(matcher.get_error())}"
             )
         try:
-            return Structure(matcher, self._room)
+            return GrammarConstraint(matcher, self._room)
         except KVBoostError as error:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
 
@@ -217,7 +141,7 @@ class Structures:
 
 def check_grammar(grammar: Grammar) -> None:
     """What is wrong with it whatever the model: RequestError and BackendUnavailable as
-    `Structures.make`.
+    `GrammarCompiler.make`.
     """
     _check_installed(grammar)
     _on_deep_stack(lambda: _check_text(grammar))
@@ -230,7 +154,7 @@ def _check_text(grammar: Grammar) -> None:
     if grammar.kind != "grammar":  # which may name tokens of the vocabulary
         refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
         if refusal:
-            raise RequestError(f"{grammar.kind} is not supported: {_first_line(refusal)}")
+            raise RequestError(f"{grammar.kind} is not supported: {first_line(refusal)}")
 
 
 def _compiler_text(grammar: Grammar) -> str:
@@ -244,7 +168,7 @@ def _compiler_text(grammar: Grammar) -> str:
             )
         return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
     except ValueError as error:
-        raise RequestError(f"{grammar.kind} is not understood: {_first_line(str(error))}") from None
+        raise RequestError(f"{grammar.kind} is not understood: {first_line(str(error))}") from None
 
 
 def _check_installed(grammar: Grammar) -> None:
@@ -289,10 +213,3 @@ def _limits_of(grammar: Grammar) -> LLParserLimits:
     more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1
     fuel = {name: more * _LIMITS[name] for name in ("initial_lexer_fuel", "step_lexer_fuel")}
     return LLParserLimits(**{**_LIMITS, **fuel})
-
-
-def _first_line(text: str) -> str:
-    """What people need of an error's text."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[
-        :500
-    ]

@@ -23,8 +23,8 @@ from helpers.engine.fake_runner import (
     runner_of,
 )
 from helpers.engine.schemas_made import made_schema
-from kvboost_edge.engine.grammar.constraint import Structures
-from kvboost_edge.engine.grammar.definition import Grammar
+from kvboost_edge.engine.grammar.compiler import GrammarCompiler
+from kvboost_edge.engine.request.grammar import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 
 COUNT = 320
@@ -315,7 +315,7 @@ def test_without_the_package_the_request_says_what_to_install(engine, monkeypatc
 
 
 def test_a_model_without_an_end_token_is_refused():
-    structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset())
+    structures = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset())
     with pytest.raises(RequestError, match="names none"):
         structures.make(Grammar("regex", "a"))
 
@@ -335,7 +335,7 @@ def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
     began = threading.Event()
     go = threading.Event()
     threads = list[str]()
-    read = Structures._read
+    read = GrammarCompiler._read
 
     def slow(self):
         threads.append(threading.current_thread().name)
@@ -343,7 +343,7 @@ def test_the_vocabulary_is_read_ahead_and_closing_waits_for_it(monkeypatch):
         assert go.wait(60)
         return read(self)
 
-    monkeypatch.setattr(Structures, "_read", slow)
+    monkeypatch.setattr(GrammarCompiler, "_read", slow)
     engine = fake_engine()
     engine.read_ahead()
     assert began.wait(60)
@@ -368,14 +368,14 @@ def test_closing_while_the_vocabulary_is_read_leaves_no_thread():
 
 
 def test_grammars_are_compiled_beside_the_engine(engine, monkeypatch):
-    compile_one = Structures._compile
+    compile_one = GrammarCompiler._compile
     threads = list[str]()
 
     def noting(self, *given):
         threads.append(threading.current_thread().name)
         return compile_one(self, *given)
 
-    monkeypatch.setattr(Structures, "_compile", noting)
+    monkeypatch.setattr(GrammarCompiler, "_compile", noting)
     engine.generate(prompt(1), max_new_tokens=9, regex="a{3}")
     assert threads == ["kvboost-grammar"]
 
@@ -384,7 +384,7 @@ def test_a_forced_text_is_cut_into_tokens_once():
     """Where the model cuts it otherwise, a long one is not asked for again: each time takes as long
     as the text.
     """
-    structures = Structures(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
+    structures = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
     structure = structures.make(Grammar("choice", json.dumps(["x" * 300])))
     first = structure.forced()
     assert len(first) >= 290

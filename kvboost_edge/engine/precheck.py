@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.grammar.constraint import check_grammar
-from kvboost_edge.engine.grammar.definition import KINDS, read_grammar
+from kvboost_edge.engine.grammar.compiler import check_grammar
 from kvboost_edge.engine.memory.selection import usable_context
+from kvboost_edge.engine.request.grammar import KINDS, read_grammar
 from kvboost_edge.engine.request.prompts import LIMIT_ADVICE
 from kvboost_edge.engine.request.request import resolve_sampling
 from kvboost_edge.engine.request_builder import Terms

@@ -1,0 +1,80 @@
+"""The scheduler and the sequences of an engine, with the features that plug into them."""
+
+from __future__ import annotations
+
+from kvboost_edge.engine.grammar.compiler import GrammarCompiler
+from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.offload.prefetch import Loads
+from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.schedule.feature import Constraint, SharedSpans
+from kvboost_edge.engine.schedule.scheduler import Scheduler
+from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.spans import SequenceSpans, SpanSharing
+from kvboost_edge.engine.spec_decode.speculation import Speculation
+from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.text.tokenizer import Tokenizer
+
+__all__ = ["Sequences", "make_scheduler"]
+
+
+def make_scheduler(
+    manager: KVCacheManager,
+    loads: Loads,
+    *,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    min_chunk_tokens: int = 32,
+    closes_blocks: bool = False,
+    whole: bool = False,
+) -> tuple[Scheduler, Speculation]:
+    """Return a scheduler with all features, and the one of them that makes drafters.
+
+    closes_blocks    a full block is quantized, so that only a certain token may fill it
+    whole            a step computes all of a sequence or nothing
+    """
+    speculation = Speculation(closes_blocks=closes_blocks)
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        loads=loads,
+        sharing=SpanSharing(manager, min_chunk_tokens, remembers=loads.has_shelf),
+        speculation=speculation,
+        whole=whole,
+    )
+    return scheduler, speculation
+
+
+class Sequences:
+    """Makes the sequences of an engine. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        speculation: Speculation,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._speculation = speculation
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+
+    def make(self, request: Request, handle: RequestHandle) -> Sequence:
+        """RequestError, or BackendUnavailable, where what its answer has to fit cannot be had."""
+        grammar = request.grammar
+        return Sequence(
+            request,
+            handle,
+            self._tokenizer,
+            drafting=self._speculation.drafting(request),
+            grammar=Constraint() if grammar is None else self._grammars.make(grammar),
+            spans=SharedSpans() if request.repair is None else SequenceSpans(request),
+        )
+
+    def read_ahead(self) -> None:
+        """Begin what the first answer that has to fit something would wait for."""
+        self._grammars.read_ahead()
+
+    def close(self) -> None:
+        """Wait for what was begun in the background."""
+        self._grammars.close()
