@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.state_pool import LayerStateSpec, StatePool
 from kvboost_edge.host.memory import Region
-from kvboost_edge.kernels.attention.parts import Parts
 from kvboost_edge.kernels.coded.layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
+from kvboost_edge.segments import Parts
 
 if TYPE_CHECKING:
     from kvboost_edge.backends.kernel_access import KernelAccess
@@ -158,7 +158,7 @@ class BatchLayout:
                   this pass
     block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
     slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
-    parts         which positions the blocks of a table hold, see kernels/attention/parts.py; None:
+    parts         which positions the blocks of a table hold, see segments.py; None:
                   all tables are plain, block i holds the positions from i * block_size on
     states        the sequences' slots, where the model keeps states; None where it does not
 

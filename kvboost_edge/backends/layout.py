@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Longs, Part, entry_positions, has_delta, is_last
+from kvboost_edge.segments import Longs, Part, entry_positions, has_delta, is_last
 
 __all__ = ["check_block", "check_layout", "refuse_deltas"]
 

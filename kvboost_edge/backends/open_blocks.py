@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.kernels.attention.parts import Part, is_last, own_parts
+from kvboost_edge.segments import Part, is_last, own_parts
 
 __all__ = ["OpenBlocks", "PassPlan"]
 

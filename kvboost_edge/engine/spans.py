@@ -17,7 +17,6 @@ from kvboost_edge.engine.offload.prefetch import Load, Loads
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import SharedSpans, SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
-from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
 from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -25,6 +24,7 @@ from kvboost_edge.reuse.harvest import Harvest
 from kvboost_edge.reuse.probe import Probe, ProbeRow, QueryProbe, num_probed_blocks
 from kvboost_edge.reuse.remembered import Chain
 from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.segments import Part
 
 __all__ = ["Prober", "SequenceSpans", "SpanSharing"]
 

@@ -13,7 +13,9 @@ from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, Turning
-from kvboost_edge.kernels.attention.parts import (
+from kvboost_edge.kernels.attention.rope import RopeTable
+from kvboost_edge.kernels.reference import attention as reference
+from kvboost_edge.segments import (
     Part,
     deltas_of,
     entry_of,
@@ -21,8 +23,6 @@ from kvboost_edge.kernels.attention.parts import (
     has_delta,
     turned_positions,
 )
-from kvboost_edge.kernels.attention.rope import RopeTable
-from kvboost_edge.kernels.reference import attention as reference
 
 SIZE = 16
 BLOCKS = 32

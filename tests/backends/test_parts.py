@@ -13,7 +13,7 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Part, entry_of, entry_positions
+from kvboost_edge.segments import Part, entry_of, entry_positions
 
 SIZE = 16
 BLOCKS = 128

@@ -8,8 +8,8 @@ import pytest
 from helpers.distance import distance
 from helpers.engine.native_bench import BLOCK, Machine, NativeBench
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import TableEntry, TablePart
+from kvboost_edge.segments import Part
 
 TOKENS = [(7 * index) % 61 + 1 for index in range(70)]
 

@@ -17,7 +17,7 @@ import torch
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.backends.open_blocks import PassPlan
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.kernels.attention.parts import entry_deltas, entry_positions, has_delta
+from kvboost_edge.segments import entry_deltas, entry_positions, has_delta
 
 __all__ = ["SameLength", "TorchBatch"]
 

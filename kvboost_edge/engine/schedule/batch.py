@@ -9,10 +9,10 @@ import numpy as np
 from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
-from kvboost_edge.kernels.attention.parts import Part, Parts
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
+from kvboost_edge.segments import Part, Parts
 
 __all__ = ["build_batch", "split_rows"]
 

@@ -29,10 +29,10 @@ from kvboost_edge.kernels.attention.paged import (
     plan_work,
     storage_kind,
 )
-from kvboost_edge.kernels.attention.parts import Part, has_delta, turned_positions
 from kvboost_edge.kernels.attention.tiles import ROWS
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import LANES
+from kvboost_edge.segments import Part, has_delta, turned_positions
 
 __all__ = [
     "AttentionWorkspace",

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.parts import Longs, Part, Parts, valid_to
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
+from kvboost_edge.segments import Longs, Part, Parts, valid_to
 
 __all__ = [
     "ITEM_COLUMNS",
@@ -84,8 +84,8 @@ class PagedBatch(NamedTuple):
     seq_lens      int32 [num_seqs]               the position behind each sequence's last query row
     block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's
                   end
-    parts         which positions the blocks hold, see parts.py; None: block i holds those from i *
-                  block_size on
+    parts         which positions the blocks hold, see segments.py; None: block i holds those from
+                  i * block_size on
     """
 
     cu_seqlens_q: Ints

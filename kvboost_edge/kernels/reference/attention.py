@@ -17,9 +17,9 @@ from kvboost_edge.kernels.attention.paged import (
     PagedBatch,
     Turning,
 )
-from kvboost_edge.kernels.attention.parts import Parts, deltas_of, entry_of
 from kvboost_edge.kernels.attention.storage import from_storage, to_storage
 from kvboost_edge.kernels.reference.rope import turn_keys
+from kvboost_edge.segments import Parts, deltas_of, entry_of
 
 __all__ = ["copy_blocks", "gather_kv", "merge_state", "paged_attention", "write_kv"]
 

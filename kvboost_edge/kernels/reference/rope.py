@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.paged import Floats, Turning
-from kvboost_edge.kernels.attention.parts import Longs
+from kvboost_edge.segments import Longs
 
 __all__ = ["rotate_heads", "turn_keys"]
 

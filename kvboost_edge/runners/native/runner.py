@@ -20,7 +20,6 @@ from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.ahead import compile_ahead
-from kvboost_edge.kernels.attention.parts import has_delta, turned_positions
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
@@ -54,6 +53,7 @@ from kvboost_edge.runners.native.plan import (
 from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
 from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
+from kvboost_edge.segments import has_delta, turned_positions
 
 __all__ = ["NUMERICS_VERSION", "NativeRunner", "describe_numerics", "load"]
 

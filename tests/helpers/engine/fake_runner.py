@@ -40,13 +40,13 @@ from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
-from kvboost_edge.kernels.attention.parts import Part
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.repair import Repair
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo, StoredKeys
+from kvboost_edge.segments import Part
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.tiers.base import Tier
 

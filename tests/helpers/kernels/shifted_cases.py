@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.kernels.attention.parts import Part, entry_of
+from kvboost_edge.segments import Part, entry_of
 
 
 class Row(NamedTuple):

@@ -21,7 +21,6 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import AttentionOptions, Turning
-from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -30,6 +29,7 @@ from kvboost_edge.runners.attended import asked_layer
 from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
+from kvboost_edge.segments import deltas_of, entry_of
 
 SIZE = 16
 BLOCKS = 160

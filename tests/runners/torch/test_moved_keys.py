@@ -15,9 +15,9 @@ from helpers.random_ids import random_ids
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import BackendUnavailable, ConfigError
-from kvboost_edge.kernels.attention.parts import deltas_of, entry_of
 from kvboost_edge.runners.base import ForwardBatch, StoredKeys
 from kvboost_edge.runners.torch.runner import TorchRunner
+from kvboost_edge.segments import deltas_of, entry_of
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

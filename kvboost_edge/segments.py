@@ -1,5 +1,5 @@
-"""Which positions the entries of block tables hold. Plain NumPy, for kernels' plans, oracles and
-backends alike.
+"""Segments of block tables: the positions that their entries hold. Plain NumPy, for kernels,
+oracles, backends and the scheduler alike.
 """
 
 from __future__ import annotations
