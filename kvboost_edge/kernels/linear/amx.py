@@ -24,8 +24,8 @@ from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.dot import GROUP, GroupDot
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES
-from kvboost_edge.kernels.linear.loads import emit_scales
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
+from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.linear.tiles import (
     INT_KINDS,
     IntTiles,

@@ -23,13 +23,13 @@ from kvboost_edge.kernels.integers import (
 )
 from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
-from kvboost_edge.kernels.linear.loads import (
+from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
+from kvboost_edge.kernels.linear.simd_loads import (
     emit_load_pair,
     emit_scales,
     emit_table,
     emit_table_pair,
 )
-from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.vectors import (
     F32,
     LANES,

@@ -25,7 +25,7 @@ from kvboost_edge.kernels.linear.int_tiles import (
     splat_i32_at,
 )
 from kvboost_edge.kernels.linear.layout import SCALE_BYTES, has_minima
-from kvboost_edge.kernels.linear.loads import emit_scales
+from kvboost_edge.kernels.linear.simd_loads import emit_scales
 from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
 
 __all__ = ["UnpackedTiles"]

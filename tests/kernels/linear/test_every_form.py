@@ -14,7 +14,7 @@ from llvmlite import binding
 from helpers.kernels.tile_assembly import NAMES, compiled_tile, product_of, tile_module
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
-from kvboost_edge.kernels.linear import loads
+from kvboost_edge.kernels.linear import simd_loads
 from kvboost_edge.kernels.linear.dot import KIND_INT4T, OFFSET
 from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
 
@@ -204,8 +204,8 @@ def test_only_signed_kinds_have_an_offset():
 def test_ways_to_look_up_codes(form, name, permutes, shuffles, triple, monkeypatch):
     """One instruction for so many bytes of the 8 quads of a group, and for all the same bits."""
     plain = _run(IntTiles(KIND_INT4T, 1, 2, False, "plain"), {})
-    monkeypatch.setattr(loads, "has_byte_permute", lambda: permutes)
-    monkeypatch.setattr(loads, "has_byte_shuffle", lambda: shuffles)
+    monkeypatch.setattr(simd_loads, "has_byte_permute", lambda: permutes)
+    monkeypatch.setattr(simd_loads, "has_byte_shuffle", lambda: shuffles)
     tiles = IntTiles(KIND_INT4T, 1, 2, False, form)
     text = tile_module(tiles, f"{triple}-unknown-linux-gnu")
     for other, (lanes, _, _) in SHUFFLES.items():
