@@ -26,9 +26,9 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.attention import storage
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work
-from kvboost_edge.kernels.coded import write as coded_write
-from kvboost_edge.kernels.coded.dot import coded_dot_form
-from kvboost_edge.kernels.coded.launch import paged_attention_coded
+from kvboost_edge.kernels.quantized_kv import write as coded_write
+from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form
+from kvboost_edge.kernels.quantized_kv.launch import paged_attention_coded
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.segments import repeated_parts
 

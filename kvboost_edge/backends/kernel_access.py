@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvboost_edge.kernels.attention.launch import AttentionWorkspace
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
-from kvboost_edge.kernels.coded.layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.layout import CodeLayout
 
 __all__ = ["CodedBlocks", "KernelAccess", "Places"]
 

@@ -19,7 +19,7 @@ from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
 from kvboost_edge.kernels.reference import attention as reference
-from kvboost_edge.kernels.reference import coded as reference_coded
+from kvboost_edge.kernels.reference import quantized_kv as reference_coded
 from kvboost_edge.kvcache.block_table import CopyOp
 
 __all__ = ["ReferenceBackend", "make", "unsupported_reason"]

@@ -70,7 +70,7 @@ def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path):
         path.write_text(text + "\n", encoding="utf-8")
         assert jit.digest_of(room) != before, edited
         path.write_text(text, encoding="utf-8")
-    (room / "linear" / "dot.py").rename(room / "coded" / "more.py")
+    (room / "linear" / "dot.py").rename(room / "quantized_kv" / "more.py")
     assert jit.digest_of(room) != before
 
 

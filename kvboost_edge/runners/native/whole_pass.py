@@ -25,9 +25,9 @@ from kvboost_edge.kernels.attention.paged import (
     aligned_empty,
 )
 from kvboost_edge.kernels.attention.storage import from_storage
-from kvboost_edge.kernels.coded.attend import coded_scratch_floats
 from kvboost_edge.kernels.program import attend as la
-from kvboost_edge.kernels.reference.coded import decode_block
+from kvboost_edge.kernels.quantized_kv.attend import coded_scratch_floats
+from kvboost_edge.kernels.reference.quantized_kv import decode_block
 
 __all__ = ["PassMemory", "WholePass"]
 

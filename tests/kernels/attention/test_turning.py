@@ -24,11 +24,11 @@ from kvboost_edge.kernels.attention.paged import (
     plan_work,
 )
 from kvboost_edge.kernels.attention.rope import RopeTable
-from kvboost_edge.kernels.coded.launch import paged_attention_coded
-from kvboost_edge.kernels.coded.layout import BIT_PAIRS
+from kvboost_edge.kernels.quantized_kv.launch import paged_attention_coded
+from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS
 from kvboost_edge.kernels.reference import attention as reference
-from kvboost_edge.kernels.reference.coded import decode_block
-from kvboost_edge.kernels.reference.coded import paged_attention_coded as reference_coded
+from kvboost_edge.kernels.reference.quantized_kv import decode_block
+from kvboost_edge.kernels.reference.quantized_kv import paged_attention_coded as reference_coded
 
 SIZE = 16
 BLOCKS = 192

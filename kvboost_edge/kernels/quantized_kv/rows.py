@@ -15,9 +15,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS
-from kvboost_edge.kernels.coded.layout import STEP_BIAS
 from kvboost_edge.kernels.integers import V16I
 from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.quantized_kv.layout import STEP_BIAS
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,

@@ -29,10 +29,15 @@ from kvboost_edge.kernels.attention.tiles import (
     values_strip,
 )
 from kvboost_edge.kernels.attention.units import after, clear_state, merge_partition, unit_loop
-from kvboost_edge.kernels.coded.layout import CodeLayout
-from kvboost_edge.kernels.coded.rows import decode_keys, divide_row, fold_rows, prefetch_lines
-from kvboost_edge.kernels.coded.tiles import coded_scores, coded_values, weigh_rows
 from kvboost_edge.kernels.jit import kernel
+from kvboost_edge.kernels.quantized_kv.layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.rows import (
+    decode_keys,
+    divide_row,
+    fold_rows,
+    prefetch_lines,
+)
+from kvboost_edge.kernels.quantized_kv.tiles import coded_scores, coded_values, weigh_rows
 from kvboost_edge.kernels.tuples import addresses_of
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, load_i32, store_f32, store_i64
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
-from kvboost_edge.kernels.coded import write as coded_write
-from kvboost_edge.kernels.coded.layout import BIT_PAIRS, code_layout
-from kvboost_edge.kernels.reference import coded as reference
+from kvboost_edge.kernels.quantized_kv import write as coded_write
+from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS, code_layout
+from kvboost_edge.kernels.reference import quantized_kv as reference
 
 BLOCKS = 4
 HEADS = 2

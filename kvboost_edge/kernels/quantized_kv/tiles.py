@@ -17,8 +17,10 @@ from llvmlite import ir
 from numba.core import types
 
 from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE
-from kvboost_edge.kernels.coded.dot import coded_dot_form, emit_dot
-from kvboost_edge.kernels.coded.rows import (
+from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, emit_splat_int
+from kvboost_edge.kernels.jit import intrinsic
+from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form, emit_dot
+from kvboost_edge.kernels.quantized_kv.rows import (
     I8,
     LINE,
     ROUNDER,
@@ -33,8 +35,6 @@ from kvboost_edge.kernels.coded.rows import (
     int_lanes,
     plane_offset,
 )
-from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, emit_splat_int
-from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,

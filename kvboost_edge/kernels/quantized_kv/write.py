@@ -1,5 +1,5 @@
 """Quantizing full blocks: float16 buffers to codes (see layout.py), with the rounding steps of
-reference/coded.py.
+reference/quantized_kv.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.attention.tiles import fill, stage_rows
-from kvboost_edge.kernels.coded.layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes
 from kvboost_edge.kernels.jit import intrinsic, kernel
+from kvboost_edge.kernels.quantized_kv.layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.vectors import (
     I64,
     KIND_F16,

@@ -23,8 +23,8 @@ from kvboost_edge.kernels.attention.paged import (
     WorkPlan,
     plan_work,
 )
-from kvboost_edge.kernels.coded.attend import CodedCall, attend_coded, coded_scratch_floats
-from kvboost_edge.kernels.coded.layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.attend import CodedCall, attend_coded, coded_scratch_floats
+from kvboost_edge.kernels.quantized_kv.layout import CodeLayout
 
 __all__ = ["paged_attention_coded"]
 
