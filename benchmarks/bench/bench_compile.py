@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 
-from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt

@@ -85,7 +85,7 @@ def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], No
     """A bar that only moves to and fro while the model is loaded, and fills while kernels are
     compiled or its weights are packed, with how many of them are.
     """
-    from kvboost_edge.kernels.ahead import on_compiling
+    from kvboost_edge.kernels.aot import on_compiling
 
     columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:

@@ -126,7 +126,7 @@ _listeners: list[Callable[[], None]] = []
 
 def on_first_compilation(tell: Callable[[], None] | None) -> None:
     """Call `tell` once, from the thread that runs a kernel, when the next one is found that was
-    never compiled here nor ahead (see ahead.py): some seconds pass then without a word. It replaces
+    never compiled here nor ahead (see aot.py): some seconds pass then without a word. It replaces
     what was given before; None: nothing is called.
     """
     _listeners[:] = [] if tell is None else [tell]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.span_scan import scan, scan_entry
 from kvboost_edge.kernels.span_tables import NUM_FIELDS, SpanSearch
 from kvboost_edge.kvcache.hashing import encode_tokens

@@ -62,7 +62,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
     if options.is_replicated:
         _serve_replicas(options, ended)
         return
-    from kvboost_edge.kernels.ahead import on_compiling
+    from kvboost_edge.kernels.aot import on_compiling
     from kvboost_edge.kernels.jit import on_first_compilation
 
     configure_logging(options.settings)

@@ -20,7 +20,7 @@ def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
             bars.append(self)
 
     monkeypatch.setattr("kvboost_edge.cli.session.Progress", Seen)
-    monkeypatch.setattr("kvboost_edge.kernels.ahead.on_compiling", heard.append)
+    monkeypatch.setattr("kvboost_edge.kernels.aot.on_compiling", heard.append)
 
     def shown():
         paper = Console(file=io.StringIO(), width=120)

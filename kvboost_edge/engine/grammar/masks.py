@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.schedule.feature import Constraint
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.ngram_cache import (
     GRAM,
     Ring,

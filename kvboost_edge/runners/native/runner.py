@@ -19,7 +19,7 @@ from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
 from kvboost_edge.backends.layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.tiles import GROUP
 from kvboost_edge.kernels.program import table as lt

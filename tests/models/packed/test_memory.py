@@ -61,7 +61,7 @@ import sys
 from pathlib import Path
 from kvboost_edge.engine.memory.check import packed_place
 from kvboost_edge.host.memory import process_peak
-from kvboost_edge.kernels.ahead import compile_ahead
+from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.stream import packing_entries

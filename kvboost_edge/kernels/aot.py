@@ -2,7 +2,7 @@
 
 The compiler takes some 200 MB, which its process never gives back: children take them instead, each
 entry is compiled by one of them, and this process only loads what they leave on disk. `python -m
-kvboost_edge.kernels.ahead` is a child: it reads names of entries, one a line, and repeats each when
+kvboost_edge.kernels.aot` is a child: it reads names of entries, one a line, and repeats each when
 its code is on disk.
 """
 
@@ -29,7 +29,7 @@ from kvboost_edge.kernels.jit import cache_path
 __all__ = ["compile_ahead", "on_compiling"]
 
 _LOG = logging.getLogger(__name__)
-_MODULE = "kvboost_edge.kernels.ahead"
+_MODULE = "kvboost_edge.kernels.aot"
 # Each spends half a second before it compiles, and the longest entry takes a third of all time.
 _MOST_CHILDREN = 4
 _LAST_LINES = 12

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvboost_edge.errors import BackendUnavailable
-from kvboost_edge.kernels import ahead
+from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.team import team_entries
 
@@ -20,7 +20,7 @@ COMPILE = """
 import json, sys
 from pathlib import Path
 from numba.core import event
-from kvboost_edge.kernels import ahead
+from kvboost_edge.kernels import aot
 from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.team import team_entries
 own, told = [], []
@@ -34,14 +34,14 @@ def tell(done, total):
     told.append([done, total])
     if done == int(sys.argv[2]):
         raise KeyboardInterrupt
-ahead.on_compiling(tell)
+aot.on_compiling(tell)
 if sys.argv[1] == "0":
     sys.executable = ""
 try:
-    ahead.compile_ahead([*team_entries, copy_entry], int(sys.argv[1]))
+    aot.compile_ahead([*team_entries, copy_entry], int(sys.argv[1]))
 except KeyboardInterrupt:
     pass
-print(json.dumps([own, told, sorted(path.name for path in Path(ahead.cache_path()).parent.glob("*/*.nbc"))]))
+print(json.dumps([own, told, sorted(path.name for path in Path(aot.cache_path()).parent.glob("*/*.nbc"))]))
 """
 
 
@@ -83,13 +83,13 @@ def missing(monkeypatch):
 
 
 def test_a_child_that_fails_is_told_with_the_kernel_and_leaves_no_process(missing, monkeypatch):
-    monkeypatch.setattr(ahead, "_MODULE", "kvboost_edge.kernels.nowhere")
+    monkeypatch.setattr(aot, "_MODULE", "kvboost_edge.kernels.nowhere")
     before = set(psutil.Process().children())
     with pytest.raises(
         BackendUnavailable,
         match=r"kernel kvboost_edge\.kernels\.team:_wait_for ended with 1.*nowhere",
     ):
-        ahead.compile_ahead([missing], 2)
+        aot.compile_ahead([missing], 2)
     assert set(psutil.Process().children()) <= before
 
 
@@ -99,12 +99,12 @@ def test_an_interrupt_leaves_no_process(missing):
     def tell(done, total):
         raise KeyboardInterrupt
 
-    ahead.on_compiling(tell)
+    aot.on_compiling(tell)
     try:
         with pytest.raises(KeyboardInterrupt):
-            ahead.compile_ahead([missing], 2)
+            aot.compile_ahead([missing], 2)
     finally:
-        ahead.on_compiling(None)
+        aot.on_compiling(None)
     assert set(psutil.Process().children()) <= before
 
 
@@ -112,6 +112,6 @@ def test_an_interrupt_leaves_no_process(missing):
 def test_where_no_child_can_be_started_the_log_says_so(executable, missing, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", executable)
     with caplog.at_level(logging.INFO, "kvboost_edge"):
-        ahead.compile_ahead([missing], 2)
+        aot.compile_ahead([missing], 2)
     assert "compiled in this process" in caplog.text
     assert "1 kernels for this machine in this process" in caplog.text
