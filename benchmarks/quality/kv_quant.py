@@ -34,7 +34,7 @@ import numpy.typing as npt
 import kvboost_edge
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS
 from kvboost_edge.runners.base import ForwardBatch
 from kvboost_edge.runners.native.runner import NativeRunner
 from kvboost_edge.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.state_pool import LayerStateSpec, StatePool
 from kvboost_edge.host.memory import Region
-from kvboost_edge.kernels.quantized_kv.layout import code_layout
+from kvboost_edge.kernels.quantized_kv.code_layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.segments import Parts
 

@@ -24,11 +24,11 @@ from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass, read_onl
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.attention import storage
-from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, WorkPlan, plan_work
-from kvboost_edge.kernels.quantized_kv import write as coded_write
-from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form
-from kvboost_edge.kernels.quantized_kv.launch import paged_attention_coded
+from kvboost_edge.kernels.quantized_kv import code_write as coded_write
+from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form
+from kvboost_edge.kernels.quantized_kv.code_launch import paged_attention_coded
 from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.segments import repeated_parts
 

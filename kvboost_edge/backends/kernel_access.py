@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.launch import AttentionWorkspace
+from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
-from kvboost_edge.kernels.quantized_kv.layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.code_layout import CodeLayout
 
 __all__ = ["CodedBlocks", "KernelAccess", "Places"]
 

@@ -26,7 +26,7 @@ from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.host.memory import Region
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
 from kvboost_edge.kernels.attention.storage import STORAGE_DTYPES, to_storage
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS
 
 __all__ = ["NumpyBlocks", "unsupported_reason"]
 

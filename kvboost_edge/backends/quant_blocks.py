@@ -21,7 +21,7 @@ from kvboost_edge.backends.kernel_access import Places
 from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks, aligned_empty
-from kvboost_edge.kernels.quantized_kv.layout import CodeLayout, code_layout
+from kvboost_edge.kernels.quantized_kv.code_layout import CodeLayout, code_layout
 
 __all__ = ["CodedLayer", "QuantBlocks", "QuantKernels", "QuantPass", "read_only_pass"]
 

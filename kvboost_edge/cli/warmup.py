@@ -108,7 +108,7 @@ def _compile_rest() -> None:
 
     from kvboost_edge.host.cpu import default_num_threads
     from kvboost_edge.kernels.aot import compile_ahead
-    from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
+    from kvboost_edge.kernels.linear.k_blocks import BLOCK_BYTES, pack_blocks
     from kvboost_edge.kernels.program.run import apart_entries
 
     compile_ahead(list(apart_entries.values()), default_num_threads())

@@ -5,8 +5,8 @@ One `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON regi
 the same to the bit on all of them because every multiply-add is an explicit `llvm.fma` and every
 reduction has a fixed order.
 
-The `emit_*` functions write IR at a builder's position and are the vocabulary of tiles.py; the
-intrinsics at the end are what kernels call directly. Addresses are int64, in bytes.
+The `emit_*` functions write IR at a builder's position and are the vocabulary of float_tiles.py;
+the intrinsics at the end are what kernels call directly. Addresses are int64, in bytes.
 """
 
 from __future__ import annotations

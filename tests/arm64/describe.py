@@ -8,7 +8,7 @@ from llvmlite import binding
 
 from kvboost_edge.host.cpu import describe_cpu
 from kvboost_edge.kernels.integers import dot_form
-from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form
+from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form
 
 print(
     f"{binding.get_host_cpu_name()} ({describe_cpu().isa}): linear layers {dot_form()!r}, "

@@ -16,7 +16,7 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS
 from kvboost_edge.kvcache.block_table import CopyOp
 
 

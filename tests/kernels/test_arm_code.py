@@ -4,7 +4,7 @@ import pytest
 from llvmlite import binding, ir
 
 from kvboost_edge.kernels.integers import emit_load_bytes
-from kvboost_edge.kernels.quantized_kv.dot import emit_dot
+from kvboost_edge.kernels.quantized_kv.code_dot import emit_dot
 from kvboost_edge.kernels.vectors import I64
 
 

@@ -12,7 +12,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels import entry
 from kvboost_edge.kernels.entry import Entry, caller, entry_named
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.tiles import Tile
+from kvboost_edge.kernels.linear.weight_tiles import Tile
 from kvboost_edge.kernels.tuples import numbers_type
 from kvboost_edge.kernels.vectors import store_f32
 

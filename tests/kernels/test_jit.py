@@ -43,7 +43,7 @@ def test_every_kernel_runs_without_the_gil_and_without_fast_math(name):
 
 
 def test_compiled_code_does_not_outlive_an_edit_of_any_kernel_source(monkeypatch):
-    attend = dispatchers()["kvboost_edge.kernels.attention.attend.attend"]
+    attend = dispatchers()["kvboost_edge.kernels.attention.float_attend.attend"]
     signature = attend.signatures[0] if attend.signatures else ()
     codegen = attend.targetctx.codegen()
     before = attend._cache._index_key(signature, codegen)
@@ -64,13 +64,13 @@ def test_the_digest_of_the_sources_covers_the_folders_below(tmp_path):
     shutil.copytree(sources, room, ignore=shutil.ignore_patterns("__pycache__"))
     before = jit.digest_of(room)
     assert before == jit._source_digest()
-    for edited in ("linear/dot.py", "vectors.py", "attention/attend.py"):
+    for edited in ("linear/weight_dot.py", "vectors.py", "attention/float_attend.py"):
         path = room / edited
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n", encoding="utf-8")
         assert jit.digest_of(room) != before, edited
         path.write_text(text, encoding="utf-8")
-    (room / "linear" / "dot.py").rename(room / "quantized_kv" / "more.py")
+    (room / "linear" / "weight_dot.py").rename(room / "quantized_kv" / "more.py")
     assert jit.digest_of(room) != before
 
 
@@ -173,7 +173,7 @@ def test_the_cache_keeps_every_signature_and_no_file_of_older_sources(files, tmp
 
 
 def test_kernels_are_cached_that_way():
-    attend = dispatchers()["kvboost_edge.kernels.attention.attend.attend"]
+    attend = dispatchers()["kvboost_edge.kernels.attention.float_attend.attend"]
     assert isinstance(attend._cache._cache_file, jit._NamedDataFile)
 
 

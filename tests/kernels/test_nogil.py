@@ -7,7 +7,7 @@ import numpy as np
 
 from helpers.kernels.paged_cases import make_case
 from kvboost_edge.kernels.attention import storage
-from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, PagedBatch, aligned_empty
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.quantized_kv.attend import CodedCall, CodedJob
+from kvboost_edge.kernels.quantized_kv.code_attend import CodedCall, CodedJob
 from kvboost_edge.kernels.tuples import (
     addresses_of,
     load_i32_row,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.kernels.paged_cases import round_to
-from kvboost_edge.kernels.attention.tiles import TILE, softmax_rows, stage_rows
+from kvboost_edge.kernels.attention.float_tiles import TILE, softmax_rows, stage_rows
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import (
     KIND_BF16,

@@ -18,7 +18,7 @@ import torch
 from kvboost_edge.backends.base import AttentionParams, BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host import memory
-from kvboost_edge.kernels.quantized_kv.layout import code_layout
+from kvboost_edge.kernels.quantized_kv.code_layout import code_layout
 
 __all__ = ["available_bytes", "check_buffers", "find_fault", "missing", "most_slots"]
 

@@ -1,7 +1,7 @@
 """Keys and values of full blocks at 8 bits, in torch tensors.
 
-The bytes are those of kernels/quantized_kv/layout.py, packed and unpacked where the tensors are, so
-that an Apple GPU holds half of what 16 bits take.
+The bytes are those of kernels/quantized_kv/code_layout.py, packed and unpacked where the tensors
+are, so that an Apple GPU holds half of what 16 bits take.
 
 As in the other quantized pools a query reads its own block from a float16 buffer and all blocks
 before it from their codes, so that results do not depend on where a pass begins or ends. What codes
@@ -21,7 +21,7 @@ from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
 from kvboost_edge.backends.torch.batch import SameLength, TorchBatch
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.quantized_kv.layout import STEP_BIAS, CodeLayout, code_layout
+from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout, code_layout
 
 __all__ = ["BITS", "CodedBlocks", "decode", "encode"]
 

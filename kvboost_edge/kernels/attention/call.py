@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.kernels.attention.float_tiles import STRIPS, TILE
 from kvboost_edge.kernels.attention.paged import Floats, Ints
-from kvboost_edge.kernels.attention.tiles import STRIPS, TILE
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = [
@@ -144,7 +144,7 @@ class Unit(NamedTuple):
     scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
     stage   address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a
             row of zeros
-    table   address of the tile table, see tiles.py
+    table   address of the tile table, see float_tiles.py
 
     A state is float32 sums [padded_rows, padded_dim], maxima [padded_rows], totals [padded_rows].
     """

@@ -35,7 +35,7 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
-_TILE = 64  # tokens, see tiles.py
+_TILE = 64  # tokens, see float_tiles.py
 # Tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in
 # order.
 PARTITION = 512

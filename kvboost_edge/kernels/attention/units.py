@@ -28,9 +28,9 @@ from kvboost_edge.kernels.attention.call import (
     Turn,
     Unit,
 )
+from kvboost_edge.kernels.attention.float_tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
 from kvboost_edge.kernels.attention.paged import ITEM_COLUMNS, NO_END, Item
 from kvboost_edge.kernels.attention.rope import rotate_head
-from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
 from kvboost_edge.kernels.jit import kernel, named_kernel
 from kvboost_edge.kernels.tuples import load_i32_row
 from kvboost_edge.kernels.vectors import LANES, exp_f32, fetch_add, load_f32, load_i32, store_f32

@@ -22,11 +22,11 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.dot import GROUP, GroupDot
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
-from kvboost_edge.kernels.linear.tiles import (
+from kvboost_edge.kernels.linear.weight_dot import GROUP, GroupDot
+from kvboost_edge.kernels.linear.weight_layout import SCALE_BYTES
+from kvboost_edge.kernels.linear.weight_tiles import (
     INT_KINDS,
     IntTiles,
     Target,
@@ -242,7 +242,7 @@ class AmxTiles(IntTiles):
                 )
 
     def _emit_target(self, b: Builder, target: Target) -> None:
-        """As `emit_target` in tiles.py, row by row."""
+        """As `emit_target` in weight_tiles.py, row by row."""
         factors = emit_splat(b, target.factor)
         zero = int_constant(0)
         # Without a bias minus zero is added: that changes no number, not even a zero of either

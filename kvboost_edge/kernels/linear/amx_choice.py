@@ -25,10 +25,10 @@ from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4, KIND_INT8, OFFSET
-from kvboost_edge.kernels.linear.ladders import TARGET_TYPE
+from kvboost_edge.kernels.linear.dispatch import TARGET_TYPE
 from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
-from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
+from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_INT4, KIND_INT8, OFFSET
+from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.tuples import numbers_type
 from kvboost_edge.kernels.vectors import LANES
 

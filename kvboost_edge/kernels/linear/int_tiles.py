@@ -21,8 +21,6 @@ from kvboost_edge.kernels.integers import (
     follows_pages,
     int_constant,
 )
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
-from kvboost_edge.kernels.linear.layout import PARTS, SCALE_BYTES, group_bytes
 from kvboost_edge.kernels.linear.panel import FINE_BASE, bytes_of_cell
 from kvboost_edge.kernels.linear.simd_loads import (
     emit_load_pair,
@@ -30,6 +28,8 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_table,
     emit_table_pair,
 )
+from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
+from kvboost_edge.kernels.linear.weight_layout import PARTS, SCALE_BYTES, group_bytes
 from kvboost_edge.kernels.vectors import (
     F32,
     LANES,
@@ -72,7 +72,7 @@ class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
     weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym
-                             only); of block kinds and int4t see layout.py
+                             only); of block kinds and int4t see weight_layout.py
     weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
     runs                     tiles, or pairs of tiles where a microkernel takes two at once; float

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_Q4K
+from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_Q4K
 
 __all__ = [
     "COARSE_BYTES",

@@ -1,4 +1,4 @@
-"""Loads of codes and scales of the integer kinds from where layout.py says they lie."""
+"""Loads of codes and scales of the integer kinds from where weight_layout.py says they lie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvboost_edge.kernels.integers import (
     has_byte_shuffle,
     int_constant,
 )
-from kvboost_edge.kernels.linear.dot import (
+from kvboost_edge.kernels.linear.weight_dot import (
     BLOCK_KINDS,
     CODE_BITS,
     GROUP,
@@ -22,7 +22,7 @@ from kvboost_edge.kernels.linear.dot import (
     KIND_INT8,
     KIND_Q6K,
 )
-from kvboost_edge.kernels.linear.layout import (
+from kvboost_edge.kernels.linear.weight_layout import (
     BLOCK_GROUPS,
     PARTS,
     SCALE_BYTES,

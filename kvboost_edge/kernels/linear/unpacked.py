@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, int_constant
-from kvboost_edge.kernels.linear.dot import CODE_BITS, GROUP, OFFSET, GroupDot
 from kvboost_edge.kernels.linear.int_tiles import (
     IntTiles,
     Target,
@@ -24,8 +23,9 @@ from kvboost_edge.kernels.linear.int_tiles import (
     emit_target,
     splat_i32_at,
 )
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, has_minima
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
+from kvboost_edge.kernels.linear.weight_dot import CODE_BITS, GROUP, OFFSET, GroupDot
+from kvboost_edge.kernels.linear.weight_layout import SCALE_BYTES, has_minima
 from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
 
 __all__ = ["UnpackedTiles"]

@@ -1,15 +1,16 @@
 """Matrices into the tile layouts of the linear kernels: float32, bfloat16, and int8, int4,
 int4-asym in groups of 32.
 
-The layouts are specified in layout.py and reference/weights.py. Scales and minima are float16. A
-stored weight is scale * code for the signed codes of int8 and int4, and scale * code - minimum for
-the codes 0..15 of int4-asym. Of int4t it is scale * table[code]; that format, as the block formats,
-comes from files alone.
+The layouts are specified in weight_layout.py and reference/weights.py. Scales and minima are
+float16. A stored weight is scale * code for the signed codes of int8 and int4, and scale * code -
+minimum for the codes 0..15 of int4-asym. Of int4t it is scale * table[code]; that format, as the
+block formats, comes from files alone.
 
-Another format has its place in: KIND_* and OFFSET in dot.py, INT_KINDS in tiles.py, FITS in fit.py,
-layout.py, ladders.py, amx.py, program/tokens.py and program/norms.py (what tokens are multiplied
-with it), reference/weights.py and reference/linear.py (first of all), then models/packed/plan.py,
-stream.py and conversions.py, which decide what is packed so, and config.py for its name.
+Another format has its place in: KIND_* and OFFSET in weight_dot.py, INT_KINDS in weight_tiles.py,
+FITS in least_squares.py, weight_layout.py, dispatch.py, amx.py, program/tokens.py and
+program/norms.py (what tokens are multiplied with it), reference/weights.py and reference/linear.py
+(first of all), then models/packed/plan.py, stream.py and conversions.py, which decide what is
+packed so, and config.py for its name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from numba.core import types
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.dot import CODE_BITS
-from kvboost_edge.kernels.linear.fit import FITS, fit_group
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, TABLE_BYTES, group_bytes, minima_bytes
-from kvboost_edge.kernels.linear.tiles import (
+from kvboost_edge.kernels.linear.least_squares import FITS, fit_group
+from kvboost_edge.kernels.linear.weight_dot import CODE_BITS
+from kvboost_edge.kernels.linear.weight_layout import (
+    SCALE_BYTES,
+    TABLE_BYTES,
+    group_bytes,
+    minima_bytes,
+)
+from kvboost_edge.kernels.linear.weight_tiles import (
     GROUP,
     INT_KINDS,
     KIND_INT4,
@@ -75,7 +81,7 @@ KINDS: dict[str, int] = {
 
 QUANTIZED = ("int8", "int4", "int4-asym")
 BLOCK_FORMATS: dict[str, int] = {"q4k": KIND_Q4K, "q5k": KIND_Q5K, "q6k": KIND_Q6K}
-"""Formats of blocks that a file holds already, see blocks.py: floats are never packed in them."""
+"""Formats of blocks that a file holds already, see k_blocks.py: floats are never packed in them."""
 TABLE_FORMATS: dict[str, int] = {"int4t": KIND_INT4T}
 """Formats of codes that are looked up in a table, from files alone too."""
 NUMBERS: dict[str, int] = {**KINDS, **BLOCK_FORMATS, **TABLE_FORMATS}

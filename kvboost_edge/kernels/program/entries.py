@@ -13,9 +13,9 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.storage import copy_entry
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.linear.amx_choice import trial_entries
-from kvboost_edge.kernels.linear.ladders import ladders
+from kvboost_edge.kernels.linear.dispatch import ladders
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.attend import attend_entries, close_entry
+from kvboost_edge.kernels.program.attention_calls import attend_entries, close_entry
 from kvboost_edge.kernels.program.run import apart_entries, program_entry
 from kvboost_edge.kernels.team import team_entries
 

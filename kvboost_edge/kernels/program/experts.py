@@ -1,5 +1,5 @@
 """Matrices of experts. All experts of a layer are one matrix, rows of one behind another's; see
-route.py for who has which tokens.
+expert_routing.py for who has which tokens.
 
 Threads share out the rows of results, never a sum: one that computes rows of the way down walks the
 experts by ascending number and adds each one's share to its tokens. So no two threads write one
@@ -18,8 +18,7 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.ladders import float_rows
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, minima_bytes_kernel
+from kvboost_edge.kernels.linear.dispatch import float_rows
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
@@ -27,11 +26,15 @@ from kvboost_edge.kernels.linear.panel import (
     panel_tokens,
     token_place,
 )
-from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
+from kvboost_edge.kernels.linear.weight_layout import (
+    SCALE_BYTES,
+    group_bytes_kernel,
+    minima_bytes_kernel,
+)
+from kvboost_edge.kernels.linear.weight_tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors, matrices_in
-from kvboost_edge.kernels.program.norms import quantize_groups
-from kvboost_edge.kernels.program.route import (
+from kvboost_edge.kernels.program.expert_routing import (
     active_expert,
     count_active,
     first_slot,
@@ -39,8 +42,7 @@ from kvboost_edge.kernels.program.route import (
     place_at,
     sigmoid_f32,
 )
-from kvboost_edge.kernels.program.table import ProgramJob
-from kvboost_edge.kernels.program.tiles import (
+from kvboost_edge.kernels.program.matrix_tiles import (
     SCRATCH_BYTES,
     Matrix,
     few_tiles,
@@ -52,6 +54,8 @@ from kvboost_edge.kernels.program.tiles import (
     tile_scratch,
     tiles_in_unit,
 )
+from kvboost_edge.kernels.program.norms import quantize_groups
+from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,

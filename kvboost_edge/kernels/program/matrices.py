@@ -10,11 +10,11 @@ from numba.core import types
 
 from kvboost_edge.kernels.entry import caller
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.ladders import float_rows
+from kvboost_edge.kernels.linear.dispatch import float_rows
 from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, panel_tokens
-from kvboost_edge.kernels.linear.tiles import GROUP, INT_KINDS, Target, Tile
+from kvboost_edge.kernels.linear.weight_tiles import GROUP, INT_KINDS, Target, Tile
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.attend import (
+from kvboost_edge.kernels.program.attention_calls import (
     attention_row,
     close_blocks,
     closing_units,
@@ -22,10 +22,7 @@ from kvboost_edge.kernels.program.attend import (
     continuing_units,
 )
 from kvboost_edge.kernels.program.experts import experts_units
-from kvboost_edge.kernels.program.states.conv import tail_units
-from kvboost_edge.kernels.program.states.scan import scan_units
-from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob
-from kvboost_edge.kernels.program.tiles import (
+from kvboost_edge.kernels.program.matrix_tiles import (
     Matrix,
     few_tiles,
     float_tile_bytes,
@@ -36,6 +33,9 @@ from kvboost_edge.kernels.program.tiles import (
     tile_scratch,
     tiles_in_unit,
 )
+from kvboost_edge.kernels.program.states.conv import tail_units
+from kvboost_edge.kernels.program.states.scan import scan_units
+from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob
 from kvboost_edge.kernels.program.tokens import run_tokens, token_units
 from kvboost_edge.kernels.vectors import LANES
 

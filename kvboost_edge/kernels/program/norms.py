@@ -16,7 +16,8 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import (
+from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, SEED_BYTES
+from kvboost_edge.kernels.linear.weight_dot import (
     GROUP,
     KIND_INT4,
     KIND_INT4_ASYM,
@@ -26,7 +27,6 @@ from kvboost_edge.kernels.linear.dot import (
     KIND_Q6K,
     OFFSET,
 )
-from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, SEED_BYTES
 from kvboost_edge.kernels.program.activations import emit_activate
 from kvboost_edge.kernels.vectors import (
     I64,

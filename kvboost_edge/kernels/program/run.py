@@ -18,10 +18,10 @@ from numba.core import types
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.attend import attend_row, attention_row, is_attended
+from kvboost_edge.kernels.program.attention_calls import attend_row, attention_row, is_attended
+from kvboost_edge.kernels.program.expert_routing import dispatch, route
 from kvboost_edge.kernels.program.experts import add_shared, experts_down, experts_gated, spread
 from kvboost_edge.kernels.program.matrices import APART, run_unit, units_of
-from kvboost_edge.kernels.program.route import dispatch, route
 from kvboost_edge.kernels.program.states.conv import conv_gated, store_tails
 from kvboost_edge.kernels.program.states.scan import gate, scan, steps
 from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob

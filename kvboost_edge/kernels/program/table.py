@@ -31,8 +31,8 @@ __all__ = [
 # quantization in one. OP_CONTINUE, OP_CLOSE: what is done in a quantized pool before keys and
 # values are written, and after it. OP_PER_LAYER: every layer's piece of a row is normed, and
 # another row added. OP_ROUTE, OP_DISPATCH, OP_SPREAD, OP_EXPERTS_GATED, OP_EXPERTS_DOWN: experts,
-# see route.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added to
-# another. OP_CONV, OP_TAILS, OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
+# see expert_routing.py and experts.py. OP_ADD_SHARED: a row times the sigmoid of a number is added
+# to another. OP_CONV, OP_TAILS, OP_STEPS, OP_SCAN, OP_GATE: layers with a state, see states/.
 (
     OP_EMBED,
     OP_NORM,
@@ -68,7 +68,7 @@ F_COUNT, F_INPUTS, F_KIND, F_ACT = range(5, 9)
 # panel; whether its codes have two planes. A matrix reads F_PANEL_IN, coarse or F_FINE_IN.
 F_QUANT, F_PANEL, F_FINE, F_PANEL_IN, F_FINE_IN = range(9, 14)
 # Addresses: weights, scales, minima (of block kinds: the blocks' numbers, of int4t its tables, see
-# linear/layout.py), bias; OP_ROUTE: of each expert's factor (F_SCALE) and of the bias of the
+# linear/weight_layout.py), bias; OP_ROUTE: of each expert's factor (F_SCALE) and of the bias of the
 # choice. F_UNIT: tiles (OP_GATED: groups) in a unit; F_ADD: add to the destination.
 F_WEIGHT, F_SCALE, F_MINIMA, F_BIAS, F_UNIT, F_ADD = range(14, 20)
 # Rope: heads and dims, the norms' addresses, the table. F_LAYER: whose row of B_ROWS is used.
@@ -119,14 +119,14 @@ NUM_PARAMS = 8  # half a cache line
 
 # Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
 # queries. B_PANEL and B_INNER hold quantized rows. B_ROWS: attention rows of all layers, see
-# attend.py; without them rope leaves keys and values in their buffers. B_PER_LAYER: each token's
-# input of every layer; B_TABLE_ROWS: what a table of tokens gives to it. Experts: B_ROUTED the
-# router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
-# tokens, see route.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind another's;
-# B_BESIDE what an MLP beside them leaves. B_MIXED: what a mixer with a state leaves where its layer
-# attends as well; else that is in B_QUERY. B_STATES: which states the pass reads and writes, see
-# states/sequences.py; B_SEQUENCES is no address, but their number. B_DRAFTS: what drafts brought to
-# them.
+# attention_calls.py; without them rope leaves keys and values in their buffers. B_PER_LAYER: each
+# token's input of every layer; B_TABLE_ROWS: what a table of tokens gives to it. Experts: B_ROUTED
+# the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
+# tokens, see expert_routing.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind
+# another's; B_BESIDE what an MLP beside them leaves. B_MIXED: what a mixer with a state leaves
+# where its layer attends as well; else that is in B_QUERY. B_STATES: which states the pass reads
+# and writes, see states/sequences.py; B_SEQUENCES is no address, but their number. B_DRAFTS: what
+# drafts brought to them.
 (
     B_TOKENS,
     B_POSITIONS,

@@ -12,16 +12,16 @@ from numba.core import types
 
 from kvboost_edge.kernels.attention.rope import copy_floats, rotate_head
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.dot import OFFSET
-from kvboost_edge.kernels.linear.layout import (
+from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
+from kvboost_edge.kernels.linear.weight_dot import OFFSET
+from kvboost_edge.kernels.linear.weight_layout import (
     BLOCK_GROUPS,
     SCALE_BYTES,
     group_bytes_kernel,
     high_shift_kernel,
     minima_bytes_kernel,
 )
-from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
-from kvboost_edge.kernels.linear.tiles import (
+from kvboost_edge.kernels.linear.weight_tiles import (
     GROUP,
     INT_KINDS,
     KIND_INT4,
@@ -34,7 +34,7 @@ from kvboost_edge.kernels.linear.tiles import (
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors
-from kvboost_edge.kernels.program.attend import attention_row, store_token
+from kvboost_edge.kernels.program.attention_calls import attention_row, store_token
 from kvboost_edge.kernels.program.norms import norm_row, quantize_groups
 from kvboost_edge.kernels.program.table import ProgramJob
 from kvboost_edge.kernels.vectors import (

@@ -23,7 +23,7 @@ from kvboost_edge.kernels.attention.paged import (
     PagedBatch,
     Turning,
 )
-from kvboost_edge.kernels.quantized_kv.layout import STEP_BIAS, CodeLayout
+from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32
 from kvboost_edge.kernels.reference.rope import rotate_heads
 from kvboost_edge.segments import Part, valid_to

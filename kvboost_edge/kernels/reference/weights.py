@@ -1,5 +1,5 @@
-"""Quantization of weights in plain NumPy: the specification of linear/fit.py, and packed matrices
-back to floats.
+"""Quantization of weights in plain NumPy: the specification of linear/least_squares.py, and packed
+matrices back to floats.
 
 Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4-asym are nibbles like
 those of int4 without an offset. Padded rows have scale 0; padded inputs, which only ever meet
@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.fit import FITS, Fit
-from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.linear.least_squares import FITS, Fit
+from kvboost_edge.kernels.linear.weight_tiles import GROUP
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, TABLE_FORMATS, PackedRows
 from kvboost_edge.kernels.reference.linear import (
     unpack_block_codes,

@@ -20,7 +20,12 @@ import numpy.typing as npt
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.block_rows import FORMATS, decode_rows_entry
 from kvboost_edge.kernels.entry import Entry
-from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, BLOCK_WEIGHTS, blocks_entry, pack_blocks
+from kvboost_edge.kernels.linear.k_blocks import (
+    BLOCK_BYTES,
+    BLOCK_WEIGHTS,
+    blocks_entry,
+    pack_blocks,
+)
 from kvboost_edge.kernels.linear.weights import (
     BLOCK_FORMATS,
     LARGEST,

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from kvboost_edge.kernels.attention.paged import Turning, aligned_empty
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.tiles import GROUP
-from kvboost_edge.kernels.program import attend as la
+from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.program import attention_calls as la
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.spec import ModelSpec

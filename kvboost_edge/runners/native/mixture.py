@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.linear.weight_tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.families.moe import Experts

@@ -57,7 +57,9 @@ _UNQUANTIZED = (16, 16)
 STORES_NOTHING = (
     "the model attends both ways, so each text is one pass whose keys and values are not stored"
 )
-_GROUP = 32  # inputs quantized together, see kernels/linear/tiles.py, which brings the compiler
+_GROUP = (
+    32  # inputs quantized together, see kernels/linear/weight_tiles.py, which brings the compiler
+)
 _ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
 

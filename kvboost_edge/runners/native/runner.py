@@ -21,7 +21,7 @@ from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
-from kvboost_edge.kernels.linear.tiles import GROUP
+from kvboost_edge.kernels.linear.weight_tiles import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program

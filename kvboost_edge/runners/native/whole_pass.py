@@ -16,7 +16,7 @@ from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKV
 from kvboost_edge.backends.cpu import PreparedBatch
 from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
 from kvboost_edge.kernels.attention.call import AttentionCall
-from kvboost_edge.kernels.attention.launch import make_call
+from kvboost_edge.kernels.attention.float_launch import make_call
 from kvboost_edge.kernels.attention.paged import (
     AttentionOptions,
     KVPool,
@@ -25,8 +25,8 @@ from kvboost_edge.kernels.attention.paged import (
     aligned_empty,
 )
 from kvboost_edge.kernels.attention.storage import from_storage
-from kvboost_edge.kernels.program import attend as la
-from kvboost_edge.kernels.quantized_kv.attend import coded_scratch_floats
+from kvboost_edge.kernels.program import attention_calls as la
+from kvboost_edge.kernels.quantized_kv.code_attend import coded_scratch_floats
 from kvboost_edge.kernels.reference.quantized_kv import decode_block
 
 __all__ = ["PassMemory", "WholePass"]

@@ -15,8 +15,8 @@ from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKV
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.kernels.attention.paged import KVPool
-from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS, code_layout
+from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS, code_layout
 from kvboost_edge.kernels.reference.quantized_kv import decode_block, quantize_blocks
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir
 
-from kvboost_edge.kernels.linear.dot import BLOCK_KINDS
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes, minima_bytes
-from kvboost_edge.kernels.linear.tiles import IntTiles, Target, Tile
+from kvboost_edge.kernels.linear.weight_dot import BLOCK_KINDS
+from kvboost_edge.kernels.linear.weight_layout import SCALE_BYTES, group_bytes, minima_bytes
+from kvboost_edge.kernels.linear.weight_tiles import IntTiles, Target, Tile
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.vectors import F32, I64

@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
-from kvboost_edge.kernels.linear.dot import CODE_BITS, KIND_INT4T, KIND_Q6K
+from kvboost_edge.kernels.linear.k_blocks import BLOCK_BYTES, pack_blocks
+from kvboost_edge.kernels.linear.weight_dot import CODE_BITS, KIND_INT4T, KIND_Q6K
 from kvboost_edge.kernels.linear.weights import (
     BLOCK_FORMATS,
     KINDS,

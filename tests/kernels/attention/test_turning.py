@@ -13,7 +13,7 @@ from helpers.pairwise import pairwise
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import (
     AttentionOptions,
     Floats,
@@ -24,8 +24,8 @@ from kvboost_edge.kernels.attention.paged import (
     plan_work,
 )
 from kvboost_edge.kernels.attention.rope import RopeTable
-from kvboost_edge.kernels.quantized_kv.launch import paged_attention_coded
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS
+from kvboost_edge.kernels.quantized_kv.code_launch import paged_attention_coded
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.kernels.reference.quantized_kv import decode_block
 from kvboost_edge.kernels.reference.quantized_kv import paged_attention_coded as reference_coded

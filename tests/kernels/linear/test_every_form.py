@@ -15,8 +15,8 @@ from helpers.kernels.tile_assembly import NAMES, compiled_tile, product_of, tile
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import simd_loads
-from kvboost_edge.kernels.linear.dot import KIND_INT4T, OFFSET
-from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
+from kvboost_edge.kernels.linear.weight_dot import KIND_INT4T, OFFSET
+from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS, IntTiles
 
 GROUPS = 17
 TILES = 2

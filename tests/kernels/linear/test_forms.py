@@ -13,8 +13,14 @@ from llvmlite import binding
 from helpers.kernels.tile_assembly import tile_assembly, tile_module
 from kvboost_edge.kernels import integers
 from kvboost_edge.kernels.integers import dot_form, follows_pages
-from kvboost_edge.kernels.linear.dot import KIND_INT4, KIND_INT4T, KIND_INT8, KIND_Q5K, KIND_Q6K
-from kvboost_edge.kernels.linear.tiles import INT_KINDS, IntTiles
+from kvboost_edge.kernels.linear.weight_dot import (
+    KIND_INT4,
+    KIND_INT4T,
+    KIND_INT8,
+    KIND_Q5K,
+    KIND_Q6K,
+)
+from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS, IntTiles
 
 PROGRAM = """
 import hashlib
@@ -22,7 +28,7 @@ import numba
 import numpy as np
 from helpers.kernels.weight_formats import INTEGERS, product, random_weights
 from kvboost_edge.kernels.integers import dot_form
-from kvboost_edge.kernels.linear.tiles import Target, Tile, int_tile
+from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
 

@@ -10,8 +10,8 @@ from llvmlite import binding
 
 from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_assembly, tile_module
 from kvboost_edge.kernels.linear.int_tiles import IntTiles
-from kvboost_edge.kernels.linear.tiles import INT_KINDS
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
+from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS
 from kvboost_edge.kernels.linear.weights import NUMBERS
 
 TOKENS = {False: 4, True: 2}

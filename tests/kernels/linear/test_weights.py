@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, quants
 
 from helpers.kernels.weight_formats import random_blocks
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.linear.blocks import pack_blocks
+from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import (
     KINDS,
     LARGEST,

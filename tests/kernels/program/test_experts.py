@@ -17,7 +17,7 @@ from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, PackedRows, pack_rows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_RELU2, ACT_SILU
-from kvboost_edge.kernels.program.route import dispatch_numbers
+from kvboost_edge.kernels.program.expert_routing import dispatch_numbers
 from kvboost_edge.kernels.reference.experts import (
     ExpertWeights,
     Routing,

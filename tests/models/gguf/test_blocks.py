@@ -9,7 +9,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from helpers.distance import distance
-from kvboost_edge.kernels.linear.blocks import pack_blocks
+from kvboost_edge.kernels.linear.k_blocks import pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.gguf.blocks import (

@@ -11,7 +11,7 @@ from helpers.distance import distance
 from helpers.kernels.weight_formats import random_blocks
 from helpers.raising import assert_raises
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.blocks import BLOCK_BYTES, pack_blocks
+from kvboost_edge.kernels.linear.k_blocks import BLOCK_BYTES, pack_blocks
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model

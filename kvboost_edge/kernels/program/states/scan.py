@@ -26,8 +26,9 @@ from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_SILU, activate_vectors
+from kvboost_edge.kernels.program.expert_routing import sigmoid_f32
+from kvboost_edge.kernels.program.matrix_tiles import tile_scratch
 from kvboost_edge.kernels.program.norms import norm_row
-from kvboost_edge.kernels.program.route import sigmoid_f32
 from kvboost_edge.kernels.program.states import sequences as ls
 from kvboost_edge.kernels.program.states.conv import conv_silu, keep_draft, window_of
 from kvboost_edge.kernels.program.states.ssd import advance, advance_two
@@ -43,7 +44,6 @@ from kvboost_edge.kernels.program.states.sums import (
     tiles_at_once,
 )
 from kvboost_edge.kernels.program.table import ProgramJob
-from kvboost_edge.kernels.program.tiles import tile_scratch
 from kvboost_edge.kernels.vectors import (
     LANES,
     V16,

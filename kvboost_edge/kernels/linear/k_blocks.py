@@ -1,7 +1,8 @@
 """Blocks of 256 weights as GGUF files hold them, Q4_K, Q5_K and Q6_K, into tiles of the block
 kinds: every bit is kept.
 
-A block's codes are taken as 64 words of four; where they and their scales go is said in layout.py.
+A block's codes are taken as 64 words of four; where they and their scales go is said in
+weight_layout.py.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from numba.core import types
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import Entry
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.dot import GROUP, KIND_Q4K, KIND_Q5K, KIND_Q6K
-from kvboost_edge.kernels.linear.layout import (
+from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_Q4K, KIND_Q5K, KIND_Q6K
+from kvboost_edge.kernels.linear.weight_layout import (
     BLOCK_GROUPS,
     group_bytes_kernel,
     high_shift_kernel,

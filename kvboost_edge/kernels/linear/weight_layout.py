@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.dot import (
+from kvboost_edge.kernels.linear.weight_dot import (
     CODE_BITS,
     GROUP,
     KIND_INT4_ASYM,

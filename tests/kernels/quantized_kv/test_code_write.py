@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvboost_edge.kernels.attention.paged import KVPool, aligned_empty
-from kvboost_edge.kernels.quantized_kv import write as coded_write
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS, code_layout
+from kvboost_edge.kernels.quantized_kv import code_write as coded_write
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS, code_layout
 from kvboost_edge.kernels.reference import quantized_kv as reference
 
 BLOCKS = 4

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.attend import attend
 from kvboost_edge.kernels.attention.call import (
     NUM_COUNTERS,
     UNITS_DONE,
@@ -18,6 +17,8 @@ from kvboost_edge.kernels.attention.call import (
     scratch_floats,
     state_floats,
 )
+from kvboost_edge.kernels.attention.float_attend import attend
+from kvboost_edge.kernels.attention.float_tiles import ROWS
 from kvboost_edge.kernels.attention.paged import (
     AttentionOptions,
     Floats,
@@ -29,7 +30,6 @@ from kvboost_edge.kernels.attention.paged import (
     plan_work,
     storage_kind,
 )
-from kvboost_edge.kernels.attention.tiles import ROWS
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.segments import Part, has_delta, turned_positions

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.kernels.attention.call import AttentionCall, Job, Shape, Turn, Unit
-from kvboost_edge.kernels.attention.paged import PARTITION
-from kvboost_edge.kernels.attention.tiles import (
+from kvboost_edge.kernels.attention.float_tiles import (
     ROWS,
     STRIPS,
     TILE,
@@ -35,6 +34,7 @@ from kvboost_edge.kernels.attention.tiles import (
     stage_rows,
     values_tile,
 )
+from kvboost_edge.kernels.attention.paged import PARTITION
 from kvboost_edge.kernels.attention.units import clear_state, unit_loop
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.tuples import addresses_of

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvboost_edge.kernels.attention.attend import place_strip
 from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn, Unit
-from kvboost_edge.kernels.attention.paged import PARTITION, Ints
-from kvboost_edge.kernels.attention.tiles import (
+from kvboost_edge.kernels.attention.float_attend import place_strip
+from kvboost_edge.kernels.attention.float_tiles import (
     ROWS,
     STRIPS,
     TILE,
@@ -28,16 +27,17 @@ from kvboost_edge.kernels.attention.tiles import (
     stage_rows,
     values_strip,
 )
+from kvboost_edge.kernels.attention.paged import PARTITION, Ints
 from kvboost_edge.kernels.attention.units import after, clear_state, merge_partition, unit_loop
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.quantized_kv.layout import CodeLayout
-from kvboost_edge.kernels.quantized_kv.rows import (
+from kvboost_edge.kernels.quantized_kv.code_layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.code_rows import (
     decode_keys,
     divide_row,
     fold_rows,
     prefetch_lines,
 )
-from kvboost_edge.kernels.quantized_kv.tiles import coded_scores, coded_values, weigh_rows
+from kvboost_edge.kernels.quantized_kv.code_tiles import coded_scores, coded_values, weigh_rows
 from kvboost_edge.kernels.tuples import addresses_of
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, load_i32, store_f32, store_i64
 

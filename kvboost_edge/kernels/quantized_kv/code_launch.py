@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.call import UNITS_DONE
-from kvboost_edge.kernels.attention.launch import (
+from kvboost_edge.kernels.attention.float_launch import (
     AttentionWorkspace,
     check_shapes,
     check_turning,
@@ -23,8 +23,12 @@ from kvboost_edge.kernels.attention.paged import (
     WorkPlan,
     plan_work,
 )
-from kvboost_edge.kernels.quantized_kv.attend import CodedCall, attend_coded, coded_scratch_floats
-from kvboost_edge.kernels.quantized_kv.layout import CodeLayout
+from kvboost_edge.kernels.quantized_kv.code_attend import (
+    CodedCall,
+    attend_coded,
+    coded_scratch_floats,
+)
+from kvboost_edge.kernels.quantized_kv.code_layout import CodeLayout
 
 __all__ = ["paged_attention_coded"]
 

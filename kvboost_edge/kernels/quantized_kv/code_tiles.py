@@ -1,11 +1,11 @@
 """Microkernels of attention on quantized blocks: four query rows against one tile of 64 tokens, in
 integers.
 
-A tile is four strips of 16 tokens, each inside one block (see layout.py). The tile table, int64 [4,
-4] in memory, one column a strip: address of the strip's key codes, bytes from one row of quads to
-the next, address of its value codes, bytes from one row to the next. Query rows come as integers,
-see rows.py; weights times value scales become one unsigned byte, relative to the row's largest in
-the tile.
+A tile is four strips of 16 tokens, each inside one block (see code_layout.py). The tile table,
+int64 [4, 4] in memory, one column a strip: address of the strip's key codes, bytes from one row of
+quads to the next, address of its value codes, bytes from one row to the next. Query rows come as
+integers, see code_rows.py; weights times value scales become one unsigned byte, relative to the
+row's largest in the tile.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from kvboost_edge.kernels.attention.tiles import ROWS, STRIPS, TILE
+from kvboost_edge.kernels.attention.float_tiles import ROWS, STRIPS, TILE
 from kvboost_edge.kernels.integers import V16I, emit_load_bytes, emit_loop, emit_splat_int
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form, emit_dot
-from kvboost_edge.kernels.quantized_kv.rows import (
+from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form, emit_dot
+from kvboost_edge.kernels.quantized_kv.code_rows import (
     I8,
     LINE,
     ROUNDER,

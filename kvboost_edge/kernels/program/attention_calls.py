@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.attention.attend import attend_units
 from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job, Turn
+from kvboost_edge.kernels.attention.float_attend import attend_units
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.entry import Entry, caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.table import B_ROWS, F_LAYER, ProgramJob
-from kvboost_edge.kernels.quantized_kv.attend import CodedJob, attend_coded_units
-from kvboost_edge.kernels.quantized_kv.write import quantize_block
+from kvboost_edge.kernels.quantized_kv.code_attend import CodedJob, attend_coded_units
+from kvboost_edge.kernels.quantized_kv.code_write import quantize_block
 from kvboost_edge.kernels.tuples import load_row, num_numbers, number_at, numbers_of
 from kvboost_edge.kernels.vectors import KIND_F32, load_acquire, load_f32, load_i64, store_scalar
 

@@ -22,7 +22,7 @@ from kvboost_edge.kernels.linear.panel import (
     WIDE_FINE_TOKENS,
     WIDE_TOKENS,
 )
-from kvboost_edge.kernels.linear.tiles import (
+from kvboost_edge.kernels.linear.weight_tiles import (
     FLOAT_TOKENS,
     INT_KINDS,
     Target,

@@ -8,7 +8,7 @@ from numba.core import types
 from kvboost_edge.kernels.attention.paged import aligned_empty
 from kvboost_edge.kernels.integers import emit_load_bytes
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.quantized_kv.dot import coded_dot_form, emit_dot
+from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form, emit_dot
 from kvboost_edge.kernels.vectors import emit_store
 
 _FEATURES = binding.get_host_cpu_features()

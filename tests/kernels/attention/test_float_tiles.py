@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvboost_edge.kernels.attention.tiles import (
+from kvboost_edge.kernels.attention.float_tiles import (
     ROWS,
     STRIPS,
     TILE,

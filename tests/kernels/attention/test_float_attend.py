@@ -14,7 +14,7 @@ from helpers.kernels.paged_cases import (
     random_rows,
 )
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.launch import AttentionWorkspace, paged_attention
+from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace, paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch
 from kvboost_edge.kernels.attention.storage import merge_state
 from kvboost_edge.kernels.reference import attention as reference

@@ -17,7 +17,7 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
+from kvboost_edge.kernels.linear.weight_tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_max, emit_store
 
 __all__ = ["FITS", "Fit", "fit_group"]

@@ -13,17 +13,6 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.dot import (
-    BLOCK_KINDS,
-    GROUP,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT4T,
-    KIND_INT8,
-    KIND_Q4K,
-    KIND_Q5K,
-    KIND_Q6K,
-)
 from kvboost_edge.kernels.linear.int_tiles import (
     AHEAD,
     IntTiles,
@@ -43,6 +32,17 @@ from kvboost_edge.kernels.linear.panel import (
     WIDE_TOKENS,
 )
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
+from kvboost_edge.kernels.linear.weight_dot import (
+    BLOCK_KINDS,
+    GROUP,
+    KIND_INT4,
+    KIND_INT4_ASYM,
+    KIND_INT4T,
+    KIND_INT8,
+    KIND_Q4K,
+    KIND_Q5K,
+    KIND_Q6K,
+)
 from kvboost_edge.kernels.vectors import (
     I64,
     KIND_BF16,

@@ -22,7 +22,7 @@ from helpers.kernels.quantized_kv_cases import (
     write,
 )
 from kvboost_edge.backends.base import AttentionParams
-from kvboost_edge.kernels.quantized_kv.layout import BIT_PAIRS
+from kvboost_edge.kernels.quantized_kv.code_layout import BIT_PAIRS
 
 OPTIONS = (
     AttentionParams(0.3),

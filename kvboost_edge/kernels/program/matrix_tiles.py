@@ -10,8 +10,7 @@ import numpy as np
 from numba.core import types
 
 from kvboost_edge.kernels.jit import intrinsic, kernel
-from kvboost_edge.kernels.linear.ladders import int_panel
-from kvboost_edge.kernels.linear.layout import SCALE_BYTES, group_bytes_kernel, minima_bytes_kernel
+from kvboost_edge.kernels.linear.dispatch import int_panel
 from kvboost_edge.kernels.linear.panel import (
     SMALL_TOKENS,
     TILES_AT_ONCE,
@@ -20,7 +19,12 @@ from kvboost_edge.kernels.linear.panel import (
     panel_tokens,
     takes_pair,
 )
-from kvboost_edge.kernels.linear.tiles import GROUP, Target, Tile
+from kvboost_edge.kernels.linear.weight_layout import (
+    SCALE_BYTES,
+    group_bytes_kernel,
+    minima_bytes_kernel,
+)
+from kvboost_edge.kernels.linear.weight_tiles import GROUP, Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import matrices_in
 from kvboost_edge.kernels.program.norms import activate_group

@@ -41,7 +41,8 @@ __all__ = [
 
 KIND_INT8, KIND_INT4, KIND_INT4_ASYM, KIND_Q4K, KIND_Q5K, KIND_Q6K, KIND_INT4T = range(3, 10)
 BLOCK_KINDS = (KIND_Q4K, KIND_Q5K, KIND_Q6K)
-"""Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see layout.py.
+"""Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see
+weight_layout.py.
 """
 WIDE_KINDS = (KIND_INT8, KIND_INT4T)
 """Kinds whose weights are bytes of any value; those of int4t are looked up by 4 bits in a table of
