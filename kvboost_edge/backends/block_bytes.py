@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.backends.layout import check_block
+from kvboost_edge.backends.batch_layout import check_block
 from kvboost_edge.errors import ConfigError
 
 __all__ = ["as_rows", "check_block_ids", "check_content", "gather", "scatter"]

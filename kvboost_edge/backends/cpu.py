@@ -17,8 +17,8 @@ from kvboost_edge.backends.base import (
     BatchLayout,
     KVSpec,
 )
+from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.kernel_access import KernelAccess
-from kvboost_edge.backends.layout import check_layout
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass, read_only_pass
 from kvboost_edge.errors import ConfigError

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, KVSpec, LayerKVSpec
+from kvboost_edge.backends.batch_layout import check_block
 from kvboost_edge.backends.block_bytes import (
     as_rows,
     check_block_ids,
@@ -19,7 +20,6 @@ from kvboost_edge.backends.block_bytes import (
     gather,
     scatter,
 )
-from kvboost_edge.backends.layout import check_block
 from kvboost_edge.backends.quant_blocks import QuantBlocks, QuantKernels
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.errors import CapacityError, ConfigError

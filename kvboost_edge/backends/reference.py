@@ -14,7 +14,7 @@ from kvboost_edge.backends.base import (
     BatchLayout,
     KVSpec,
 )
-from kvboost_edge.backends.layout import check_layout, refuse_deltas
+from kvboost_edge.backends.batch_layout import check_layout, refuse_deltas
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks, unsupported_reason
 from kvboost_edge.backends.quant_blocks import QuantKernels, QuantPass
 from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch

@@ -22,12 +22,12 @@ from kvboost_edge.backends.base import (
     BatchLayout,
     KVSpec,
 )
+from kvboost_edge.backends.batch_layout import check_layout, refuse_deltas
 from kvboost_edge.backends.block_bytes import check_block_ids, check_content, gather, scatter
-from kvboost_edge.backends.layout import check_layout, refuse_deltas
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.backends.torch import apple
-from kvboost_edge.backends.torch.attend import attend, query_slices, visible_slots
-from kvboost_edge.backends.torch.batch import SameLength, TorchBatch
+from kvboost_edge.backends.torch.masked_attention import attend, query_slices, visible_slots
+from kvboost_edge.backends.torch.padded_groups import SameLength, TorchBatch
 from kvboost_edge.backends.torch.plain import DTYPES, PlainBlocks
 from kvboost_edge.backends.torch.quantized_blocks import BITS, CodedBlocks
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.raising import assert_raises
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec, LayerStateSpec, PassStates
-from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.select import choose_backend, load_module, make_backend
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError

@@ -75,7 +75,9 @@ def attend_plainly(queries, keys, values, params):
 )
 @pytest.mark.parametrize("max_scores", [1 << 20, 1])
 def test_attention_of_a_ragged_batch_in_poisoned_memory(params, max_scores, monkeypatch):
-    monkeypatch.setattr("kvboost_edge.backends.torch.attend._MAX_SCORES", {"cpu": max_scores})
+    monkeypatch.setattr(
+        "kvboost_edge.backends.torch.masked_attention._MAX_SCORES", {"cpu": max_scores}
+    )
     rng = np.random.default_rng(3)
     backend = TorchBackend(make_spec(), 24)
     backend.poison_blocks(range(24))

@@ -10,14 +10,14 @@ _CONTRACT = ("tests/backends",)
 FAULTS = (
     fault(
         "torch: causal mask off by one",
-        "backends/torch/attend.py",
+        "backends/torch/masked_attention.py",
         "(keys <= queries)",
         "(keys <= queries + 1)",
         *_CONTRACT,
     ),
     fault(
         "torch: window off by one",
-        "backends/torch/attend.py",
+        "backends/torch/masked_attention.py",
         "(keys > queries - window)",
         "(keys >= queries - window)",
         *_CONTRACT,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvboost_edge.backends.base import BatchLayout, KVSpec
-from kvboost_edge.backends.torch.batch import SameLength, TorchBatch
+from kvboost_edge.backends.torch.padded_groups import SameLength, TorchBatch
 
 __all__ = ["DTYPES", "PlainBlocks"]
 

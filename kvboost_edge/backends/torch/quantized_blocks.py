@@ -19,7 +19,7 @@ import torch
 
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.open_blocks import OpenBlocks, PassPlan
-from kvboost_edge.backends.torch.batch import SameLength, TorchBatch
+from kvboost_edge.backends.torch.padded_groups import SameLength, TorchBatch
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout, code_layout
 

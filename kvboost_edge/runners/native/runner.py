@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
-from kvboost_edge.backends.layout import refuse_deltas
+from kvboost_edge.backends.batch_layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from kvboost_edge.backends.base import Backend, BatchLayout, PassStates
-from kvboost_edge.backends.layout import refuse_deltas
+from kvboost_edge.backends.batch_layout import refuse_deltas
 from kvboost_edge.backends.numpy_blocks import NumpyBlocks
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from kvboost_edge.backends.base import Backend, BatchLayout, KVSpec, LayerKVSpec, PassStates
-from kvboost_edge.backends.layout import refuse_deltas
+from kvboost_edge.backends.batch_layout import refuse_deltas
 from kvboost_edge.backends.torch_backend import TorchBackend, turn_keys
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint

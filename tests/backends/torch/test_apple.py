@@ -12,7 +12,7 @@ from helpers.backends.fake_mps import DEVICE, FakeMpsBackend, fake_device
 from kvboost_edge.backends.base import BatchLayout, KVSpec, LayerKVSpec
 from kvboost_edge.backends.select import choose_backend
 from kvboost_edge.backends.torch import apple
-from kvboost_edge.backends.torch.batch import TorchBatch
+from kvboost_edge.backends.torch.padded_groups import TorchBatch
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.engine.memory.selection import available_on
 from kvboost_edge.errors import BackendUnavailable, CapacityError

@@ -10,7 +10,7 @@ from helpers.backends.fake_mps import DEVICE, FakeMpsBackend, Refused, fake_devi
 from helpers.backends.mps_kernels import CALLEES, problem_of, read_table
 from helpers.kernels.paged_cases import make_case
 from kvboost_edge.backends.base import AttentionParams, KVSpec, LayerKVSpec
-from kvboost_edge.backends.torch.attend import attend, visible_slots
+from kvboost_edge.backends.torch.masked_attention import attend, visible_slots
 
 BITS = [((16, 16), "float32"), ((16, 16), "float16"), ((8, 8), "float16")]
 

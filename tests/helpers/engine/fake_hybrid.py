@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from helpers.engine.fake_runner import CONTEXT, FakeBackend, FakeRunner, fake_parts, token_logits
 from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
-from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.kvcache.eviction.policy import TenantFloors

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from helpers.kernels.linear_driver import Program
 from kvboost_edge.backends.base import BatchLayout, LayerStateSpec, PassStates
-from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.runners.native.states import accepted_rows, pass_states

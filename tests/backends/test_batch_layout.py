@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.backends.layout import check_layout
+from kvboost_edge.backends.batch_layout import check_layout
 from kvboost_edge.errors import ConfigError
 
 BLOCK = 16

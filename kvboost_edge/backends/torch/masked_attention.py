@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from kvboost_edge.backends.base import AttentionParams
-from kvboost_edge.backends.torch.batch import SameLength
+from kvboost_edge.backends.torch.padded_groups import SameLength
 
 __all__ = ["attend", "query_slices", "visible_slots"]
 
