@@ -21,6 +21,7 @@ from kvboost_edge.kvcache.content import (
     BlockCounts,
     Content,
 )
+from kvboost_edge.kvcache.duplicates import Twins
 from kvboost_edge.kvcache.events import EventLog
 from kvboost_edge.kvcache.eviction.pins import Pins
 from kvboost_edge.kvcache.eviction.policy import EvictionPolicy, LeastRecentlyUsed
@@ -32,7 +33,6 @@ from kvboost_edge.kvcache.prefix_index import PrefixIndex
 from kvboost_edge.kvcache.publishing import Claims, Opener, Publisher
 from kvboost_edge.kvcache.spans import Spans
 from kvboost_edge.kvcache.states.tables import NoTableStates, StateSizes, TableStates
-from kvboost_edge.kvcache.twins import Twins
 
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.duplicates import standing_for
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvboost_edge.kvcache.states.slots import (
     ANSWER,
@@ -28,7 +29,6 @@ from kvboost_edge.kvcache.states.slots import (
     REASONS,
     StateSlots,
 )
-from kvboost_edge.kvcache.twins import standing_for
 
 __all__ = [
     "NoTableStates",
