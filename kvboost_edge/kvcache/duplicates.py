@@ -9,9 +9,9 @@ that does not use the cache reads nothing but what it computed, and keeps its ow
 
 from __future__ import annotations
 
+from kvboost_edge.kvcache.block_contents import Content
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
-from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
 __all__ = ["Twins", "standing_for"]

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError
-from kvboost_edge.kvcache.block_pool import BlockPool
-from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
-from kvboost_edge.kvcache.content import (
+from kvboost_edge.kvcache.block_contents import (
     BLOCK_CACHED,
     BLOCK_FREE,
     BLOCK_REFERENCED,
@@ -21,6 +19,8 @@ from kvboost_edge.kvcache.content import (
     BlockCounts,
     Content,
 )
+from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
 from kvboost_edge.kvcache.duplicates import Twins
 from kvboost_edge.kvcache.events import EventLog
 from kvboost_edge.kvcache.eviction.pins import Pins

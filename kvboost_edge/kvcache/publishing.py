@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.block_contents import Content
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.content import Content
 from kvboost_edge.kvcache.duplicates import Twins
 from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, LoneRoot, encode_tokens

@@ -20,8 +20,8 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.offload.prefetch import Load, Loads, NoShelf
 from kvboost_edge.engine.offload.state_saving import SavedStates
 from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.content import ContentKey
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
