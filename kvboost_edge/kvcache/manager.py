@@ -30,7 +30,7 @@ from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
-from kvboost_edge.kvcache.publishing import Claims, Opener, Publisher
+from kvboost_edge.kvcache.prefix_sharing import Claims, Opener, Publisher
 from kvboost_edge.kvcache.spans import Spans
 from kvboost_edge.kvcache.states.tables import NoTableStates, StateSizes, TableStates
 

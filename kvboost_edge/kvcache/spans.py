@@ -11,7 +11,7 @@ from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, Span, TablePart
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, Watcher
-from kvboost_edge.kvcache.publishing import Claims
+from kvboost_edge.kvcache.prefix_sharing import Claims
 
 __all__ = ["Spans", "own_blocks"]
 
