@@ -23,9 +23,9 @@ from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
 from kvboost_edge.kvcache.duplicates import Twins
 from kvboost_edge.kvcache.events import EventLog
+from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.eviction.pins import Pins
 from kvboost_edge.kvcache.eviction.policy import EvictionPolicy, LeastRecentlyUsed
-from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.hashing import HashFn, chain_hash, encode_tokens
 from kvboost_edge.kvcache.invariants import check_chains, check_tables
 from kvboost_edge.kvcache.lookup import Lookup

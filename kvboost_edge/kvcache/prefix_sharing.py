@@ -13,7 +13,7 @@ from kvboost_edge.kvcache.block_contents import Content
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.duplicates import Twins
-from kvboost_edge.kvcache.eviction.uses import Uses
+from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, LoneRoot, encode_tokens
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.block_pool import BlockPool
+from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.eviction.order import RETAINED
-from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, encode_tokens
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 

@@ -3,8 +3,8 @@
 import pytest
 
 from helpers.kvcache.manager_cases import ROOT, B, prefill
+from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.eviction.policy import LeastRecentlyUsed, TenantFloors
-from kvboost_edge.kvcache.eviction.uses import Uses
 from kvboost_edge.kvcache.manager import KVCacheManager
 
 
