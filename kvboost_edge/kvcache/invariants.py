@@ -11,7 +11,7 @@ from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL, PrefixIndex
-from kvboost_edge.kvcache.spans import own_blocks
+from kvboost_edge.kvcache.table_spans import own_blocks
 
 __all__ = ["check_chains", "check_tables"]
 
