@@ -42,7 +42,7 @@ from kvboost_edge.runners.base import Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence
-    from kvboost_edge.tiers.mover import Piece
+    from kvboost_edge.tiers.io_thread import Piece
 
 __all__ = [
     "Arrived",

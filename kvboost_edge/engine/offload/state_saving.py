@@ -13,7 +13,7 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress
-from kvboost_edge.tiers.mover import Bytes, Mover
+from kvboost_edge.tiers.io_thread import Bytes, Mover
 
 __all__ = ["SavedStates"]
 

@@ -26,7 +26,7 @@ from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held
-from kvboost_edge.tiers.mover import Mover, Piece
+from kvboost_edge.tiers.io_thread import Mover, Piece
 
 __all__ = [
     "MoverShelf",

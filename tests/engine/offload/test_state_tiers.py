@@ -9,7 +9,7 @@ import pytest
 from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT
 from helpers.engine.hand_mover import DictTier
-from kvboost_edge.tiers import mover as mover_module
+from kvboost_edge.tiers import io_thread as mover_module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 

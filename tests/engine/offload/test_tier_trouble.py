@@ -73,7 +73,8 @@ def test_without_memory_to_stage_a_load_the_prompt_is_computed(tmp_path, monkeyp
     with opened(tmp_path) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "kvboost_edge.tiers.mover.np", types.SimpleNamespace(empty=empty, uint8=np.uint8)
+                "kvboost_edge.tiers.io_thread.np",
+                types.SimpleNamespace(empty=empty, uint8=np.uint8),
             )
             assert ask(engine, prompt(1)) == {"pool": 0}
         assert engine.paged_stats()["staging_bytes"] == 0

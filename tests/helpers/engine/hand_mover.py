@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvboost_edge.tiers.base import BlockAddress, TierStats
-from kvboost_edge.tiers.mover import Mover, Piece
+from kvboost_edge.tiers.io_thread import Mover, Piece
 
 
 class DictTier:

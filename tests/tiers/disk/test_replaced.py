@@ -29,7 +29,7 @@ from helpers.tiers.disk_cases import (
     write,
 )
 from helpers.tiers.disk_faults import FaultyFiles
-from kvboost_edge.tiers import mover as movers
+from kvboost_edge.tiers import io_thread as movers
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
