@@ -38,8 +38,8 @@ from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.models.locate.stores import real_model
-from kvboost_edge.reuse.finding import prepare_search
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.reuse.span_search import prepare_search
 
 __all__ = ["RULES", "Answered", "ask_round", "row_of"]
 

@@ -36,7 +36,7 @@ from kvboost_edge.engine.tasks.quality_gate import Gate
 from kvboost_edge.engine.tasks.verify import verify
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.events import CacheEvents
-from kvboost_edge.reuse.gate import Verdict
+from kvboost_edge.reuse.quality_gate import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -42,8 +42,8 @@ from kvboost_edge.engine.request.request import (
 from kvboost_edge.engine.spec_decode.drafting import prepare_drafts
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
-from kvboost_edge.reuse.finding import prepare_search
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.reuse.span_search import prepare_search
 from kvboost_edge.text.borders import user_starts
 
 __all__ = ["Intake", "Seeds", "Terms"]

@@ -20,9 +20,9 @@ from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
 from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.harvest import Harvest
-from kvboost_edge.reuse.probe import Probe, ProbeRow, QueryProbe, num_probed_blocks
-from kvboost_edge.reuse.remembered import Chain
+from kvboost_edge.reuse.block_history import Chain
+from kvboost_edge.reuse.deviation_scoring import Probe, ProbeRow, QueryProbe, num_probed_blocks
+from kvboost_edge.reuse.indexing import Harvest
 from kvboost_edge.runners.base import ForwardBatch, Runner
 from kvboost_edge.segments import Part
 

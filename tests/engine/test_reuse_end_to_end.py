@@ -8,7 +8,7 @@ import pytest
 from kvboost_edge import CPUPagedEngine, GenerationMode
 from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS
+from kvboost_edge.reuse.builtin_texts import INTRODUCTION, PASSAGES, QUESTIONS
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
 
@@ -92,7 +92,7 @@ def test_verify_reports_how_far_answers_change(engine):
 
 def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
     """Without another order there is nothing that could excuse a change."""
-    from kvboost_edge.reuse.gate import Material
+    from kvboost_edge.reuse.quality_gate import Material
 
     in_order = Material.prompts
     monkeypatch.setattr(Material, "prompts", lambda self, *, reordered=False: in_order(self))

@@ -17,9 +17,9 @@ from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request_builder import Terms
-from kvboost_edge.reuse.finding import prepare_search
-from kvboost_edge.reuse.probe import NUM_ASKING
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.deviation_scoring import NUM_ASKING
+from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.reuse.span_search import prepare_search
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from helpers.engine.fake_runner import Bench
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 
 TEXTS = [[(7 * number + 3 * index * index) % 251 for index in range(66)] for number in range(3)]
 REPAIRS = [

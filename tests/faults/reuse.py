@@ -5,16 +5,16 @@ from __future__ import annotations
 from faults.fault import faults
 
 _SCAN = "kernels/span_scan.py"
-_SPANS = "reuse/spans.py"
-_CUTTING = "reuse/cutting.py"
-_FINDING = "tests/reuse/test_finding.py"
-_OFFERED = "tests/reuse/test_spans.py"
-_CUT = "tests/reuse/test_cutting.py"
+_SPANS = "reuse/span_index.py"
+_CUTTING = "reuse/chunking.py"
+_FINDING = "tests/reuse/test_span_search.py"
+_OFFERED = "tests/reuse/test_span_index.py"
+_CUT = "tests/reuse/test_chunking.py"
 _TURNING = "tests/kernels/attention/test_turning.py"
 _UNITS = "kernels/attention/units.py"
 _POOL = "kvcache/table_spans.py"
-_PLAN = "reuse/plan.py"
-_PROBE = "reuse/probe.py"
+_PLAN = "reuse/span_plan.py"
+_PROBE = "reuse/deviation_scoring.py"
 _SHARING = "tests/engine/test_reuse.py"
 
 FAULTS = faults(
@@ -77,14 +77,14 @@ FAULTS = faults(
     ),
     (
         "the last token is covered",
-        "reuse/finding.py",
+        "reuse/span_search.py",
         "stop = len(tokens) - 1",
         "stop = len(tokens)",
         _FINDING,
     ),
     (
         "delta of the wrong sign",
-        "reuse/finding.py",
+        "reuse/span_search.py",
         "prompt_start - context, context",
         "context - prompt_start, context",
         _FINDING,
@@ -133,7 +133,7 @@ FAULTS = faults(
         _POOL,
         "            self._claims.drop(table, index)",
         "            pass",
-        "tests/reuse/test_probe.py",
+        "tests/reuse/test_deviation_scoring.py",
     ),
     (
         "a stretch ends inside a block",
@@ -147,13 +147,13 @@ FAULTS = faults(
         _PLAN,
         "run.prompt_start + num_seam_tokens",
         "run.prompt_start",
-        "tests/reuse/test_plan.py",
+        "tests/reuse/test_span_plan.py",
     ),
     (
         "the least deviating blocks are computed",
         _PROBE,
         "(-self._weights[start], start)",
         "(self._weights[start], start)",
-        "tests/reuse/test_probe.py",
+        "tests/reuse/test_deviation_scoring.py",
     ),
 )

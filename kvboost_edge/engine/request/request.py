@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.grammar import Grammar
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 
 __all__ = [
     "Entry",

@@ -20,7 +20,7 @@ from kvboost_edge.engine.request.results import Missed
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence
     from kvboost_edge.kvcache.block_table import BlockTable
-    from kvboost_edge.reuse.probe import Probe
+    from kvboost_edge.reuse.deviation_scoring import Probe
 
 __all__ = [
     "Constraint",

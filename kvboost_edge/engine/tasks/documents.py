@@ -28,8 +28,8 @@ from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
-from kvboost_edge.reuse.cutting import CHUNK_OPTIONS, Chunk, ChunkOptions, chunk_options, cut
-from kvboost_edge.reuse.texts import PRIMER
+from kvboost_edge.reuse.builtin_texts import PRIMER
+from kvboost_edge.reuse.chunking import CHUNK_OPTIONS, Chunk, ChunkOptions, chunk_options, cut
 
 __all__ = ["Alone", "Documents", "LoneText"]
 

@@ -1,6 +1,6 @@
 """The test of reuse that stands before the first request for it: the model answers questions on
-built-in text in full, with the documents in another order, and with reuse; see reuse/gate.py for
-what is compared.
+built-in text in full, with the documents in another order, and with reuse; see
+reuse/quality_gate.py for what is compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents, LoneText
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE
-from kvboost_edge.reuse.gate import (
+from kvboost_edge.reuse.quality_gate import (
     ANSWER_TOKENS,
     Comparison,
     Material,
@@ -36,7 +36,7 @@ from kvboost_edge.reuse.gate import (
     read,
     write,
 )
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 
 __all__ = ["Gate", "Privately"]
 

@@ -20,8 +20,8 @@ from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.sampling import sampling_distribution
 from kvboost_edge.engine.tasks.quality_gate import Gate
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.gate import compare
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.quality_gate import compare
+from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from helpers.engine.model_kinds import HYBRID, PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 
 MODES = [
     *[(GenerationMode.PREFIX_CACHE, None)] * 4,

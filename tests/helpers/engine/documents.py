@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
 BARE = Repair(strategy=RecomputeStrategy.NONE)

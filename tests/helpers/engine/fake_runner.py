@@ -44,7 +44,7 @@ from kvboost_edge.kvcache.block_table import CopyOp
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo, StoredKeys
 from kvboost_edge.segments import Part
 from kvboost_edge.text.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ from kvboost_edge.kernels.reference.spans import StoredBlock, StoredRun
 from kvboost_edge.kernels.reference.spans import scan as slow_scan
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
-from kvboost_edge.reuse.finding import find_runs
-from kvboost_edge.reuse.runs import Run
-from kvboost_edge.reuse.spans import SpanIndex
+from kvboost_edge.reuse.found_runs import Run
+from kvboost_edge.reuse.span_index import SpanIndex
+from kvboost_edge.reuse.span_search import find_runs
 
 ROOT = b"r" * 32
 OTHER = b"o" * 32

@@ -20,7 +20,7 @@ from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.stats import BLOCK_SPAN
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.repair import Repair
+from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import ChatRequest

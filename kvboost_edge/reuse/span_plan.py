@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvboost_edge.kvcache.block_table import Span
-from kvboost_edge.reuse.runs import Run
+from kvboost_edge.reuse.found_runs import Run
 
 __all__ = ["cut_spans", "plan_spans"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_table import PrefixEntry
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
-from kvboost_edge.reuse.runs import Run
-from kvboost_edge.reuse.spans import SpanIndex
+from kvboost_edge.reuse.found_runs import Run
+from kvboost_edge.reuse.span_index import SpanIndex
 
 __all__ = ["Chain", "Remembered"]
 

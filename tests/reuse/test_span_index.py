@@ -14,7 +14,7 @@ from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
-from kvboost_edge.reuse.spans import SpanIndex
+from kvboost_edge.reuse.span_index import SpanIndex
 
 TEXT = list(range(50, 74))
 TOKENS = encode_tokens(range(4))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.kvcache.block_table import BlockTable, Span, TablePart
-from kvboost_edge.reuse.plan import cut_spans
+from kvboost_edge.reuse.span_plan import cut_spans
 from kvboost_edge.runners.base import StoredKeys
 
 __all__ = ["NUM_ASKING", "Probe", "ProbeRow", "QueryProbe", "num_probed_blocks"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvboost_edge.config import RecomputeStrategy
-from kvboost_edge.reuse.gate import (
+from kvboost_edge.reuse.builtin_texts import PASSAGES, PRIMER, QUESTIONS
+from kvboost_edge.reuse.quality_gate import (
     ANSWER_TOKENS,
     Comparison,
     Material,
@@ -20,8 +21,7 @@ from kvboost_edge.reuse.gate import (
     read,
     write,
 )
-from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.reuse.texts import PASSAGES, PRIMER, QUESTIONS
+from kvboost_edge.reuse.recompute import Repair
 
 MODEL = b"m" * 32
 MATERIAL = Material((1,), ((2, 3), (4,), (5, 6)), ((7,), (8,)))

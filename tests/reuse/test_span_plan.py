@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_edge.config import RecomputeStrategy
-from kvboost_edge.reuse.plan import plan_spans
-from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.reuse.runs import Piece, Run
+from kvboost_edge.reuse.found_runs import Piece, Run
+from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.reuse.span_plan import plan_spans
 
 SIZE = 16
 

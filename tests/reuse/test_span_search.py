@@ -14,8 +14,8 @@ from helpers.reuse.index_cases import OTHER, ROOT, Offered, told
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels.span_scan import scan, scan_entry
 from kvboost_edge.kernels.span_tables import MOST_TRIED
-from kvboost_edge.reuse.finding import find_runs
-from kvboost_edge.reuse.spans import SpanIndex
+from kvboost_edge.reuse.span_index import SpanIndex
+from kvboost_edge.reuse.span_search import find_runs
 
 HEADER = list(range(900, 910))
 LAST = [999]

@@ -4,8 +4,8 @@ import pytest
 
 from kvboost_edge.kvcache.hashing import LoneRoot, decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.finding import find_runs
-from kvboost_edge.reuse.remembered import Remembered
+from kvboost_edge.reuse.block_history import Remembered
+from kvboost_edge.reuse.span_search import find_runs
 
 SIZE = 16
 ROOT = b"r" * 32

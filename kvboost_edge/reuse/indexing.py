@@ -8,11 +8,11 @@ from typing import NamedTuple
 from kvboost_edge.kvcache.block_table import PrefixEntry, Span
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.finding import find_runs
-from kvboost_edge.reuse.plan import plan_spans
-from kvboost_edge.reuse.remembered import Chain, Remembered
-from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.reuse.spans import SpanIndex
+from kvboost_edge.reuse.block_history import Chain, Remembered
+from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.reuse.span_index import SpanIndex
+from kvboost_edge.reuse.span_plan import plan_spans
+from kvboost_edge.reuse.span_search import find_runs
 
 __all__ = ["Found", "Harvest"]
 

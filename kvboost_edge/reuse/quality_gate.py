@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
-from kvboost_edge.reuse.repair import Repair
-from kvboost_edge.reuse.texts import INTRODUCTION, PASSAGES, QUESTIONS, TEXT_ENDING
+from kvboost_edge.reuse.builtin_texts import INTRODUCTION, PASSAGES, QUESTIONS, TEXT_ENDING
+from kvboost_edge.reuse.recompute import Repair
 
 __all__ = [
     "ANSWER_TOKENS",

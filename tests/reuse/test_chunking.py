@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvboost_edge.config import ChunkStrategy
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.reuse.cutting import ChunkOptions, cut
+from kvboost_edge.reuse.chunking import ChunkOptions, cut
 
 
 class Words:

@@ -12,8 +12,8 @@ from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.span_scan import scan, scan_entry
 from kvboost_edge.kernels.span_tables import NUM_FIELDS, SpanSearch
 from kvboost_edge.kvcache.hashing import encode_tokens
-from kvboost_edge.reuse.runs import Piece, Run
-from kvboost_edge.reuse.spans import SpanIndex
+from kvboost_edge.reuse.found_runs import Piece, Run
+from kvboost_edge.reuse.span_index import SpanIndex
 
 __all__ = ["DEFAULT_MIN_CHUNK_TOKENS", "find_runs", "prepare_search"]
 

@@ -5,8 +5,8 @@ import pytest
 
 from kvboost_edge.kvcache.block_table import Span, TablePart
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.plan import cut_spans
-from kvboost_edge.reuse.probe import NUM_ASKING, Probe, QueryProbe, num_probed_blocks
+from kvboost_edge.reuse.deviation_scoring import NUM_ASKING, Probe, QueryProbe, num_probed_blocks
+from kvboost_edge.reuse.span_plan import cut_spans
 
 SIZE = 4
 ROOT = b"r" * 32
