@@ -44,7 +44,7 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_search import prepare_search
-from kvboost_edge.text.borders import user_starts
+from kvboost_edge.text.message_boundaries import user_starts
 
 __all__ = ["Intake", "Seeds", "Terms"]
 

@@ -4,8 +4,8 @@ import pytest
 
 from helpers.text.byte_level import byte_level
 from helpers.text.chat_templates import HERMES
-from kvboost_edge.text.borders import user_starts
 from kvboost_edge.text.codec import FastCodec
+from kvboost_edge.text.message_boundaries import user_starts
 from kvboost_edge.text.tokenizer import Tokenizer
 
 LLAMA = """{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\\n\\n' + m.content + '<|eot|>' }}
