@@ -38,8 +38,8 @@ from kvboost_edge.reuse.chunking import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner
 from kvboost_edge.runners.choice import load_runner, plan_of
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
-from kvboost_edge.text.kept import kept_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.tokenizer_cache import kept_tokenizer
 from kvboost_edge.tiers.base import Tier
 
 __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer"]

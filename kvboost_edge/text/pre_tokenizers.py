@@ -2,7 +2,8 @@
 (tokenizer.ggml.pre).
 
 The expressions are those of the models' tokenizer.json files, or llama.cpp's where it has its own.
-Built tokenizers are kept: with a change of what is known here, `_VERSION` in kept.py goes up.
+Built tokenizers are kept: with a change of what is known here, `_VERSION` in tokenizer_cache.py
+goes up.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ import pytest
 from helpers.gguf.writer import write_gguf
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.text import kept
+from kvboost_edge.text import tokenizer_cache
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
-from kvboost_edge.text.kept import kept_tokenizer
+from kvboost_edge.text.tokenizer_cache import kept_tokenizer
 
 KEY = "ab" * 32
 TEXTS = ("Hello world! 1234", "", " a\n\nb  ", "naïve 你好 🚀", "<|end|>x")
@@ -89,7 +89,7 @@ def test_what_is_not_ours_is_built_again(
     elif how == "empty":
         path.write_bytes(b"")
     elif how == "version":
-        monkeypatch.setattr(kept, "_VERSION", 99)
+        monkeypatch.setattr(tokenizer_cache, "_VERSION", 99)
     elif how == "library":
         monkeypatch.setattr("tokenizers.__version__", "0")
     elif how == "writable":
