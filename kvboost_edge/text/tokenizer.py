@@ -15,10 +15,10 @@ from tokenizers import AddedToken
 
 from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.host.json_file import read_json_object
-from kvboost_edge.text.answers import FindAnswer, encode_with_answers
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
+from kvboost_edge.text.rendered_chat import FindAnswer, encode_with_answers
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.harmony.history import one_call_each

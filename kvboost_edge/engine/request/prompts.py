@@ -9,7 +9,7 @@ from kvboost_edge.engine.request.request import SamplingParams, as_int
 from kvboost_edge.errors import KVBoostError, RequestError
 
 if TYPE_CHECKING:
-    from kvboost_edge.text.answers import FindAnswer
+    from kvboost_edge.text.rendered_chat import FindAnswer
     from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = [

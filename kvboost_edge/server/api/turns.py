@@ -13,7 +13,7 @@ from kvboost_edge.engine.grammar.definition import MadeGrammar, schema_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.text.answers import FindAnswer
+from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.formats import CallFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.text.answers import FindAnswer
+from kvboost_edge.text.rendered_chat import FindAnswer
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat
 
 __all__ = [

@@ -7,7 +7,7 @@ import pytest
 from helpers.engine.fake_runner import fake_tokenizer
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.request.answer_ids import AnswerStore
-from kvboost_edge.text.answers import encode_with_answers
+from kvboost_edge.text.rendered_chat import encode_with_answers
 
 A = b"a" * 32
 B = b"b" * 32

@@ -1,6 +1,6 @@
 """Kept answers never undo what keeps a message's text from being read as special tokens."""
 
-from kvboost_edge.text.answers import encode_with_answers
+from kvboost_edge.text.rendered_chat import encode_with_answers
 from kvboost_edge.text.tokenizer import Tokenizer
 
 
