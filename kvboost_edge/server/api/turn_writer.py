@@ -14,8 +14,8 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
-from kvboost_edge.text.turns.parts import Content, Part
 from kvboost_edge.text.turns.reader import TurnMessage, TurnReader
+from kvboost_edge.text.turns.turn_parts import Content, Part
 
 __all__ = ["TurnWriter"]
 

@@ -12,8 +12,15 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.call_reader import CallReader
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.harmony.turn import ChannelTurn
-from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning, folded
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
+from kvboost_edge.text.turns.turn_parts import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    folded,
+)
 
 __all__ = ["CallArguments", "CallStart", "Content", "Part", "Reasoning", "TurnParser", "folded"]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvboost_edge.text.turns.formats import ChannelFormat, Tool
-from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
+from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Content, Part, Reasoning
 
 __all__ = ["ChannelTurn"]
 

@@ -20,7 +20,14 @@ from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
 from kvboost_edge.text.stop_strings import StopChecker
-from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning, folded
+from kvboost_edge.text.turns.turn_parts import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    folded,
+)
 
 __all__ = ["AnthropicWriter"]
 

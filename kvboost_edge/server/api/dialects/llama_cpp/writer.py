@@ -17,7 +17,7 @@ from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
-from kvboost_edge.text.turns.parts import Content, Part
+from kvboost_edge.text.turns.turn_parts import Content, Part
 
 __all__ = ["LlamaWriter"]
 

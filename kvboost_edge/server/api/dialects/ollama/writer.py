@@ -15,7 +15,7 @@ from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long
-from kvboost_edge.text.turns.parts import CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.turn_parts import CallStart, Content, Part, Reasoning
 
 __all__ = ["LINES", "OllamaWriter", "loaded", "now"]
 

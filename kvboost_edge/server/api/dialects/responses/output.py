@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvboost_edge.server.api.dialects.responses.items import new_id
-from kvboost_edge.text.turns.parts import CallArguments, CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Content, Part, Reasoning
 
 __all__ = ["Output"]
 
