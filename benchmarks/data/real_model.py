@@ -19,8 +19,8 @@ import zipfile
 from pathlib import Path
 
 from kvboost_edge.cli.demo import command_name
+from kvboost_edge.host.atomic_files import finish_file, open_unfinished
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
-from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.models.locate.stores import own_models, real_model
 
 __all__ = ["SHA256", "is_whole", "main", "unpack"]

@@ -16,7 +16,7 @@ from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
 
-from kvboost_edge.host.unfinished import alone_in
+from kvboost_edge.host.atomic_files import alone_in
 
 __all__ = [
     "cache_path",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.host.unfinished import is_abandoned, open_unfinished
+from kvboost_edge.host.atomic_files import is_abandoned, open_unfinished
 from kvboost_edge.server.logs import log_facts
 
 __all__ = ["MEMORY_PLACE", "STORE_BYTES", "ray_directory"]

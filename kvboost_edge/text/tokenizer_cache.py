@@ -26,8 +26,8 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken
 
+from kvboost_edge.host.atomic_files import finish_file, open_unfinished
 from kvboost_edge.host.file_memo import NO_CACHE, cache_directory
-from kvboost_edge.host.unfinished import finish_file, open_unfinished
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.host.unfinished import open_unfinished
+from kvboost_edge.host.atomic_files import open_unfinished
 from kvboost_edge.serve_ray import directory
 from kvboost_edge.serve_ray.directory import ray_directory
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvboost_edge.host import unfinished
-from kvboost_edge.host.unfinished import (
+from kvboost_edge.host import atomic_files
+from kvboost_edge.host.atomic_files import (
     finish_file,
     is_abandoned,
     open_unfinished,
@@ -21,7 +21,7 @@ from kvboost_edge.host.unfinished import (
 _WRITER = """
 import sys
 from pathlib import Path
-from kvboost_edge.host.unfinished import open_unfinished
+from kvboost_edge.host.atomic_files import open_unfinished
 file = open_unfinished(Path(sys.argv[1]))
 print("open", flush=True)
 sys.stdin.read()
@@ -73,12 +73,12 @@ def test_a_directory_is_abandoned_once_no_writer_lives(tmp_path, monkeypatch):
     assert not is_abandoned(tmp_path)
     second.close()
     assert is_abandoned(tmp_path)
-    monkeypatch.setattr(unfinished, "_lock", lambda handle, wait: None)
+    monkeypatch.setattr(atomic_files, "_lock", lambda handle, wait: None)
     assert not is_abandoned(tmp_path)  # nothing tells whether they live
 
 
 def test_without_locks_age_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(unfinished, "_lock", lambda handle, wait: None)
+    monkeypatch.setattr(atomic_files, "_lock", lambda handle, wait: None)
     for name, age in ((".new-old", 2 * 24 * 3600), (".new-young", 60)):
         (tmp_path / name).write_bytes(b"x")
         when = time.time() - age
