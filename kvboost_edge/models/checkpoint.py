@@ -123,7 +123,7 @@ class Checkpoint(abc.ABC):
         return describe_model(self.config)
 
     def plan(self, weights: str) -> list[PackEntry]:
-        """The entries of its packed weights in a format, see `pack_plan`."""
+        """Return the entries of its packed weights in a format, see `pack_plan`."""
         if weights not in self._plans:
             self._plans[weights] = self._make_plan(weights)
         return self._plans[weights]
@@ -195,7 +195,7 @@ class Checkpoint(abc.ABC):
         return in_kernel_order(self._open_files, self.config, self._describe)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Its spec, for who knows its config and not the checkpoint."""
+        """Return its spec, for who knows its config and not the checkpoint."""
         return self.spec
 
     @abc.abstractmethod
@@ -214,7 +214,9 @@ class Checkpoint(abc.ABC):
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
-        """Bytes of the weights once they are packed in a format, head and embedding in theirs."""
+        """Return the bytes of the weights once they are packed in a format, head and embedding in
+        theirs.
+        """
         return plan_bytes(self.plan(weights))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:

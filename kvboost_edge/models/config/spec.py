@@ -119,12 +119,12 @@ Describe = Callable[[Config], ModelSpec]
 
 
 def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
-    """The number under a key, `default` where the config does not say."""
+    """Return the number under a key, `default` where the config does not say."""
     return number_of(config, key, low, high) if key in config else default
 
 
 def _cap(config: Config, key: str, default: float) -> float:
-    """A softcap, 0 for none."""
+    """Return a softcap, 0 for none."""
     return 0.0 if config.get(key, default) is None else _given(config, key, default, 0.0, 1e6)
 
 
@@ -270,9 +270,9 @@ def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
 
 
 def may_keep_states(config: Config, num_attending: int = 0) -> bool:
-    """Whether layers of the model keep a state instead of keys and values, as its family's may;
-    True where the config makes no sense. `num_attending`: layers that have keys and values, where
-    files show it; see `Family.may_all_attend`.
+    """Return whether layers of the model keep a state instead of keys and values, as its family's
+    may; True where the config makes no sense. `num_attending`: layers that have keys and values,
+    where files show it; see `Family.may_all_attend`.
     """
     config = text_config(config)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -290,8 +290,8 @@ def may_keep_states(config: Config, num_attending: int = 0) -> bool:
 
 
 def heads_by_layer(config: Config, describe: Describe = describe_model) -> list[tuple[int, int]]:
-    """(head_dim, num_kv_heads) of each layer where a family's layers differ; empty where all have
-    what the config says. ModelFormatError as `describe_model`, or what describes instead.
+    """Return (head_dim, num_kv_heads) of each layer where a family's layers differ; empty where all
+    have what the config says. ModelFormatError as `describe_model`, or what describes instead.
     """
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or family.shapes is None:
@@ -347,15 +347,15 @@ def _logit_cap(config: Config, family: Family) -> float:
 
 
 def _is_tied(config: Config, family: Family) -> bool:
-    """Whether the head is the embedding."""
+    """Return whether the head is the embedding."""
     if config.get("tie_word_embeddings") is None:
         return family.tied
     return flag_of(config, "tie_word_embeddings", False)
 
 
 def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: bool) -> int:
-    """What the layers without a window have, or those with one; of all where there are no such
-    layers.
+    """Return the head size of the layers without a window, or those with one; of all where there
+    are no such layers.
     """
     found = {
         shape.head_dim

@@ -25,8 +25,8 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """A bias of the choice; shares are the softmax of all logits, divided by the sum of the chosen;
-    shared experts are one of their widths together.
+    """Describe the mixture: a bias where experts are chosen; shares are the softmax of all logits,
+    divided by the sum of the chosen; shared experts are one of their widths together.
     """
     usual = {
         "moe_num_shared_experts": 2,
@@ -94,8 +94,8 @@ _LEADING = "leading_dense_block_count"
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Converters make the width of the shared experts from other numbers, so it follows from how
-    many they are; of another width the tensors are refused.
+    """Complete the config from a file. Converters make the width of the shared experts from other
+    numbers, so it follows from how many they are; of another width the tensors are refused.
     """
     shared = keys.optional_size("expert_shared_count", 0) or 0
     return {

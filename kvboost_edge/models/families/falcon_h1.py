@@ -49,8 +49,8 @@ _MOST = 1e6
 
 
 def _complete(config: Config) -> Config:
-    """The config with the usual multipliers: keys are multiplied with a number, which may as well
-    be that of scores.
+    """Return the config with the usual multipliers: keys are multiplied with a number, which may as
+    well be that of scores.
     """
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
@@ -79,8 +79,8 @@ def _factors(config: Config, key: str, count: int) -> list[float]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """All layers are alike. The norm of what a mixer results in stands on either side of its gate,
-    or is not there.
+    """Describe the mixers. All layers are alike. The norm of what a mixer results in stands on
+    either side of its gate, or is not there.
     """
     # Without mamba_d_ssm heads are as wide as the hidden size, expanded.
     given = {
@@ -110,9 +110,10 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
 
 
 def _layer_factors(config: Config) -> LayerFactors:
-    """Each part of [z | x | B | C | dt] has a number; those of x, B and C, which a convolution
-    reads, count beside that of z. What multiplies the gate before its activation multiplies the
-    inputs of gate and up, and is taken back behind them.
+    """Return what results of matrices are multiplied with. Each part of [z | x | B | C | dt] has a
+    number; those of x, B and C, which a convolution reads, count beside that of z. What multiplies
+    the gate before its activation multiplies the inputs of gate and up, and is taken back behind
+    them.
     """
     z, x, b, c, dt = _factors(config, "ssm_multipliers", 5)
     gate, down = _factors(config, "mlp_multipliers", 2)
@@ -160,9 +161,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """The converter multiplies weights with what the config says, so nothing is left to be
-    multiplied where the head is a tensor of its own; an embedding has its own number in it, and a
-    file does not say that of the head. Where there is a norm, llama.cpp has it behind the gate.
+    """Complete the config from a file. The converter multiplies weights with what the config says,
+    so nothing is left to be multiplied where the head is a tensor of its own; an embedding has its
+    own number in it, and a file does not say that of the head. Where there is a norm, llama.cpp has
+    it behind the gate.
     """
     tensors = keys.header.tensors
     (heads, dim) = gguf_heads(keys)

@@ -29,8 +29,8 @@ _LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 
 def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
-    """A size under any of its names, or None when the config does not give it. ModelFormatError if
-    it is no size.
+    """Return a size under any of its names, or None when the config does not give it.
+    ModelFormatError if it is no size.
     """
     for key in _ALIASES.get(name, (name,)):
         value = config.get(key)
@@ -42,8 +42,8 @@ def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -
 def number_of(
     config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config"
 ) -> float:
-    """The number under a key. ModelFormatError that names the key unless it is one from `low` to
-    `high`.
+    """Return the number under a key. ModelFormatError that names the key unless it is one from
+    `low` to `high`.
     """
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
@@ -52,8 +52,8 @@ def number_of(
 
 
 def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
-    """The integer under a key, from `low` to 2^31. ModelFormatError that names the key if it is
-    none.
+    """Return the integer under a key, from `low` to 2^31. ModelFormatError that names the key if it
+    is none.
     """
     return _integer(key, config.get(key), low, _MAX_SIZE, path)
 
@@ -69,7 +69,9 @@ def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> 
 
 
 def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of rope, under their newer key or the older one; empty where there are none."""
+    """Return the settings of rope, under their newer key or the older one; empty where there are
+    none.
+    """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):
         raise ModelFormatError(f"rope settings {found!r:.200} must be an object")

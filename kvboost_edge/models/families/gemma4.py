@@ -60,8 +60,8 @@ _OWN = ("head_dim", "num_key_value_heads")
 
 
 def _complete(config: Config) -> Config:
-    """The config with what it leaves out, as transformers has it. ModelFormatError where its last
-    layer slides.
+    """Return the config with what it leaves out, as transformers has it. ModelFormatError where its
+    last layer slides.
     """
     layers = size_of(config, "num_hidden_layers") or 0
     kinds = config.get("layer_types")
@@ -84,7 +84,9 @@ def _complete(config: Config) -> Config:
 
 
 def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
-    """Shapes of the layers with these windows, 0 for full ones; of a config with its defaults."""
+    """Return the shapes of the layers with these windows, 0 for full ones; of a config with its
+    defaults.
+    """
     own = _own_sizes(config, windows)
     inner, heads = (
         size_of(config, key) or 0 for key in ("intermediate_size", "num_attention_heads")
@@ -128,7 +130,9 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
 
 
 def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
-    """The embedding of each layer; None where the model has none. Of a config with its defaults."""
+    """Return the embedding of each layer; None where the model has none. Of a config with its
+    defaults.
+    """
     width = integer_of(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
@@ -142,7 +146,7 @@ def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
 
 
 def _own_sizes(config: Config, windows: Sequence[int]) -> list[tuple[int, int]]:
-    """(head_dim, kv heads) of each layer: by `per_layer_config`, or by the keys of the full
+    """Return (head_dim, kv heads) of each layer: by `per_layer_config`, or by the keys of the full
     layers.
     """
     plain = {key: size_of(config, key) or 0 for key in _OWN}
@@ -181,8 +185,9 @@ def _pair(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _experts(config: Config, layers: int) -> Experts | None:
-    """Beside the MLP: shares are the softmax of all logits, divided by the sum of the chosen, times
-    a number of each expert. The router has a norm of its own. None without enable_moe_block.
+    """Describe the mixture beside the MLP: shares are the softmax of all logits, divided by the sum
+    of the chosen, times a number of each expert. The router has a norm of its own. None without
+    enable_moe_block.
     """
     if not flag_of(config, "enable_moe_block", False):
         return None
@@ -243,8 +248,8 @@ _STILL = 1e30  # the divisor of a frequency that does not turn
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of transformers' config, of one that has those all models have. ModelFormatError where
-    keys contradict one another or the tensors.
+    """Complete the config that all models have from a file. ModelFormatError where keys contradict
+    one another or the tensors.
     """
     pattern = "attention.sliding_window_pattern"
     sliding = keys.sliding(pattern)
@@ -287,7 +292,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
-    """Experts beside the MLP of every layer, where the file has them."""
+    """Read the experts beside the MLP of every layer, where the file has them."""
     if not keys.optional_size("expert_count", 0):
         return {}
     width = keys.size("expert_feed_forward_length")
@@ -299,8 +304,8 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 
 def _is_double_wide(keys: Keys, first: int) -> bool:
-    """Whether the layers from `first` on, which share keys and values, have MLPs of twice the
-    width.
+    """Return whether the layers from `first` on, which share keys and values, have MLPs of twice
+    the width.
     """
     key = "feed_forward_length"
     widths = keys.sizes(key)
@@ -316,7 +321,7 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
 
 
 def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]:
-    """Key heads of both kinds of layers, and whether full ones have their keys for values."""
+    """Read the key heads of both kinds of layers, and whether full ones have their keys for values."""
     key = "attention.head_count_kv"
     heads = keys.sizes(key)
     by_kind = {
@@ -351,7 +356,7 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
 
 
 def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any]:
-    """The embedding of each layer: its width, 0 where there is none, and its tokens."""
+    """Read the embedding of each layer: its width, 0 where there is none, and its tokens."""
     key = "embedding_length_per_layer_input"
     width = keys.optional_size(key, 0) or 0
     table = keys.header.tensors.get(_TABLE)
@@ -372,8 +377,8 @@ def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any
 
 
 def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """The ropes of both kinds. A file says which of a full layer's frequencies turn by dividing the
-    others by 1e30.
+    """Read the ropes of both kinds. A file says which of a full layer's frequencies turn by
+    dividing the others by 1e30.
     """
     factors = full.get("factors")
     if factors is None:

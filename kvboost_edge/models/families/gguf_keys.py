@@ -54,14 +54,16 @@ class Keys:
         return ModelFormatError(f"{self.header.path}: {self.name(key)}={value!r} {wanted}")
 
     def size(self, key: str) -> int:
-        """A size that must be there."""
+        """Return a size that must be there."""
         found = self.optional_size(key)
         if found is None:
             raise ModelFormatError(f"{self.header.path} lacks the key {self.name(key)!r}")
         return found
 
     def layers(self) -> int:
-        """The number of the model's own layers, bounded: there are lists with an entry for each."""
+        """Return the number of the model's own layers, bounded: there are lists with an entry for
+        each.
+        """
         found = self.blocks()
         ahead = self.optional_size(_AHEAD, 0) or 0
         if ahead >= found:
@@ -69,7 +71,7 @@ class Keys:
         return found - ahead
 
     def blocks(self) -> int:
-        """The same with those behind that guess more than the next token, if there are any."""
+        """Return the number of layers with those behind that guess more than the next token."""
         found = self.size("block_count")
         if found > MAX_LAYERS:
             raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
@@ -86,8 +88,8 @@ class Keys:
         return value
 
     def sizes(self, key: str, least: int = 1) -> list[int]:
-        """A size that must be there, of each of the model's own layers: an array with as many
-        entries, or as many as there are blocks, or one number for all.
+        """Return a size that must be there, of each of the model's own layers: an array with as
+        many entries, or as many as there are blocks, or one number for all.
         """
         value = self.header.values.get(self.name(key))
         layers = self.layers()
@@ -103,7 +105,7 @@ class Keys:
         return found
 
     def sliding(self, key: str) -> list[bool] | None:
-        """Whether each layer has a window, where an array of truth values says so."""
+        """Return whether each layer has a window, where an array of truth values says so."""
         given = self.header.values.get(self.name(key))
         layers = self.layers()
         if not isinstance(given, np.ndarray) or given.dtype != np.bool_:
@@ -115,7 +117,7 @@ class Keys:
         return [bool(one) for one in given]
 
     def check_values(self, suffix: str, head_dim: int) -> None:
-        """Values are as long as keys, or the file does not say how long they are."""
+        """Refuse values that are not as long as keys."""
         found = self.optional_size(f"attention.value_length{suffix}")
         if found not in (None, head_dim):
             raise self.error(
@@ -125,7 +127,7 @@ class Keys:
             )
 
     def number(self, key: str, least: float = 0.0) -> float | None:
-        """A finite number above `least`."""
+        """Return a finite number above `least`."""
         value = self.header.value(self.name(key), float, int)
         if value is not None and not (math.isfinite(value) and value > least):
             raise self.error(key, value, f"must be a number above {least:g}")
@@ -133,7 +135,7 @@ class Keys:
 
 
 def layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
-    """Every `period`-th layer sees everything, the others a window; or as a list of truth values
+    """Read which layers have a window: all but every `period`-th, or as a list of truth values
     says.
     """
     key = "attention.sliding_window_pattern"

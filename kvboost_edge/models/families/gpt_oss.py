@@ -42,13 +42,15 @@ _ROPE = {
 
 
 def _complete(config: Config) -> Config:
-    """The rope and the window it has without being told."""
+    """Add the rope and the window that it has without being told."""
     rope = {} if rope_of(config) else {"rope_parameters": _ROPE}
     return {"sliding_window": 128, **config, **rope}
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """The softmax of the chosen logits, biases everywhere, and an activation of clamped gates."""
+    """Describe the mixture: the softmax of the chosen logits, biases everywhere, and an activation
+    of clamped gates.
+    """
     names = ExpertNames("mlp.router")
     usual = (128, 4, 2880)
     found = experts_of(config, LOCAL_KEYS, usual, [True] * layers, names=names, score="chosen")
@@ -79,8 +81,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Its yarn has borders that are no whole numbers, which files do not say: config.json has
-    "truncate": false.
+    """Complete the config from a file. Its yarn has borders that are no whole numbers, which files
+    do not say: config.json has "truncate": false.
     """
     rope = config["rope_parameters"]
     if rope.get("rope_type") == "yarn":

@@ -63,8 +63,8 @@ _SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_line
 
 
 def _complete(config: Config) -> Config:
-    """The config in newer words, with what it leaves out: no rope where it does not ask for some,
-    and a state in every layer where it does not say which have one.
+    """Return the config in newer words, with what it leaves out: no rope where it does not ask for
+    some, and a state in every layer where it does not say which have one.
     """
     types = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(types, (list, tuple)):
@@ -80,7 +80,7 @@ def _complete(config: Config) -> Config:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid | None:
-    """State spaces by layer_types; None where all layers attend."""
+    """Describe the mixers, by layer_types; None where all layers attend."""
     types = config["layer_types"] or [LINEAR] * layers
     kinds = kinds_of_layers({**config, "layer_types": types}, layers, LINEAR, "ssd", None)
     if "ssd" not in kinds:
@@ -113,7 +113,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid | None:
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """The softmax of the chosen logits."""
+    """Describe the mixture: shares are the softmax of the chosen logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
     return experts_of(
         config, LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names
@@ -121,8 +121,8 @@ def _experts(config: Config, layers: int) -> Experts:
 
 
 def _hybrid_experts(config: Config, layers: int) -> Experts | None:
-    """A mixture beside an expert that all tokens share. None where the config says that there is
-    none.
+    """Describe a mixture beside an expert that all tokens share. None where the config says that
+    there is none.
     """
     if integer_of(config, "num_local_experts", 0) == 0:
         return None
@@ -195,16 +195,18 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_hybrid_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """With rope, as its older kin, unless a file says otherwise; those of the makers' models do.
-    One that says no scale of scores, as Bamba's, has the usual one, as llama.cpp computes it.
+    """Complete the config of Granite 4 from a file: with rope, as its older kin, unless a file says
+    otherwise; those of the makers' models do. One that says no scale of scores, as Bamba's, has the
+    usual one, as llama.cpp computes it.
     """
     usual = {"position_embedding_type": "rope", "attention_multiplier": config["head_dim"] ** -0.5}
     return {**usual, **_gguf_config(keys, config), **_gguf_mixer(keys, config)}
 
 
 def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers without key heads keep a state. The width of the MLPs is that of the shared expert,
-    where a file says it; a file of a model without experts may say that there are none.
+    """Read the mixers, experts and MLPs. Layers without key heads keep a state. The width of the
+    MLPs is that of the shared expert, where a file says it; a file of a model without experts may
+    say that there are none.
     """
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")

@@ -17,12 +17,14 @@ Config = Mapping[str, Any]
 
 
 def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
-    """Whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    """Return whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
     return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def _complete(config: Config) -> Config:
-    """A fixed alpha is another base: theta * alpha ** (d / (d - 2)), d the size of a head."""
+    """Turn a fixed alpha into what it is, another base: theta * alpha ** (d / (d - 2)), d the size
+    of a head.
+    """
     rope = dict(rope_of(config))
     if rope.get("rope_type", rope.get("type")) != "dynamic" or not is_static_dynamic(
         config.get("model_type"), rope

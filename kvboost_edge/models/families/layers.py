@@ -115,8 +115,8 @@ class LayerSpec:
 
     @classmethod
     def of(cls, window: int, rope: int, shape: LayerShape, ahead: int = 0) -> LayerSpec:
-        """A layer that sees `ahead` tokens behind a query where it has no window; half of that to
-        either side else.
+        """Return a layer that sees `ahead` tokens behind a query where it has no window; half of
+        that to either side else.
         """
         if window and ahead:
             window, ahead = window // 2 + 1, window // 2
@@ -126,7 +126,7 @@ class LayerSpec:
 def same_shapes(
     num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int
 ) -> Sequence[LayerShape]:
-    """Layers that are all alike, with keys and values of their own."""
+    """Return layers that are all alike, with keys and values of their own."""
     return [
         LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)
     ]
@@ -135,7 +135,7 @@ def same_shapes(
 def mixed_shapes(
     shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False
 ) -> Sequence[LayerShape]:
-    """The same layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone:
+    """Return the layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone:
     those that mix tokens have no MLP.
     """
     found = []

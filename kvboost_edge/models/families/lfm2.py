@@ -39,7 +39,9 @@ Config = Mapping[str, Any]
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Short convolutions, by layer_types, or all layers that full_attn_idxs does not name."""
+    """Describe the short convolutions: by layer_types, or all layers that full_attn_idxs does not
+    name.
+    """
     kinds = kinds_of_layers(config, layers, "conv", "conv", _by_indices(config, layers))
     given = {"conv_L_cache": 3, **config}
     length = integer_of(given, "conv_L_cache", 2)
@@ -66,9 +68,9 @@ def _by_indices(config: Config, layers: int) -> list[str] | None:
 
 
 def _complete(config: Config) -> Config:
-    """The config in Llama's words: norm_eps, tie_embedding and block_ff_dim are called otherwise
-    there, and the width of the MLP is what follows from it unless block_auto_adjust_ff_dim is
-    false.
+    """Return the config in Llama's words: norm_eps, tie_embedding and block_ff_dim are called
+    otherwise there, and the width of the MLP is what follows from it unless
+    block_auto_adjust_ff_dim is false.
     """
     found = dict(config)
     for old, name in (
@@ -84,8 +86,8 @@ def _complete(config: Config) -> Config:
 
 
 def _adjusted_width(config: Config) -> int:
-    """Width of an MLP: two thirds of the config's, times a factor, up to the next multiple;
-    or as it is.
+    """Return the width of an MLP: two thirds of the config's, times a factor, up to the next
+    multiple; or as it is.
     """
     usual = {
         "intermediate_size": 12288,
@@ -115,8 +117,8 @@ def _adjusted_width(config: Config) -> int:
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """The sigmoid of each logit, with a bias where experts are chosen, which are divided by their
-    sum and scaled; the first num_dense_layers layers have none.
+    """Describe the mixture: the sigmoid of each logit, with a bias where experts are chosen, which
+    are divided by their sum and scaled; the first num_dense_layers layers have none.
     """
     full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
     dense = integer_of(full, "num_dense_layers", 0)
@@ -171,8 +173,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers without key heads are convolutions. The width of the MLP is what follows from
-    transformers' already.
+    """Complete the config from a file. Layers without key heads are convolutions. The width of the
+    MLP is what follows from transformers' already.
     """
     heads = keys.sizes("attention.head_count_kv", 0)
     return {
@@ -183,7 +185,9 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Shares are sigmoids divided by their sum, as llama.cpp has them."""
+    """Complete the config of a mixture from a file. Shares are sigmoids divided by their sum, as
+    llama.cpp has them.
+    """
     gating = keys.size("expert_gating_func")
     if gating != SIGMOID:
         raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")

@@ -24,7 +24,7 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """The softmax of all logits, divided by the sum of the chosen."""
+    """Describe Mixtral's mixture: the softmax of all logits, divided by the sum of the chosen."""
     names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
     return experts_of(config, LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
 
@@ -53,7 +53,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """A file of architecture llama is a Mixtral where it has experts."""
+    """Complete the config from a file. One of architecture llama is a Mixtral where it has experts."""
     if not keys.optional_size("expert_count", 0):
         return {}
     return {

@@ -21,7 +21,7 @@ _USUAL = {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1.0}
 
 
 def _complete(config: Config) -> Config:
-    """Its scales as the usual multipliers, which a config may have already (of a GGUF file)."""
+    """Add its scales as the usual multipliers, which a config may have already (of a GGUF file)."""
     layers = size_of(config, "num_hidden_layers")
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
@@ -59,7 +59,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """What older files leave out is what llama.cpp takes for them."""
+    """Complete the config from a file. What older files leave out is what llama.cpp takes for them."""
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]
     return {

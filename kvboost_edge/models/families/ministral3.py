@@ -34,7 +34,7 @@ _ROPE = {
 
 
 def _complete(config: Config) -> Config:
-    """The rope it has without being told."""
+    """Add the rope that it has without being told."""
     return config if rope_of(config) else {**config, "rope_parameters": _ROPE}
 
 
@@ -63,8 +63,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Mistral 3 where queries have no scale. Its yarn leaves cosines and sines alone, as
-    mscale_all_dim says.
+    """Complete the config from a file, which is a Mistral's where queries have no scale. Its yarn
+    leaves cosines and sines alone, as mscale_all_dim says.
     """
     rope = config["rope_parameters"]
     rotated = keys.optional_size("rope.dimension_count", 0)

@@ -105,8 +105,8 @@ def experts_of(
     sparse: Sequence[bool],
     **rest: Any,
 ) -> Experts:
-    """The mixture of a config. keys: of the number of experts, of those a token goes to, and of the
-    width of one; usual: what they are where the config does not say.
+    """Describe the mixture of a config. keys: of the number of experts, of those a token goes to,
+    and of the width of one; usual: what they are where the config does not say.
     """
     # One name became another in later versions of transformers.
     keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
@@ -134,8 +134,8 @@ def experts_of(
 
 
 def flag_of(config: Config, key: str, default: bool) -> bool:
-    """The truth value under a key, `default` where the config does not say. ModelFormatError if it
-    is none.
+    """Return the truth value under a key, `default` where the config does not say. ModelFormatError
+    if it is none.
     """
     value = config.get(key, default)
     if not isinstance(value, bool):
@@ -144,15 +144,15 @@ def flag_of(config: Config, key: str, default: bool) -> bool:
 
 
 def experts_by_step(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
-    """The mixture of every decoder_sparse_step-th layer. Shares are the softmax of all logits,
-    divided by their sum where norm_topk_prob says so.
+    """Describe the mixture of every decoder_sparse_step-th layer. Shares are the softmax of all
+    logits, divided by their sum where norm_topk_prob says so.
     """
     sparse = _by_step(config, layers)
     return experts_of(config, STEP_KEYS, usual, sparse, renorm=renorm_of(config))
 
 
 def _by_step(config: Config, layers: int) -> list[bool]:
-    """Every decoder_sparse_step-th layer, but those of mlp_only_layers."""
+    """Choose every decoder_sparse_step-th layer, but those of mlp_only_layers."""
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
@@ -165,14 +165,14 @@ def _by_step(config: Config, layers: int) -> list[bool]:
 
 
 def renorm_of(config: Config) -> str:
-    """Whether shares are divided by their sum, as norm_topk_prob says."""
+    """Return whether shares are divided by their sum, as norm_topk_prob says."""
     return "add" if flag_of(config, "norm_topk_prob", False) else ""
 
 
 def gguf_experts(
     keys: Keys, count: str = "num_experts", used: str = "num_experts_per_tok"
 ) -> dict[str, Any]:
-    """The number of experts, and of those a token goes to. How shares are made follows from the
-    architecture, as in llama.cpp; the files do not say it.
+    """Read the number of experts, and of those a token goes to. How shares are made follows from
+    the architecture, as in llama.cpp; the files do not say it.
     """
     return {count: keys.size("expert_count"), used: keys.size("expert_used_count")}

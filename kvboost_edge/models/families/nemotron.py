@@ -82,8 +82,8 @@ _USUAL = {
 
 
 def _complete(config: Config) -> Config:
-    """The config in Llama's words, with what it leaves out: the number of layers is that of their
-    kinds, and attention has no rope.
+    """Return the config in Llama's words, with what it leaves out: the number of layers is that of
+    their kinds, and attention has no rope.
     """
     types = _types(config)
     given = {key: value for key, value in config.items() if value is not None}
@@ -99,14 +99,14 @@ def _complete(config: Config) -> Config:
 
 
 def _num_layers(config: Config) -> int | None:
-    """The number of layers is that of their kinds, whatever else a config says."""
+    """Return the number of layers, which is that of their kinds, whatever else a config says."""
     _, kinds = _kinds_of_layers(config)
     return len(kinds) if kinds and isinstance(kinds, (list, str)) else None
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What says of each layer which kind it is, a list or a text of letters: its key
-    and its value.
+    """Find what says of each layer which kind it is, a list or a text of letters: its key and its
+    value.
     """
     key = next(
         (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
@@ -115,7 +115,7 @@ def _kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _types(config: Config) -> list[str]:
-    """Kinds of layers, from a list or from a letter for each."""
+    """Return the kinds of layers, from a list or from a letter for each."""
     key, given = _kinds_of_layers(config)
     if key == "hybrid_override_pattern":
         types = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else []
@@ -130,7 +130,7 @@ def _types(config: Config) -> list[str]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """By layer_types. Those that mix tokens have no MLP."""
+    """Describe the mixers, by layer_types. Layers that mix tokens have no MLP."""
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
         raise ModelFormatError(
@@ -142,8 +142,9 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
 
 
 def _experts(config: Config, layers: int) -> Experts | None:
-    """The sigmoid of each logit, with a bias where experts are chosen; shares are divided by their
-    sum and scaled. Beside them an expert that all tokens share. None where no layer has experts.
+    """Describe the mixture: the sigmoid of each logit, with a bias where experts are chosen; shares
+    are divided by their sum and scaled. Beside them an expert that all tokens share. None where no
+    layer has experts.
     """
     sparse = [one == _EXPERTS for one in config["layer_types"]]
     if not any(sparse):
@@ -230,8 +231,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """A layer with key heads attends, one with an MLP's width has an MLP or experts, one with
-    neither keeps a state.
+    """Complete the config from a file. A layer with key heads attends, one with an MLP's width has
+    an MLP or experts, one with neither keeps a state.
     """
     tensors = keys.header.tensors
     (heads, dim) = gguf_heads(keys)
@@ -275,7 +276,7 @@ def _gguf_kinds(keys: Keys) -> list[str]:
 
 
 def _gguf_mixture(keys: Keys) -> dict[str, Any]:
-    """Shares are sigmoids."""
+    """Read the mixture. Shares are sigmoids."""
     gating = keys.optional_size("expert_gating_func", 0)
     if gating not in (None, SIGMOID):
         raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")

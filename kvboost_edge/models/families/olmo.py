@@ -28,7 +28,7 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """All layers are mixtures."""
+    """Describe OLMoE's mixture, which all layers are."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
     return experts_of(config, keys, (64, 8, None), [True] * layers, renorm=renorm_of(config))
 
@@ -64,7 +64,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3 where there is a window; its scaled rope is that of the full layers alone."""
+    """Complete the config from a file, which is OLMo 3's where there is a window; its scaled rope
+    is that of the full layers alone.
+    """
     window = keys.optional_size("attention.sliding_window", 0)
     if not window:
         return {}
@@ -85,7 +87,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Shares are not divided by their sum."""
+    """Complete the config of OLMoE from a file. Shares are not divided by their sum."""
     return {**gguf_experts(keys), "norm_topk_prob": False}
 
 

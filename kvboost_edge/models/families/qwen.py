@@ -32,7 +32,7 @@ def _qwen3_experts(config: Config, layers: int) -> Experts:
 
 
 def qwen2_experts(config: Config, layers: int) -> Experts:
-    """A mixture beside an expert that all tokens share, by a gate of its own."""
+    """Describe a mixture beside an expert that all tokens share, by a gate of its own."""
     found = experts_by_step(config, layers, (60, 4, 1408))
     config = {"shared_expert_intermediate_size": 5632, **config}
     parts = (
@@ -85,7 +85,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_qwen3_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Shares are divided by their sum."""
+    """Complete the config from a file. Shares are divided by their sum."""
     return {
         **gguf_experts(keys),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
@@ -94,7 +94,7 @@ def _gguf_qwen3_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_qwen2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Shares are not divided by their sum."""
+    """Complete the config from a file. Shares are not divided by their sum."""
     shared = keys.size("expert_shared_feed_forward_length")
     return {
         **_gguf_qwen3_moe(keys, config),

@@ -46,7 +46,7 @@ Config = Mapping[str, Any]
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """A gated delta rule, by layer_types, or all layers but every
+    """Describe the gated delta rule: by layer_types, or in all layers but every
     full_attention_interval-th.
     """
     kinds = kinds_of_layers(config, layers, LINEAR, "delta", _by_interval(config, layers))
@@ -98,14 +98,16 @@ def _by_interval(config: Config, layers: int) -> list[str] | None:
 
 
 def _complete(config: Config) -> Config:
-    """The config of a mixture with the width of the shared expert, which is that of its only
+    """Return the config of a mixture with the width of the shared expert, which is that of its only
     MLPs.
     """
     return {"shared_expert_intermediate_size": 512, **config}
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """As Qwen2's in all layers; shares are divided by their sum whatever the config says."""
+    """Describe the mixture: as Qwen2's in all layers; shares are divided by their sum whatever the
+    config says.
+    """
     usual = {
         "num_experts": 256,
         "num_experts_per_tok": 8,
@@ -160,8 +162,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Heads of keys and of values have one size. Value heads stand in the order of tiles: that of
-    key head 0, then of 1, and so on, again and again.
+    """Complete the config from a file. Heads of keys and of values have one size. Value heads stand
+    in the order of tiles: that of key head 0, then of 1, and so on, again and again.
     """
     dim = keys.size("ssm.state_size")
     value_heads = keys.size("ssm.time_step_rank")
@@ -180,7 +182,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """The same with experts, beside one that all tokens share."""
+    """Complete the config of a mixture from a file: experts beside one that all tokens share."""
     return {
         **_gguf_config(keys, config),
         **gguf_experts(keys),
@@ -190,8 +192,8 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent(keys: Keys) -> list[bool]:
-    """Whether each of the model's own layers keeps a state: a list says so, or every n-th layer
-    attends.
+    """Return whether each of the model's own layers keeps a state: a list says so, or every n-th
+    layer attends.
     """
     key = "attention.recurrent_layers"
     layers = keys.layers()

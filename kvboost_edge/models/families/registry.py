@@ -34,7 +34,7 @@ def _files() -> Iterator[ModuleType]:
 
 
 def _collected(name: str) -> Mapping[str, Any]:
-    """The entries of all files under one name, each key once."""
+    """Collect the entries of all files under one name, each key once."""
     found: dict[str, Any] = {}
     for module in _files():
         entries: Mapping[str, Any] = getattr(module, name, {})

@@ -31,7 +31,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth layer has no rope: the file does not say it, llama.cpp computes it so."""
+    """Complete the config from a file. Every fourth layer has no rope: the file does not say it,
+    llama.cpp computes it so.
+    """
     return {"no_rope_layer_interval": 4}
 
 

@@ -100,7 +100,7 @@ def check_most(name: str, value: int, most: int) -> None:
 
 
 def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:
-    """A model of these layers, of which some must attend."""
+    """Describe a model of these layers, of which some must attend."""
     if _ATTENTION not in kinds:
         raise ModelFormatError(
             "no layer of the model attends; models of states alone are not known"
@@ -111,8 +111,8 @@ def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid
 def kinds_of_layers(
     config: Config, layers: int, name: str, kind: str, rule: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Kinds of layers by layer_types, whose states are called `name` there, or by an older rule;
-    both must agree.
+    """Return the kinds of layers by layer_types, whose states are called `name` there, or by an
+    older rule; both must agree.
     """
     types = config.get("layer_types")
     known = {FULL: _ATTENTION, name: kind}
@@ -210,9 +210,9 @@ def ssd_mixer(
 
 
 def ssd_names(prefix: str, mixer: Mixer, *, conv_bias: bool) -> MixerNames:
-    """Names of a mixer's tensors inside a layer, where its module is called so there. The input
-    projection is stored as
-    one matrix, [z | x | B | C | dt]; here x, B and C are one piece, z and dt others.
+    """Return the names of a mixer's tensors inside a layer, where its module is called so there.
+    The input projection is stored as one matrix, [z | x | B | C | dt]; here x, B and C are one
+    piece, z and dt others.
     """
     whole = f"{prefix}.in_proj"
     return MixerNames(
@@ -251,7 +251,7 @@ def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, 
 
 
 def gguf_heads(keys: Keys) -> tuple[int, int]:
-    """Heads of a GGUF file's Mamba2, and their dim."""
+    """Read the heads of a GGUF file's Mamba2, and their dim."""
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner % heads:

@@ -24,7 +24,7 @@ Config = Mapping[str, Any]
 
 
 def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
-    """Windows from layer_types, or from a rule where the config has none."""
+    """Read windows from layer_types, or from a rule where the config has none."""
     window = given_window(config, 0)
     rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
     types = config.get("layer_types") or rule
@@ -41,21 +41,21 @@ def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -
 
 
 def given_window(config: Config, default: int) -> int:
-    """sliding_window, 0 where it is null."""
+    """Return sliding_window, 0 where it is null."""
     if "sliding_window" not in config:
         return default
     return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
 
 
 def given_step(config: Config, keys: tuple[str, ...], default: int) -> int:
-    """The first of the keys that the config gives, as an integer of at least 1."""
+    """Return the first of the keys that the config gives, as an integer of at least 1."""
     return next(
         (integer_of(config, key, 1) for key in keys if config.get(key) is not None), default
     )
 
 
 def same_window(default: int) -> Callable[[Config, int], list[int]]:
-    """Every layer has the window of the config, or `default` where the config does not say."""
+    """Give every layer the window of the config, or `default` where the config does not say."""
 
     def windows(config: Config, layers: int) -> list[int]:
         if config.get("layer_types"):
@@ -77,7 +77,7 @@ def every_second(config: Config, layers: int) -> list[int]:
 
 
 def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
-    """Every layer has a window but each n-th; n is under one of the keys, or `default`. None
+    """Give every layer a window but each n-th; n is under one of the keys, or `default`. None
     without sliding_window.
     """
 
@@ -94,7 +94,7 @@ def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]
 
 
 def all_but_first_of(period: int, default: int) -> Callable[[Config, int], list[int]]:
-    """Every layer has a window but the first of each `period`; `default` where the config does not
+    """Give every layer a window but the first of each `period`; `default` where the config does not
     say how long.
     """
     return lambda config, layers: layer_windows(
