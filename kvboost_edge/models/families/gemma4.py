@@ -321,7 +321,7 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
 
 
 def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]:
-    """Read the key heads of both kinds of layers, and whether full ones have their keys for values."""
+    """Read the key heads of both kinds of layers, and whether full ones have keys for values."""
     key = "attention.head_count_kv"
     heads = keys.sizes(key)
     by_kind = {

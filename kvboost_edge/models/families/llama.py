@@ -53,7 +53,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. One of architecture llama is a Mixtral where it has experts."""
+    """Complete the config from a file, which is a Mixtral's where it has experts."""
     if not keys.optional_size("expert_count", 0):
         return {}
     return {

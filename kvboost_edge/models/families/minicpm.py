@@ -59,7 +59,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. What older files leave out is what llama.cpp takes for them."""
+    """Complete the config from a file; what older ones leave out, as llama.cpp does."""
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]
     return {
