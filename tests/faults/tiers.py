@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import fault
 
 _FAULTY = "tests/tiers/disk/test_faults.py"
-_ROOM = "tests/tiers/disk/test_room.py"
+_ROOM = "tests/tiers/disk/test_capacity.py"
 _TIER = "tests/tiers/disk/test_tier.py"
 _DIRECTORY = "tests/tiers/disk/test_directory.py"
 _DAMAGE = "tests/tiers/disk/test_damage.py"
@@ -60,21 +60,21 @@ _DISK = (
     ),
     fault(
         "the disk is filled to its last byte",
-        "tiers/disk/room.py",
+        "tiers/disk/capacity.py",
         "of_disk = own_bytes + free - free_floor(total)",
         "of_disk = own_bytes + free",
         f"{_ROOM}::test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again",
     ),
     fault(
         "what other models store counts for no cap",
-        "tiers/disk/room.py",
+        "tiers/disk/capacity.py",
         "return min(self.max_bytes - theirs, of_disk)",
         "return min(self.max_bytes, of_disk)",
         f"{_ROOM}::test_spaces_that_nobody_has_open_go_first_those_used_longest_ago_before_others",
     ),
     fault(
         "segments of a space that is open are deleted by others",
-        "tiers/disk/room.py",
+        "tiers/disk/capacity.py",
         "                if handle is None:\n                    continue\n",
         "",
         f"{_ROOM}::test_a_space_that_is_open_is_left_alone_by_others",

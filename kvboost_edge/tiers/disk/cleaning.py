@@ -8,10 +8,10 @@ written as was stored.
 
 from __future__ import annotations
 
+from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.files import passes
 from kvboost_edge.tiers.disk.index import Entry, Index
-from kvboost_edge.tiers.disk.room import Room
-from kvboost_edge.tiers.disk.segments import Segment, Segments
+from kvboost_edge.tiers.disk.segment_files import Segment, Segments
 from kvboost_edge.tiers.record import decode_header, is_intact
 
 __all__ = ["Cleaner"]

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.tiers.disk.file_names import DESCRIPTION, LOCK, is_space, write_whole
 from kvboost_edge.tiers.disk.files import CHANGE, WRITE, Files
-from kvboost_edge.tiers.disk.layout import DESCRIPTION, LOCK, is_space, write_whole
 from kvboost_edge.tiers.disk.sidecar import read_file
 
 __all__ = [

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.memory import uncollected
 from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.cleaning import Cleaner
 from kvboost_edge.tiers.disk.directory import SpaceDirectory
+from kvboost_edge.tiers.disk.file_names import ORDER, write_whole
 from kvboost_edge.tiers.disk.files import Files, passes
 from kvboost_edge.tiers.disk.index import Entry, Index
-from kvboost_edge.tiers.disk.layout import ORDER, write_whole
 from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
-from kvboost_edge.tiers.disk.room import Room
 from kvboost_edge.tiers.disk.sealing import Sealer
-from kvboost_edge.tiers.disk.segments import Segment, Segments
+from kvboost_edge.tiers.disk.segment_files import Segment, Segments
 from kvboost_edge.tiers.disk.sidecar import padded, read_file
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 

@@ -21,9 +21,9 @@ from helpers.tiers.disk_cases import (
 )
 from helpers.tiers.disk_faults import FaultyFiles
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk import room
+from kvboost_edge.tiers.disk import capacity
+from kvboost_edge.tiers.disk.capacity import default_cap, free_floor
 from kvboost_edge.tiers.disk.files import Files
-from kvboost_edge.tiers.disk.room import default_cap, free_floor
 from kvboost_edge.tiers.disk.tier import DiskTier
 
 HELD = CAP // RECORD_BYTES  # blocks that would fill the cap
@@ -256,7 +256,7 @@ class AtOnce(Files):
     sys.platform != "linux", reason="elsewhere room is not given before it is written to"
 )
 def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_TURN_S", 0.02)
+    monkeypatch.setattr(capacity, "_TURN_S", 0.02)
     now = [0.0]
     with opened(tmp_path) as one, opened(tmp_path, OTHER_SPACE, clock=lambda: now[0]) as other:
         for seed in range(30):

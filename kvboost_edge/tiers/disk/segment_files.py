@@ -17,8 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvboost_edge.tiers.disk.files import CHANGE, NEW, READ, Files, passes, transferred
-from kvboost_edge.tiers.disk.layout import (
+from kvboost_edge.tiers.disk.file_names import (
     LAST_SEGMENT,
     leftovers,
     segment_ids,
@@ -26,6 +25,7 @@ from kvboost_edge.tiers.disk.layout import (
     sidecar_path,
     write_whole,
 )
+from kvboost_edge.tiers.disk.files import CHANGE, NEW, READ, Files, passes, transferred
 from kvboost_edge.tiers.disk.sidecar import Record, Scan, decode_sidecar, encode_sidecar, read_file
 
 __all__ = ["Segment", "Segments"]
