@@ -1,7 +1,7 @@
 """The scan: a rolling hash finds blocks whose tokens stand in the prompt; comparing tokens decides
 and extends.
 
-Its oracle compares every block at every place, see kernels/reference/spans.py.
+Its oracle compares every block at every place, see kernels/reference/span_scan.py.
 """
 
 from __future__ import annotations

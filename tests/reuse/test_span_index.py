@@ -9,7 +9,7 @@ from helpers.kvcache.manager_cases import B, prefill
 from helpers.raising import assert_raises
 from helpers.reuse.index_cases import OTHER, ROOT, Offered
 from kvboost_edge.errors import CacheCorruption, ConfigError
-from kvboost_edge.kernels.reference.spans import StoredBlock
+from kvboost_edge.kernels.reference.span_scan import StoredBlock
 from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvboost_edge.kernels.reference.spans import StoredBlock, StoredRun
-from kvboost_edge.kernels.reference.spans import scan as slow_scan
+from kvboost_edge.kernels.reference.span_scan import StoredBlock, StoredRun
+from kvboost_edge.kernels.reference.span_scan import scan as slow_scan
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
 from kvboost_edge.reuse.found_runs import Run
