@@ -15,7 +15,8 @@ from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.config import RecomputeStrategy
 from kvboost_edge.engine.offload.prefetch import Load, Loads
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.feature import SharedSpans, SpanPlacement
+from kvboost_edge.engine.schedule.feature import SharedSpans
+from kvboost_edge.engine.schedule.planners import SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 from kvboost_edge.kvcache.block_table import BlockTable, TablePart
 from kvboost_edge.kvcache.hashing import decode_tokens

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.engine.request.results import Missed
-from kvboost_edge.engine.schedule.feature import Prefetcher
+from kvboost_edge.engine.schedule.planners import Prefetcher
 from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager

@@ -15,7 +15,6 @@ from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
 if TYPE_CHECKING:
-    from kvboost_edge.engine.schedule.sequence import Sequence
     from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["OutputText", "PhaseMarks", "TokenScores"]
@@ -96,21 +95,20 @@ class TokenScores:
             if len(wanted):
                 self.logits.append(wanted.copy())
 
-    def read_prompt(self, first: int, logits: Floats, sequence: Sequence) -> None:
+    def read_prompt(self, first: int, logits: Floats) -> bool:
         """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts
-        the one after it.
+        the one after it. Return whether all of the prompt's were taken.
         """
         count = self._request.params.prompt_logprobs
         if count is None:
-            return
+            return False
         known = self._prompt
+        prompt = self._request.prompt_ids
         for row in logits[len(known) - 1 - first :]:
-            if len(known) == self._request.num_prompt_tokens:
+            if len(known) == len(prompt):
                 break
-            known.append(token_logprobs(row, sequence.token_ids[len(known)], count))
-        is_known = len(known) == self._request.num_prompt_tokens
-        if is_known and sequence.handle.prompt_logprobs is None:
-            sequence.handle.prompt_logprobs = tuple(known)
+            known.append(token_logprobs(row, prompt[len(known)], count))
+        return len(known) == len(prompt)
 
     def note_chosen(self, logits: Floats, token_id: int) -> TokenLogprobs | None:
         """Keep and return the log probabilities of a chosen token; None if not asked for."""

@@ -21,7 +21,7 @@ from operator import attrgetter
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.budget import Budget
 from kvboost_edge.engine.schedule.fairness import Fairness
-from kvboost_edge.engine.schedule.feature import DraftPlanner, Prefetcher, SpanPlacement
+from kvboost_edge.engine.schedule.planners import DraftPlanner, Prefetcher, SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.errors import CacheCorruption, CapacityError
@@ -207,10 +207,11 @@ class Scheduler:
         """Whether it is worth trying to let a sequence in. Where another tenant has more than its
         share, one of its sequences makes room.
         """
-        others = len(self.loads) - (
-            self.loads.of(sequence) is not None
-        )  # whose prefixes are coming: they have a place too
-        full = len(self.running) + others >= self.max_num_seqs
+        # Those whose prefixes are arriving have a place too. What arrived waits like any other: if
+        # it kept its place, a more urgent request would never get one.
+        own = self.loads.of(sequence)
+        arriving = self.loads.num_arriving - (own is not None and not own.is_done)
+        full = len(self.running) + arriving >= self.max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
             return True
         if not self._fairness.is_shared:

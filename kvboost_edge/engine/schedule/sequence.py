@@ -233,7 +233,8 @@ class Sequence:
         reason = None
         first = computed - len(rows)
         self.scores.keep_logits(first, rows)
-        self.scores.read_prompt(first, rows, self)
+        if self.scores.read_prompt(first, rows) and self.handle.prompt_logprobs is None:
+            self.handle.prompt_logprobs = self.scores.prompt
         if self.request.prefill_only or self.request.logits_start is not None:
             reason = "length" if computed == len(self.token_ids) else None
         else:

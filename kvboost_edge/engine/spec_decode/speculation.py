@@ -14,7 +14,8 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.feature import Drafting, DraftPlanner
+from kvboost_edge.engine.schedule.feature import Drafting
+from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
 

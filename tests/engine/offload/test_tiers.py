@@ -180,6 +180,23 @@ def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
     )
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 4])
+def test_prefixes_that_arrived_keep_no_place_from_a_more_urgent_request(kind, max_num_seqs):
+    """As many finished prefetches as there are places: the urgent request stopped the engine."""
+    prompts = [[number, *PROMPT] for number in range(max_num_seqs)]
+    bench = kind.bench(tiers=[kept(*prompts, kind=kind)], max_num_seqs=max_num_seqs)
+    handles = [bench.submit(prompt, 3) for prompt in prompts]
+    bench.step()
+    while bench.mover.pump():
+        pass
+    bench.core._drain_inbox()
+    assert [load.is_done for load in bench.scheduler.loads] == [True] * max_num_seqs
+    handles.append(bench.submit([5, 6, 7, 8], 3, priority=-1))
+    bench.run(200)
+    for handle in handles:
+        bench.answer(handle)
+
+
 def test_a_deadline_ends_a_request_whose_prefix_does_not_come(kind):
     bench = kind.bench(tiers=[kept(PROMPT, kind=kind)])
     handle = bench.submit(PROMPT, 4, deadline=0.0)
