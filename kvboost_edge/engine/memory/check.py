@@ -29,7 +29,6 @@ from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import free_bytes, packed_path
@@ -37,7 +36,6 @@ from kvboost_edge.models.packed.plan import (
     STORED,
     WEIGHT_FORMATS,
     check_tensors,
-    pack_plan,
     row_tables,
 )
 from kvboost_edge.models.packed.stream import packing_bytes
@@ -137,9 +135,9 @@ def _check_files(checkpoint: Checkpoint, weights: str) -> None:
     """ModelFormatError where the files are not what the config says: a size that is wrong there
     reads as memory that lacks.
     """
-    spec = describe_model(checkpoint.config)
+    plan = checkpoint.plan(weights)
     with checkpoint.open_source() as source:
-        check_tensors(pack_plan(spec, weights, source), source, row_tables(spec))
+        check_tensors(plan, source, row_tables(checkpoint.spec))
 
 
 class PlannedMemory(NamedTuple):

@@ -16,7 +16,6 @@ from kvboost_edge.host.memory import available_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, pinned_context
 from kvboost_edge.models.config.file import context_length, stored_dtype, text_config
-from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
@@ -60,6 +59,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
         checkpoint.native_refusal,
         checkpoint.onnx_refusal,
         len(checkpoint.past_layout().layers) if checkpoint.onnx_refusal == "" else 0,
+        lambda: checkpoint.spec,
     )
     runner = choose_runner(config, model)
     plan = plan_of(runner.name)
@@ -113,7 +113,7 @@ def planned_kv_spec(
     if runner == "onnx":
         return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
     if runner == "native":
-        return native_kv_spec(describe_model(fields), weights, config.block_size, config.kv_bits)
+        return native_kv_spec(checkpoint.spec, weights, config.block_size, config.kv_bits)
     inner = text_config(fields)
     layers, heads, hidden = (size_of(inner, name) or 0 for name in _SHAPE)
     kv_heads = size_of(inner, "num_key_value_heads") or heads
