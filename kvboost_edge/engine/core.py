@@ -38,7 +38,7 @@ from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
-from kvboost_edge.runners.base import Runner
+from kvboost_edge.runners.base import ForwardBatch, Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence
@@ -375,31 +375,56 @@ class EngineCore:
                 self._handle(message)
 
     def step(self) -> bool:
-        """Run one step; False if there was nothing to do."""
+        """Run one step: plan, score, compute, take. Return False if there was nothing to do."""
         with self.lock:
             plan = self._plan()
-            if plan is None or (not plan.work and not plan.copies and self.scheduler.only_waits):
-                return False
-            hidden_size = self._runner.info.hidden_size
-            batch = (
-                build_batch(plan.work, self.scheduler.manager, hidden_size) if plan.work else None
-            )
+            batch = None if plan is None else self._batch_of(plan)
+        if plan is None:
+            return False
         began = time.perf_counter()
-        if plan.probed:
-            self._probe(plan.probed)
+        self._probe(plan.probed)
+        found = self._compute(plan, batch)
+        if found is not None:
+            self._finish(plan, batch, found, began)
+        return True
+
+    def _batch_of(self, plan: StepPlan) -> ForwardBatch | None:
+        """Return the batch of a step; None where it computes nothing."""
+        if not plan.work:
+            return None
+        return build_batch(plan.work, self.scheduler.manager, self._runner.info.hidden_size)
+
+    def _probe(self, sequences: list[Sequence]) -> None:
+        """Score a piece of the spans of each sequence; one that fails ends alone."""
+        if not sequences:
+            return
+        failed = self._prober.look(sequences)
+        with self.lock:
+            for sequence, error in failed:
+                self._end(sequence, error=error)
+            self._prober.end(sequences)
+
+    def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> list[Floats] | None:
+        """Copy blocks and run the forward pass; return what it found for each item of work.
+
+        Where it fails all sequences that depend on it end, and None is returned.
+        """
         try:
             if plan.copies:
                 self._backend.copy_blocks(plan.copies)
-            found = (
-                []
-                if batch is None
-                else split_rows(plan.work, self._runner.forward(batch), batch.states)
-            )
+            if batch is None:
+                return []
+            return split_rows(plan.work, self._runner.forward(batch), batch.states)
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
                     self._end(sequence, error=error)
-            return True
+            return None
+
+    def _finish(
+        self, plan: StepPlan, batch: ForwardBatch | None, found: list[Floats], began: float
+    ) -> None:
+        """Give each sequence its rows, take in accepted draft tokens, and write back blocks."""
         self._pace.observe(plan, time.perf_counter() - began)
         with self.lock:
             self._take(plan.work, found)
@@ -411,15 +436,6 @@ class EngineCore:
                 self._end(end.sequence, reason=end.reason, error=end.error)
             self._watch.after()
             self.tiering.save_some(time.perf_counter() - began)
-        return True
-
-    def _probe(self, sequences: list[Sequence]) -> None:
-        """Look at a piece of the spans of each; one that fails ends alone."""
-        failed = self._prober.look(sequences)
-        with self.lock:
-            for sequence, error in failed:
-                self._end(sequence, error=error)
-            self._prober.end(sequences)
 
     def _plan(self) -> StepPlan | None:
         """What the next step does, its blocks reserved and the backend told of those that changed
@@ -442,7 +458,8 @@ class EngineCore:
         sources = frozenset([copy.src for copy in plan.copies])
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
-        return plan
+        is_empty = not plan.work and not plan.copies
+        return None if is_empty and self.scheduler.only_waits else plan
 
     def _release_blocks(self, wanted: frozenset[int]) -> None:
         """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for
