@@ -260,34 +260,10 @@ def _assemble(
         )
         with _closed_on_error(backend):
             runner.bind(backend)
-    # What nobody asked for and is slower is said where everybody sees it.
-    _LOG.log(
-        logging.INFO if choice.wanted else logging.WARNING,
-        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences "
-        "at a time",
-        *(
-            info.name,
-            info.dtype,
-            backend.name,
-            choice.device,
-            choice.reason,
-            num_blocks,
-            backend.pool_bytes / 1e6,
-        ),
-        max_num_seqs,
-    )
+    _log_choice(choice, runner, backend, num_blocks, max_num_seqs)
     if shortage := drafts_shortage(config, info, state_sizes):
         _LOG.warning("%s", shortage)
-    kv = info.kv_spec
-    stored = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}"
-    kv_format = f"{stored}/{info.name}-{info.dtype}/{backend.name}"
-    # What outlives the process must not be taken for exact by another version, or by other forms of
-    # the kernels.
-    kv_format += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
-    if kv.states:
-        kv_format += f"/states {kv.bytes_per_state}"
-    if config.rope_range != "short":
-        kv_format += f"/rope {config.rope_range}"
+    kv_format = _kv_format(config, runner, backend)
     with _closed_on_error(runner), _closed_on_error(backend):
         tiers = open_tiers(config, fingerprint, kv_format, info.architecture, name)
     return EngineParts(
@@ -318,6 +294,45 @@ def _assemble(
         max_num_seqs=max_num_seqs,
         tiers=tiers,
     )
+
+
+def _log_choice(
+    choice: BackendChoice, runner: Runner, backend: Backend, num_blocks: int, max_num_seqs: int
+) -> None:
+    """Log which runner and backend serve the model, and the size of the pool."""
+    info = runner.info
+    # A slower choice that nobody asked for is a warning, so that everybody sees it.
+    _LOG.log(
+        logging.INFO if choice.wanted else logging.WARNING,
+        "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences "
+        "at a time",
+        info.name,
+        info.dtype,
+        backend.name,
+        choice.device,
+        choice.reason,
+        num_blocks,
+        backend.pool_bytes / 1e6,
+        max_num_seqs,
+    )
+
+
+def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
+    """Return the name of the stored KV's format: equal names hold equal bits.
+
+    What outlives the process must not be taken for exact by another version, or by other variants
+    of the kernels, so both are part of the name.
+    """
+    info = runner.info
+    kv = info.kv_spec
+    found = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}"
+    found += f"/{info.name}-{info.dtype}/{backend.name}"
+    found += f"/{info.numerics}/{info.kernel_path}/{backend.describe().attention_path}"
+    if kv.states:
+        found += f"/states {kv.bytes_per_state}"
+    if config.rope_range != "short":
+        found += f"/rope {config.rope_range}"
+    return found
 
 
 def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:

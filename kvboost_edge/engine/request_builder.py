@@ -313,14 +313,7 @@ class Intake:
         text, ids = encode_prompt(
             prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer)
         )
-        if needs_logits:
-            max_tokens = len(ids)
-            if max_tokens > info.max_context:
-                raise RequestError(
-                    f"{max_tokens} tokens are more than the model's context of {info.max_context}"
-                )
-        else:
-            max_tokens = resolve_max_tokens(len(ids), params, info.max_context)
+        max_tokens = self._max_tokens(len(ids), params, needs_logits=needs_logits)
         shown = text if entry.prompt_text is None else entry.prompt_text
         if not shown and entry.prompt_text is None:
             shown = tokenizer.decode(ids, skip_special_tokens=False)
@@ -365,6 +358,15 @@ class Intake:
             always_drafts=(terms.speculation or self._config.speculation) == "on",
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
         )
+
+    def _max_tokens(self, num_tokens: int, params: SamplingParams, *, needs_logits: bool) -> int:
+        """Return the most tokens of prompt and output; RequestError beyond the model's context."""
+        limit = self._parts.runner.info.max_context
+        if not needs_logits:
+            return resolve_max_tokens(num_tokens, params, limit)
+        if num_tokens > limit:
+            raise RequestError(f"{num_tokens} tokens are more than the model's context of {limit}")
+        return num_tokens
 
     def _check_kind(self, terms: Terms, *, generates: bool, wants_states: bool) -> None:
         """RequestError for what a model of this kind does not do."""
