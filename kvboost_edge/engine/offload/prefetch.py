@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.engine.request.results import Missed
-from kvboost_edge.engine.schedule.planners import Prefetcher
+from kvboost_edge.engine.schedule.planners import Load as LoadOfSequence
+from kvboost_edge.engine.schedule.planners import Prefetcher, SpanPlacement
 from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -217,6 +218,24 @@ class Loads(Prefetcher):
     def num_arriving(self) -> int:
         """Loads that more is to come of."""
         return sum(not load.is_done for load in self._by_ticket.values())
+
+    def num_arriving_besides(self, sequence: Request) -> int:
+        own = self.of(sequence)
+        return self.num_arriving - (own is not None and not own.is_done)
+
+    def bring(self, sequence: Request, spare_blocks: int, sharing: SpanPlacement) -> bool:
+        load: LoadOfSequence | None = self.of(sequence)
+        if load is None and sequence.uses_cache and not sequence.restored.was_asked:
+            load = self.begin(sequence, spare_blocks)
+            sequence.restored.was_asked = load is not None and load.sequence is sequence
+        if load is None or load.is_done:
+            load = sharing.bring(sequence, self, spare_blocks) or load
+        return load is not None and not load.is_done
+
+    def end(self, sequence: Request) -> None:
+        load = self.of(sequence)
+        if load is not None:
+            self.finish(load)
 
     def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None

@@ -90,16 +90,16 @@ class Prefetcher:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def of(self, sequence: Sequence) -> Load | None:
-        """Return the load of a sequence: on its way, or arrived and not taken yet."""
-        return None
+    def num_arriving_besides(self, sequence: Sequence) -> int:
+        """Return the number of loads of other sequences of which more is to come."""
+        return 0
 
-    def begin(self, sequence: Sequence, spare_blocks: int) -> Load | None:
-        """Begin to load what tiers hold of a sequence's prefix; None where that is nothing."""
-        return None
+    def bring(self, sequence: Sequence, spare_blocks: int, sharing: SpanPlacement) -> bool:
+        """Return whether blocks of a sequence are arriving; ask the tiers first if not done yet."""
+        return False
 
-    def finish(self, load: Any) -> None:
-        """End a load and give its blocks back."""
+    def end(self, sequence: Sequence) -> None:
+        """End a sequence's load, if it has one, and give its blocks back."""
 
     def make_room(self) -> bool:
         """End all loads, because their blocks are needed; return whether there was one."""

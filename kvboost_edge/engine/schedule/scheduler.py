@@ -137,7 +137,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, in whatever state it is, and give its blocks back."""
-        self._end_load(sequence)
+        self.loads.end(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         elif sequence.status is SequenceStatus.RUNNING:
@@ -181,7 +181,7 @@ class Scheduler:
                     # The same prefix is being computed or loaded right now; those behind may go
                     # ahead.
                     continue
-                if self._is_loading(sequence):
+                if self.loads.bring(sequence, self._spare_blocks_of(sequence), self.sharing):
                     continue
                 admitted = self._try_admit(sequence, plan)
                 if not admitted and self.loads.make_room():
@@ -209,9 +209,8 @@ class Scheduler:
         """
         # Those whose prefixes are arriving have a place too. What arrived waits like any other: if
         # it kept its place, a more urgent request would never get one.
-        own = self.loads.of(sequence)
-        arriving = self.loads.num_arriving - (own is not None and not own.is_done)
-        full = len(self.running) + arriving >= self.max_num_seqs
+        taken = len(self.running) + self.loads.num_arriving_besides(sequence)
+        full = taken >= self.max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
             return True
         if not self._fairness.is_shared:
@@ -238,23 +237,6 @@ class Scheduler:
             sequence.awaited_hash = awaited
         return sequence.awaited_hash is not None
 
-    def _is_loading(self, sequence: Sequence) -> bool:
-        """Whether a part of its prefix is on its way from a tier; asked for now if it was not
-        before.
-        """
-        load = self.loads.of(sequence)
-        if load is None and sequence.uses_cache and not sequence.restored.was_asked:
-            load = self.loads.begin(sequence, self._spare_blocks_of(sequence))
-            sequence.restored.was_asked = load is not None and load.sequence is sequence
-        if load is None or load.is_done:
-            load = self.sharing.bring(sequence, self.loads, self._spare_blocks_of(sequence)) or load
-        return load is not None and not load.is_done
-
-    def _end_load(self, sequence: Sequence) -> None:
-        load = self.loads.of(sequence)
-        if load is not None:
-            self.loads.finish(load)
-
     def _spare_blocks_of(self, sequence: Sequence) -> int:
         """Free blocks beyond one for each running sequence, which it takes sooner or later: without
         that rest, letting a sequence in would soon preempt it again. Nor, unless it is alone, may
@@ -270,7 +252,7 @@ class Scheduler:
         not free. What was loaded for it is in the cache by now, and nobody comes between.
         """
         sequence.look_up()
-        self._end_load(sequence)
+        self.loads.end(sequence)
         for use_cache, use_spans in self._ways(sequence):
             # Its own blocks, found again after a preemption, are no hits.
             first = not sequence.was_admitted
