@@ -17,7 +17,7 @@ from kvboost_edge.cli.inspect import installed_route, report_table
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.check import Fit, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_place, plan_fit
 from kvboost_edge.engine.memory.selection import available_on, select_path
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
@@ -230,7 +230,7 @@ def _memory_of(
     return {**report, "knobs": _knobs(fit, packed, config)}
 
 
-def _arithmetic(fit: Fit) -> str:
+def _arithmetic(fit: MemoryCheck) -> str:
     spare = fit.available - fit.needed
     rest = f"{_gb(spare)} stay for the rest" if spare >= 0 else f"{_gb(-spare)} are missing"
     copies = " and the runner's copies" * fit.info.copies_kv
@@ -264,7 +264,7 @@ def _packing(
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
 
 
-def _knobs(fit: Fit, packed: Mapping[str, int], config: EngineConfig) -> str:
+def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) -> str:
     """What makes the model smaller, with what it comes to."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [

@@ -32,7 +32,7 @@ from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents
 from kvboost_edge.engine.tasks.embedding import Embedding, Embeds
-from kvboost_edge.engine.tasks.quality_gate import Gate
+from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.engine.tasks.verify import verify
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.events import CacheEvents
@@ -144,7 +144,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
         self._calls = Calls(self._core)
         self._embedding = Embedding(parts, self._intake, self._calls)
         self._documents = Documents(parts, config, self._intake, self._core)
-        self._gate = Gate(parts, config, self._intake, self._core, self._documents)
+        self._gate = QualityGate(parts, config, self._intake, self._core, self._documents)
         # The thread knows the core only, so a forgotten engine is collected and its thread told to
         # end.
         self._finalizer = weakref.finalize(self, self._core.request_close)

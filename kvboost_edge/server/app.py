@@ -29,7 +29,7 @@ from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
-from kvboost_edge.server.http.middleware import Envelope, Gate
+from kvboost_edge.server.http.middleware import AuthMiddleware, Envelope
 from kvboost_edge.server.models.exposition import ServerMetrics
 from kvboost_edge.server.models.loader import reserved_bytes
 from kvboost_edge.server.models.registry import Models
@@ -115,7 +115,11 @@ def create_app(
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
     routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
     app.add_middleware(
-        Gate, state=state, keys=keys, open_paths=health.OPEN_PATHS | _PAGE_PATHS, routes=routes
+        AuthMiddleware,
+        state=state,
+        keys=keys,
+        open_paths=health.OPEN_PATHS | _PAGE_PATHS,
+        routes=routes,
     )
     if settings.cors_origins:
         app.add_middleware(

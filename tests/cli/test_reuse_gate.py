@@ -3,7 +3,7 @@
 import pytest
 
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.tasks.quality_gate import Gate
+from kvboost_edge.engine.tasks.quality_gate import QualityGate
 
 
 def test_warmup_tests_the_model_so_that_no_request_waits_for_it(tmp_path, monkeypatch, printed):
@@ -14,9 +14,9 @@ def test_warmup_tests_the_model_so_that_no_request_waits_for_it(tmp_path, monkey
 
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     measured = []
-    measure = Gate._measure
+    measure = QualityGate._measure
     monkeypatch.setattr(
-        Gate, "_measure", lambda *arguments: measured.append(1) or measure(*arguments)
+        QualityGate, "_measure", lambda *arguments: measured.append(1) or measure(*arguments)
     )
     assert "reuse at other positions" not in warmed()
     assert "reuse at other positions passed its test: KL(full || reuse) " in warmed(

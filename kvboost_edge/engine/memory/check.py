@@ -43,7 +43,7 @@ from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
-    "Fit",
+    "MemoryCheck",
     "PackedPlace",
     "PlannedMemory",
     "format_bytes",
@@ -54,7 +54,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fit:
+class MemoryCheck:
     """Bytes of memory.
 
     info        what the runner will say of itself
@@ -97,7 +97,7 @@ def plan_fit(
     selected: Selection,
     summary: WeightSummary,
     available: int,
-) -> Fit:
+) -> MemoryCheck:
     """Weights and pool against so much memory. The pool is judged ahead where weights are packed
     first, which takes long, and where the runner's copies take as much again; where torch loads the
     weights it is when it did, and knows exactly what it stores. What weights take on a CUDA device
@@ -126,7 +126,7 @@ def plan_fit(
         with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
-    return Fit(
+    return MemoryCheck(
         info, available, beside, pool, state_room, drafts_shortage(config, info, states), refusal
     )
 

@@ -38,7 +38,7 @@ from kvboost_edge.reuse.quality_gate import (
 )
 from kvboost_edge.reuse.recompute import Repair
 
-__all__ = ["Gate", "Privately"]
+__all__ = ["Privately", "QualityGate"]
 
 _LOG = logging.getLogger(__name__)
 _MARK = "(the text)"
@@ -56,7 +56,7 @@ class Privately(NamedTuple):
     reuse: Terms
 
 
-class Gate:
+class QualityGate:
     """Of one engine. Safe to use from any thread but the engine's: the test's requests are computed
     there, beside all others. One thread tests, the others that need the outcome wait for it.
     """

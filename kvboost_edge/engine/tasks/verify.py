@@ -18,7 +18,7 @@ from kvboost_edge.engine.request.request import SamplingParams, check_mode
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, PromptCheck
 from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.sampling import sampling_distribution
-from kvboost_edge.engine.tasks.quality_gate import Gate
+from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.quality_gate import compare
 from kvboost_edge.reuse.recompute import Repair
@@ -63,7 +63,7 @@ class Checked(Protocol):
 
 def verify(
     engine: Checked,
-    gate: Gate,
+    gate: QualityGate,
     intake: Intake,
     mode: GenerationMode | str,
     prompts: Sequence[Prompt] | None,
@@ -108,7 +108,7 @@ def _verify_exact(
 
 def _verify_reuse(
     engine: Checked,
-    gate: Gate,
+    gate: QualityGate,
     repair: Repair,
     prompts: Sequence[Prompt] | None,
     max_new_tokens: int,

@@ -20,10 +20,10 @@ from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.weight_tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_max, emit_store
 
-__all__ = ["FITS", "Fit", "fit_group"]
+__all__ = ["FITS", "QuantizationFit", "fit_group"]
 
 
-class Fit(NamedTuple):
+class QuantizationFit(NamedTuple):
     """How a kind is fitted: codes from `low` to `high`, stored with `offset` added, `bits` each.
 
     deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight
@@ -41,9 +41,9 @@ class Fit(NamedTuple):
 
 
 FITS = {
-    KIND_INT8: Fit(-128, 127, 128, 8, (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0), 2),
-    KIND_INT4: Fit(-8, 7, 8, 4, (-1.2, -0.6, 0.0, 0.6, 1.2), 3),
-    KIND_INT4_ASYM: Fit(0, 15, 0, 4, (-0.5, 0.375, 1.25, 2.125, 3.0), 3),
+    KIND_INT8: QuantizationFit(-128, 127, 128, 8, (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0), 2),
+    KIND_INT4: QuantizationFit(-8, 7, 8, 4, (-1.2, -0.6, 0.0, 0.6, 1.2), 3),
+    KIND_INT4_ASYM: QuantizationFit(0, 15, 0, 4, (-0.5, 0.375, 1.25, 2.125, 3.0), 3),
 }
 """By kind. More first scales or rounds lower the error by less than 1% of itself."""
 
@@ -99,14 +99,16 @@ def _weights(b: Builder, at: Value, index: Value) -> Value:
     return emit_load(b, V16, b.add(at, b.mul(index, int_constant(_LINE))))
 
 
-def _code(b: Builder, fit: Fit, weight: Value, inverse: Value, minimum: Value | None) -> Value:
+def _code(
+    b: Builder, fit: QuantizationFit, weight: Value, inverse: Value, minimum: Value | None
+) -> Value:
     shifted = weight if minimum is None else b.fadd(weight, minimum)
     rounded = _unary(b, "rint", b.fmul(shifted, inverse))
     return emit_max(b, _min(b, rounded, _splat(float(fit.high))), _splat(float(fit.low)))
 
 
 def _evaluate(
-    b: Builder, fit: Fit, at: Value, count: Value, scale: Value, minimum: Value | None
+    b: Builder, fit: QuantizationFit, at: Value, count: Value, scale: Value, minimum: Value | None
 ) -> _Sums:
     slots = [_slot(b, 0.0) for _ in range(4)]
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))

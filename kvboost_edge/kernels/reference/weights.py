@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.least_squares import FITS, Fit
+from kvboost_edge.kernels.linear.least_squares import FITS, QuantizationFit
 from kvboost_edge.kernels.linear.weight_tiles import GROUP
 from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, TABLE_FORMATS, PackedRows
 from kvboost_edge.kernels.reference.linear import (
@@ -120,7 +120,7 @@ def _groups(weights: Floats) -> Floats:
     return padded.reshape(rows, groups, GROUP)
 
 
-def _first(w: Floats, fit: Fit, delta: float, minima: bool) -> tuple[Floats, Floats]:
+def _first(w: Floats, fit: QuantizationFit, delta: float, minima: bool) -> tuple[Floats, Floats]:
     if minima:
         low = w.min(axis=2)
         scale = (w.max(axis=2) - low) / np.float32(fit.high + delta)
@@ -129,7 +129,7 @@ def _first(w: Floats, fit: Fit, delta: float, minima: bool) -> tuple[Floats, Flo
     return largest / np.float32(-(fit.offset + delta)), np.zeros_like(largest)
 
 
-def _codes(w: Floats, fit: Fit, scale: Floats, minimum: Floats) -> Floats:
+def _codes(w: Floats, fit: QuantizationFit, scale: Floats, minimum: Floats) -> Floats:
     rounded = np.rint((w + minimum[:, :, None]) * _inverse(scale)[:, :, None])
     codes: Floats = np.clip(rounded, fit.low, fit.high)
     return codes

@@ -2,9 +2,9 @@
 or holds a stream.
 
 `Envelope` (outermost) gives the request its id, checks host and origin, adds the security headers,
-turns whatever fails into an OpenAI-shaped answer, and writes the log line. `Gate` answers OPTIONS,
-asks for the key, bounds the body, and turns generating requests away while the queue is full,
-before their bodies are read.
+turns whatever fails into an OpenAI-shaped answer, and writes the log line. `AuthMiddleware` answers
+OPTIONS, asks for the key, bounds the body, and turns generating requests away while the queue is
+full, before their bodies are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.state import MODEL_FACT
 
-__all__ = ["ADMIN_PATHS", "ADMITTED_PATHS", "Envelope", "Gate", "account", "new_request_id"]
+__all__ = [
+    "ADMIN_PATHS",
+    "ADMITTED_PATHS",
+    "AuthMiddleware",
+    "Envelope",
+    "account",
+    "new_request_id",
+]
 
 # They show or change what all tenants share: totals of hits and blocks tell one what another does.
 ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/slots", "/v1/blocks", "/v1/stats"})
@@ -127,7 +134,7 @@ def account(
     log_facts(logging.INFO, "request", request_id=id, **{**facts, **shown})
 
 
-class Gate:
+class AuthMiddleware:
     """Key, size of the body, and a place in the queue.
 
     `open_paths` need no key. They are compared with the raw path, byte by byte: whatever needs

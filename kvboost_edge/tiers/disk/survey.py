@@ -21,7 +21,7 @@ from kvboost_edge.tiers.disk.sidecar import Scan, decode_sidecar, read_file
 
 __all__ = [
     "FoundSpace",
-    "Verdict",
+    "SurveyResult",
     "default_directory",
     "delete_space",
     "find_spaces",
@@ -55,7 +55,7 @@ class FoundSpace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class SurveyResult:
     """Of the records that were found: how many are sound; how many are known and not sound."""
 
     sound: int
@@ -72,7 +72,7 @@ def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
     )
 
 
-def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> Verdict:
+def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> SurveyResult:
     """Read every record and compare its checksums; `progress` is told the bytes of each segment
     done. Changes nothing. Segments that the owner deletes meanwhile are passed over. Raises
     OSError.
@@ -93,7 +93,7 @@ def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None
             sound += intact
             damaged += max(len(known), len(scan.records)) - intact
         progress(size)
-    return Verdict(sound, damaged)
+    return SurveyResult(sound, damaged)
 
 
 def delete_space(space: FoundSpace, files: Files) -> bool:

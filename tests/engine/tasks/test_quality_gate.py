@@ -19,7 +19,7 @@ from helpers.engine.fake_runner import (
 from helpers.engine.hand_mover import DictTier
 from helpers.raising import assert_raises
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.tasks.quality_gate import Gate
+from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
@@ -36,13 +36,13 @@ def own_cache(tmp_path, monkeypatch):
 def tests_run(monkeypatch):
     """What the tests that really ran found."""
     found = []
-    measure = Gate._measure
+    measure = QualityGate._measure
 
     def counted(self, *arguments):
         found.append(measure(self, *arguments))
         return found[-1]
 
-    monkeypatch.setattr(Gate, "_measure", counted)
+    monkeypatch.setattr(QualityGate, "_measure", counted)
     return found
 
 
@@ -217,14 +217,14 @@ def test_an_engine_that_is_closed_ends_its_test():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
     failing = iter([error("stop"), None])
-    logits = Gate.logits
+    logits = QualityGate.logits
 
     def interrupted(self, *arguments):
         if (one := next(failing, None)) is not None:
             raise one
         return logits(self, *arguments)
 
-    monkeypatch.setattr(Gate, "logits", interrupted)
+    monkeypatch.setattr(QualityGate, "logits", interrupted)
     with engine_of() as engine:
         assert_raises(error, "stop", engine.generate, PROMPT, 4, mode=REUSE)
         assert engine.paged_stats()["cached_blocks"] == 0
@@ -239,7 +239,7 @@ def test_what_others_drive_out_of_the_pool_proves_nothing(times, passes, monkeyp
     tries.
     """
     left = iter(range(times))
-    logits = Gate.logits
+    logits = QualityGate.logits
     with engine_of() as engine:
 
         def robbed(self, *arguments):
@@ -247,7 +247,7 @@ def test_what_others_drive_out_of_the_pool_proves_nothing(times, passes, monkeyp
                 engine.reset_cache()
             return logits(self, *arguments)
 
-        monkeypatch.setattr(Gate, "logits", robbed)
+        monkeypatch.setattr(QualityGate, "logits", robbed)
         if not passes:
             with pytest.raises(RequestError, match=r"found 0 of \d+ tokens again.*try again"):
                 engine.generate(PROMPT, 4, mode=REUSE)
