@@ -1,6 +1,4 @@
-"""What is remembered for several tenants in bounded memory, so that none of them can push out what
-another one has.
-"""
+"""A bounded LRU store of several tenants. No tenant can evict the values of another one."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["FairStore"]
+__all__ = ["TenantLRU"]
 
 _MAX_ROOT_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20
@@ -36,16 +34,17 @@ class _Owner:
         self.num_bytes = 0
 
 
-class FairStore(Generic[V]):
-    """Values by root and key; a root is a tenant's together with a salt, its owner the tenant. What
-    one root keeps no other can find. Safe to use from any thread.
+class TenantLRU(Generic[V]):
+    """Values by root and key, least recently used first. Safe to use from any thread.
 
-    Of a root's values those go first that were not used for longest. Where all together are too
-    many, the owner of the most bytes gives, from the root that it did not use for longest: whoever
-    keeps no more than an equal part loses nothing to others, however many salts they use. Of more
-    than 4096 owners the one that came longest ago is forgotten.
+    A root belongs to a tenant and a salt; its owner is the tenant. Values of one root cannot be
+    found under another one.
 
-    max_root_bytes, max_bytes    of one root's values, and of all
+    Evicted are:
+    - the oldest values of a root that has more than `max_root_bytes`;
+    - where all values take more than `max_bytes`, the oldest root of the owner with the most bytes.
+      So an owner with no more than an equal part loses nothing, however many salts others use;
+    - beyond 4096 owners, the owner that was used least recently.
     """
 
     def __init__(self, max_root_bytes: int = _MAX_ROOT_BYTES, max_bytes: int = _MAX_BYTES) -> None:
@@ -58,12 +57,13 @@ class FairStore(Generic[V]):
 
     @property
     def num_bytes(self) -> int:
-        """That all values take, about."""
+        """Bytes that all values take, approximately."""
         return self._num_bytes
 
     def keep(self, owner: bytes, root: bytes, key: Hashable, value: V, size: int) -> None:
-        """Remember a value of `size` bytes; the latest of a key counts. One that is too large for a
-        root is not kept. A root has the same owner each time.
+        """Keep a value of `size` bytes in place of an older one of its key.
+
+        A value that is too large for a root is not kept. A root has the same owner each time.
         """
         if size + _ROOT_BYTES > min(self._max_root_bytes, self._max_bytes):
             return
@@ -86,7 +86,7 @@ class FairStore(Generic[V]):
                     self._forget(one)
 
     def find(self, root: bytes, key: Hashable) -> V | None:
-        """What was kept of a key, which counts as used now; or None."""
+        """Return the value of a key, which counts as used now; None if there is none."""
         with self._lock:
             found = None if root not in self._roots else self._roots[root].values.get(key)
             if found is None:
@@ -95,7 +95,7 @@ class FairStore(Generic[V]):
             return found[0]
 
     def forget(self, *roots: bytes) -> None:
-        """Forget all values of these roots."""
+        """Drop all values of these roots."""
         with self._lock:
             for root in roots:
                 if root in self._roots:

@@ -8,10 +8,10 @@ from collections import defaultdict
 import pytest
 
 from kvboost_edge.host import tenant_lru as fair_store
-from kvboost_edge.host.tenant_lru import FairStore
+from kvboost_edge.host.tenant_lru import TenantLRU
 
 ROOT_BYTES = fair_store._ROOT_BYTES
-Store = FairStore[int]
+Store = TenantLRU[int]
 
 
 def test_a_root_keeps_its_latest_within_its_bytes():

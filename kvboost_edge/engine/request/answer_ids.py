@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvboost_edge.host.tenant_lru import FairStore
+from kvboost_edge.host.tenant_lru import TenantLRU
 
 __all__ = ["AnswerStore", "KeptAnswers"]
 
@@ -21,12 +21,12 @@ _ENTRY_BYTES = 300  # about what Python's objects take around a text and its ids
 
 
 class AnswerStore:
-    """The ids of answers by root (tenant and salt) and text, bounded as `FairStore`: 1 MiB of a
+    """The ids of answers by root (tenant and salt) and text, bounded as `TenantLRU`: 1 MiB of a
     root are some thousand answers. Safe to use from any thread.
     """
 
     def __init__(self) -> None:
-        self._kept: FairStore[array[int]] = FairStore()
+        self._kept: TenantLRU[array[int]] = TenantLRU()
 
     def keep(self, owner: bytes, root: bytes, text: str, token_ids: Sequence[int]) -> None:
         """Remember what a text was written with; the latest counts. owner: the tenant's root,

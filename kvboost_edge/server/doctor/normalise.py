@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
-from kvboost_edge.host.tenant_lru import FairStore
+from kvboost_edge.host.tenant_lru import TenantLRU
 from kvboost_edge.server.settings import NORMALISERS
 
 __all__ = ["Normaliser", "without_billing"]
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 class Normaliser:
     """Remembers how things were spelled first, for each root (tenant and salt) apart, bounded as
-    `FairStore`. Safe to use from any thread.
+    `TenantLRU`. Safe to use from any thread.
 
     kinds: which of `NORMALISERS` are done:
 
@@ -42,7 +42,7 @@ class Normaliser:
 
     def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:
         self.kinds = frozenset(kinds)
-        self._first: FairStore[Any] = FairStore()
+        self._first: TenantLRU[Any] = TenantLRU()
         self._lock = threading.Lock()
 
     def tools(
