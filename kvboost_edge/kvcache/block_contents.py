@@ -18,10 +18,10 @@ __all__ = [
     "BLOCK_FREE",
     "BLOCK_REFERENCED",
     "BLOCK_SHARED",
-    "BlockCounts",
-    "Content",
+    "BlockContents",
     "ContentKey",
     "KeysAfter",
+    "PoolUsage",
 ]
 
 BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
@@ -62,7 +62,7 @@ class KeysAfter(NamedTuple):
     keys: Iterator[ContentKey]
 
 
-class Content:
+class BlockContents:
     """Questions on content, and two lists of what changed. Until `track` is called the lists stay
     empty; who called it has to drain them.
     """
@@ -166,7 +166,7 @@ class Content:
             parent = prefix_hash
 
 
-class BlockCounts:
+class PoolUsage:
     """What the blocks of a pool are at this moment, by block and counted."""
 
     _pool: BlockPool

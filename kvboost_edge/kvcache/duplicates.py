@@ -9,7 +9,7 @@ that does not use the cache reads nothing but what it computed, and keeps its ow
 
 from __future__ import annotations
 
-from kvboost_edge.kvcache.block_contents import Content
+from kvboost_edge.kvcache.block_contents import BlockContents
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
@@ -37,7 +37,7 @@ class Twins:
     __slots__ = ("_are_apart", "_content", "_index", "_pool", "_released")
 
     def __init__(
-        self, index: PrefixIndex, pool: BlockPool, content: Content, released: dict[int, None]
+        self, index: PrefixIndex, pool: BlockPool, content: BlockContents, released: dict[int, None]
     ) -> None:
         self._index = index
         self._pool = pool

@@ -16,8 +16,8 @@ from kvboost_edge.kvcache.block_contents import (
     BLOCK_FREE,
     BLOCK_REFERENCED,
     BLOCK_SHARED,
-    BlockCounts,
-    Content,
+    BlockContents,
+    PoolUsage,
 )
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
@@ -37,7 +37,7 @@ from kvboost_edge.kvcache.table_spans import Spans
 __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KVCacheManager"]
 
 
-class KVCacheManager(BlockCounts):
+class KVCacheManager(PoolUsage):
     """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix
     sharing.
 
@@ -94,7 +94,7 @@ class KVCacheManager(BlockCounts):
         self.pins = Pins(
             self._pool, self._index, self._uses, block_size, hash_fn, max_pinned_blocks
         )
-        self.content = Content(self._index, self._lookup)
+        self.content = BlockContents(self._index, self._lookup)
         self.events = EventLog(self._index, num_blocks, self.recurrent.slots)
         # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as
         # ordered sets.

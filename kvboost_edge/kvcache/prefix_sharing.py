@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.block_contents import Content
+from kvboost_edge.kvcache.block_contents import BlockContents
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.duplicates import Twins
@@ -135,7 +135,7 @@ class Publisher:
         self,
         index: PrefixIndex,
         claims: Claims,
-        content: Content,
+        content: BlockContents,
         twins: Twins,
         hash_fn: HashFn,
         block_size: int,

@@ -32,7 +32,7 @@ __all__ = [
     "ALIGNMENT",
     "FIXED_BYTES",
     "MAGIC",
-    "Header",
+    "RecordHeader",
     "decode_header",
     "encode_header",
     "header_bytes",
@@ -47,7 +47,7 @@ FIXED_BYTES = _FIXED.size
 """Bytes that say how long the header is, and all else of fixed length."""
 
 
-class Header(NamedTuple):
+class RecordHeader(NamedTuple):
     """What a record says of itself, its own checksum verified. Lengths in bytes."""
 
     space: bytes
@@ -74,7 +74,7 @@ def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> b
     return body + xxhash.xxh3_128_digest(body)
 
 
-def decode_header(data: bytes | memoryview) -> Header | None:
+def decode_header(data: bytes | memoryview) -> RecordHeader | None:
     """The header that `data` begins with; None unless it is whole and its checksum holds. More may
     follow it.
     """
@@ -90,10 +90,10 @@ def decode_header(data: bytes | memoryview) -> Header | None:
         return None
     tokens = body[FIXED_BYTES : FIXED_BYTES + 4 * num_tokens]
     address = BlockAddress(prefix_hash, parent_hash, tokens)
-    return Header(space, address, length, payload_bytes, payload_sum)
+    return RecordHeader(space, address, length, payload_bytes, payload_sum)
 
 
-def is_intact(header: Header, payload: memoryview) -> bool:
+def is_intact(header: RecordHeader, payload: memoryview) -> bool:
     """Whether these are the bytes that the header was written for."""
     return (
         payload.nbytes == header.payload_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.files import passes
-from kvboost_edge.tiers.disk.index import Entry, Index
+from kvboost_edge.tiers.disk.index import Index, IndexEntry
 from kvboost_edge.tiers.disk.segment_files import Segment, Segments
 from kvboost_edge.tiers.record import decode_header, is_intact
 
@@ -90,7 +90,7 @@ class Cleaner:
                 victim = emptier
         return victim
 
-    def _evict(self) -> Entry | None:
+    def _evict(self) -> IndexEntry | None:
         entry = self._index.oldest(self._room.max_bytes)
         if entry is not None:
             self._index.drop(entry.prefix_hash)
@@ -111,7 +111,7 @@ class Cleaner:
             ):
                 self._copy_record(entry)
 
-    def _copy_record(self, entry: Entry) -> None:
+    def _copy_record(self, entry: IndexEntry) -> None:
         active = self._segments.active
         if active is None or active.nbytes - active.end < entry.nbytes:
             return

@@ -17,10 +17,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvboost_edge.tiers.disk.sidecar import Record, padded
+from kvboost_edge.tiers.disk.sidecar import SegmentRecord, padded
 from kvboost_edge.tiers.dropped import Dropped
 
-__all__ = ["Entry", "Index", "Use"]
+__all__ = ["Index", "IndexEntry", "Use"]
 
 _ON_PROBATION = 0.1  # of the tier's bytes
 
@@ -35,7 +35,7 @@ class Use(NamedTuple):
     proven: bool
 
 
-class Entry:
+class IndexEntry:
     """A block in the index. nbytes: of its record; `last_use` grows with every use of any block."""
 
     __slots__ = (
@@ -51,7 +51,7 @@ class Entry:
         *("proven", "segment"),
     )
 
-    def __init__(self, segment: int, record: Record) -> None:
+    def __init__(self, segment: int, record: SegmentRecord) -> None:
         self.segment = segment
         self.offset, self.header_bytes, self.payload_bytes, self.prefix_hash, self.parent_hash = (
             record
@@ -66,8 +66,8 @@ class Index:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[bytes, Entry] = {}
-        self._orders: tuple[OrderedDict[bytes, Entry], ...] = (OrderedDict(), OrderedDict())
+        self._entries: dict[bytes, IndexEntry] = {}
+        self._orders: tuple[OrderedDict[bytes, IndexEntry], ...] = (OrderedDict(), OrderedDict())
         self._uses = 0
         self._frontier = (0, 0)
         self.nbytes = 0
@@ -82,7 +82,7 @@ class Index:
     def __contains__(self, prefix_hash: object) -> bool:
         return prefix_hash in self._entries
 
-    def get(self, prefix_hash: bytes) -> Entry | None:
+    def get(self, prefix_hash: bytes) -> IndexEntry | None:
         return self._entries.get(prefix_hash)
 
     def hashes(self) -> list[bytes]:
@@ -90,14 +90,14 @@ class Index:
         with self._lock:
             return list(self._entries)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: IndexEntry) -> None:
         """A block that was just written; one of the same hash is replaced and keeps its
         standing.
         """
         with self._lock:
             self._replace(entry)
 
-    def move(self, entry: Entry, segment: int, offset: int) -> None:
+    def move(self, entry: IndexEntry, segment: int, offset: int) -> None:
         """The block's record lies elsewhere now; its place in the order of use stays."""
         with self._lock:
             if self._entries.get(entry.prefix_hash) is entry:
@@ -107,7 +107,7 @@ class Index:
                 entry.offset = offset
                 self._frontier = max(self._frontier, (segment, offset))
 
-    def drop(self, prefix_hash: bytes) -> Entry | None:
+    def drop(self, prefix_hash: bytes) -> IndexEntry | None:
         """Forget a block; what it was."""
         with self._lock:
             self.dropped.add([prefix_hash] * (prefix_hash in self._entries))
@@ -146,7 +146,7 @@ class Index:
             for prefix_hash in reversed(self._most_recent_first(prefix_hashes)):
                 self._renew(self._entries[prefix_hash], proven)
 
-    def oldest(self, room: int) -> Entry | None:
+    def oldest(self, room: int) -> IndexEntry | None:
         """The block to go first where the tier has `room` bytes for all."""
         with self._lock:
             fronts = [next(iter(order.values()), None) for order in self._orders]
@@ -159,7 +159,7 @@ class Index:
 
     def load(
         self,
-        segments: Iterable[tuple[int, Sequence[Record]]],
+        segments: Iterable[tuple[int, Sequence[SegmentRecord]]],
         uses: Sequence[Use],
         frontier: tuple[int, int],
     ) -> None:
@@ -167,14 +167,14 @@ class Index:
         later of two of one hash counts. `uses`, oldest first, is what counted when the manifest was
         written; of what is before `frontier` nothing else does, and what is behind it is younger.
         """
-        places: dict[int, dict[int, Record]] = {}
-        young: list[Entry] = []
+        places: dict[int, dict[int, SegmentRecord]] = {}
+        young: list[IndexEntry] = []
         for number, records in segments:
             last = (
                 frontier[1] if number == frontier[0] else -1 if number > frontier[0] else math.inf
             )
             places[number] = {record[0]: record for record in records if record[0] <= last}
-            young += [Entry(number, record) for record in records if record[0] > last]
+            young += [IndexEntry(number, record) for record in records if record[0] > last]
         with self._lock:
             self._fill(places, uses)
             for entry in young:
@@ -184,20 +184,20 @@ class Index:
             ):
                 self._renew(self._entries[prefix_hash], False)
 
-    def _fill(self, places: Mapping[int, Mapping[int, Record]], uses: Sequence[Use]) -> None:
+    def _fill(self, places: Mapping[int, Mapping[int, SegmentRecord]], uses: Sequence[Use]) -> None:
         """`_insert` what counted when the manifest was written: tens of thousands at a start, which
         waits for it.
         """
         entries = self._entries
         uses_before = self._uses
-        nothing = dict[int, Record]()
+        nothing = dict[int, SegmentRecord]()
         live = self.live
         probation = 0
         for segment, offset, proven in uses:
             record = places.get(segment, nothing).get(offset)
             if record is None or record[3] in entries:
                 continue
-            entry = Entry(segment, record)
+            entry = IndexEntry(segment, record)
             entry.proven = proven
             uses_before += 1
             entry.last_use = uses_before
@@ -241,7 +241,7 @@ class Index:
             order.update(dict.fromkeys(reversed(path)))
         return list(order)
 
-    def _renew(self, entry: Entry, proven: bool) -> None:
+    def _renew(self, entry: IndexEntry, proven: bool) -> None:
         if proven and not entry.proven:
             del self._orders[False][entry.prefix_hash]
             self._probation_bytes -= entry.nbytes
@@ -251,13 +251,13 @@ class Index:
         self._uses += 1
         entry.last_use = self._uses
 
-    def _replace(self, entry: Entry) -> None:
+    def _replace(self, entry: IndexEntry) -> None:
         if entry.prefix_hash in self._entries:
             before = self._remove(entry.prefix_hash)
             entry.proven |= before is not None and before.proven
         self._insert(entry)
 
-    def _insert(self, entry: Entry) -> None:
+    def _insert(self, entry: IndexEntry) -> None:
         self._uses += 1
         entry.last_use = self._uses
         self._entries[entry.prefix_hash] = entry
@@ -270,7 +270,7 @@ class Index:
         if (entry.segment, entry.offset) > self._frontier:
             self._frontier = (entry.segment, entry.offset)
 
-    def _remove(self, prefix_hash: bytes) -> Entry | None:
+    def _remove(self, prefix_hash: bytes) -> IndexEntry | None:
         entry = self._entries.pop(prefix_hash, None)
         if entry is not None:
             del self._orders[entry.proven][prefix_hash]

@@ -26,7 +26,13 @@ from kvboost_edge.tiers.disk.file_names import (
     write_whole,
 )
 from kvboost_edge.tiers.disk.files import CHANGE, NEW, READ, Files, passes, transferred
-from kvboost_edge.tiers.disk.sidecar import Record, Scan, decode_sidecar, encode_sidecar, read_file
+from kvboost_edge.tiers.disk.sidecar import (
+    Scan,
+    SegmentRecord,
+    decode_sidecar,
+    encode_sidecar,
+    read_file,
+)
 
 __all__ = ["Segment", "Segments"]
 
@@ -49,7 +55,7 @@ class Segment:
     nbytes: int
     end: int = 0
     settled: bool = False
-    records: list[Record] = dataclasses.field(default_factory=list)
+    records: list[SegmentRecord] = dataclasses.field(default_factory=list)
 
 
 class Segments:
@@ -76,7 +82,7 @@ class Segments:
         """The segments that nothing is written to any more, oldest first."""
         return [segment for segment in self._all.values() if segment.settled]
 
-    def load(self, last: int) -> Iterator[tuple[int, list[Record]]]:
+    def load(self, last: int) -> Iterator[tuple[int, list[SegmentRecord]]]:
         """All segments' numbers and records; new ones are numbered behind them and behind `last`.
         One without a valid sidecar is scanned; the owner then cuts off what is behind its last
         record and seals it. Raises OSError.
@@ -98,7 +104,7 @@ class Segments:
                     self._settle(segment, records)
             yield number, records
 
-    def records(self, number: int) -> list[Record]:
+    def records(self, number: int) -> list[SegmentRecord]:
         """The records of a settled segment, from its sidecar, else from their headers. Raises
         OSError.
         """
@@ -125,13 +131,13 @@ class Segments:
 
     def append(
         self, header: memoryview, payload: memoryview, prefix_hash: bytes, parent_hash: bytes
-    ) -> Record:
+    ) -> SegmentRecord:
         """Write a record behind the others of the active segment, which has room for it. Raises
         OSError; then the bytes behind the last record are of no account.
         """
         segment = self.active
         assert segment is not None
-        record = Record(segment.end, header.nbytes, payload.nbytes, prefix_hash, parent_hash)
+        record = SegmentRecord(segment.end, header.nbytes, payload.nbytes, prefix_hash, parent_hash)
         done = transferred(
             self._files.write, self._handle(segment.number, CHANGE), [header, payload], segment.end
         )
@@ -244,7 +250,7 @@ class Segments:
                 return self._last, self._files.open(segment_path(self._directory, self._last), NEW)
         raise OSError("its segments' numbers are used up; empty it: kvboost-edge cache clear")
 
-    def _sidecar(self, number: int, size: int) -> list[Record] | None:
+    def _sidecar(self, number: int, size: int) -> list[SegmentRecord] | None:
         data = read_file(self._files, sidecar_path(self._directory, number))
         return None if data is None else decode_sidecar(data, self._space, number, size)
 
@@ -262,7 +268,7 @@ class Segments:
         finally:
             self._files.close(handle)
 
-    def _settle(self, segment: Segment, records: list[Record]) -> None:
+    def _settle(self, segment: Segment, records: list[SegmentRecord]) -> None:
         """What a process that did not come to its end left: sealed, or removed if nothing in it
         counts.
         """

@@ -16,7 +16,7 @@ import xxhash
 from kvboost_edge.tiers.disk.files import READ, Files, passes, transferred
 from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 
-__all__ = ["Record", "Scan", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
+__all__ = ["Scan", "SegmentRecord", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
 
 _MAGIC = b"KVBIDX\x00\x01"
 _FIXED = struct.Struct(
@@ -31,7 +31,7 @@ _SEARCH_BYTES = 1 << 20
 _LONGEST = 256 << 20  # of a file that is read whole: the order of 30 million blocks
 
 
-class Record(NamedTuple):
+class SegmentRecord(NamedTuple):
     """A record in a segment. Offset and lengths in bytes."""
 
     offset: int
@@ -51,7 +51,7 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def encode_sidecar(space: bytes, segment: int, records: list[Record]) -> bytes:
+def encode_sidecar(space: bytes, segment: int, records: list[SegmentRecord]) -> bytes:
     """The sidecar's bytes."""
     end = records[-1].end if records else 0
     rows = [_ROW.pack(offset // ALIGNMENT, *rest) for offset, *rest in records]
@@ -61,7 +61,7 @@ def encode_sidecar(space: bytes, segment: int, records: list[Record]) -> bytes:
 
 def decode_sidecar(
     data: bytes, space: bytes, segment: int, segment_bytes: int
-) -> list[Record] | None:
+) -> list[SegmentRecord] | None:
     """The records; None unless the sidecar is whole, of this segment, and the segment is long
     enough.
     """
@@ -77,7 +77,7 @@ def decode_sidecar(
     new = (
         tuple.__new__
     )  # half the time of calling the class, of which an opening does tens of thousands
-    return [new(Record, (place * ALIGNMENT, a, b, c, d)) for place, a, b, c, d in rows]
+    return [new(SegmentRecord, (place * ALIGNMENT, a, b, c, d)) for place, a, b, c, d in rows]
 
 
 class Scan:
@@ -90,7 +90,7 @@ class Scan:
     """
 
     def __init__(self, files: Files, handle: int, size: int, space: bytes) -> None:
-        self.records: list[Record] = []
+        self.records: list[SegmentRecord] = []
         self.unread = False
         self._files = files
         self._handle = handle
@@ -117,7 +117,7 @@ class Scan:
             self.unread = True
             return bytes(len(data))
 
-    def _record_at(self, offset: int) -> Record | None:
+    def _record_at(self, offset: int) -> SegmentRecord | None:
         data = self._read(offset, _HEADER_BYTES)
         if len(data) == _HEADER_BYTES and data.startswith(MAGIC):
             length = int.from_bytes(data[8:12], "little")
@@ -129,7 +129,7 @@ class Scan:
         if offset + header.header_bytes + header.payload_bytes > self._size:
             return None
         address = header.address
-        return Record(
+        return SegmentRecord(
             offset,
             header.header_bytes,
             header.payload_bytes,
@@ -151,7 +151,7 @@ class Scan:
             offset += _SEARCH_BYTES
         return self._size
 
-    def payload_holds(self, record: Record) -> bool:
+    def payload_holds(self, record: SegmentRecord) -> bool:
         """Whether a record is sound to its last byte."""
         data = self._read(record.offset, record.header_bytes + record.payload_bytes)
         header = decode_header(data)

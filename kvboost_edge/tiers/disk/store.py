@@ -20,7 +20,7 @@ from kvboost_edge.tiers.disk.cleaning import Cleaner
 from kvboost_edge.tiers.disk.directory import SpaceDirectory
 from kvboost_edge.tiers.disk.file_names import ORDER, write_whole
 from kvboost_edge.tiers.disk.files import Files, passes
-from kvboost_edge.tiers.disk.index import Entry, Index
+from kvboost_edge.tiers.disk.index import Index, IndexEntry
 from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
 from kvboost_edge.tiers.disk.sealing import Sealer
 from kvboost_edge.tiers.disk.segment_files import Segment, Segments
@@ -218,7 +218,7 @@ class Store:
         self.index.clear()
 
     def _read(
-        self, entry: Entry, address: BlockAddress, payload: memoryview, counts: Counter[str]
+        self, entry: IndexEntry, address: BlockAddress, payload: memoryview, counts: Counter[str]
     ) -> bool:
         """One block into `payload`; a block that does not stand every test is dropped."""
         if (header_bytes(len(address.tokens) // 4), payload.nbytes) == (
@@ -278,7 +278,7 @@ class Store:
             self._retire()
             return False
         assert self._segments.active is not None
-        self.index.add(Entry(self._segments.active.number, record))
+        self.index.add(IndexEntry(self._segments.active.number, record))
         counts["written_blocks"] += 1
         counts["written_bytes"] += nbytes
         if self._problem:

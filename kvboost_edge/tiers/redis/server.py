@@ -20,7 +20,7 @@ from kvboost_edge.tiers.redis.breaker import CircuitBreaker
 if TYPE_CHECKING:
     import redis
 
-__all__ = ["Command", "Server", "ServerError"]
+__all__ = ["Command", "RedisConnection", "ServerError"]
 
 _LOG = logging.getLogger(__name__)
 _TIMEOUT_S = 1.0
@@ -47,7 +47,7 @@ class ServerError(Exception):
         self.code = code
 
 
-class Server:
+class RedisConnection:
     """One connection, made on first use. `ask` is called by one thread at a time; the rest by
     any.
     """

@@ -17,7 +17,7 @@ from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.base import BlockAddress, TierStats
 from kvboost_edge.tiers.dropped import Dropped
 from kvboost_edge.tiers.redis.address import parse_url
-from kvboost_edge.tiers.redis.server import Command, Server, ServerError
+from kvboost_edge.tiers.redis.server import Command, RedisConnection, ServerError
 from kvboost_edge.tiers.redis.values import (
     HEAD,
     Seal,
@@ -88,7 +88,7 @@ class RedisTier:
         self._seal = Seal(space, _secret(secret, environment, trust))
         self._ttl_s = ttl_s
         self._clock = clock
-        self._server = Server(address, clock)
+        self._server = RedisConnection(address, clock)
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         self._touched: dict[bytes, None] = {}
