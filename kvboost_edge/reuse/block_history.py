@@ -11,7 +11,7 @@ from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.reuse.found_runs import Run
 from kvboost_edge.reuse.span_index import SpanIndex
 
-__all__ = ["Chain", "Remembered"]
+__all__ = ["BlockHistory", "Chain"]
 
 
 class Chain(NamedTuple):
@@ -21,7 +21,7 @@ class Chain(NamedTuple):
     root: bytes
 
 
-class Remembered:
+class BlockHistory:
     """The blocks that were published last, `limit` of them, whether they still are or not.
 
     Identities are those they had in the pool. A block that comes back gets a new one; those behind

@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-__all__ = ["Piece", "Run"]
+__all__ = ["Run", "RunBlock"]
 
 
-class Piece(NamedTuple):
+class RunBlock(NamedTuple):
     """What one block holds of a run: slots [valid_from, valid_to), 0 <= valid_from < valid_to <=
     block_size.
     """
@@ -37,7 +37,7 @@ class Run:
 
     prompt_start: int
     length: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RunBlock, ...]
     delta: int
     context: int
 

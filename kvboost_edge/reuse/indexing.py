@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvboost_edge.kvcache.block_table import PrefixEntry, Span
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, LoneRoot
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.block_history import Chain, Remembered
+from kvboost_edge.reuse.block_history import BlockHistory, Chain
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_index import SpanIndex
 from kvboost_edge.reuse.span_plan import plan_spans
@@ -41,9 +41,9 @@ class Harvest:
         self._manager = manager
         self._least = min_chunk_tokens
         self._index: SpanIndex | None = None
-        self._remembered: Remembered | None = None
+        self._remembered: BlockHistory | None = None
         if remembers:
-            self._remembered = Remembered(_REMEMBERED * manager.num_blocks, manager.block_size)
+            self._remembered = BlockHistory(_REMEMBERED * manager.num_blocks, manager.block_size)
 
     def lost(self, token_ids: Sequence[int], root: bytes) -> list[Chain]:
         """What of a prompt's runs could be brought back from tiers: texts that hold them, from

@@ -12,7 +12,7 @@ from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.span_scan import scan, scan_entry
 from kvboost_edge.kernels.span_tables import NUM_FIELDS, SpanSearch
 from kvboost_edge.kvcache.hashing import encode_tokens
-from kvboost_edge.reuse.found_runs import Piece, Run
+from kvboost_edge.reuse.found_runs import Run, RunBlock
 from kvboost_edge.reuse.span_index import SpanIndex
 
 __all__ = ["DEFAULT_MIN_CHUNK_TOKENS", "find_runs", "prepare_search"]
@@ -92,9 +92,9 @@ def find_runs(
     return runs
 
 
-def _pieces(block_ids: list[int], offset: int, length: int, size: int) -> tuple[Piece, ...]:
+def _pieces(block_ids: list[int], offset: int, length: int, size: int) -> tuple[RunBlock, ...]:
     """The pieces of a run that begins `offset` slots into its first block."""
-    pieces = [Piece(block_id, 0, size) for block_id in block_ids]
+    pieces = [RunBlock(block_id, 0, size) for block_id in block_ids]
     pieces[0] = pieces[0]._replace(valid_from=offset)
     pieces[-1] = pieces[-1]._replace(valid_to=offset + length - (len(block_ids) - 1) * size)
     return tuple(pieces)

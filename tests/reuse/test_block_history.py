@@ -4,7 +4,7 @@ import pytest
 
 from kvboost_edge.kvcache.hashing import LoneRoot, decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.block_history import Remembered
+from kvboost_edge.reuse.block_history import BlockHistory
 from kvboost_edge.reuse.span_search import find_runs
 
 SIZE = 16
@@ -22,7 +22,7 @@ def publish(manager, tokens, root=ROOT):
 
 def remembering(limit=32):
     manager = KVCacheManager(16, SIZE)
-    remembered = Remembered(limit, SIZE)
+    remembered = BlockHistory(limit, SIZE)
     manager.spans.watch(remembered)
     return manager, remembered
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_edge.config import RecomputeStrategy
-from kvboost_edge.reuse.found_runs import Piece, Run
+from kvboost_edge.reuse.found_runs import Run, RunBlock
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_plan import plan_spans
 
@@ -16,7 +16,7 @@ def run_at(start, length, offset=0, delta=3):
     position.
     """
     count = -(-(offset + length) // SIZE)
-    pieces = [Piece(1000 + start + index, 0, SIZE) for index in range(count)]
+    pieces = [RunBlock(1000 + start + index, 0, SIZE) for index in range(count)]
     pieces[0] = pieces[0]._replace(valid_from=offset)
     pieces[-1] = pieces[-1]._replace(valid_to=offset + length - (count - 1) * SIZE)
     return Run(start, length, tuple(pieces), delta, start - delta)

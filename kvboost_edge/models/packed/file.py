@@ -41,7 +41,7 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.locate import model_name
 from kvboost_edge.models.packed.conversions import log_conversions
 from kvboost_edge.models.packed.plan import PackEntry
-from kvboost_edge.models.packed.stream import Piece, pack_stream
+from kvboost_edge.models.packed.stream import EntryRows, pack_stream
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = [
@@ -397,7 +397,7 @@ def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: 
     start = time.monotonic()
     _LOG.info("packing %s as %s into %s, %.1f MB", job.model.path, job.weights, target, total / 1e6)
 
-    def keep(piece: Piece, packed: PackedRows) -> None:
+    def keep(piece: EntryRows, packed: PackedRows) -> None:
         first = piece.start // LANES
         tiles = -(-piece.entry.rows // LANES)
         sections = (data for data in (packed.codes, packed.scales, packed.minima) if len(data))

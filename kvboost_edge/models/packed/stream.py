@@ -44,7 +44,7 @@ from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
-__all__ = ["Piece", "pack_stream", "packing_bytes", "packing_entries", "pieces_of", "read_rows"]
+__all__ = ["EntryRows", "pack_stream", "packing_bytes", "packing_entries", "pieces_of", "read_rows"]
 
 _PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
 _ALL_PIECES = 64 << 20  # that all threads do: many threads take smaller pieces
@@ -81,7 +81,7 @@ def packing_entries(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class EntryRows:
     """Rows [start, stop) of an entry; all but an entry's last piece hold whole tiles."""
 
     entry: PackEntry
@@ -106,12 +106,12 @@ class Piece:
         return found
 
 
-def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[Piece]:
+def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[EntryRows]:
     """The entries in order, cut into pieces. Pieces end where a tensor does if a tile does too."""
     piece_bytes = _piece_bytes(num_threads)
     for entry in plan:
         if entry.kind == VECTOR:
-            yield Piece(entry, 0, entry.rows)
+            yield EntryRows(entry, 0, entry.rows)
             continue
         step = max(LANES, piece_bytes // (4 * entry.inputs) // LANES * LANES)
         ends = np.cumsum([rows for _, rows in entry.parts]).tolist()
@@ -121,7 +121,7 @@ def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[Piece
             stop = min(
                 [end for end in ends if start < end <= stop and end % LANES == 0], default=stop
             )
-            yield Piece(entry, start, stop)
+            yield EntryRows(entry, start, stop)
             start = stop
 
 
@@ -148,20 +148,20 @@ def pack_stream(
     plan: Sequence[PackEntry],
     source: WeightSource,
     num_threads: int,
-    put: Callable[[Piece, PackedRows], None] | None = None,
-) -> Iterator[tuple[Piece, PackedRows]]:
+    put: Callable[[EntryRows, PackedRows], None] | None = None,
+) -> Iterator[tuple[EntryRows, PackedRows]]:
     """All pieces of a plan in order with their bytes. put: called with each on the thread that
     packed it, in any order, before it is handed out: writing on one thread would be a third of the
     time on two cores.
     """
 
-    def pack(piece: Piece) -> PackedRows:
+    def pack(piece: EntryRows) -> PackedRows:
         packed = _pack(piece, source)
         if put is not None:
             put(piece, packed)
         return packed
 
-    waiting: collections.deque[tuple[Piece, Future[PackedRows]]] = collections.deque()
+    waiting: collections.deque[tuple[EntryRows, Future[PackedRows]]] = collections.deque()
     pieces = pieces_of(plan, num_threads)
     with ThreadPoolExecutor(num_threads, thread_name_prefix="kvboost-pack") as pool:
         try:
@@ -176,12 +176,14 @@ def pack_stream(
                 future.cancel()
 
 
-def _next(waiting: collections.deque[tuple[Piece, Future[PackedRows]]]) -> tuple[Piece, PackedRows]:
+def _next(
+    waiting: collections.deque[tuple[EntryRows, Future[PackedRows]]],
+) -> tuple[EntryRows, PackedRows]:
     piece, future = waiting.popleft()
     return piece, future.result()
 
 
-def read_rows(piece: Piece, source: WeightSource) -> Floats:
+def read_rows(piece: EntryRows, source: WeightSource) -> Floats:
     """The rows as float32, parts one below the other; a vector's one behind the other.
     ModelFormatError for weights that the entry's format cannot hold.
     """
@@ -194,7 +196,7 @@ def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _pack(piece: Piece, source: WeightSource) -> PackedRows:
+def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
     entry = piece.entry
     if entry.kind == VECTOR:
         return _pack_vector(piece, source)
@@ -232,7 +234,7 @@ def _pack(piece: Piece, source: WeightSource) -> PackedRows:
     return packed._replace(error=error, energy=energy)
 
 
-def _pack_vector(piece: Piece, source: WeightSource) -> PackedRows:
+def _pack_vector(piece: EntryRows, source: WeightSource) -> PackedRows:
     entry = piece.entry
     padded = np.zeros(entry.sizes[0] // 4, dtype=np.float32)
     padded[: entry.rows] = read_rows(piece, source) + np.float32(entry.offset)

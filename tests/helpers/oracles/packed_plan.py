@@ -18,7 +18,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan
-from kvboost_edge.models.packed.stream import Piece, read_rows
+from kvboost_edge.models.packed.stream import EntryRows, read_rows
 
 Doubles = npt.NDArray[np.float64]
 Weights = Mapping[str, Doubles]
@@ -32,7 +32,7 @@ def plan_floats(model: Path) -> tuple[ModelSpec, dict[str, Doubles]]:
     with checkpoint.open_source() as source:
         check_tensors(plan, source)
         return spec, {
-            entry.name: read_rows(Piece(entry, 0, entry.rows), source) + _offset(entry)
+            entry.name: read_rows(EntryRows(entry, 0, entry.rows), source) + _offset(entry)
             for entry in plan
         }
 

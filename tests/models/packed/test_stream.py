@@ -26,7 +26,7 @@ from kvboost_edge.models.packed.plan import (
     plan_bytes,
     plan_label,
 )
-from kvboost_edge.models.packed.stream import Piece, pack_stream, packing_bytes, pieces_of
+from kvboost_edge.models.packed.stream import EntryRows, pack_stream, packing_bytes, pieces_of
 from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 TYPES = {"q4k": "Q4_K", "q5k": "Q5_K", "q6k": "Q6_K"}
@@ -322,7 +322,7 @@ def test_pieces_cover_an_entry_in_order(monkeypatch):
     assert pieces[2].parts == [("b", 0, 30), ("c", 0, 18)]
     assert [piece.is_last for piece in pieces] == [False, False, False, True]
     assert list(pieces_of([PackEntry("n", VECTOR, (("x", 5),))])) == [
-        Piece(PackEntry("n", VECTOR, (("x", 5),)), 0, 5)
+        EntryRows(PackEntry("n", VECTOR, (("x", 5),)), 0, 5)
     ]
 
 
