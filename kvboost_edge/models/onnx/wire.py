@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 
-__all__ = ["Field", "Message"]
+__all__ = ["Message", "ProtobufField"]
 
 _VARINT = 0
 _EIGHT = 1
@@ -24,7 +24,7 @@ _NAMES = {_VARINT: "a number", _EIGHT: "8 bytes", _BYTES: "a range of bytes", _F
 _FLOAT = struct.Struct("<f")
 
 
-class Field(NamedTuple):
+class ProtobufField(NamedTuple):
     """One field: `value` of a varint, else bytes [start, stop) of the file."""
 
     number: int
@@ -45,7 +45,7 @@ class Message(NamedTuple):
     stop: int
     what: str
 
-    def fields(self) -> Iterator[Field]:
+    def fields(self) -> Iterator[ProtobufField]:
         """The fields in the order of the file."""
         at = self.start
         while at < self.stop:
@@ -57,7 +57,7 @@ class Message(NamedTuple):
             if wire == _VARINT:
                 begin = at
                 value, at = self._varint(at)
-                yield Field(number, wire, value, begin, at)
+                yield ProtobufField(number, wire, value, begin, at)
                 continue
             if wire == _BYTES:
                 size, at = self._varint(at)
@@ -69,7 +69,7 @@ class Message(NamedTuple):
                 raise self.error(
                     f"has a field of {size} bytes at {at}, where {self.stop - at} are left"
                 )
-            yield Field(number, wire, 0, at, at + size)
+            yield ProtobufField(number, wire, 0, at, at + size)
             at += size
 
     def error(self, problem: str) -> ModelFormatError:
@@ -77,12 +77,12 @@ class Message(NamedTuple):
             f"{self.path}: {self.what} {problem}; the file is truncated or damaged, or is not ONNX"
         )
 
-    def inner(self, field: Field, what: str) -> Message:
+    def inner(self, field: ProtobufField, what: str) -> Message:
         """A field as a message."""
         self._expect(field, _BYTES)
         return Message(self.data, self.path, field.start, field.stop, what)
 
-    def text(self, field: Field, limit: int) -> str:
+    def text(self, field: ProtobufField, limit: int) -> str:
         """A field as a string of at most `limit` bytes."""
         self._expect(field, _BYTES)
         if field.stop - field.start > limit:
@@ -94,17 +94,17 @@ class Message(NamedTuple):
         except UnicodeDecodeError as error:
             raise self.error(f"has a text that is not UTF-8 at byte {field.start}") from error
 
-    def number(self, field: Field) -> int:
+    def number(self, field: ProtobufField) -> int:
         """A varint as a signed integer of 64 bits."""
         self._expect(field, _VARINT)
         return _signed(field.value)
 
-    def real(self, field: Field) -> float:
+    def real(self, field: ProtobufField) -> float:
         """A float of 4 bytes."""
         self._expect(field, _FOUR)
         return float(_FLOAT.unpack_from(self.data, field.start)[0])
 
-    def numbers(self, field: Field, limit: int) -> list[int]:
+    def numbers(self, field: ProtobufField, limit: int) -> list[int]:
         """A repeated integer, packed or one of many; at most `limit`."""
         if field.wire == _VARINT:
             return [_signed(field.value)]
@@ -119,7 +119,7 @@ class Message(NamedTuple):
                 raise self.error(f"has more than {limit} numbers in one list")
         return found
 
-    def reals(self, field: Field, limit: int) -> list[float]:
+    def reals(self, field: ProtobufField, limit: int) -> list[float]:
         """A repeated float, packed or one of many; at most `limit`."""
         if field.wire == _FOUR:
             return [self.real(field)]
@@ -132,7 +132,7 @@ class Message(NamedTuple):
             )
         return [value for (value,) in _FLOAT.iter_unpack(self.data[field.start : field.stop])]
 
-    def _expect(self, field: Field, wire: int) -> None:
+    def _expect(self, field: ProtobufField, wire: int) -> None:
         if field.wire != wire:
             raise self.error(
                 f"has {_NAMES[field.wire]} as field {field.number}, where {_NAMES[wire]} belongs"

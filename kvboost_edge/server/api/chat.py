@@ -19,7 +19,7 @@ from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedReq
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
 from kvboost_edge.server.doctor.asked import normal
-from kvboost_edge.server.doctor.records import Asked
+from kvboost_edge.server.doctor.records import PromptInputs
 from kvboost_edge.server.response_types import (
     ChatChoiceAnswer,
     ChatLogprobs,
@@ -174,7 +174,7 @@ def encode_asked(
     add_generation_prompt: bool,
     *,
     continues: bool = False,
-) -> tuple[list[int], Asked]:
+) -> tuple[list[int], PromptInputs]:
     """Token ids of messages with the tools and variables of a body, as the model is asked; slow for
     long ones.
     """

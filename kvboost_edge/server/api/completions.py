@@ -17,7 +17,7 @@ from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.doctor.records import Asked, Field
+from kvboost_edge.server.doctor.records import PromptField, PromptInputs
 from kvboost_edge.server.response_types import (
     CompletionChoiceAnswer,
     CompletionLogprobs,
@@ -98,7 +98,7 @@ def _encode(
 ) -> EncodedPrompt:
     if isinstance(prompt, str):
         ids = encode_text(tokenizer, prompt, body.add_special_tokens, "prompt")
-        return EncodedPrompt(ids, prompt, asked=Asked((Field("prompt", prompt),)))
+        return EncodedPrompt(ids, prompt, asked=PromptInputs((PromptField("prompt", prompt),)))
     if max(prompt) >= vocab_size:
         raise bad_field(
             "prompt",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.server.doctor.diagnosis import tool_field
 from kvboost_edge.server.doctor.normalise import Normaliser
-from kvboost_edge.server.doctor.records import Asked, Field
+from kvboost_edge.server.doctor.records import PromptField, PromptInputs
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.replay import with_thoughts
 
@@ -29,7 +29,7 @@ class Normal(NamedTuple):
     messages: list[Json]
     tools: list[Json] | None
     variables: Json
-    described: Asked
+    described: PromptInputs
 
 
 def normal(
@@ -54,7 +54,7 @@ def normal(
     fields = [tool_field(number, name) for number, name in enumerate(names)]
     fields += [_field(number, message) for number, message in enumerate(plain)]
     done = (*(["tools"] if reordered else []), *changed)
-    return Normal(plain, same_tools, given, Asked(tuple(fields), names, settings, done))
+    return Normal(plain, same_tools, given, PromptInputs(tuple(fields), names, settings, done))
 
 
 def _with_thoughts(
@@ -77,9 +77,9 @@ def _with_thoughts(
     return found, {**given, _PRESERVE: True}, True
 
 
-def _field(number: int, message: Json) -> Field:
+def _field(number: int, message: Json) -> PromptField:
     name = f"message {number} ({message['role']})"
     text = message["content"] or "".join(
         call["function"]["name"] for call in message.get("tool_calls") or ()[:1]
     )
-    return Field(name, text)
+    return PromptField(name, text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import cast, get_args
 
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.doctor.records import Diagnosis, Field, Ids, Record
+from kvboost_edge.server.doctor.records import Diagnosis, Ids, PromptField, RequestRecord
 from kvboost_edge.server.response_types import Cause
 
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
@@ -53,8 +53,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def diagnose(
-    record: Record,
-    closest: Record | None,
+    record: RequestRecord,
+    closest: RequestRecord | None,
     common: int,
     result: GenerationResult,
     *,
@@ -112,7 +112,9 @@ def diagnose(
     )
 
 
-def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: str) -> Cause:
+def _cause(
+    record: RequestRecord, other: RequestRecord, common: int, decode: Decode, thinks: str
+) -> Cause:
     """Why two prompts go apart."""
     if common >= record.num_prompt:
         return "tail"
@@ -134,7 +136,7 @@ def _cause(record: Record, other: Record, common: int, decode: Decode, thinks: s
     return "other_message" if _is_in_last_message(record, common, decode) else "changed_text"
 
 
-def _is_in_last_message(record: Record, position: int, decode: Decode) -> bool:
+def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) -> bool:
     """Whether all messages before the last one end before the position."""
     fields = record.asked.fields
     last = fields[-1].text.strip() if len(fields) > 1 else ""
@@ -145,7 +147,9 @@ def _is_in_last_message(record: Record, position: int, decode: Decode) -> bool:
     return (rest.find(last[:_PROBE]) if place < 0 else place) <= _SPACE
 
 
-def placed(found: Diagnosis, record: Record, other: Record | None, decode: Decode) -> Diagnosis:
+def placed(
+    found: Diagnosis, record: RequestRecord, other: RequestRecord | None, decode: Decode
+) -> Diagnosis:
     """The same with what stands at the place where the two prompts go apart; takes some 10 ms for
     30,000 tokens. other: the request that it was compared with, None where it is no longer kept.
     """
@@ -163,7 +167,7 @@ def _around(ids: Ids, position: int, decode: Decode) -> str:
     return decode(ids[max(0, position - _BEFORE) : position + _AFTER].tolist())
 
 
-def _field_at(record: Record, ids: Ids, position: int, decode: Decode) -> str:
+def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) -> str:
     """The field whose text begins last before the position; behind the last of them "answer", in
     front of all of them "template", "prompt" where nothing is known but tokens.
     """
@@ -188,6 +192,6 @@ def _field_at(record: Record, ids: Ids, position: int, decode: Decode) -> str:
     return "answer" if closed and not found[1].startswith("tool ") else found[1]
 
 
-def tool_field(number: int, name: str) -> Field:
+def tool_field(number: int, name: str) -> PromptField:
     """The field of a tool: it is found by its name."""
-    return Field(f"tool {number} ({name})", f'"{name}"')
+    return PromptField(f"tool {number} ({name})", f'"{name}"')

@@ -14,7 +14,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.doctor.diagnosis import diagnose, placed
-from kvboost_edge.server.doctor.records import Asked, Diagnosis, History, Record
+from kvboost_edge.server.doctor.records import Diagnosis, History, PromptInputs, RequestRecord
 
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
@@ -50,18 +50,18 @@ class Doctor:
         tenant: str | None,
         salt: str | None,
         token_ids: Sequence[int],
-        asked: Asked,
+        asked: PromptInputs,
     ) -> Watch:
         """A request that begins to run."""
         self.settle()
         self.history.sweep_later()
         ids = np.asarray(token_ids, dtype=np.int32)
-        record = Record(request_id, asked, ids, len(token_ids), loading=self._loading)
+        record = RequestRecord(request_id, asked, ids, len(token_ids), loading=self._loading)
         self.history.add(tenant, salt, record)
         return Watch(self, tenant, salt, record)
 
     def diagnose(
-        self, tenant: str | None, salt: str | None, record: Record, result: GenerationResult
+        self, tenant: str | None, salt: str | None, record: RequestRecord, result: GenerationResult
     ) -> Diagnosis:
         """What became of a request, counted."""
         closest, common = self.history.closest(tenant, salt, record)
@@ -86,7 +86,9 @@ class Doctor:
         """
         self._left.append((watch, handle))
 
-    def explained(self, tenant: str | None, record: Record) -> Callable[[], Diagnosis] | None:
+    def explained(
+        self, tenant: str | None, record: RequestRecord
+    ) -> Callable[[], Diagnosis] | None:
         """What says, in any thread, what became of a record, with the texts; None while it runs."""
         found = record.diagnosis
         tokenizer = self._engine.tokenizer
@@ -129,7 +131,7 @@ class Watch:
     """One request under observation."""
 
     def __init__(
-        self, doctor: Doctor, tenant: str | None, salt: str | None, record: Record
+        self, doctor: Doctor, tenant: str | None, salt: str | None, record: RequestRecord
     ) -> None:
         self._doctor = doctor
         self._tenant = tenant

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvboost_edge.server.response_types import Cause, PromptCache
 
-__all__ = ["NOT_SAID", "Asked", "Diagnosis", "Field", "History", "Record"]
+__all__ = ["NOT_SAID", "Diagnosis", "History", "PromptField", "PromptInputs", "RequestRecord"]
 
 Ids = npt.NDArray[np.int32]
 
@@ -30,7 +30,7 @@ _HEAD = 64  # tokens that tell most pairs apart before all of them are looked at
 _OBJECT_BYTES = 500
 
 
-class Field(NamedTuple):
+class PromptField(NamedTuple):
     """A text that stands in the prompt, and what the request calls it: "system", "tool 3 (search)",
     "message 7".
     """
@@ -39,7 +39,7 @@ class Field(NamedTuple):
     text: str
 
 
-class Asked(NamedTuple):
+class PromptInputs(NamedTuple):
     """What a prompt was made of.
 
     fields     in the order of the request
@@ -49,24 +49,24 @@ class Asked(NamedTuple):
     normalise.py
     """
 
-    fields: tuple[Field, ...] = ()
+    fields: tuple[PromptField, ...] = ()
     tools: tuple[str, ...] = ()
     settings: str = ""
     normalised: tuple[str, ...] = ()
 
 
-NOT_SAID = Asked()
+NOT_SAID = PromptInputs()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Record:
+class RequestRecord:
     """One request. `ids` are the prompt's, with those computed of the answer behind them once it is
     there; `num_reasoning` of these are reasoning. `loading`: which loading of its model answers it.
     `diagnosis`: what became of it.
     """
 
     request_id: str
-    asked: Asked
+    asked: PromptInputs
     ids: Ids
     num_prompt: int
     at: float = dataclasses.field(default_factory=time.time)
@@ -154,7 +154,7 @@ class Diagnosis:
 
 class _Kept(NamedTuple):
     salt: str | None
-    record: Record
+    record: RequestRecord
 
 
 class History:
@@ -176,7 +176,7 @@ class History:
         self._sizes: dict[str | None, int] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
-    def add(self, tenant: str | None, salt: str | None, record: Record) -> None:
+    def add(self, tenant: str | None, salt: str | None, record: RequestRecord) -> None:
         """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that
         asked longest ago, make room.
         """
@@ -193,15 +193,15 @@ class History:
             oldest = next(iter(self._tenants))
             self._drop(oldest, next(iter(self._tenants[oldest])))
 
-    def extend(self, tenant: str | None, record: Record, answer: Sequence[int]) -> None:
+    def extend(self, tenant: str | None, record: RequestRecord, answer: Sequence[int]) -> None:
         """What was computed of a record's answer, if it is still kept."""
         if self._keeps(tenant, record):
             self._grow(tenant, 4 * len(answer))
             record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
 
     def closest(
-        self, tenant: str | None, salt: str | None, record: Record
-    ) -> tuple[Record | None, int]:
+        self, tenant: str | None, salt: str | None, record: RequestRecord
+    ) -> tuple[RequestRecord | None, int]:
         """The earlier record of the same salt that begins like this one for the most tokens, of
         equal ones the latest, and how many.
         """
@@ -220,7 +220,7 @@ class History:
                     most = count
         return best, most
 
-    def remove(self, tenant: str | None, record: Record) -> None:
+    def remove(self, tenant: str | None, record: RequestRecord) -> None:
         """Forget a record, if it is still kept."""
         if self._keeps(tenant, record):
             self._drop(tenant, record.request_id)
@@ -247,13 +247,13 @@ class History:
         if self.nbytes:
             self.sweep_later()
 
-    def find(self, tenant: str | None, request_id: str) -> Record | None:
+    def find(self, tenant: str | None, request_id: str) -> RequestRecord | None:
         """The tenant's record of a request, under any salt."""
         self.forget_old()
         found = self._tenants[tenant].get(request_id) if tenant in self._tenants else None
         return None if found is None else found.record
 
-    def latest(self, tenant: str | None) -> list[Record]:
+    def latest(self, tenant: str | None) -> list[RequestRecord]:
         """The tenant's requests, the latest first."""
         self.forget_old()
         return sorted(
@@ -264,7 +264,7 @@ class History:
         """What is kept of a tenant, the oldest first."""
         return self._tenants[tenant].values() if tenant in self._tenants else ()
 
-    def _keeps(self, tenant: str | None, record: Record) -> bool:
+    def _keeps(self, tenant: str | None, record: RequestRecord) -> bool:
         return any(kept.record is record for kept in self._of(tenant))
 
     def _grow(self, tenant: str | None, num_bytes: int) -> None:

@@ -28,7 +28,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.request import Entry, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.doctor import Watch
-from kvboost_edge.server.doctor.records import NOT_SAID, Asked
+from kvboost_edge.server.doctor.records import NOT_SAID, PromptInputs
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.text.turns.reader import Turn
@@ -73,7 +73,7 @@ class EncodedPrompt:
     from_text: bool = True
     turn: Turn | None = None
     pins: tuple[tuple[int, float], ...] = ()
-    asked: Asked = NOT_SAID
+    asked: PromptInputs = NOT_SAID
     dropped: int = 0
 
 

@@ -8,7 +8,7 @@ import pytest
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.diagnosis import CAUSES, diagnose, placed, tool_field
-from kvboost_edge.server.doctor.records import Asked, Field, Record
+from kvboost_edge.server.doctor.records import PromptField, PromptInputs, RequestRecord
 
 BLOCK = 4
 _PHASES = dict.fromkeys(
@@ -22,8 +22,11 @@ def decode(ids):
 
 def record(text, asked=None, *, answer="", reasoning=0):
     ids = [ord(letter) for letter in text] if isinstance(text, str) else text
-    made = Record(
-        f"of {len(ids)}", asked or Asked(), np.array([*ids, *map(ord, answer)], np.int32), len(ids)
+    made = RequestRecord(
+        f"of {len(ids)}",
+        asked or PromptInputs(),
+        np.array([*ids, *map(ord, answer)], np.int32),
+        len(ids),
     )
     made.num_reasoning = reasoning
     return made
@@ -63,18 +66,24 @@ def found(mine, other, cached=None, reason="first_seen", *dropped):
     return placed(made, mine, other, decode)
 
 
-TOOLS = Asked(
+TOOLS = PromptInputs(
     tuple(tool_field(n, name) for n, name in enumerate(("clock", "maps"))), ("clock", "maps")
 )
-CHAT = Asked(
-    (Field("message 0 (system)", "It is Tuesday."), Field("message 1 (user)", "Hello there"))
+CHAT = PromptInputs(
+    (
+        PromptField("message 0 (system)", "It is Tuesday."),
+        PromptField("message 1 (user)", "Hello there"),
+    )
 )
 
 
 def test_another_word_in_the_system_message_is_named_with_both_texts():
     before = record("[s]It is Tuesday.[u]Hello there", CHAT)
-    asked = Asked(
-        (Field("message 0 (system)", "It is Wednesday."), Field("message 1 (user)", "Hello there"))
+    asked = PromptInputs(
+        (
+            PromptField("message 0 (system)", "It is Wednesday."),
+            PromptField("message 1 (user)", "Hello there"),
+        )
     )
     mine = record("[s]It is Wednesday.[u]Hello there", asked)
     made = found(mine, before)
@@ -88,7 +97,7 @@ def test_another_word_in_the_system_message_is_named_with_both_texts():
     )
 
 
-SYSTEM = Field("message 0 (system)", "It is Tuesday. You are a clerk of the post office.")
+SYSTEM = PromptField("message 0 (system)", "It is Tuesday. You are a clerk of the post office.")
 
 
 @pytest.mark.parametrize(
@@ -96,18 +105,21 @@ SYSTEM = Field("message 0 (system)", "It is Tuesday. You are a clerk of the post
 )
 def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
     before, mine = (
-        record(f"[s]{SYSTEM.text}[u]{text}[a]", Asked((SYSTEM, Field("message 1 (user)", text))))
+        record(
+            f"[s]{SYSTEM.text}[u]{text}[a]",
+            PromptInputs((SYSTEM, PromptField("message 1 (user)", text))),
+        )
         for text in ("Hello there", question)
     )
     assert found(mine, before).cause == "other_message"
     told = f"[s]{SYSTEM.text}[u]Hello there[a]Good day.[u]"
     fields = (
         SYSTEM,
-        Field("message 1 (user)", "Hello there"),
-        Field("message 2 (assistant)", "Good day."),
+        PromptField("message 1 (user)", "Hello there"),
+        PromptField("message 2 (assistant)", "Good day."),
     )
     before, mine = (
-        record(f"{told}{text}[a]", Asked((*fields, Field("message 3 (user)", text))))
+        record(f"{told}{text}[a]", PromptInputs((*fields, PromptField("message 3 (user)", text))))
         for text in ("And", question)
     )
     assert found(mine, before).cause == "other_message"
@@ -118,12 +130,12 @@ def test_a_change_before_the_last_message_is_no_other_message(question):
     """Also where the last message says what stands before it, or is other too."""
     before = record(
         f"[s]{SYSTEM.text}[u]Hello there[a]",
-        Asked((SYSTEM, Field("message 1 (user)", "Hello there"))),
+        PromptInputs((SYSTEM, PromptField("message 1 (user)", "Hello there"))),
     )
     changed = SYSTEM.text.replace("Tuesday", "Wednesday")
-    fields = (SYSTEM._replace(text=changed), Field("message 1 (user)", question))
+    fields = (SYSTEM._replace(text=changed), PromptField("message 1 (user)", question))
     assert (
-        found(record(f"[s]{changed}[u]{question}[a]", Asked(fields)), before).cause
+        found(record(f"[s]{changed}[u]{question}[a]", PromptInputs(fields)), before).cause
         == "changed_text"
     )
     assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", (
@@ -226,9 +238,9 @@ def test_what_the_engine_says_itself_is_the_cause(reason):
 
 
 def test_a_field_is_found_where_a_message_says_the_same_twice():
-    asked = Asked(
+    asked = PromptInputs(
         tuple(
-            Field(f"message {number} (user)", text)
+            PromptField(f"message {number} (user)", text)
             for number, text in enumerate(("yes", "no", "yes"))
         )
     )

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from kvboost_edge.server.doctor import records
-from kvboost_edge.server.doctor.records import Asked, Field, History, Record
+from kvboost_edge.server.doctor.records import History, PromptField, PromptInputs, RequestRecord
 
 
 def record(name, ids, *, text="", at=None):
-    made = Record(name, Asked((Field("prompt", text),)), np.array(ids, np.int32), len(ids))
+    made = RequestRecord(
+        name, PromptInputs((PromptField("prompt", text),)), np.array(ids, np.int32), len(ids)
+    )
     if at is not None:
         made.at = at
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost_edge.server.doctor.records import Record
+from kvboost_edge.server.doctor.records import RequestRecord
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS, PromptCache, PromptCaches
@@ -69,7 +69,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
     return json_response(found.as_json(), headers=_NO_STORE)
 
 
-def _latest(request: Request) -> list[Record]:
+def _latest(request: Request) -> list[RequestRecord]:
     """This key's last requests that ended, of all models, the latest first."""
     tenant = _tenant(request)
     found = []
