@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.records import RoutingDecision
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 __all__ = ["POLICIES", "Ours", "Policy"]
@@ -143,7 +143,7 @@ class Ours:
         self.router = PrefixRouter()
         self.router.set_members(map(str, self.alive))
         self.cpu_seconds: list[float] = []
-        self.last: Choice | None = None
+        self.last: RoutingDecision | None = None
 
     def choose(self, chain: PromptChain, load: Sequence[int], now: float) -> tuple[int, int, int]:
         began = time.process_time()

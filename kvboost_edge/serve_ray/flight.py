@@ -13,7 +13,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.serve_ray.messages import Came, Sent
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.records import RoutingDecision
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.server.errors import ApiError, NoReplica
 
@@ -80,7 +80,7 @@ class Flight:
         handle: RequestHandle,
         router: PrefixRouter,
         *,
-        choices: Callable[[PromptChain, int], list[Choice]],
+        choices: Callable[[PromptChain, int], list[RoutingDecision]],
         call: Callable[[Sent], Stream],
         end: Callable[[Sent], Awaitable[None]],
         keep: Callable[[Sent, str, list[int]], None],
@@ -93,7 +93,7 @@ class Flight:
         self._call = call
         self._end = end
         self._keep = keep
-        self._queued: Choice | None = None  # where its tokens count as waiting
+        self._queued: RoutingDecision | None = None  # where its tokens count as waiting
         self.progress: Progress | None = None
         self._begun = time.monotonic()
         self._has_begun = self._has_events = self._is_cancelled = False
@@ -174,7 +174,7 @@ class Flight:
             self._router.note_not_started(self._queued)
             self._queued = None
 
-    def _placed(self, lost: set[str]) -> tuple[Choice | None, Sent]:
+    def _placed(self, lost: set[str]) -> tuple[RoutingDecision | None, Sent]:
         """The request with the replicas it shall go to. Those that were lost are tried last, by Ray
         alone.
         """

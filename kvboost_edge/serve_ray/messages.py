@@ -18,14 +18,14 @@ from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.records import EventBatch, ReplicaReport
 
 __all__ = [
-    "Asked",
     "Came",
     "Computed",
     "Description",
     "Failure",
-    "Figures",
+    "ReplicaCall",
+    "ReplicaFigures",
+    "ReplicaUpdate",
     "Sent",
-    "Told",
     "failure_of",
 ]
 
@@ -99,7 +99,7 @@ class Sent(NamedTuple):
     hashes: bytes = b""
 
 
-class Asked(NamedTuple):
+class ReplicaCall(NamedTuple):
     """A question to one replica, which no other may answer: the name of one of its methods, and the
     arguments.
     """
@@ -138,7 +138,7 @@ class Computed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Figures:
+class ReplicaFigures:
     """All figures of one replica, as its engine gives them."""
 
     replica: str
@@ -149,7 +149,7 @@ class Figures:
     waiting_tokens: int
 
 
-class Told(NamedTuple):
+class ReplicaUpdate(NamedTuple):
     """What a replica tells the router now and then."""
 
     replica: str

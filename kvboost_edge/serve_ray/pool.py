@@ -27,14 +27,14 @@ from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
-from kvboost_edge.serve_ray.messages import Description, Figures, Sent
+from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, Sent
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.sums import summed_cache, summed_paged
 from kvboost_edge.server.errors import NoReplica
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["ReplicaPool", "ReplicaView"]
+__all__ = ["ReplicaView", "ReplicatedEngine"]
 
 _ASKING_SECONDS = 10.0  # a replica that has not done what it is asked to by then is left out
 _SAYING_SECONDS = 5.0  # and one that has not said how it is
@@ -44,8 +44,8 @@ _SAYING_SECONDS = 5.0  # and one that has not said how it is
 class ReplicaView:
     """One replica's figures, as they were when they were asked for; its blocks as they are."""
 
-    pool: ReplicaPool = dataclasses.field(repr=False)
-    figures: Figures
+    pool: ReplicatedEngine = dataclasses.field(repr=False)
+    figures: ReplicaFigures
 
     def paged_stats(self) -> dict[str, Any]:
         return self.figures.paged
@@ -69,7 +69,7 @@ class ReplicaView:
         return self.pool.blocks_of(self.figures.replica, limit)[1]
 
 
-class ReplicaPool:
+class ReplicatedEngine:
     """Several engines as one, for `server.app.create_app`. Prompts are tokenized here and computed
     there; a request goes to the replica that is expected to give its first token first.
 
@@ -240,7 +240,9 @@ class ReplicaPool:
         and are not waited for once that is known, unless `patient`.
         """
         asked = self._replicas.usable if patient else self._replicas.talking
-        found: list[Figures] = self._replicas.ask("figures", seconds=_SAYING_SECONDS, among=asked)
+        found: list[ReplicaFigures] = self._replicas.ask(
+            "figures", seconds=_SAYING_SECONDS, among=asked
+        )
         if not found:
             raise NoReplica
         return {one.replica: ReplicaView(self, one) for one in found}
@@ -289,7 +291,7 @@ class ReplicaPool:
         """End what is in flight and the pool's thread. May be called again."""
         self._replicas.close()
 
-    def __enter__(self) -> ReplicaPool:
+    def __enter__(self) -> ReplicatedEngine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

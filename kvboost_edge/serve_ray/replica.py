@@ -22,14 +22,14 @@ from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
 from kvboost_edge.kvcache.hashing import HASH_BYTES, decode_tokens
 from kvboost_edge.serve_ray.messages import (
-    Asked,
     Came,
     Computed,
     Description,
     Failure,
-    Figures,
+    ReplicaCall,
+    ReplicaFigures,
+    ReplicaUpdate,
     Sent,
-    Told,
     failure_of,
 )
 from kvboost_edge.serve_ray.model import model_digest
@@ -305,7 +305,7 @@ class EngineReplica:
 
     # What an ingress asks of this replica alone.
 
-    async def ask(self, asked: Asked) -> Any:
+    async def ask(self, asked: ReplicaCall) -> Any:
         """The answer of one of the methods below; an error of ours as a `Failure`; None where
         another one is meant.
         """
@@ -337,7 +337,7 @@ class EngineReplica:
             embedding_size=engine.embedding_size,
         )
 
-    async def _tell(self, cursor: Cursor) -> Told:
+    async def _tell(self, cursor: Cursor) -> ReplicaUpdate:
         """How busy this replica is, and what of its cache an ingress does not know yet."""
         alive = self._engine.is_alive()
         if alive:
@@ -348,7 +348,7 @@ class EngineReplica:
             await asyncio.shield(self._learning)
         free = await self._free_blocks()
         report = self._meter.report(time.monotonic(), free_blocks=free, is_draining=not alive)
-        return Told(self.name, alive, report, self._journal.since(cursor))
+        return ReplicaUpdate(self.name, alive, report, self._journal.since(cursor))
 
     async def _learn(self) -> None:
         """Note what came to the engine's cache and left it."""
@@ -361,10 +361,10 @@ class EngineReplica:
             for name, events in tiers.items():
                 self._journal.add(events, _PLACES[name])
 
-    async def _figures(self) -> Figures:
+    async def _figures(self) -> ReplicaFigures:
         engine = self._engine
         paged, cache = await asyncio.to_thread(lambda: (engine.paged_stats(), engine.cache_stats()))
-        return Figures(
+        return ReplicaFigures(
             self.name,
             paged,
             cache,

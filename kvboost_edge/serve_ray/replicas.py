@@ -18,11 +18,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.serve_ray.flight import Stream, is_loss
-from kvboost_edge.serve_ray.messages import Asked, Computed, Description, Failure, Sent, Told
+from kvboost_edge.serve_ray.messages import (
+    Computed,
+    Description,
+    Failure,
+    ReplicaCall,
+    ReplicaUpdate,
+    Sent,
+)
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.records import RoutingDecision
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
-from kvboost_edge.serve_ray.watch.looks import Looks
+from kvboost_edge.serve_ray.watch.looks import HealthChecks
 from kvboost_edge.server.errors import NoReplica
 from kvboost_edge.server.logs import log_facts
 
@@ -62,7 +69,7 @@ class Replicas:
         self._root: str | None = None
         self._refused: dict[str, str] = {}
         self._silent: set[str] = set()
-        self._looks = Looks(self._look_at)
+        self._looks = HealthChecks(self._look_at)
         self._busy_until = 0.0
         self._changed = asyncio.Event()  # other replicas than before: they are looked at soon
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -159,7 +166,7 @@ class Replicas:
         self.router.set_members(self.usable)
         self._changed.set()
 
-    def choices(self, chain: PromptChain, count: int) -> list[Choice]:
+    def choices(self, chain: PromptChain, count: int) -> list[RoutingDecision]:
         """Where a request may go, the best first; not to who is silent, unless all are. What is
         known of those is kept: they may be busy and nothing more.
         """
@@ -250,11 +257,11 @@ class Replicas:
         self, method: str, arguments: tuple[Any, ...], names: Iterable[str], seconds: float
     ) -> list[Any]:
         answers = await asyncio.gather(
-            *(self._ask_one(Asked((name,), method, arguments), seconds) for name in names)
+            *(self._ask_one(ReplicaCall((name,), method, arguments), seconds) for name in names)
         )
         return [answer for answer in answers if answer is not None]
 
-    async def _ask_one(self, asked: Asked, seconds: float) -> Any:
+    async def _ask_one(self, asked: ReplicaCall, seconds: float) -> Any:
         """None where nothing came in time."""
         response = self._asking.remote(asked)
         try:
@@ -295,7 +302,7 @@ class Replicas:
         if name not in self.router.members():  # it went before this began
             return
         told = await self._ask_quietly(name, "tell", self.router.cursor(name))
-        if not isinstance(told, Told):
+        if not isinstance(told, ReplicaUpdate):
             self._silent |= {name} & self.usable
             return
         self._silent.discard(name)
@@ -325,7 +332,7 @@ class Replicas:
         after none.
         """
         try:
-            return await self._ask_one(Asked((name,), method, arguments), _TELLING_SECONDS)
+            return await self._ask_one(ReplicaCall((name,), method, arguments), _TELLING_SECONDS)
         except Exception as error:
             log_facts(
                 logging.WARNING, "replica told nothing", replica=name, error=type(error).__name__

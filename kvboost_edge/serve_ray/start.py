@@ -28,7 +28,7 @@ from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.settings import tenant_of_key
 
 if TYPE_CHECKING:
-    from kvboost_edge.serve_ray.pool import ReplicaPool
+    from kvboost_edge.serve_ray.pool import ReplicatedEngine
     from kvboost_edge.server.flags import ServeOptions
     from kvboost_edge.text.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def replicated(options: ServeOptions) -> Iterator[ReplicaPool]:
+def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
     """Replicas as the options want them, as one engine; all of it is ended when the block is
     left.
     """
@@ -129,19 +129,19 @@ def pooled(
     *,
     seconds: float = _OPENING_SECONDS,
     is_settled: Callable[[], bool] = lambda: True,
-) -> Iterator[ReplicaPool]:
+) -> Iterator[ReplicatedEngine]:
     """The replicas of a handle as one engine, once the first of them is there. name: see
     `TargetRouter`; digest: of the model's files, see `open_tokenizer`; the rest, and errors: see
     `Replicas.open`.
     """
-    from kvboost_edge.serve_ray.pool import ReplicaPool
+    from kvboost_edge.serve_ray.pool import ReplicatedEngine
     from kvboost_edge.serve_ray.replicas import Replicas
 
     replicas = Replicas(handle, digest)
     try:
         watch_members(name, replicas.members_changed)
         replicas.open(seconds, is_settled)
-        yield ReplicaPool(replicas, tokenizer, config)
+        yield ReplicatedEngine(replicas, tokenizer, config)
     finally:
         watch_members(name, None)
         replicas.close()
@@ -385,7 +385,7 @@ def _kept_signals() -> Iterator[None]:
         utils.set_sigterm_handler = take
 
 
-def log_replicas(pool: ReplicaPool) -> None:
+def log_replicas(pool: ReplicatedEngine) -> None:
     """Say which replicas there are."""
     for name, view in pool.replicas().items():
         stats = view.paged_stats()

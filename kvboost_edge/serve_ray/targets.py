@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvboost_edge.serve_ray.messages import Asked
+from kvboost_edge.serve_ray.messages import ReplicaCall
 from kvboost_edge.serve_ray.watch.members import tell_members, usable_members
 
 __all__ = ["TargetRouter"]
@@ -18,7 +18,7 @@ __all__ = ["TargetRouter"]
 
 class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are not checked
     """Tries a request's `targets` in their order, then any other replica that may be used, the
-    least busy first. What is asked of one replica (`Asked`) goes nowhere else.
+    least busy first. What is asked of one replica (`ReplicaCall`) goes nowhere else.
 
     ingress   which of a process's ingresses this router belongs to, see `members.watch_members`
     """
@@ -46,7 +46,7 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
             targets = getattr(next(iter(pending_request.args), None), "targets", ())
-            is_strict = isinstance(next(iter(pending_request.args), None), Asked)
+            is_strict = isinstance(next(iter(pending_request.args), None), ReplicaCall)
         allowed = usable_members(self._ingress)
         usable = {
             replica.replica_id.unique_id: replica

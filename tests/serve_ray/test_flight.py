@@ -12,7 +12,7 @@ from kvboost_edge.errors import CapacityError
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import Choice
+from kvboost_edge.serve_ray.routing.records import RoutingDecision
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 
@@ -60,7 +60,7 @@ class Pools:
         self.asked = []
 
     def choices(self, chain, count):
-        return [Choice(name, 0, 1, 0.1) for name in self.names[:count]]
+        return [RoutingDecision(name, 0, 1, 0.1) for name in self.names[:count]]
 
     def call(self, sent):
         name = sent.targets[0]

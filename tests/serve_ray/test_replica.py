@@ -15,7 +15,7 @@ from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
-from kvboost_edge.serve_ray.messages import Asked, Computed, Sent, Told
+from kvboost_edge.serve_ray.messages import Computed, ReplicaCall, ReplicaUpdate, Sent
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
@@ -73,9 +73,9 @@ def answer(replica, request):
 
 def tell(replica, router, now):
     """What an ingress does ten times a second."""
-    asked = Asked((replica.name,), "tell", (router.cursor(replica.name),))
+    asked = ReplicaCall((replica.name,), "tell", (router.cursor(replica.name),))
     told = asyncio.run(replica.ask(asked))
-    assert isinstance(told, Told)
+    assert isinstance(told, ReplicaUpdate)
     assert router.take_events(replica.name, told.batches, now)
     router.take_report(replica.name, told.report, now)
 
@@ -173,7 +173,7 @@ def test_what_a_model_without_states_tells_is_the_keys_of_its_blocks_to_the_byte
     router.set_members("a")
     tell(replica, router, 0.0)
     answer(replica, sent(PROMPT, hashes))
-    told = asyncio.run(replica.ask(Asked(("a",), "tell", (router.cursor("a"),))))
+    told = asyncio.run(replica.ask(ReplicaCall(("a",), "tell", (router.cursor("a"),))))
     epoch, serial, is_whole, published, evicted = told.batches[0]
     assert (serial, is_whole, evicted) == (router.cursor("a").serial + 1, False, b"")
     pieces = sorted(published[at : at + 8] for at in range(0, len(published), 8))
@@ -248,7 +248,7 @@ def test_of_replicas_with_the_same_blocks_the_one_that_has_the_state_is_chosen(
             found = [router.choose(chain, now, among=who)[0] for who in "abc"]
             return [(one.matched_tokens, one.restored_tokens) for one in found]
 
-        described = asyncio.run(a.ask(Asked(("a",), "describe")))
+        described = asyncio.run(a.ask(ReplicaCall(("a",), "describe")))
         assert described.info.kv_spec.states, "by which the server knows that states count"
         blocks = [set(router.beliefs(who)) & set(chain_of(a, filled)[1].keys) for who in "ab"]
         assert blocks[0] == blocks[1]
@@ -299,7 +299,7 @@ def test_events_of_a_question_that_nobody_waits_for_are_told_at_the_next(open_re
     monkeypatch.setattr(replica._engine, "take_cache_events", slow)
 
     async def ask_twice():
-        asked = Asked(("a",), "tell", (router.cursor("a"),))
+        asked = ReplicaCall(("a",), "tell", (router.cursor("a"),))
         first = asyncio.ensure_future(replica.ask(asked))
         try:
             assert await asyncio.to_thread(taken.wait, 60)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvboost_edge.serve_ray.routing.records import Place, ReplicaReport
 
-__all__ = ["Loads"]
+__all__ = ["ReplicaLoads"]
 
 Vector = npt.NDArray[np.float64]
 
@@ -20,7 +20,7 @@ _FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_runnin
 max_running free_blocks answer_seconds disk_token_seconds shared_token_seconds""".split()
 
 
-class Loads:
+class ReplicaLoads:
     """Figures of the replicas in slots 0, 1, ..., brought forward from each report by what was
     routed since.
 

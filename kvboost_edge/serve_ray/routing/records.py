@@ -11,7 +11,15 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import ConfigError
 
-__all__ = ["KEY_BYTES", "OUTSIDE_MASK", "Choice", "Cursor", "EventBatch", "Place", "ReplicaReport"]
+__all__ = [
+    "KEY_BYTES",
+    "OUTSIDE_MASK",
+    "Cursor",
+    "EventBatch",
+    "Place",
+    "ReplicaReport",
+    "RoutingDecision",
+]
 
 KEY_BYTES = 8
 """Of each prefix hash 8 bytes are told and remembered. Two hashes that are alike there make the
@@ -125,7 +133,7 @@ class ReplicaReport:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be at least 1")
 
 
-class Choice(NamedTuple):
+class RoutingDecision(NamedTuple):
     """Where a request may go.
 
     replica_id        the name it was added by

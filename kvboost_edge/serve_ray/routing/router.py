@@ -11,8 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.loads import Loads
-from kvboost_edge.serve_ray.routing.records import Choice, Cursor, EventBatch, Place, ReplicaReport
+from kvboost_edge.serve_ray.routing.loads import ReplicaLoads
+from kvboost_edge.serve_ray.routing.records import (
+    Cursor,
+    EventBatch,
+    Place,
+    ReplicaReport,
+    RoutingDecision,
+)
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 __all__ = ["PrefixRouter", "choose", "home", "seed_of"]
@@ -84,7 +90,7 @@ class PrefixRouter:
         report_seconds: float = 0.05,
     ) -> None:
         self._residency = Residency(max_entries, believed_seconds)
-        self._loads = Loads(report_seconds)
+        self._loads = ReplicaLoads(report_seconds)
         self._slots: dict[str, int] = {}
         self._ids: list[str | None] = []
         self._free: list[int] = []
@@ -160,7 +166,7 @@ class PrefixRouter:
 
     def choose(
         self, chain: PromptChain, now: float, among: Collection[str] | None = None, count: int = 1
-    ) -> list[Choice]:
+    ) -> list[RoutingDecision]:
         """At most `count` replicas, the best first; of those `among` if given. [] where none takes
         requests. Changes nothing but what has expired.
         """
@@ -194,7 +200,7 @@ class PrefixRouter:
         if count > 1:
             order = slots[np.argsort(ranks[slots], kind="stable")]
             chosen += [int(slot) for slot in order[:count] if slot != chosen[0]][: count - 1]
-        found: list[Choice] = []
+        found: list[RoutingDecision] = []
         for slot in chosen:
             replica_id = self._ids[slot]
             here = int(matched[slot])
@@ -202,7 +208,7 @@ class PrefixRouter:
             assert replica_id is not None  # only members are usable
             expected = float(seconds[slot])
             found.append(
-                Choice(
+                RoutingDecision(
                     replica_id,
                     here,
                     chain.num_tokens - there,
@@ -290,7 +296,7 @@ class PrefixRouter:
         known = levels[-1].num_blocks if levels else 0
         return chain.keys[min(known, len(chain.keys) - 1)]
 
-    def note_routed(self, choice: Choice, chain: PromptChain, now: float) -> None:
+    def note_routed(self, choice: RoutingDecision, chain: PromptChain, now: float) -> None:
         """The request went there: until the next report its tokens count as queued, and its blocks
         are believed to be there for `believed_seconds`.
         """
@@ -306,7 +312,7 @@ class PrefixRouter:
             ends = {*chain.servable_states(Place.POOL)[-1:], *chain.states[Place.POOL][-1:]}
             self._residency.believe(slot, tuple(ends), 0, now)
 
-    def note_not_started(self, choice: Choice) -> None:
+    def note_not_started(self, choice: RoutingDecision) -> None:
         """A request that was noted never reached the replica: its tokens do not wait there."""
         slot = self._slots.get(choice.replica_id)
         if slot is not None:

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from kvboost_edge.server.logs import failure_place, log_facts
 
-__all__ = ["Looks"]
+__all__ = ["HealthChecks"]
 
 
-class Looks:
+class HealthChecks:
     """At most one look at each replica at a time; all on one event loop.
 
     look   looks at the replica of a name, in bounded time; what it raises is logged and ends that

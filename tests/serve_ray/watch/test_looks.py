@@ -11,11 +11,11 @@ import pytest
 from helpers.server.live_servers import wait_until
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.serve_ray import pool, replicas
-from kvboost_edge.serve_ray.messages import Description, Figures, Told
-from kvboost_edge.serve_ray.pool import ReplicaPool
+from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, ReplicaUpdate
+from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replicas import Replicas
 from kvboost_edge.serve_ray.routing.records import ReplicaReport
-from kvboost_edge.serve_ray.watch.looks import Looks
+from kvboost_edge.serve_ray.watch.looks import HealthChecks
 from kvboost_edge.server.errors import NoReplica
 
 ABOUT = {"model": "m", "root": b"r".hex()}
@@ -67,12 +67,12 @@ class Handle:
 
 def _answer(name, method):
     if method == "tell":
-        return Told(name, True, ReplicaReport(serial=1, seconds_per_token=1e-3), [])
+        return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=1e-3), [])
     if method == "describe":
         nothing = None
         return Description(name, 1, "m", b"r", 16, nothing, None, 0)
     if method == "figures":
-        return Figures(name, {"num_blocks": 4}, {}, 1, 2, 3)
+        return ReplicaFigures(name, {"num_blocks": 4}, {}, 1, 2, 3)
     return [ord(name)], [(1, 2, 3)]
 
 
@@ -114,7 +114,7 @@ def test_one_that_does_not_answer_is_neither_chosen_nor_waited_for_until_it_does
     monkeypatch.setattr(replicas, "_TELLING_SECONDS", 0.05)
     monkeypatch.setattr(pool, "_SAYING_SECONDS", NEVER)
     tokenizer = None
-    whole = ReplicaPool(three, tokenizer, EngineConfig())
+    whole = ReplicatedEngine(three, tokenizer, EngineConfig())
     assert [*whole.replicas()] == ["a", "b", "c"]
     handle.hung = {"b"}
     wait_until(lambda: three.talking == {"a", "c"}, "it to be known as silent")
@@ -142,7 +142,7 @@ def test_where_nobody_answers_all_are_asked(three, handle, monkeypatch):
     wait_until(lambda: three._silent == {"a", "b", "c"}, "all to be known as silent")
     assert three.talking == {"a", "b", "c"}
     tokenizer = None
-    whole = ReplicaPool(three, tokenizer, EngineConfig())
+    whole = ReplicatedEngine(three, tokenizer, EngineConfig())
     with pytest.raises(NoReplica):
         whole.replicas()
     assert all(handle.asked[name, "figures"] for name in "abc")
@@ -168,7 +168,7 @@ def test_a_look_that_fails_is_not_the_last(caplog):
             raise RuntimeError("a fault")
 
     async def run():
-        looks = Looks(look)
+        looks = HealthChecks(look)
         for _ in range(2):
             looks.begin("ab")
             await looks.settle()
@@ -189,7 +189,7 @@ def test_looks_that_hang_end_with_all_others():
             finally:
                 ended.append(name)
 
-        looks = Looks(look)
+        looks = HealthChecks(look)
         looks.begin("ab")
         await asyncio.sleep(0)
         await looks.end()
