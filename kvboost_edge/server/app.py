@@ -38,7 +38,7 @@ from kvboost_edge.server.models.server import ServerState
 from kvboost_edge.server.settings import ServerSettings
 from kvboost_edge.server.state import Shared
 from kvboost_edge.server.work.admission import Bodies
-from kvboost_edge.server.work.remembered import Remembered
+from kvboost_edge.server.work.remembered import ResponseStore
 
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
@@ -81,7 +81,7 @@ def create_app(
     budget   bytes that weights, pools and states of all loaded models may take; None: all that is
              available now
     """
-    shared = Shared(settings, Remembered(len(settings.all_keys)), Normaliser(settings.normalise))
+    shared = Shared(settings, ResponseStore(len(settings.all_keys)), Normaliser(settings.normalise))
     sources = [(settings.model_names, source), *others]
     served = [
         ServedModel(names, one, settings.keep_alive_of(number), History(settings.request_history))

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from kvboost_edge.runners.base import RunnerInfo
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Engine", "Figures", "Replicated", "replicas_of"]
+__all__ = ["Engine", "Replicated", "StatsProvider", "replicas_of"]
 
 
-class Figures(Protocol):
+class StatsProvider(Protocol):
     """What there is to know of an engine, as of now."""
 
     def cache_stats(self) -> dict[str, float]: ...
@@ -44,7 +44,7 @@ class Figures(Protocol):
     def waiting_tokens(self) -> int: ...
 
 
-class Engine(Figures, Protocol):
+class Engine(StatsProvider, Protocol):
     """Each member means what it means of `CPUPagedEngine`, and raises the same errors. Safe to use
     from any thread.
 
@@ -122,14 +122,14 @@ class Engine(Figures, Protocol):
 class Replicated(Protocol):
     """What stands for several engines can tell of each."""
 
-    def replicas(self, *, patient: bool = False) -> Mapping[str, Figures]:
+    def replicas(self, *, patient: bool = False) -> Mapping[str, StatsProvider]:
         """The figures of each by its name. Waits for them: not for the event loop. patient: for
         those too that were silent lately.
         """
         ...
 
 
-def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, Figures]:
+def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, StatsProvider]:
     """The figures of each of the engines that this one stands for, by name; of a single one under
     "". patient: see `Replicated.replicas`.
     """

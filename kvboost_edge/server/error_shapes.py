@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from kvboost_edge.server.response_types import ErrorAnswer
 
-__all__ = ["Told", "id_headers", "shape_of"]
+__all__ = ["ErrorInfo", "id_headers", "shape_of"]
 
 
-class Told(Protocol):
+class ErrorInfo(Protocol):
     """What there is to tell of an error, see `ApiError`."""
 
     status_code: int
@@ -22,7 +22,7 @@ class Told(Protocol):
     param: str | None
 
 
-Shape = Callable[[Told], Mapping[str, Any]]
+Shape = Callable[[ErrorInfo], Mapping[str, Any]]
 
 _ANTHROPIC_KINDS = {
     400: "invalid_request_error",
@@ -39,7 +39,7 @@ _ANTHROPIC_KINDS = {
 }
 
 
-def _openai(error: Told) -> ErrorAnswer:
+def _openai(error: ErrorInfo) -> ErrorAnswer:
     return {
         "error": {
             "message": error.message,
@@ -50,18 +50,18 @@ def _openai(error: Told) -> ErrorAnswer:
     }
 
 
-def _anthropic(error: Told) -> dict[str, Any]:
+def _anthropic(error: ErrorInfo) -> dict[str, Any]:
     kind = _ANTHROPIC_KINDS.get(
         error.status_code, "api_error" if error.status_code >= 500 else "invalid_request_error"
     )
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _ollama(error: Told) -> dict[str, Any]:
+def _ollama(error: ErrorInfo) -> dict[str, Any]:
     return {"error": error.message}
 
 
-def _llama_cpp(error: Told) -> dict[str, Any]:
+def _llama_cpp(error: ErrorInfo) -> dict[str, Any]:
     return {"error": {"code": error.status_code, "message": error.message, "type": error.kind}}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvboost_edge.server.errors import ShuttingDown, stopped
 from kvboost_edge.server.work.admission import Admission, AdmissionQueue
-from kvboost_edge.server.work.remembered import Remembered
+from kvboost_edge.server.work.remembered import ResponseStore
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["MODEL_FACT", "Looks", "ModelState", "Shared", "keep_state", "model_of", "state_of"]
+__all__ = [
+    "MODEL_FACT",
+    "EngineLeases",
+    "ModelState",
+    "Shared",
+    "keep_state",
+    "model_of",
+    "state_of",
+]
 
 MODEL_FACT = "model_state"
 """Where the facts of a request, which all of its scopes have in common, hold its model; it is taken
@@ -40,13 +48,13 @@ class Shared:
     """
 
     settings: ServerSettings
-    remembered: Remembered
+    remembered: ResponseStore
     normaliser: Normaliser
     draining: bool = False
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
-class Looks:
+class EngineLeases:
     """Who asks a model's engine for something beside requests. Only the event loop's thread touches
     it.
     """
@@ -86,14 +94,14 @@ class ModelState:
     admission: AdmissionQueue
     doctor: Doctor
     shared: Shared
-    looks: Looks = dataclasses.field(default_factory=Looks)
+    looks: EngineLeases = dataclasses.field(default_factory=EngineLeases)
 
     @property
     def settings(self) -> ServerSettings:
         return self.shared.settings
 
     @property
-    def remembered(self) -> Remembered:
+    def remembered(self) -> ResponseStore:
         return self.shared.remembered
 
     @property

@@ -10,11 +10,11 @@ import pytest
 
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server import engines
-from kvboost_edge.server.engines import Engine, Figures
+from kvboost_edge.server.engines import Engine, StatsProvider
 
 ASKED = {
     name: member
-    for kind in (Engine, Figures)
+    for kind in (Engine, StatsProvider)
     for name, member in vars(kind).items()
     if not name.startswith("_")
 }

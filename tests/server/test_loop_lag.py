@@ -365,7 +365,7 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
     """What was sent with one response, as large as a body may be, is listed page by page; and a
     whole memory of them is continued.
     """
-    from kvboost_edge.server.work.remembered import Turn
+    from kvboost_edge.server.work.remembered import StoredResponse
 
     sent = json.dumps(
         [
@@ -382,7 +382,7 @@ def test_as_much_as_is_remembered_is_read_beside_others(large):
     remembered = large.state.remembered
     before = None
     for number in range(9):
-        assert remembered.keep(None, f"resp_{number}", Turn(answer, sent, before))
+        assert remembered.keep(None, f"resp_{number}", StoredResponse(answer, sent, before))
         before = f"resp_{number}"
 
     def load():

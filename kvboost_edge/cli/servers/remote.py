@@ -20,7 +20,7 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, R
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["RemoteAnswer", "RemoteChat", "Thought", "ToolCall"]
+__all__ = ["RemoteAnswer", "RemoteChat", "RemoteToolCall", "Thought"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
@@ -37,7 +37,7 @@ class Thought(NamedTuple):
     text: str
 
 
-class ToolCall(NamedTuple):
+class RemoteToolCall(NamedTuple):
     """A tool the model calls; arguments: JSON, as far as it came."""
 
     name: str
@@ -60,7 +60,7 @@ class RemoteAnswer(NamedTuple):
     reused_span_tokens: int
     recomputed_tokens: int
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[RemoteToolCall, ...] = ()
 
     @property
     def timing_line(self) -> str:
@@ -243,7 +243,7 @@ class _Heard:
         self._first: float | None = None
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: dict[int, ToolCall] = {}
+        self._calls: dict[int, RemoteToolCall] = {}
         self._reason = ""
         self._usage: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
@@ -272,10 +272,10 @@ class _Heard:
     def _take_call(self, piece: Mapping[str, Any]) -> None:
         index = piece.get("index", 0)
         made = piece.get("function") or {}
-        known = self._calls.get(index, ToolCall("", ""))
+        known = self._calls.get(index, RemoteToolCall("", ""))
         name = made.get("name") or ""
         arguments = made.get("arguments") or ""
-        self._calls[index] = ToolCall(known.name + name, known.arguments + arguments)
+        self._calls[index] = RemoteToolCall(known.name + name, known.arguments + arguments)
 
     def answer(self) -> RemoteAnswer:
         """The whole, as far as it came."""

@@ -16,7 +16,7 @@ import kvboost_edge
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.api.rendered_request import Choice, RenderedRequest
+from kvboost_edge.server.api.rendered_request import ChoiceWriter, RenderedRequest
 from kvboost_edge.server.api.usage import costs, progress_of, usage_of
 from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.response_types import ChunkHead, Figures
@@ -37,7 +37,7 @@ class OpenAIWriter:
         self._diagnosis: Diagnosis | None = None
         self._num_reasoning = 0
         self._run: Running | None = None
-        self._choices: list[Choice] = []
+        self._choices: list[ChoiceWriter] = []
         self._results: dict[int, GenerationResult] = {}
 
     def explain(self, diagnosis: Diagnosis) -> None:
@@ -114,7 +114,7 @@ class OpenAIWriter:
         return self._figures(results, self._run, self._choices)
 
     def _figures(
-        self, results: Sequence[GenerationResult], run: Running, choices: Sequence[Choice]
+        self, results: Sequence[GenerationResult], run: Running, choices: Sequence[ChoiceWriter]
     ) -> Figures:
         """Return usage, timings and kvboost."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)

@@ -14,13 +14,13 @@ from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EngineRequest, Running
 
-__all__ = ["Choice", "PromptLogprobs", "RenderedRequest", "WireNames"]
+__all__ = ["ChoiceWriter", "PromptLogprobs", "RenderedRequest", "WireNames"]
 
 Json = dict[str, Any]
 PromptLogprobs = Sequence[TokenLogprobs | None] | None
 
 
-class Choice(Protocol):
+class ChoiceWriter(Protocol):
     """Writes one choice of an answer, either whole, or piece by piece."""
 
     def whole(self, result: GenerationResult) -> Mapping[str, Any]: ...
@@ -103,7 +103,7 @@ class RenderedRequest(EngineRequest):
         self.pings = pings
 
     @abstractmethod
-    def choice(self, index: int, run: Running) -> Choice:
+    def choice(self, index: int, run: Running) -> ChoiceWriter:
         """Return the writer of one choice."""
 
     def chosen(self, results: Sequence[GenerationResult]) -> list[GenerationResult]:

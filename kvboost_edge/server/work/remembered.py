@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Remembered", "Turn"]
+__all__ = ["ResponseStore", "StoredResponse"]
 
 _BYTES = 64 << 20  # of all tenants together
 _ENTRIES = 4096
@@ -18,7 +18,7 @@ _SECONDS = 24 * 3600.0
 _OVERHEAD = 512  # bytes of an entry beside its texts
 
 
-class Turn(NamedTuple):
+class StoredResponse(NamedTuple):
     """One turn of a conversation, as JSON: its answer, and the list of what was sent; `previous` is
     the turn before.
     """
@@ -34,7 +34,7 @@ class Turn(NamedTuple):
         return len(self.answer) + len(self.sent) + _OVERHEAD
 
 
-class Remembered:
+class ResponseStore:
     """Turns by tenant and id. Each tenant has an equal part of the bytes and entries, so nobody's
     turns leave for another's; of its own those go first that were not used for longest. Any thread
     may call.
@@ -56,10 +56,10 @@ class Remembered:
         self.seconds = seconds
         self._clock = clock
         self._lock = threading.Lock()
-        self._turns: dict[str | None, OrderedDict[str, Turn]] = {}
+        self._turns: dict[str | None, OrderedDict[str, StoredResponse]] = {}
         self._bytes: dict[str | None, int] = {}
 
-    def keep(self, tenant: str | None, name: str, turn: Turn) -> bool:
+    def keep(self, tenant: str | None, name: str, turn: StoredResponse) -> bool:
         """Remember a turn under a new id. False: it is larger than the tenant's part and was not
         kept.
         """
@@ -74,14 +74,14 @@ class Remembered:
                 self._drop(tenant, next(iter(turns)))
         return True
 
-    def conversation(self, tenant: str | None, name: str) -> list[Turn]:
+    def conversation(self, tenant: str | None, name: str) -> list[StoredResponse]:
         """The turns up to this one, the first one first. KeyError with the id of one that is not
         remembered.
         """
         with self._lock:
             self._forget_old()
             turns = self._turns.get(tenant, OrderedDict())
-            found: list[Turn] = []
+            found: list[StoredResponse] = []
             at: str | None = name
             while at is not None:
                 found.append(turns[at])
@@ -89,7 +89,7 @@ class Remembered:
                 at = found[-1].previous
         return found[::-1]
 
-    def find(self, tenant: str | None, name: str) -> Turn | None:
+    def find(self, tenant: str | None, name: str) -> StoredResponse | None:
         """The turn of this id; None where this tenant has none."""
         with self._lock:
             self._forget_old()

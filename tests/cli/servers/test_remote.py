@@ -13,7 +13,7 @@ import pytest
 
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought, ToolCall
+from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, RemoteToolCall, Thought
 from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
 
 USAGE = {
@@ -336,8 +336,8 @@ def test_pieces_of_calls_are_put_together(server):
     assert isinstance(answer, RemoteAnswer)
     assert answer.finish_reason == "tool_calls"
     assert answer.tool_calls == (
-        ToolCall("get_weather", '{"city":\n "Wien"}'),
-        ToolCall("get_time", "{}"),
+        RemoteToolCall("get_weather", '{"city":\n "Wien"}'),
+        RemoteToolCall("get_time", "{}"),
     )
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvboost_edge.server.work.remembered import Remembered, Turn
+from kvboost_edge.server.work.remembered import ResponseStore, StoredResponse
 
 
 def turn(size=1000, previous=None):
-    return Turn(b"x" * (size - Turn(b"", b"", None).size), b"", previous)
+    return StoredResponse(b"x" * (size - StoredResponse(b"", b"", None).size), b"", previous)
 
 
 def names(remembered, tenant=None):
@@ -14,7 +14,7 @@ def names(remembered, tenant=None):
 
 
 def test_bytes_are_bounded_and_the_least_used_go_first():
-    remembered = Remembered(1, max_bytes=3000)
+    remembered = ResponseStore(1, max_bytes=3000)
     for name in "abc":
         assert remembered.keep(None, name, turn())
     remembered.conversation(None, "a")
@@ -26,7 +26,7 @@ def test_bytes_are_bounded_and_the_least_used_go_first():
 
 
 def test_entries_are_bounded():
-    remembered = Remembered(1, max_entries=2)
+    remembered = ResponseStore(1, max_entries=2)
     for name in "abc":
         remembered.keep(None, name, turn())
     assert names(remembered) == "bc"
@@ -35,7 +35,7 @@ def test_entries_are_bounded():
 
 def test_what_is_old_is_gone_though_it_was_used():
     now = 0.0
-    remembered = Remembered(1, seconds=10, clock=lambda: now)
+    remembered = ResponseStore(1, seconds=10, clock=lambda: now)
     remembered.keep(None, "a", turn())
     now = 6.0
     remembered.keep(None, "b", turn())
@@ -46,7 +46,7 @@ def test_what_is_old_is_gone_though_it_was_used():
 
 
 def test_tenants_have_their_own_part():
-    remembered = Remembered(2, max_bytes=4000, max_entries=100)
+    remembered = ResponseStore(2, max_bytes=4000, max_entries=100)
     for name in "abcd":
         remembered.keep("one", name, turn())
     remembered.keep("two", "e", turn())
@@ -61,7 +61,7 @@ def test_tenants_have_their_own_part():
 
 
 def test_a_conversation_is_its_turns_in_order():
-    remembered = Remembered(1)
+    remembered = ResponseStore(1)
     remembered.keep(None, "a", turn())
     remembered.keep(None, "b", turn(1001, "a"))
     remembered.keep(None, "c", turn(1002, "b"))

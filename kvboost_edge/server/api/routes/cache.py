@@ -38,7 +38,7 @@ from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.doctor.asked import normal
-from kvboost_edge.server.engines import Figures, replicas_of
+from kvboost_edge.server.engines import StatsProvider, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of
 from kvboost_edge.server.response_types import (
@@ -315,7 +315,7 @@ def _stats(state: ModelState) -> EngineStats:
     }
 
 
-def _held(engine: Figures) -> HeldInCache:
+def _held(engine: StatsProvider) -> HeldInCache:
     """Return what is in the cache of an engine, of one replica or of all."""
     pool = engine.paged_stats()
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
@@ -382,7 +382,7 @@ def _hit_rate(pool: Mapping[str, Any]) -> float | None:
     return pool["hit_tokens"] / looked_up if looked_up else None
 
 
-def _replica_pool(figures: Figures) -> ReplicaPool:
+def _replica_pool(figures: StatsProvider) -> ReplicaPool:
     pool = figures.paged_stats()
     return {
         "num_blocks": pool["num_blocks"],

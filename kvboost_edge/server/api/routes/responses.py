@@ -26,7 +26,7 @@ from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.response_types import ERRORS
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import off_loop
-from kvboost_edge.server.work.remembered import Turn
+from kvboost_edge.server.work.remembered import StoredResponse
 from kvboost_edge.server.work.streams import dumps_long, json_response
 
 __all__ = ["router"]
@@ -63,7 +63,9 @@ async def create(request: Request, body: ResponseRequest) -> Response:
             )
 
             def keep(name: str, answer: bytes) -> bool:
-                turn = Turn(answer, json.dumps(body.input).encode(), body.previous_response_id)
+                turn = StoredResponse(
+                    answer, json.dumps(body.input).encode(), body.previous_response_id
+                )
                 return state.remembered.keep(tenant, name, turn)
 
             writer = ResponsesWriter(state, body, keep if body.store is not False else None)
@@ -142,7 +144,7 @@ def _tenant(request: Request) -> str | None:
     return tenant
 
 
-def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[Turn]:
+def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[StoredResponse]:
     """The turns that a body continues. ApiError 404 where one of them is not remembered."""
     if name is None:
         return []
@@ -155,7 +157,7 @@ def _conversation(state: ModelState, tenant: str | None, name: str | None) -> li
         ) from None
 
 
-def _items(turns: list[Turn]) -> list[dict[str, Any]]:
+def _items(turns: list[StoredResponse]) -> list[dict[str, Any]]:
     """The items of all turns. ApiError for more than are read: so many fill any context, and hold
     up the others.
     """
@@ -171,7 +173,7 @@ def _items(turns: list[Turn]) -> list[dict[str, Any]]:
     return items
 
 
-def _found(request: Request, name: str) -> Turn:
+def _found(request: Request, name: str) -> StoredResponse:
     turn = server_of(request).shared.remembered.find(_tenant(request), name)
     if turn is None:
         raise _unknown(name)

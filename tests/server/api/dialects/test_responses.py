@@ -7,7 +7,7 @@ from pathlib import Path
 
 from helpers.server.compat_apis import APIS
 from helpers.server.scripted_model import ASK, CALL, FORMATS, TOOLS
-from kvboost_edge.server.work.remembered import Turn
+from kvboost_edge.server.work.remembered import StoredResponse
 
 API = APIS["/v1/responses"]
 PATH = API.path
@@ -147,4 +147,4 @@ async def test_a_turn_that_left_the_memory_is_named(app, speaker):
 
 def test_turns_are_bytes():
     """No object of a request is held by what is remembered."""
-    assert Turn(b"{}", b"[]", None).size == 4 + Turn(b"", b"", None).size
+    assert StoredResponse(b"{}", b"[]", None).size == 4 + StoredResponse(b"", b"", None).size
