@@ -2,8 +2,8 @@
 any real type.
 
 A chunk's bytes are one blob [num_layers, 2, …] of its tokens, k before v, in the format of the
-engine. A `Shape` says how to read them, and whether arrays or tensors were stored: they come back
-as such, on the CPU.
+engine. A `ChunkShape` says how to read them, and whether arrays or tensors were stored: they come
+back as such, on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvboost_edge.compat.lmcache.chunks import is_tensor
 from kvboost_edge.errors import BackendUnavailable, RequestError
 
-__all__ = ["SHAPE_BYTES", "KeysAndValues", "Shape", "assemble", "decode_shape", "read_kv"]
+__all__ = ["SHAPE_BYTES", "ChunkShape", "KeysAndValues", "assemble", "decode_shape", "read_kv"]
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _TORCH_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -31,7 +31,7 @@ _MAGIC = {"numpy": b"KVB-NP01", "torch": b"KVB-PT01"}
 _TOKEN_AXIS = {"huggingface": 1, "vllm": 0}
 
 
-class Shape(NamedTuple):
+class ChunkShape(NamedTuple):
     """What a chunk's bytes are. library: "numpy" or "torch"; dtype: by that library's name;
     itemsize: bytes of it.
     """
@@ -61,10 +61,10 @@ class KeysAndValues(NamedTuple):
     a view.
     """
 
-    shape: Shape
+    shape: ChunkShape
     layers: list[tuple[NDArray[Any], NDArray[Any]]]
 
-    def chunk(self, start: int, end: int, fmt: str) -> tuple[Shape, NDArray[np.uint8]]:
+    def chunk(self, start: int, end: int, fmt: str) -> tuple[ChunkShape, NDArray[np.uint8]]:
         """A copy of the tokens [start, end)."""
         shape = self.shape._replace(num_tokens=end - start)
         blob = np.empty(_blob_shape(shape, fmt), _WORDS[shape.itemsize])
@@ -111,11 +111,11 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
     head_size = axes[2]
     if not heads * head_size:
         raise RequestError(f"k and v of {heads} heads of {head_size} hold nothing")
-    shape = Shape(library, dtype, itemsize, len(words), heads, head_size, tokens)
+    shape = ChunkShape(library, dtype, itemsize, len(words), heads, head_size, tokens)
     return KeysAndValues(shape, [(k, v) for (_, k), (_, v) in words])
 
 
-def assemble(chunks: Sequence[tuple[Shape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
+def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
     """One blob [num_layers, 2, …] of the chunks' tokens but the first `skip`, a copy, as what was
     stored.
 
@@ -146,7 +146,7 @@ def assemble(chunks: Sequence[tuple[Shape, NDArray[np.uint8]]], skip: int, fmt: 
     return words.view(getattr(torch, first.dtype))
 
 
-def decode_shape(data: bytes, num_tokens: int) -> Shape | None:
+def decode_shape(data: bytes, num_tokens: int) -> ChunkShape | None:
     """The shape of a chunk of so many tokens; None for what this version does not know."""
     magic, name, *numbers = _PACKED.unpack(data)
     library = next((library for library, own in _MAGIC.items() if own == magic), None)
@@ -158,10 +158,10 @@ def decode_shape(data: bytes, num_tokens: int) -> Shape | None:
         if library == "numpy"
         else re.fullmatch(r"[a-z][a-z0-9_]*", dtype)
     )
-    return Shape(library, dtype, *numbers) if known else None
+    return ChunkShape(library, dtype, *numbers) if known else None
 
 
-def _blob_shape(shape: Shape, fmt: str) -> tuple[int, ...]:
+def _blob_shape(shape: ChunkShape, fmt: str) -> tuple[int, ...]:
     rows = (
         (shape.num_tokens, shape.num_heads)
         if fmt == "vllm"

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvboost_edge.compat.lmcache.arrays import KeysAndValues, Shape, assemble, read_kv
+from kvboost_edge.compat.lmcache.arrays import ChunkShape, KeysAndValues, assemble, read_kv
 from kvboost_edge.compat.lmcache.chunks import chunk_addresses, mask_like, num_skipped, token_bytes
 from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, Metadata
-from kvboost_edge.compat.lmcache.stores import Chunk, ChunkStore, MemoryStore, TierStore
+from kvboost_edge.compat.lmcache.stores import ChunkStore, MemoryStore, StoredChunk, TierStore
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES
 from kvboost_edge.tiers.base import BlockAddress, TierStats
@@ -226,30 +226,30 @@ class LMCacheEngine:
 
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool
-    ) -> Iterator[tuple[int, list[Chunk]]]:
+    ) -> Iterator[tuple[int, list[StoredChunk]]]:
         """Chunks from number `first` on that some store lacks, copied, with the number of each
         batch's first.
         """
         here = addresses[first:]
         held = 0 if replace else min((store.holds(here) for store in self._stores), default=0)
-        batch: list[Chunk] = []
+        batch: list[StoredChunk] = []
         for index in range(first + held, len(addresses)):
             start = (index - first) * self.chunk_size
             shape, data = kv.chunk(
                 start, start + len(addresses[index].tokens) // TOKEN_BYTES, self._fmt
             )
-            batch.append(Chunk(addresses[index], shape, data))
+            batch.append(StoredChunk(addresses[index], shape, data))
             if len(batch) * data.nbytes >= _BATCH_BYTES:
                 yield index + 1 - len(batch), batch
                 batch = []
         if batch:
             yield len(addresses) - len(batch), batch
 
-    def _find(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+    def _find(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
         """Chunks of one kind from the first on, each from the nearest store that has it, then in
         memory too.
         """
-        found: list[Chunk] = []
+        found: list[StoredChunk] = []
         before = -1
         while before < len(found) < len(addresses):
             before = len(found)
@@ -268,7 +268,7 @@ class LMCacheEngine:
     def _put(
         self,
         store: ChunkStore,
-        chunks: list[Chunk],
+        chunks: list[StoredChunk],
         chain: list[BlockAddress],
         *,
         replace: bool,
@@ -296,7 +296,7 @@ class LMCacheEngine:
     def _put_pending(
         self,
         store: ChunkStore,
-        chunks: list[Chunk],
+        chunks: list[StoredChunk],
         chain: list[BlockAddress],
         replace: bool,
         nbytes: int,
@@ -336,6 +336,6 @@ def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
     return stores
 
 
-def _kind(shape: Shape) -> Shape:
+def _kind(shape: ChunkShape) -> ChunkShape:
     """What chunks that make up one blob have in common."""
     return shape._replace(num_tokens=0)

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvboost_edge.compat.lmcache.arrays import SHAPE_BYTES, Shape, decode_shape
+from kvboost_edge.compat.lmcache.arrays import SHAPE_BYTES, ChunkShape, decode_shape
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES
 from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
 
-__all__ = ["Chunk", "ChunkStore", "MemoryStore", "TierStore"]
+__all__ = ["ChunkStore", "MemoryStore", "StoredChunk", "TierStore"]
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """Keys and values of one chunk; `data` belongs to the stores and is never written again."""
 
     address: BlockAddress
-    shape: Shape
+    shape: ChunkShape
     data: NDArray[np.uint8]
 
     @property
@@ -46,11 +46,13 @@ class ChunkStore(Protocol):
         """How many are there, from the first on."""
         ...
 
-    def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+    def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
         """Those that are there, from the first on; they were used just now."""
         ...
 
-    def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
+    def put(
+        self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
+    ) -> int:
         """Store chunks of a sequence whose chunks so far are `chain`; how many are there
         afterwards.
         """
@@ -79,7 +81,7 @@ class MemoryStore:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[bytes, Chunk] = OrderedDict()
+        self._chunks: OrderedDict[bytes, StoredChunk] = OrderedDict()
         self._pins: Counter[bytes] = Counter()
         self._bytes = 0
         self._counts: Counter[str] = Counter()
@@ -89,7 +91,7 @@ class MemoryStore:
         with self._lock:
             return self._num_held(addresses)
 
-    def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+    def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
         """See ChunkStore."""
         with self._lock:
             found = [self._chunks[a.prefix_hash] for a in addresses[: self._num_held(addresses)]]
@@ -100,7 +102,9 @@ class MemoryStore:
             self._counts["missing"] += len(found) < len(addresses)
             return found
 
-    def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
+    def put(
+        self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
+    ) -> int:
         """See ChunkStore. A chunk for which only its own chain or pins would have to go is not
         stored.
         """
@@ -215,7 +219,7 @@ class TierStore:
             )
             return (*there, False).index(False)
 
-    def get(self, addresses: Sequence[BlockAddress]) -> list[Chunk]:
+    def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
         """See ChunkStore."""
         with self._lock:
             shapes = self._shapes(addresses)
@@ -232,9 +236,11 @@ class TierStore:
                     for a in pair
                 ]
             )
-        return [Chunk(*parts) for parts in zip(addresses[:count], shapes, data, strict=False)]
+        return [StoredChunk(*parts) for parts in zip(addresses[:count], shapes, data, strict=False)]
 
-    def put(self, chunks: Sequence[Chunk], chain: Sequence[BlockAddress], *, replace: bool) -> int:
+    def put(
+        self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
+    ) -> int:
         """See ChunkStore. Bytes first, so that whoever finds a shape finds them, too."""
         if replace:
             self.drop([chunk.address for chunk in chunks])
@@ -263,10 +269,10 @@ class TierStore:
         with self._lock:
             self._tier.close()
 
-    def _shapes(self, addresses: Sequence[BlockAddress]) -> list[Shape]:
+    def _shapes(self, addresses: Sequence[BlockAddress]) -> list[ChunkShape]:
         buffers = [bytearray(SHAPE_BYTES) for _ in addresses]
         count = self._tier.read(addresses, [memoryview(buffer) for buffer in buffers])
-        shapes: list[Shape] = []
+        shapes: list[ChunkShape] = []
         for address, buffer in zip(addresses[:count], buffers, strict=False):
             shape = decode_shape(bytes(buffer), len(address.tokens) // TOKEN_BYTES)
             if shape is None:
@@ -275,7 +281,7 @@ class TierStore:
         return shapes
 
 
-def _data_address(address: BlockAddress, shape: Shape) -> BlockAddress:
+def _data_address(address: BlockAddress, shape: ChunkShape) -> BlockAddress:
     return BlockAddress(
         hashlib.sha256(address.prefix_hash + shape.encode()).digest(), address.prefix_hash, b""
     )

@@ -7,9 +7,9 @@ import pytest
 
 from helpers.compat.lmcache_cases import equal, kv_of, kv_slice, make_engine, num_tokens_of
 from helpers.tiers.redis_servers import running_redis
-from kvboost_edge.compat.lmcache.arrays import Shape
+from kvboost_edge.compat.lmcache.arrays import ChunkShape
 from kvboost_edge.compat.lmcache.chunks import chunk_addresses, token_bytes
-from kvboost_edge.compat.lmcache.stores import Chunk, MemoryStore, TierStore
+from kvboost_edge.compat.lmcache.stores import MemoryStore, StoredChunk, TierStore
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.tiers.disk.tier import DiskTier
 
@@ -23,9 +23,9 @@ def chunks_of(tokens, fill=0):
     """Chunks of 4 tokens, 200 bytes each."""
     addresses = chunk_addresses(SPACE, token_bytes(tokens), 4)
     return [
-        Chunk(
+        StoredChunk(
             a,
-            Shape("numpy", "|u1", 1, 1, 1, 25, len(a.tokens) // 4),
+            ChunkShape("numpy", "|u1", 1, 1, 1, 25, len(a.tokens) // 4),
             np.full(50 * len(a.tokens) // 4, fill, np.uint8),
         )
         for a in addresses
