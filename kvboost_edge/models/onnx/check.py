@@ -14,7 +14,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import recall, remember
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.native import OnnxDecoder
-from kvboost_edge.models.onnx.tensors import FLOATS, Matrix
+from kvboost_edge.models.onnx.tensors import FLOATS, OnnxMatrix
 from kvboost_edge.models.weights.finite import first_non_finite
 from kvboost_edge.models.weights.shapes import check_shapes
 from kvboost_edge.models.weights.source import WeightSummary
@@ -70,11 +70,11 @@ def onnx_types(model: OnnxModel) -> set[str]:
     }
 
 
-def _tensors(matrix: Matrix) -> Iterable[OnnxTensor]:
+def _tensors(matrix: OnnxMatrix) -> Iterable[OnnxTensor]:
     return [tensor for tensor in (matrix.weight, matrix.scales, matrix.zeros) if tensor is not None]
 
 
-def _check_finite(matrices: Iterable[Matrix]) -> None:
+def _check_finite(matrices: Iterable[OnnxMatrix]) -> None:
     tensors = [
         tensor for matrix in matrices for tensor in _tensors(matrix) if tensor.dtype in FLOATS
     ]

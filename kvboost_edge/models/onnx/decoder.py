@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxNode, OnnxTensor
 from kvboost_edge.models.onnx.graph import Graph, Linear, Norm, Rows
-from kvboost_edge.models.onnx.tensors import FLOATS, Matrix, bit_matrix, float_matrix
+from kvboost_edge.models.onnx.tensors import FLOATS, OnnxMatrix, bit_matrix, float_matrix
 
 __all__ = ["Decoder", "DecoderLayer", "recognise"]
 
@@ -73,10 +73,10 @@ class Decoder:
     """What a whole graph computes. `head` is None where the embedding is the head, too."""
 
     layers: tuple[DecoderLayer, ...]
-    embedding: Matrix
+    embedding: OnnxMatrix
     embedding_factor: float
     norm: Norm
-    head: Matrix | None
+    head: OnnxMatrix | None
     logit_factor: float
     logit_cap: float
 
@@ -409,7 +409,7 @@ class _Search:
                     f"{node}: a norm of heads has {layer.vectors[name].stop} weights, not {dim}"
                 )
 
-    def _embedding(self, value: str) -> tuple[Matrix, float]:
+    def _embedding(self, value: str) -> tuple[OnnxMatrix, float]:
         graph = self.graph
         value, factor = graph.scaled(value)
         node = graph.expect(value, "Gather", "GatherBlockQuantized")
@@ -456,5 +456,5 @@ class _Heads(NamedTuple):
     rope: OnnxNode | None
 
 
-def _all_of(matrix: Matrix) -> Rows:
+def _all_of(matrix: OnnxMatrix) -> Rows:
     return Rows(matrix, 0, matrix.shape[0])

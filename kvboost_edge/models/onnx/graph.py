@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxNode, OnnxTensor
-from kvboost_edge.models.onnx.tensors import FLOATS, Matrix, bit_matrix, float_matrix, read_whole
+from kvboost_edge.models.onnx.tensors import (
+    FLOATS,
+    OnnxMatrix,
+    bit_matrix,
+    float_matrix,
+    read_whole,
+)
 
 __all__ = ["Graph", "Linear", "Norm", "Rows"]
 
@@ -24,7 +30,7 @@ _CASTS = (1, 10, 16)  # to float32, float16 and bfloat16
 class Rows(NamedTuple):
     """Rows [start, stop) of a matrix of the file, or entries of a vector."""
 
-    matrix: Matrix
+    matrix: OnnxMatrix
     start: int
     stop: int
 
@@ -32,8 +38,8 @@ class Rows(NamedTuple):
 class Linear(NamedTuple):
     """x W^T + bias, of which an operator behind it takes the outputs [start, stop)."""
 
-    matrix: Matrix
-    bias: Matrix | None
+    matrix: OnnxMatrix
+    bias: OnnxMatrix | None
     source: str
     start: int
     stop: int
@@ -50,7 +56,7 @@ class Linear(NamedTuple):
 class Norm(NamedTuple):
     """RMS norm: `source` is the value that is normalized, a key of `Graph.summands`."""
 
-    weight: Matrix
+    weight: OnnxMatrix
     eps: float
     source: str
 
@@ -197,7 +203,7 @@ class Graph:
             )
         return Linear(matrix, added, self.input(node, 0), 0, matrix.shape[0])
 
-    def _bits(self, node: OnnxNode) -> Matrix:
+    def _bits(self, node: OnnxNode) -> OnnxMatrix:
         if node.domain != "com.microsoft":
             raise self.error(f"{node} is of the unknown domain {node.domain!r}")
         if self.optional(node, 4):
@@ -214,7 +220,7 @@ class Graph:
             zeros,
         )
 
-    def _floats(self, node: OnnxNode) -> Matrix:
+    def _floats(self, node: OnnxNode) -> OnnxMatrix:
         weight = self.weight(node, 1)
         if len(weight.shape) != 2:
             raise self.error(

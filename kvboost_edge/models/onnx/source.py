@@ -25,7 +25,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.onnx.decoder import Decoder
 from kvboost_edge.models.onnx.file import OnnxModel, OnnxTensor
 from kvboost_edge.models.onnx.graph import Rows
-from kvboost_edge.models.onnx.tensors import Matrix, as_float32
+from kvboost_edge.models.onnx.tensors import OnnxMatrix, as_float32
 from kvboost_edge.models.weights.file_bytes import open_stamped
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
 
@@ -67,7 +67,7 @@ def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
     return found
 
 
-def _whole(matrix: Matrix) -> Rows:
+def _whole(matrix: OnnxMatrix) -> Rows:
     return Rows(matrix, 0, matrix.shape[0])
 
 
@@ -199,14 +199,14 @@ class OnnxSource:
             first += part.stop - part.start
         return found
 
-    def _kind(self, matrix: Matrix) -> str | None:
+    def _kind(self, matrix: OnnxMatrix) -> str | None:
         if not matrix.bits:
             return None
         if matrix.bits == 8 or matrix.block < GROUP:
             return "int8"
         return "int4" if self._has_middle_zeros(matrix) else "int4-asym"
 
-    def _floats(self, matrix: Matrix, start: int, stop: int) -> Floats:
+    def _floats(self, matrix: OnnxMatrix, start: int, stop: int) -> Floats:
         if not matrix.bits:
             if matrix.transposed:
                 return np.ascontiguousarray(self._transposed(matrix.weight)[:, start:stop].T)
@@ -220,7 +220,7 @@ class OnnxSource:
             codes.astype(np.float32) - np.repeat(zeros, matrix.block, axis=1)[:, :inputs]
         )
 
-    def _quantized(self, matrix: Matrix, kind: str, start: int, stop: int) -> QuantRows:
+    def _quantized(self, matrix: OnnxMatrix, kind: str, start: int, stop: int) -> QuantRows:
         own = self._kind(matrix)
         if own == "int8" and (matrix.block < GROUP or not self._has_middle_zeros(matrix)):
             return _requantized(self._floats(matrix, start, stop))
@@ -237,7 +237,7 @@ class OnnxSource:
         )  # so that a code at the zero point stays nearly 0
         return QuantRows(kind, codes, halves, np.repeat(minima, times, axis=1)[:, :groups])
 
-    def _read(self, matrix: Matrix, start: int, stop: int) -> tuple[Bytes, Floats, Floats]:
+    def _read(self, matrix: OnnxMatrix, start: int, stop: int) -> tuple[Bytes, Floats, Floats]:
         """Codes [rows, inputs], scales and zero points [rows, blocks] of rows [start, stop)."""
         outputs, inputs = matrix.shape
         assert matrix.scales is not None
@@ -256,7 +256,7 @@ class OnnxSource:
             )
         return np.ascontiguousarray(codes[:, :inputs]), scales, zeros
 
-    def _find_middle_zeros(self, matrix: Matrix) -> bool:
+    def _find_middle_zeros(self, matrix: OnnxMatrix) -> bool:
         """Whether every zero point is the middle of the codes, as where none is given."""
         if matrix.zeros is None:
             return True

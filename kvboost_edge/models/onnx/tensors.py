@@ -22,7 +22,7 @@ from kvboost_edge.models.onnx.file import DTYPE_BITS, OnnxTensor
 __all__ = [
     "BLOCK_SIZES",
     "FLOATS",
-    "Matrix",
+    "OnnxMatrix",
     "as_float32",
     "bit_matrix",
     "float_matrix",
@@ -47,7 +47,7 @@ _SMALL = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Matrix:
+class OnnxMatrix:
     """A matrix, or a vector, of the file. `shape` as torch has it: [outputs, inputs] or [size].
 
     bits        of a code; 0: the weights are floats
@@ -86,7 +86,7 @@ def bit_matrix(
     weight: OnnxTensor,
     scales: OnnxTensor,
     zeros: OnnxTensor | None,
-) -> Matrix:
+) -> OnnxMatrix:
     """The matrix of a MatMulNBits or GatherBlockQuantized. `size`: outputs, inputs, bits and block
     size. ModelFormatError that begins with `where` for tensors that do not fit them, and for forms
     that are not read.
@@ -98,7 +98,7 @@ def bit_matrix(
         raise ModelFormatError(f"{where}: block_size={block} is not one of {BLOCK_SIZES}")
     if not (0 < outputs < 1 << 31 and 0 < inputs < 1 << 31):
         raise ModelFormatError(f"{where}: {outputs} outputs of {inputs} inputs are no matrix")
-    found = Matrix(weight, (outputs, inputs), bits, block, scales, zeros)
+    found = OnnxMatrix(weight, (outputs, inputs), bits, block, scales, zeros)
     groups = found.blocks
     if (
         weight.dtype not in ("U8", "U4")
@@ -125,14 +125,14 @@ def bit_matrix(
     return found
 
 
-def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> Matrix:
+def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> OnnxMatrix:
     """A float tensor as a matrix or a vector."""
     if weight.dtype not in FLOATS or not 1 <= len(weight.shape) <= 2 or not weight.count:
         raise ModelFormatError(
             f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, expected floats"
         )
     shape = tuple(reversed(weight.shape)) if transposed else weight.shape
-    return Matrix(weight, shape, transposed=transposed)
+    return OnnxMatrix(weight, shape, transposed=transposed)
 
 
 def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:

@@ -32,7 +32,7 @@ ROW_TYPES = ("F32", "BF16", *FORMATS)
 """The forms a table may be stored in: those of safetensors and GGUF that are decoded row by row."""
 
 
-class Model(Protocol):
+class CheckpointFiles(Protocol):
     """What it asks of a model; `Checkpoint` answers."""
 
     def open_source(self) -> WeightSource: ...
@@ -52,7 +52,7 @@ class RowTable:
         self._stored = stored
 
     @classmethod
-    def open(cls, model: Model, tensor: str, rows: int, width: int) -> RowTable:
+    def open(cls, model: CheckpointFiles, tensor: str, rows: int, width: int) -> RowTable:
         """The tensor, which must have that many rows of that many weights, of a form in
         `ROW_TYPES`.
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvboost_edge.models.onnx.past import LayerPast, PastLayout
 
-__all__ = ["Buffer", "Buffers"]
+__all__ = ["Buffer", "PastBuffers"]
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ class Buffer:
         return sum(piece.nbytes for pieces in self.memory for piece in pieces)
 
 
-class Buffers:
+class PastBuffers:
     """The buffers of the sequences that ran last. Together they take at most `most_bytes`, or one
     buffer alone.
 

@@ -22,7 +22,7 @@ from kvboost_edge.models.config.architectures import pinned_context
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.models.onnx.past import PastLayout
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
-from kvboost_edge.runners.onnx.buffers import Buffer, Buffers
+from kvboost_edge.runners.onnx.buffers import Buffer, PastBuffers
 from kvboost_edge.runners.onnx.plan import MOVED_KEYS_REFUSAL, onnx_kv_spec
 
 __all__ = ["OnnxRunner", "load"]
@@ -117,12 +117,12 @@ class OnnxRunner:
         self._blocks = backend
         self._written = np.zeros(backend.num_blocks, dtype=np.int64)
         # Beside the pool as much again at most: what is running is in both.
-        self._buffers = Buffers(
+        self._buffers = PastBuffers(
             self._layout, self.info.kv_spec.block_size, backend.pool_bytes, backend.gather_kv
         )
 
     @property
-    def buffers(self) -> Buffers:
+    def buffers(self) -> PastBuffers:
         """The copies of running sequences, once a backend is bound."""
         return self._buffers
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.models.onnx.past import LayerPast, PastLayout
-from kvboost_edge.runners.onnx.buffers import Buffers
+from kvboost_edge.runners.onnx.buffers import PastBuffers
 
 BLOCK = 16
 HEADS = 2
@@ -29,7 +29,7 @@ class Pool:
         self.marks = np.zeros(BLOCKS, dtype=np.int64)
         self.shared = shared
         layout = PastLayout(layers, "float32", {"input_ids": "I64"}, shared)
-        self.buffers = Buffers(layout, BLOCK, most_bytes, self.gather)
+        self.buffers = PastBuffers(layout, BLOCK, most_bytes, self.gather)
 
     def gather(self, ids):
         def row(blocks):
