@@ -39,7 +39,7 @@ from kvboost_edge.kernels.suffix_automaton import (
     new_automaton,
 )
 
-__all__ = ["Draft", "Drafter", "Memory", "most_drafted", "prepare_drafts"]
+__all__ = ["Draft", "Drafter", "TenantHistory", "most_drafted", "prepare_drafts"]
 
 _LEAST_MATCH = 3  # tokens: shorter ends of a text stand in it by chance
 _ASTRAY = 3  # drafts in a row of which nothing was right: what was followed so far ends there
@@ -82,7 +82,7 @@ class Draft(NamedTuple):
     chance: float
 
 
-class Memory:
+class TenantHistory:
     """What each tenant asked and was answered lately, for its own requests alone (a tenant's salts
     are tenants of their own): bounded in tokens, and in tenants. And who counts the bytes of the
     automata: bounded together.
@@ -136,7 +136,7 @@ class Memory:
 class Drafter:
     """Proposes for one sequence and learns from what becomes of it."""
 
-    def __init__(self, tenant: bytes, memory: Memory, max_tokens: int = 1 << 31) -> None:
+    def __init__(self, tenant: bytes, memory: TenantHistory, max_tokens: int = 1 << 31) -> None:
         """tenant: the root of its prefixes. max_tokens: of the sequence, at its end."""
         self._tenant = tenant
         self._memory = memory

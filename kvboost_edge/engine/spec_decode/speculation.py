@@ -17,7 +17,7 @@ from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
-from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
+from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, TenantHistory, most_drafted
 
 __all__ = ["Speculation"]
 
@@ -58,7 +58,7 @@ class Speculation(DraftPlanner):
         """closes_blocks: a block is quantized once its last slot is written, which only a certain
         token may do then.
         """
-        self.memory = Memory()
+        self.memory = TenantHistory()
         self.num_drafted = self.num_accepted = 0
         self._closes_blocks = closes_blocks
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.text.turns.formats import ID_SLOT, CallFormat
 
-__all__ = ["PROBES", "Call", "Calls", "call_format"]
+__all__ = ["PROBES", "Calls", "TemplateCall", "call_format"]
 
 
-class Call(NamedTuple):
+class TemplateCall(NamedTuple):
     """A call that a template is given."""
 
     id: str
@@ -21,7 +21,7 @@ class Call(NamedTuple):
     arguments: Mapping[str, object]
 
 
-Calls = list[Call]
+Calls = list[TemplateCall]
 Show = Callable[[Calls], str | None]
 """The text of calls, None where the template refuses them."""
 
@@ -72,8 +72,8 @@ PROBES = _Probes()
 _ONE = {PROBES.key: PROBES.value}
 _TWO = {**_ONE, PROBES.second_key: PROBES.second_value}
 _NUMBER = 73
-_FIRST = Call(PROBES.ids[0], PROBES.name, _ONE)
-_SECOND = Call(PROBES.ids[1], PROBES.other, _ONE)
+_FIRST = TemplateCall(PROBES.ids[0], PROBES.name, _ONE)
+_SECOND = TemplateCall(PROBES.ids[1], PROBES.other, _ONE)
 _DECODER = json.JSONDecoder(strict=False)  # the slot of an id is a control character
 _LONGEST_PIECE = 160
 _PROBE = "kvb"  # what all names and values here begin with

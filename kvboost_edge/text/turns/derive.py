@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.calls import PROBES, Call, Calls, call_format
+from kvboost_edge.text.turns.calls import PROBES, Calls, TemplateCall, call_format
 from kvboost_edge.text.turns.formats import CHANNELS, CallFormat, ReasoningFormat, TurnFormat
 from kvboost_edge.text.turns.keyword_calls import calls_by_tool_list
 
@@ -117,7 +117,7 @@ def _has_channels(turns: _Turns) -> bool:
 
 def _channel_calls(turns: _Turns) -> CallFormat | None:
     """Calls are messages to the tool, whatever else stands in their headers."""
-    call = Call(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
+    call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     for as_text in (False, True):
         given = PROBES.messages([call], as_text=as_text)
         text = turns.answer({"content": "", "tool_calls": given}, PROBES.tools) or ""
@@ -247,7 +247,7 @@ def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
 
 def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
     """Whether a result is shown behind a message with a call, and not behind one without."""
-    call = Call(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
+    call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     given = PROBES.messages([call], as_text=calls.arguments_as_text)
     result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _EARLIER}
     past: Message = {"role": "assistant", "content": _CONTENT}
@@ -362,7 +362,7 @@ def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat
 
 def _leaves_calls_out(turns: _Turns) -> bool:
     """Whether the template writes a message with calls as one without."""
-    call = Call(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
+    call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     for as_text, content in itertools.product((False, True), ("", _CONTENT)):
         plain = turns.answer({"content": content}, PROBES.tools)
         given = PROBES.messages([call], as_text=as_text)

@@ -7,7 +7,7 @@ import pytest
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory, most_drafted
+from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, TenantHistory, most_drafted
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels.ngram_cache import append_entry, find_entry
 from kvboost_edge.kernels.suffix_automaton import automaton_bytes, extend_entry
@@ -16,7 +16,7 @@ SAID = list(range(100, 140))
 
 
 def proposed(text, most=8, memory=None, tenant=b"a"):
-    draft = Drafter(tenant, memory or Memory()).propose(text, most)
+    draft = Drafter(tenant, memory or TenantHistory()).propose(text, most)
     return None if draft is None else draft.token_ids
 
 
@@ -37,7 +37,7 @@ def test_a_repetition_goes_on():
 
 
 def test_behind_a_word_that_was_exchanged_the_old_text_goes_on():
-    drafter = Drafter(b"a", Memory())
+    drafter = Drafter(b"a", TenantHistory())
     text = [*SAID, 7, *SAID[:5]]
     assert drafter.propose(text, 4).token_ids == SAID[5:9]
     text += [SAID[5], 999]  # where SAID has SAID[6]
@@ -54,7 +54,7 @@ def test_too_short_a_match_proposes_nothing(text):
 
 
 def test_a_text_may_outgrow_its_room():
-    drafter = Drafter(b"a", Memory())
+    drafter = Drafter(b"a", TenantHistory())
     text = random_ids(5000, 0, 0, 10**6)
     for length in (10, 1000, 1025, 4097, 5000):
         assert drafter.propose(text[:length], 4) is None
@@ -62,7 +62,7 @@ def test_a_text_may_outgrow_its_room():
 
 
 def test_what_a_tenant_was_answered_is_proposed_to_that_tenant_alone():
-    memory = Memory()
+    memory = TenantHistory()
     memory.keep(b"a", SAID)
     assert proposed([1, 2, *SAID[:10]], memory=memory) == SAID[10:18]
     assert proposed([1, 2, *SAID[:10]], memory=memory, tenant=b"b") is None
@@ -74,7 +74,7 @@ def test_what_a_tenant_was_answered_is_proposed_to_that_tenant_alone():
 
 
 def test_the_longer_match_wins_whoever_has_it():
-    memory = Memory()
+    memory = TenantHistory()
     memory.keep(b"a", [*SAID[:20], 1000, 1001])
     assert proposed([*SAID[5:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [1000]
     assert proposed([*SAID[:20], 2000, 3, *SAID[:20]], memory=memory)[:1] == [2000], (
@@ -83,7 +83,7 @@ def test_the_longer_match_wins_whoever_has_it():
 
 
 def test_memory_is_bounded_in_tenants():
-    memory = Memory()
+    memory = TenantHistory()
     for number in range(40):
         memory.keep(bytes([number]), SAID)
     assert memory.nbytes <= 32 * 1.6e6
@@ -111,7 +111,7 @@ def test_many_at_once_try_less():
 
 
 def test_who_is_wrong_again_and_again_is_asked_less_and_then_once_more():
-    drafter = Drafter(b"a", Memory())
+    drafter = Drafter(b"a", TenantHistory())
     text = [*SAID, 7, *SAID[:5]]
 
     def chance():
@@ -211,7 +211,7 @@ def test_what_drafts_need_is_compiled_before_the_first_of_them(engines):
 
 
 def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
-    memory = Memory()
+    memory = TenantHistory()
     drafter = Drafter(b"a", memory, max_tokens=5000)
     for count in (10, 1025, 4097, 5000):
         drafter.propose(list(range(count)), 4)
@@ -223,7 +223,7 @@ def test_an_automaton_has_no_more_room_than_its_sequence_will_need():
 
 
 def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_ring():
-    memory = Memory(most_automata_bytes=automaton_bytes(2048))
+    memory = TenantHistory(most_automata_bytes=automaton_bytes(2048))
     first = Drafter(b"a", memory, 2048)
     second = Drafter(b"a", memory, 2048)
     text = [*range(30), *range(30)]

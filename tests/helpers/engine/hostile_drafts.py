@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, Memory
+from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, TenantHistory
 
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
@@ -16,7 +16,7 @@ class HostileDrafter(Drafter):
     """truth: what the sequence will be in all; kind: what is proposed of it."""
 
     def __init__(self, kind: str, truth: Sequence[int], vocab_size: int, seed: int) -> None:
-        super().__init__(b"", Memory())
+        super().__init__(b"", TenantHistory())
         self._kind = kind
         self._truth = list(truth)
         self._vocab_size = vocab_size
@@ -47,7 +47,7 @@ class CutDrafter(Drafter):
     def __init__(
         self, truth: Sequence[int], num_right: int, num_drafts: int, vocab_size: int
     ) -> None:
-        super().__init__(b"", Memory())
+        super().__init__(b"", TenantHistory())
         self._truth = list(truth)
         self._num_right = num_right
         self._num_drafts = num_drafts
