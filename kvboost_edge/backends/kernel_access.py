@@ -14,7 +14,7 @@ from kvboost_edge.kernels.attention.float_launch import AttentionWorkspace
 from kvboost_edge.kernels.attention.paged import KVPool, OwnBlocks
 from kvboost_edge.kernels.quantized_kv.code_layout import CodeLayout
 
-__all__ = ["CodedBlocks", "KernelAccess", "Places"]
+__all__ = ["KernelAccess", "Places", "QuantizedStorage"]
 
 Longs = npt.NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class Places(NamedTuple):
     closed: Longs
 
 
-class CodedBlocks(Protocol):
+class QuantizedStorage(Protocol):
     """The storage of a quantized pool."""
 
     @property
@@ -61,4 +61,4 @@ class KernelAccess(NamedTuple):
 
     workspace: AttentionWorkspace
     plain_pools: Sequence[KVPool]
-    coded_blocks: CodedBlocks | None
+    coded_blocks: QuantizedStorage | None

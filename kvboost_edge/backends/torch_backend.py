@@ -29,7 +29,7 @@ from kvboost_edge.backends.torch import apple
 from kvboost_edge.backends.torch.masked_attention import attend, query_slices, visible_slots
 from kvboost_edge.backends.torch.padded_groups import SameLength, TorchBatch
 from kvboost_edge.backends.torch.plain import DTYPES, PlainBlocks
-from kvboost_edge.backends.torch.quantized_blocks import BITS, CodedBlocks
+from kvboost_edge.backends.torch.quantized_blocks import BITS, TorchQuantBlocks
 from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError
 from kvboost_edge.kvcache.block_table import CopyOp
 
@@ -135,9 +135,9 @@ class TorchBackend:
                 f"device={device!r} is not usable by torch here: {error}"
             ) from error
 
-    def _allocate(self, num_open: int) -> PlainBlocks | CodedBlocks | None:
+    def _allocate(self, num_open: int) -> PlainBlocks | TorchQuantBlocks | None:
         if self.spec.is_quantized:
-            return CodedBlocks(self.spec, self.num_blocks, num_open, self._device)
+            return TorchQuantBlocks(self.spec, self.num_blocks, num_open, self._device)
         return PlainBlocks(self.spec, self.num_blocks, self._device)
 
     def _no_room(self) -> str:
@@ -147,7 +147,7 @@ class TorchBackend:
         )
 
     @property
-    def _blocks(self) -> PlainBlocks | CodedBlocks:
+    def _blocks(self) -> PlainBlocks | TorchQuantBlocks:
         if self._held is None:
             raise ConfigError("backend 'torch' is closed: it holds no blocks")
         return self._held

@@ -23,7 +23,7 @@ from kvboost_edge.backends.torch.padded_groups import SameLength, TorchBatch
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout, code_layout
 
-__all__ = ["BITS", "CodedBlocks", "decode", "encode"]
+__all__ = ["BITS", "TorchQuantBlocks", "decode", "encode"]
 
 BITS = (8, 8)
 _TOP = 255.0
@@ -152,7 +152,7 @@ class _Arena:
         self.index = self._places(num_temporary)
 
 
-class CodedBlocks:
+class TorchQuantBlocks:
     """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes] each, and the buffers of open
     blocks. ConfigError for a spec whose blocks cannot be coded.
     """

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams, Backend, KVSpec, LayerKVSpec
 from kvboost_edge.backends.cpu import PreparedBatch
-from kvboost_edge.backends.kernel_access import CodedBlocks, KernelAccess
+from kvboost_edge.backends.kernel_access import KernelAccess, QuantizedStorage
 from kvboost_edge.kernels.attention.call import AttentionCall
 from kvboost_edge.kernels.attention.float_launch import make_call
 from kvboost_edge.kernels.attention.paged import (
@@ -180,7 +180,7 @@ class WholePass:
             return from_storage(self._pools[self._kv[layer]].values[blocks, :, offsets])
         return self._decoded(self._coded, layer, slots, 1)
 
-    def _decoded(self, coded: CodedBlocks, layer: int, slots: Longs, which: int) -> Floats:
+    def _decoded(self, coded: QuantizedStorage, layer: int, slots: Longs, which: int) -> Floats:
         """Keys (0) or values (1)."""
         blocks, offsets = np.divmod(slots, self._spec.block_size)
         pools, layouts = coded.codes
@@ -343,7 +343,9 @@ class WholePass:
         }
         return _Storage(pool, paged, columns, {}, [slots, paged])
 
-    def _open(self, coded: CodedBlocks, members: _Members, prepared: PreparedBatch) -> _Storage:
+    def _open(
+        self, coded: QuantizedStorage, members: _Members, prepared: PreparedBatch
+    ) -> _Storage:
         """Attention reads the open blocks as floats, and what is written goes there."""
         assert prepared.coded is not None
         own, places = coded.same_shape(members.shape, prepared.coded)
