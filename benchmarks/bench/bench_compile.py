@@ -21,7 +21,7 @@ import tempfile
 import time
 
 from kvboost_edge.kernels.aot import compile_ahead
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import pass_entries
@@ -64,7 +64,7 @@ def counted(options: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def entries(options: argparse.Namespace) -> list[Entry]:
+def entries(options: argparse.Namespace) -> list[KernelEntry]:
     found = {lt.K_PROGRAM}.union(*(_LAYERS[layers] for layers in options.layers))
     operations = [operation for entry in found for operation in lt.OPERATIONS[entry]]
     return pass_entries(

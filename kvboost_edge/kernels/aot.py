@@ -23,7 +23,7 @@ from typing import IO
 import numba
 
 from kvboost_edge.errors import BackendUnavailable
-from kvboost_edge.kernels.entry import Entry, entry_named
+from kvboost_edge.kernels.entry import KernelEntry, entry_named
 from kvboost_edge.kernels.jit import cache_path
 
 __all__ = ["compile_ahead", "on_compiling"]
@@ -45,7 +45,7 @@ def on_compiling(tell: Callable[[int, int], None] | None) -> None:
     _listeners[:] = [] if tell is None else [tell]
 
 
-def compile_ahead(entries: Sequence[Entry], num_processes: int) -> None:
+def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
     """Leave the machine code of all entries on disk: those it is not there of are compiled in that
     many processes at most, the first of them first. Where no process can be started they are
     compiled in this one, which the log says.
@@ -70,7 +70,7 @@ def compile_ahead(entries: Sequence[Entry], num_processes: int) -> None:
             tell(index + 1, len(missing))
 
 
-def _compiled_here(entries: Sequence[Entry]) -> Iterator[Entry]:
+def _compiled_here(entries: Sequence[KernelEntry]) -> Iterator[KernelEntry]:
     for entry in entries:
         entry.compile()
         yield entry
@@ -95,7 +95,7 @@ class _Child:
             self._said.close()
             raise
 
-    def compile(self, entry: Entry) -> None:
+    def compile(self, entry: KernelEntry) -> None:
         """Return when the entry is on disk. BackendUnavailable if the process ended before."""
         into = self._process.stdin
         out = self._process.stdout
@@ -164,12 +164,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _compiled_by(children: Sequence[_Child], entries: Sequence[Entry]) -> Iterator[Entry]:
+def _compiled_by(
+    children: Sequence[_Child], entries: Sequence[KernelEntry]
+) -> Iterator[KernelEntry]:
     """The entries as they are done, each by the first child that is free. Raises what the first
     failure raised.
     """
-    left: queue.SimpleQueue[Entry] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Entry | BaseException] = queue.SimpleQueue()
+    left: queue.SimpleQueue[KernelEntry] = queue.SimpleQueue()
+    done: queue.SimpleQueue[KernelEntry | BaseException] = queue.SimpleQueue()
     for entry in entries:
         left.put(entry)
 

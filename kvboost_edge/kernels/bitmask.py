@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 
 __all__ = ["WORD_BITS", "mask_logits", "mask_logits_entry"]
@@ -46,5 +46,5 @@ def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
 
 
 _FLOATS = types.Array(types.float32, 1, "C")
-mask_logits_entry = Entry(mask_logits, types.Array(types.int32, 1, "C"), _FLOATS, _FLOATS)
+mask_logits_entry = KernelEntry(mask_logits, types.Array(types.int32, 1, "C"), _FLOATS, _FLOATS)
 """What is run before a token is sampled that has to fit."""

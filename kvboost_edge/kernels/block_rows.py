@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 
 __all__ = ["FORMATS", "decode_rows", "decode_rows_entry"]
@@ -230,5 +230,7 @@ def _six(block: Bytes, halves: Floats, out: Floats) -> None:
 
 
 _FLOATS = types.Array(types.float32, 1, "C")
-decode_rows_entry = Entry(_decode, types.int64, types.Array(types.uint8, 1, "C"), _FLOATS, _FLOATS)
+decode_rows_entry = KernelEntry(
+    _decode, types.int64, types.Array(types.uint8, 1, "C"), _FLOATS, _FLOATS
+)
 """What is compiled ahead by whoever reads such a table."""

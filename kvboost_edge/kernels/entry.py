@@ -17,7 +17,7 @@ from numba.core.types.containers import BaseTuple
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.jit import intrinsic, is_on_disk
 
-__all__ = ["Entry", "caller", "entry_named"]
+__all__ = ["KernelEntry", "caller", "entry_named"]
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -25,7 +25,7 @@ Value = Any
 Builder = Any
 
 
-class Entry:
+class KernelEntry:
     """A kernel with the one signature it is called with: Numba's types of its arguments.
 
     The kernel is a name of its module, or is in a table of entries there, and has the name it has
@@ -57,10 +57,10 @@ class Entry:
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 
-_ENTRIES: dict[str, Entry] = {}
+_ENTRIES: dict[str, KernelEntry] = {}
 
 
-def entry_named(name: str) -> Entry:
+def entry_named(name: str) -> KernelEntry:
     """The entry whose `name` this is, in whatever process. ConfigError where there is none."""
     module = name.partition(":")[0]
     if module.startswith(f"{_PACKAGE}."):

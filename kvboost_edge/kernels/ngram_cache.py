@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 
 __all__ = ["GRAM", "Ring", "append_entry", "append_tokens", "find_end", "find_entry", "new_ring"]
@@ -90,6 +90,6 @@ def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs)
 
 _INTS = types.Array(types.int32, 1, "C")
 _LONGS = types.Array(types.int64, 1, "C")
-append_entry = Entry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
-find_entry = Entry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
+append_entry = KernelEntry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
+find_entry = KernelEntry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
 """What `append_tokens` and `find_end` run."""

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.types.containers import BaseTuple
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.span_tables import (
     HASH_BITS,
@@ -264,7 +264,7 @@ _LONGS = types.int64[::1]
 _INTS = types.int32[::1]
 _LINKS = ("heads", "next_groups", "older", "parents", "first_children", "older_siblings")
 
-scan_entry = Entry(
+scan_entry = KernelEntry(
     scan,
     _type_of(
         SpanTables,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 
 __all__ = ["Automaton", "automaton_bytes", "extend", "extend_entry", "new_automaton"]
@@ -216,5 +216,5 @@ def extend(
 
 _INTS = types.Array(types.int32, 1, "C")
 _LONGS = types.Array(types.int64, 1, "C")
-extend_entry = Entry(extend, _INTS, _LONGS, _INTS, _INTS, _INTS, _INTS, _LONGS, _INTS, _INTS)
+extend_entry = KernelEntry(extend, _INTS, _LONGS, _INTS, _INTS, _INTS, _INTS, _LONGS, _INTS, _INTS)
 """What a sequence runs with each of its tokens."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from numba.core import types
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
@@ -59,8 +59,8 @@ def _look_out(board: npt.NDArray[np.int64], seen: int, looks: int) -> Any:
 
 _COUNTERS = types.Array(types.int64, 1, "C")
 team_entries = [
-    Entry(_wait_for, _COUNTERS, *[types.int64] * 3),
-    Entry(_look_out, _COUNTERS, types.int64, types.int64),
+    KernelEntry(_wait_for, _COUNTERS, *[types.int64] * 3),
+    KernelEntry(_look_out, _COUNTERS, types.int64, types.int64),
 ]
 """What every team runs."""
 

@@ -12,7 +12,7 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, Turning
+from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, QueryRotation
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.segments import (
@@ -195,7 +195,7 @@ def test_torch_turns_keys_as_the_specification_does(half, params):
     layout = layout_of(rows, SIZE)
     queries = np.random.default_rng(1).standard_normal((37, 2 * HEADS, DIM), dtype=np.float32)
     batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
-    turning = Turning(queries, table.cos, table.sin)
+    turning = QueryRotation(queries, table.cos, table.sin)
     wanted = reference.paged_attention(
         queries, slow._pools[0], batch, AttentionOptions(*params), turning
     )

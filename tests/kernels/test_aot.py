@@ -11,7 +11,7 @@ import pytest
 
 from kvboost_edge.errors import BackendUnavailable
 from kvboost_edge.kernels import aot
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.team import team_entries
 
 # In a process of its own, with a cache of its own: what it compiled itself, what it was told, what
@@ -78,7 +78,7 @@ def test_an_interrupt_leaves_a_cache_that_the_next_start_completes(tmp_path):
 @pytest.fixture
 def missing(monkeypatch):
     """An entry that is said to be nowhere."""
-    monkeypatch.setattr(Entry, "is_ready", False)
+    monkeypatch.setattr(KernelEntry, "is_ready", False)
     return team_entries[0]
 
 

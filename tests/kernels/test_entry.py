@@ -10,7 +10,7 @@ from numba.core import types
 import kvboost_edge.kernels
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels import entry
-from kvboost_edge.kernels.entry import Entry, caller, entry_named
+from kvboost_edge.kernels.entry import KernelEntry, caller, entry_named
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.weight_tiles import Tile
 from kvboost_edge.kernels.tuples import numbers_type
@@ -28,7 +28,7 @@ def store_runs(tile, factor):
 
 
 ARGUMENTS = (numbers_type(Tile), types.float64)
-ENTRIES = [Entry(store_groups, *ARGUMENTS), Entry(store_runs, *ARGUMENTS)]
+ENTRIES = [KernelEntry(store_groups, *ARGUMENTS), KernelEntry(store_runs, *ARGUMENTS)]
 store = caller(*ARGUMENTS)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn
+from kvboost_edge.kernels.attention.call import AttentionCall, Job, RotationPointers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.quantized_kv.code_attend import CodedCall, CodedJob
 from kvboost_edge.kernels.tuples import (
@@ -89,5 +89,5 @@ def test_a_row_of_int32_keeps_signs():
 
 
 def test_jobs_have_the_fields_of_their_calls():
-    assert {*Job._fields, *Turn._fields} == set(AttentionCall._fields)
+    assert {*Job._fields, *RotationPointers._fields} == set(AttentionCall._fields)
     assert set(CodedJob._fields) == set(CodedCall._fields)

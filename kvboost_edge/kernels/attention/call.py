@@ -19,9 +19,9 @@ __all__ = [
     "NUM_SCRATCH_USERS",
     "UNITS_DONE",
     "AttentionCall",
+    "AttentionShape",
     "Job",
-    "Shape",
-    "Turn",
+    "RotationPointers",
     "Unit",
     "scratch_floats",
     "state_floats",
@@ -35,7 +35,7 @@ UNITS_DONE = 2
 NUM_COUNTERS = 3
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Sizes of one layer's attention. `padded_rows` is a multiple of 4, `padded_dim` of 16."""
 
     num_kv_heads: int
@@ -91,14 +91,14 @@ class AttentionCall(NamedTuple):
     cos: Floats
     sin: Floats
     half: int
-    shape: Shape
+    shape: AttentionShape
 
 
 class Job(NamedTuple):
     """An AttentionCall as addresses: handing arrays from function to function would cost atomic
     reference counts.
 
-    Its fields are those of the call, without what is in Turn; `sinks` is 0 for none.
+    Its fields are those of the call, without what is in RotationPointers; `sinks` is 0 for none.
     """
 
     queries: int
@@ -117,10 +117,10 @@ class Job(NamedTuple):
     items: int
     num_items: int
     num_threads: int
-    shape: Shape
+    shape: AttentionShape
 
 
-class Turn(NamedTuple):
+class RotationPointers(NamedTuple):
     """What an AttentionCall has for parts with a delta, as addresses; apart from a Job, of which
     every number is handed on with each 16 tokens.
     """

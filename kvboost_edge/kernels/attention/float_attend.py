@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from kvboost_edge.kernels.attention.call import AttentionCall, Job, Shape, Turn, Unit
+from kvboost_edge.kernels.attention.call import (
+    AttentionCall,
+    AttentionShape,
+    Job,
+    RotationPointers,
+    Unit,
+)
 from kvboost_edge.kernels.attention.float_tiles import (
     ROWS,
     STRIPS,
@@ -141,7 +147,7 @@ def _set_column(
 
 
 @kernel
-def _reads_halves(shape: Shape, unit: Unit, start: int) -> Any:
+def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
     """Whether the tile at `start` is complete float16 and read where it lies."""
     few = (
         shape.kind == KIND_F16
@@ -152,7 +158,7 @@ def _reads_halves(shape: Shape, unit: Unit, start: int) -> Any:
 
 
 @kernel
-def _attend_tile(shape: Shape, unit: Unit, start: int, state: int, in_place: bool) -> None:
+def _attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_place: bool) -> None:
     """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all
     rows.
     """
@@ -249,4 +255,4 @@ def attend(call: AttentionCall) -> None:
     returns at once.
     """
     job = addresses_of(Job, call)
-    attend_units(job, addresses_of(Turn, call), job)
+    attend_units(job, addresses_of(RotationPointers, call), job)

@@ -13,7 +13,7 @@ from kvboost_edge.kernels.attention.call import (
     NUM_COUNTERS,
     UNITS_DONE,
     AttentionCall,
-    Shape,
+    AttentionShape,
     scratch_floats,
     state_floats,
 )
@@ -24,7 +24,7 @@ from kvboost_edge.kernels.attention.paged import (
     Floats,
     KVPool,
     PagedBatch,
-    Turning,
+    QueryRotation,
     WorkPlan,
     aligned_empty,
     plan_work,
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _NO_SINKS = np.empty(0, dtype=np.float32)
-_NO_TURNING = Turning(
+_NO_TURNING = QueryRotation(
     np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
 )
 # Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us and more each) the call is nearly
@@ -88,7 +88,7 @@ def paged_attention(
     options: AttentionOptions,
     workspace: AttentionWorkspace | None = None,
     plan: WorkPlan | None = None,
-    turning: Turning | None = None,
+    turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
     """Attention of a flat batch over its sequences' blocks, causal unless the options look ahead.
 
@@ -139,7 +139,7 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
     return int(num_q_heads // num_kv_heads)
 
 
-def check_turning(queries: Floats, batch: PagedBatch, turning: Turning | None) -> None:
+def check_turning(queries: Floats, batch: PagedBatch, turning: QueryRotation | None) -> None:
     """ConfigError where parts of the batch have a delta and no queries before rotation, or no rows
     of rope's tables, are there for it.
     """
@@ -169,7 +169,7 @@ def make_call(
     space: AttentionWorkspace,
     plan: WorkPlan,
     more_scratch: Callable[[int, int], int] | None = None,
-    turning: Turning | None = None,
+    turning: QueryRotation | None = None,
 ) -> AttentionCall:
     """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a
     thread needs beside those of attention on floats.
@@ -180,7 +180,7 @@ def make_call(
     padded_dim = _round_up(head_dim, LANES)
     padded_rows = _round_up(plan.tile_rows * heads_per_kv, ROWS)
     extra = 0 if more_scratch is None else _round_up(more_scratch(padded_rows, padded_dim), LANES)
-    shape = Shape(
+    shape = AttentionShape(
         num_kv_heads=num_kv_heads,
         heads_per_kv=heads_per_kv,
         head_dim=head_dim,

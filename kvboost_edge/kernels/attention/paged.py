@@ -25,7 +25,7 @@ __all__ = [
     "KVPool",
     "OwnBlocks",
     "PagedBatch",
-    "Turning",
+    "QueryRotation",
     "WorkPlan",
     "aligned_empty",
     "plan_work",
@@ -109,7 +109,7 @@ class AttentionOptions(NamedTuple):
     ahead: int = 0
 
 
-class Turning(NamedTuple):
+class QueryRotation(NamedTuple):
     """What queries over parts with a delta are made of: one at position p is rotated by row p -
     delta of the tables.
 

@@ -23,9 +23,9 @@ from kvboost_edge.kernels.attention.call import (
     NUM_COUNTERS,
     NUM_SCRATCH_USERS,
     UNITS_DONE,
+    AttentionShape,
     Job,
-    Shape,
-    Turn,
+    RotationPointers,
     Unit,
 )
 from kvboost_edge.kernels.attention.float_tiles import ROWS, STRIPS, TILE, fill, mix_row, scale_row
@@ -47,7 +47,7 @@ def after(address: int, floats: int) -> int:
 
 
 @kernel
-def clear_state(shape: Shape, num_rows: int, state: int) -> None:
+def clear_state(shape: AttentionShape, num_rows: int, state: int) -> None:
     rows = (num_rows + ROWS - 1) // ROWS * ROWS
     size = shape.padded_rows * shape.padded_dim
     fill(state, rows * shape.padded_dim, np.float32(0.0))
@@ -56,7 +56,7 @@ def clear_state(shape: Shape, num_rows: int, state: int) -> None:
 
 
 @kernel
-def merge_partition(shape: Shape, num_rows: int, merged: int, state: int) -> None:
+def merge_partition(shape: AttentionShape, num_rows: int, merged: int, state: int) -> None:
     """Merge a later partition's state into the merged state."""
     dim = shape.padded_dim
     maxima = 4 * shape.padded_rows * dim
@@ -99,7 +99,7 @@ def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
 
 
 @kernel
-def _turn_queries(job: Job, turn: Turn, item: Item, unit: Unit) -> None:
+def _turn_queries(job: Job, turn: RotationPointers, item: Item, unit: Unit) -> None:
     """Take a unit's query rows, scaled, as they are at positions so far back as its keys were
     computed.
 
@@ -205,7 +205,7 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
     """
 
     @named_kernel(name)
-    def loop(job: Job, turn: Turn, whole: Any) -> None:
+    def loop(job: Job, turn: RotationPointers, whole: Any) -> None:
         shape = job.shape
         counters = job.counters
         num_units = job.num_items * shape.num_kv_heads

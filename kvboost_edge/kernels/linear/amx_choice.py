@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
@@ -112,7 +112,7 @@ def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -
 
 _TRIAL_ARGUMENTS = (types.int64, types.int64, numbers_type(Tile), types.int64, TARGET_TYPE)
 trial_entries = (
-    [Entry(trial, *_TRIAL_ARGUMENTS) for trial in (_amx_trial, _vnni_trial)]
+    [KernelEntry(trial, *_TRIAL_ARGUMENTS) for trial in (_amx_trial, _vnni_trial)]
     if has_tile_registers()
     else []
 )

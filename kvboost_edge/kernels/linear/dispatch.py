@@ -9,7 +9,7 @@ from typing import Any
 from numba.core import types
 from numba.core.types.containers import BaseTuple
 
-from kvboost_edge.kernels.entry import Entry, caller
+from kvboost_edge.kernels.entry import KernelEntry, caller
 from kvboost_edge.kernels.integers import has_tile_registers
 from kvboost_edge.kernels.jit import named_kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
@@ -110,8 +110,10 @@ TARGET_TYPE = BaseTuple.from_types([*[_I64] * 5, types.float32], Target)
 _INT_ARGUMENTS = (_I64, _I64, _TILE, _I64, TARGET_TYPE)
 _FLOAT_ARGUMENTS = (_I64, _TILE, _I64, _I64, TARGET_TYPE)
 
-ladders = {kind: Entry(_int_ladder(kind), *_INT_ARGUMENTS) for kind in INT_KINDS}
-ladders |= {kind: Entry(_float_ladder(kind), *_FLOAT_ARGUMENTS) for kind in (KIND_F32, KIND_BF16)}
+ladders = {kind: KernelEntry(_int_ladder(kind), *_INT_ARGUMENTS) for kind in INT_KINDS}
+ladders |= {
+    kind: KernelEntry(_float_ladder(kind), *_FLOAT_ARGUMENTS) for kind in (KIND_F32, KIND_BF16)
+}
 """Kind of weights -> the kernel that multiplies with them, to be called by one of:"""
 
 int_panel = caller(*_INT_ARGUMENTS)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from numba.core import types
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_Q4K, KIND_Q5K, KIND_Q6K
 from kvboost_edge.kernels.linear.weight_layout import (
@@ -233,7 +233,7 @@ def _scales_q6k(words: Words, scales: Bytes, at: int) -> None:
 _BYTES = types.Array(types.uint8, 1, "C")
 _WORDS = types.Array(types.uint32, 1, "C")
 _HALVES = types.Array(types.uint16, 1, "C")
-blocks_entry = Entry(
+blocks_entry = KernelEntry(
     _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES
 )
 """What `pack_blocks` runs."""

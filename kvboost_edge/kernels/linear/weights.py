@@ -22,7 +22,7 @@ import numpy.typing as npt
 from numba.core import types
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.least_squares import FITS, fit_group
 from kvboost_edge.kernels.linear.weight_dot import CODE_BITS
@@ -308,9 +308,9 @@ def _store_words(words: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32], bit
 
 _BYTES = types.Array(types.uint8, 1, "C")
 _FLOATS = types.Array(types.float32, 2, "C")
-fit_entry = Entry(_fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES, types.int64)
-floats_entry = Entry(_store_floats, _FLOATS, _BYTES, types.int64)
-codes_entry = Entry(
+fit_entry = KernelEntry(_fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES, types.int64)
+floats_entry = KernelEntry(_store_floats, _FLOATS, _BYTES, types.int64)
+codes_entry = KernelEntry(
     _store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64
 )
 """What `pack_rows` runs for integer formats and for floats, and what `pack_codes` runs."""

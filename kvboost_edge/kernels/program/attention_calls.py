@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import types
 
-from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job, Turn
+from kvboost_edge.kernels.attention.call import UNITS_DONE, AttentionCall, Job, RotationPointers
 from kvboost_edge.kernels.attention.float_attend import attend_units
 from kvboost_edge.kernels.attention.rope import copy_floats
-from kvboost_edge.kernels.entry import Entry, caller
+from kvboost_edge.kernels.entry import KernelEntry, caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program.table import B_ROWS, F_LAYER, ProgramJob
 from kvboost_edge.kernels.quantized_kv.code_attend import CodedJob, attend_coded_units
@@ -77,7 +77,7 @@ class AttentionRow(NamedTuple):
     """
 
     job: CodedJob
-    turn: Turn
+    turn: RotationPointers
     slots: int
     continued: int
     num_continued: int
@@ -127,7 +127,9 @@ def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
     outlive it.
     """
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
-    for first, kind in ((_PLAIN, Job), (_TURN, Turn)) if call.half else ((_PLAIN, Job),):
+    for first, kind in (
+        ((_PLAIN, Job), (_TURN, RotationPointers)) if call.half else ((_PLAIN, Job),)
+    ):
         numbers = numbers_of(kind, call)
         row[first : first + numbers.size] = numbers
     return row
@@ -238,9 +240,9 @@ def _close_blocks(at: int, unit: int) -> None:
 
 close_blocks = caller(types.int64, types.int64)
 """(at, unit): quantize this unit's share of the blocks that are full now. Of the entry:"""
-close_entry = Entry(_close_blocks, types.int64, types.int64)
+close_entry = KernelEntry(_close_blocks, types.int64, types.int64)
 attend_entries = {
-    False: Entry(_attend_floats, types.int64),
-    True: Entry(_attend_codes, types.int64),
+    False: KernelEntry(_attend_floats, types.int64),
+    True: KernelEntry(_attend_codes, types.int64),
 }
 """Whether the pool is quantized -> attention."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.storage import copy_entry
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.linear.amx_choice import trial_entries
 from kvboost_edge.kernels.linear.dispatch import ladders
 from kvboost_edge.kernels.program import table as lt
@@ -39,7 +39,7 @@ def entries_of(operations: Iterable[int]) -> list[int]:
 
 def table_entries(
     kinds: Iterable[int], operations: Iterable[int], quantized: bool | None
-) -> dict[int, Entry]:
+) -> dict[int, KernelEntry]:
     """Index of a job's `kernels` -> the entry whose address stands there.
 
     kinds: of the weights; operations: of the program; quantized: whether the pool is, None where
@@ -58,7 +58,7 @@ def table_entries(
 
 def pass_entries(
     kinds: Iterable[int], operations: Iterable[int], *, quantized: bool
-) -> list[Entry]:
+) -> list[KernelEntry]:
     """All entries that passes over weights of these kinds run, those that take longest to compile
     first.
     """

@@ -44,7 +44,7 @@ from kvboost_edge.kernels.program.expert_routing import (
 )
 from kvboost_edge.kernels.program.matrix_tiles import (
     SCRATCH_BYTES,
-    Matrix,
+    MatmulOperands,
     few_tiles,
     float_tile_bytes,
     gated_groups,
@@ -162,7 +162,7 @@ def _matrix_of(op: Any, expert: int, rows: int, panels: int, first: int) -> Any:
     scales = op[lt.F_SCALE] + tile * groups * SCALE_BYTES
     minima = minima_bytes_kernel(kind, groups)
     panel = panels + first * groups * cell_bytes(0, kind)
-    return Matrix(kind, groups, 0, weights, scales, op[lt.F_MINIMA] + tile * minima, panel)
+    return MatmulOperands(kind, groups, 0, weights, scales, op[lt.F_MINIMA] + tile * minima, panel)
 
 
 @kernel

@@ -23,7 +23,7 @@ from kvboost_edge.kernels.program.attention_calls import (
 )
 from kvboost_edge.kernels.program.experts import experts_units
 from kvboost_edge.kernels.program.matrix_tiles import (
-    Matrix,
+    MatmulOperands,
     few_tiles,
     float_tile_bytes,
     gated_groups,
@@ -73,7 +73,7 @@ def _matrix(job: ProgramJob, op: Any) -> Any:
     """An operation's matrix and the panel it reads."""
     groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
     panel = job.buffers[op[lt.F_PANEL_IN]]
-    return Matrix(
+    return MatmulOperands(
         op[lt.F_KIND],
         groups,
         op[lt.F_FINE_IN],

@@ -34,7 +34,7 @@ from kvboost_edge.kernels.vectors import KIND_F32, LANES, emit_scratch
 __all__ = [
     "GATED_GROUP_ROW",
     "SCRATCH_BYTES",
-    "Matrix",
+    "MatmulOperands",
     "few_tiles",
     "float_tile_bytes",
     "gated_groups",
@@ -58,7 +58,7 @@ SCRATCH_BYTES = _GATED_TOKENS * GATED_GROUP_ROW
 """Bytes of `tile_scratch`."""
 
 
-class Matrix(NamedTuple):
+class MatmulOperands(NamedTuple):
     """A matrix of integer weights and the panel of quantized tokens that it reads: addresses, and
     what they hold.
     """
@@ -102,7 +102,7 @@ def panels_at_once(tokens: int, token: int, n: int, most: int) -> Any:
 @kernel
 def int_tiles(
     job: ProgramJob,
-    of: Matrix,
+    of: MatmulOperands,
     tile: int,
     count: int,
     token: int,
@@ -179,7 +179,7 @@ def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
 def gated_groups(
     job: ProgramJob,
     op: Any,
-    of: Matrix,
+    of: MatmulOperands,
     bias: int,
     tokens: int,
     group: int,

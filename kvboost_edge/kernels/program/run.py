@@ -15,7 +15,7 @@ import time
 
 from numba.core import types
 
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attention_calls import attend_row, attention_row, is_attended
@@ -124,14 +124,14 @@ def _run_scan(job: ProgramJob, index: int, unit: int) -> None:
 
 
 apart_entries = {
-    lt.K_EXPERTS: Entry(_run_experts, *APART),
-    lt.K_CONV: Entry(_run_conv, *APART),
-    lt.K_TAILS: Entry(_run_tails, *APART),
-    lt.K_SCAN: Entry(_run_scan, *APART),
+    lt.K_EXPERTS: KernelEntry(_run_experts, *APART),
+    lt.K_CONV: KernelEntry(_run_conv, *APART),
+    lt.K_TAILS: KernelEntry(_run_tails, *APART),
+    lt.K_SCAN: KernelEntry(_run_scan, *APART),
 }
 """Index in a job's `kernels` -> the entry that runs `OPERATIONS` of it."""
 
-program_entry = Entry(_take_units, JOB_TYPE, types.int64)
+program_entry = KernelEntry(_take_units, JOB_TYPE, types.int64)
 
 
 def run_program(job: ProgramJob) -> None:

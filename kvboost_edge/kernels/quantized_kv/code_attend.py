@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvboost_edge.kernels.attention.call import AttentionCall, Job, Turn, Unit
+from kvboost_edge.kernels.attention.call import AttentionCall, Job, RotationPointers, Unit
 from kvboost_edge.kernels.attention.float_attend import place_strip
 from kvboost_edge.kernels.attention.float_tiles import (
     ROWS,
@@ -438,4 +438,4 @@ def attend_coded(call: CodedCall) -> None:
     returns at once.
     """
     job = addresses_of(CodedJob, call)
-    attend_coded_units(job.plain, addresses_of(Turn, call.plain), job)
+    attend_coded_units(job.plain, addresses_of(RotationPointers, call.plain), job)

@@ -19,7 +19,7 @@ from kvboost_edge.kernels.attention.paged import (
     Floats,
     OwnBlocks,
     PagedBatch,
-    Turning,
+    QueryRotation,
     WorkPlan,
     plan_work,
 )
@@ -42,7 +42,7 @@ def paged_attention_coded(
     options: AttentionOptions,
     workspace: AttentionWorkspace | None = None,
     plan: WorkPlan | None = None,
-    turning: Turning | None = None,
+    turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
     ConfigError for options that look ahead.

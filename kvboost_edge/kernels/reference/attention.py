@@ -15,7 +15,7 @@ from kvboost_edge.kernels.attention.paged import (
     Floats,
     KVPool,
     PagedBatch,
-    Turning,
+    QueryRotation,
 )
 from kvboost_edge.kernels.attention.storage import from_storage, to_storage
 from kvboost_edge.kernels.reference.rope import turn_keys
@@ -49,7 +49,7 @@ def paged_attention(
     pool: KVPool,
     batch: PagedBatch,
     options: AttentionOptions,
-    turning: Turning | None = None,
+    turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
     """Attention of a flat batch over its sequences' blocks, one query row at a time; causal unless
     the options look ahead.

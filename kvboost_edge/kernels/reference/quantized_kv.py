@@ -21,7 +21,7 @@ from kvboost_edge.kernels.attention.paged import (
     KVPool,
     OwnBlocks,
     PagedBatch,
-    Turning,
+    QueryRotation,
 )
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32
@@ -384,7 +384,7 @@ def paged_attention_coded(
     batch: PagedBatch,
     own: OwnBlocks,
     options: AttentionOptions,
-    turning: Turning | None = None,
+    turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import Floats, Turning
+from kvboost_edge.kernels.attention.paged import Floats, QueryRotation
 from kvboost_edge.segments import Longs
 
 __all__ = ["rotate_heads", "turn_keys"]
@@ -13,7 +13,7 @@ __all__ = ["rotate_heads", "turn_keys"]
 Doubles = npt.NDArray[np.float64]
 
 
-def rotate_heads(heads: Floats, position: int, turning: Turning) -> Floats:
+def rotate_heads(heads: Floats, position: int, turning: QueryRotation) -> Floats:
     """Heads [n, head_dim] from before rotation as they are at a position, float32, with the
     kernel's rounding steps.
     """
@@ -27,7 +27,7 @@ def rotate_heads(heads: Floats, position: int, turning: Turning) -> Floats:
     return np.hstack([*pairs, heads[:, 2 * half :]]).astype(np.float32)
 
 
-def turn_keys(keys: Doubles, deltas: Longs, turning: Turning) -> Doubles:
+def turn_keys(keys: Doubles, deltas: Longs, turning: QueryRotation) -> Doubles:
     """Keys [num_kv_heads, tokens, head_dim] as they would be `deltas` [tokens] positions on: their
     angles there are added. The tables hold as many positions; their row 0 is the factor, which keys
     have already.

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.block_rows import FORMATS, decode_rows_entry
-from kvboost_edge.kernels.entry import Entry
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.linear.k_blocks import (
     BLOCK_BYTES,
     BLOCK_WEIGHTS,
@@ -60,7 +60,7 @@ Floats = npt.NDArray[np.float32]
 
 def packing_entries(
     plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
-) -> list[Entry]:
+) -> list[KernelEntry]:
     """The entries, those that take longest to compile first. `tables`: what is read row by row."""
     found = set()
     for entry in plan:

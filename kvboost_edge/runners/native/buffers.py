@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.attention.paged import Turning, aligned_empty
+from kvboost_edge.kernels.attention.paged import QueryRotation, aligned_empty
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weight_tiles import GROUP
@@ -17,14 +17,14 @@ from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
 
-__all__ = ["Buffers"]
+__all__ = ["ProgramBuffers"]
 
 _KEPT_ROWS = 64  # of logits: a step of decoding, not all rows of a prompt
 _MORE_POSITIONS = 1024  # made ahead, so that not every token makes a table
 _SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the last row
 
 
-class Buffers:
+class ProgramBuffers:
     """The buffers of a model by their numbers in the program, and the rope tables."""
 
     def __init__(self, spec: ModelSpec, *, float_experts: bool = False) -> None:
@@ -77,7 +77,7 @@ class Buffers:
         rope = self._spec.layers[layer].rope
         if rope < 0:
             return keys
-        turning = Turning(keys, self._tables[rope].cos, self._tables[rope].sin)
+        turning = QueryRotation(keys, self._tables[rope].cos, self._tables[rope].sin)
         return turn_keys(keys.transpose(1, 0, 2).astype(np.float64), deltas, turning).transpose(
             1, 0, 2
         )

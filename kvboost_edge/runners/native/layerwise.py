@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvboost_edge.backends.base import AttentionParams, Backend
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.models.config.spec import ModelSpec
-from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.buffers import ProgramBuffers
 from kvboost_edge.runners.native.pass_texts import PassTexts
 
 __all__ = ["attend_layer"]
@@ -24,7 +24,7 @@ def attend_layer(
     backend: Backend | PassTexts,
     spec: ModelSpec,
     layer: int,
-    buffers: Buffers,
+    buffers: ProgramBuffers,
     num_tokens: int,
     prepared: Any,
     params: AttentionParams,

@@ -40,7 +40,7 @@ from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
-from kvboost_edge.runners.native.buffers import Buffers
+from kvboost_edge.runners.native.buffers import ProgramBuffers
 from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.pass_texts import PassTexts
 from kvboost_edge.runners.native.plan import (
@@ -110,7 +110,7 @@ class NativeRunner:
         self._table = table
         self._program = build_program(spec, plan, packed, num_threads)
         floats = any(e.kind in ("f32", "bf16") and e.name.endswith(".experts_down") for e in plan)
-        self._buffers = Buffers(spec, float_experts=floats)
+        self._buffers = ProgramBuffers(spec, float_experts=floats)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team
         self._matrix = int(amx_choice().used)

@@ -49,7 +49,7 @@ from kvboost_edge.runners.torch.attention import (
 )
 from kvboost_edge.runners.torch.eager_check import check_against_eager
 from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
-from kvboost_edge.runners.torch.turning import NUM_PROBED, Turning, find_turning
+from kvboost_edge.runners.torch.turning import NUM_PROBED, RopeFrequencies, find_turning
 
 __all__ = ["TorchRunner", "load"]
 
@@ -233,7 +233,7 @@ class TorchRunner:
             model.to(device), max_context=max_context, block_size=block_size, kv_bits=kv_bits
         )
 
-    def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], Turning, int]:
+    def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], RopeFrequencies, int]:
         """Run one token at some positions; return the layers' plans, how they turn keys, and the
         logits' width.
         """

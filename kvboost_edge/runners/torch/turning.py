@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from kvboost_edge.backends.torch_backend import turn_keys
 from kvboost_edge.models.config.architectures import rope_types
 
-__all__ = ["NUM_PROBED", "Turning", "find_turning"]
+__all__ = ["NUM_PROBED", "RopeFrequencies", "find_turning"]
 
 NUM_PROBED = 32
 """Positions, from 0 on: where they do not follow on one another transformers makes several
@@ -37,7 +37,7 @@ Frequencies = npt.NDArray[np.float64]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class Turning(NamedTuple):
+class RopeFrequencies(NamedTuple):
     """Frequencies of each layer's plain rope, radians for each position, none where a layer has no
     rope; or why there are none to be had.
     """
@@ -46,7 +46,9 @@ class Turning(NamedTuple):
     refusal: str | None = None
 
 
-def find_turning(model: PreTrainedModel, layers: Sequence[KeysAndValues], dtype: str) -> Turning:
+def find_turning(
+    model: PreTrainedModel, layers: Sequence[KeysAndValues], dtype: str
+) -> RopeFrequencies:
     """What turns the keys of each layer.
 
     layers   keys and values of each layer, [num_kv_heads, num_positions, head_dim]: of one token
@@ -54,7 +56,7 @@ def find_turning(model: PreTrainedModel, layers: Sequence[KeysAndValues], dtype:
     """
     others = sorted(rope_types(model.config.to_dict()) - {"default"})
     if others:
-        return Turning(
+        return RopeFrequencies(
             [], f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is"
         )
     tables = [
@@ -67,19 +69,19 @@ def find_turning(model: PreTrainedModel, layers: Sequence[KeysAndValues], dtype:
     for number, (keys, values) in enumerate(layers):
         tolerance = _TOLERANCE[dtype]
         if _distance(values, values[:, :1].expand_as(values)) > tolerance:
-            return Turning([], f"layer {number} does not take positions from rope alone")
+            return RopeFrequencies([], f"layer {number} does not take positions from rope alone")
         best = min(
             (one for one in known if 2 * len(one) <= keys.shape[-1]),
             key=lambda one: _misfit(keys, one),
         )
         if _misfit(keys, best) > tolerance:
-            return Turning(
+            return RopeFrequencies(
                 [],
                 f"layer {number} does not turn its keys by plain rope, half a head against the "
                 "other",
             )
         found.append(best)
-    return Turning(found)
+    return RopeFrequencies(found)
 
 
 def _misfit(keys: torch.Tensor, frequencies: Frequencies) -> float:

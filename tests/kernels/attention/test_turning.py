@@ -20,7 +20,7 @@ from kvboost_edge.kernels.attention.paged import (
     Item,
     KVPool,
     PagedBatch,
-    Turning,
+    QueryRotation,
     plan_work,
 )
 from kvboost_edge.kernels.attention.rope import RopeTable
@@ -84,7 +84,7 @@ class Moved(NamedTuple):
     def new(self, row):
         """Queries of a row's tokens, and what turns them."""
         queries = self.queries[row.start : row.stop]
-        return self.rotated(queries, np.arange(row.start, row.stop)), Turning(
+        return self.rotated(queries, np.arange(row.start, row.stop)), QueryRotation(
             queries, self.cos, self.sin
         )
 

@@ -20,7 +20,7 @@ from helpers.random_ids import random_ids
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.kernels.attention.paged import AttentionOptions, Turning
+from kvboost_edge.kernels.attention.paged import AttentionOptions, QueryRotation
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.models.checkpoint import Checkpoint
@@ -234,7 +234,7 @@ class TurnsKeys(LayerByLayer):
     tables: list[np.ndarray]
 
     def attention(self, layer, queries, batch, params):
-        turning = Turning(queries, *self.tables[layer])
+        turning = QueryRotation(queries, *self.tables[layer])
         return reference.paged_attention(
             queries, self._pools[layer], batch.paged, AttentionOptions(*params), turning
         )
