@@ -1,4 +1,4 @@
-"""A step's work as the flat batch that a runner takes."""
+"""The flat batch of a step, as runners take it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def build_batch(
 def split_rows(
     work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats
 ) -> list[Floats]:
-    """What a pass of the batch of `work` found, for each in turn: logits [num_rows, vocab_size] or
-    states [num_rows, hidden_size].
+    """Return the rows of a forward pass for each item of `work`: logits [num_rows, vocab_size] or
+    hidden states [num_rows, hidden_size].
     """
     found: list[Floats] = []
     ends: dict[bool, int] = {False: 0, True: 0}

@@ -15,7 +15,7 @@ from kvboost_edge.engine.request.results import Missed
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.kvcache.block_table import BlockTable
 
-__all__ = ["DraftPlanner", "Load", "Prefetcher", "SpanPlacement"]
+__all__ = ["DraftPlanner", "PendingPrefetch", "Prefetcher", "SpanPlacement"]
 
 
 class DraftPlanner:
@@ -52,7 +52,7 @@ class DraftPlanner:
 class SpanPlacement:
     """Non-prefix KV reuse, all sequences together. Null: nothing is shared."""
 
-    def bring(self, sequence: Sequence, prefetcher: Any, spare: int) -> Load | None:
+    def bring(self, sequence: Sequence, prefetcher: Any, spare: int) -> PendingPrefetch | None:
         """Begin to load the next run that only a tier holds; None where there is none."""
         return None
 
@@ -69,7 +69,7 @@ class SpanPlacement:
         return None
 
 
-class Load(Protocol):
+class PendingPrefetch(Protocol):
     """Blocks of one sequence on their way from a tier."""
 
     sequence: Sequence

@@ -1,13 +1,15 @@
-"""Who computes what in the next step. Integers only: no tensor, no text, no clock.
+"""The scheduler: admission, token budget and preemption. Integers only: no tensor, text or clock.
 
-There is no prefill and no decode phase: each sequence has one counter that catches up with its
-tokens. A step has a token budget. Sequences that lack one token come first. Of the rest those that
-lack fewest get most, so that short prompts are done one after another and not all at the end; a
-quarter goes to the first come, so that a long one gets on whatever comes. First come, first served
-decides who is let in; the latest arrival loses its blocks when memory runs out. In each of these a
-request with a lower priority number goes before all with a higher one, and among equals the tenants
-share: budget, places and, where those are short, the loss of them; see `Fairness`. The rest above
-then holds in each tenant.
+Prefill and decode are not separate phases. Each sequence has one counter that catches up with its
+tokens, and each step has a token budget:
+
+- Sequences that lack one token (decoding) come first.
+- Of the rest, those that lack fewest tokens get most, so that short prompts finish one after
+  another. A quarter of the budget goes to the oldest one, so that a long prompt always advances.
+- Sequences are admitted in order of arrival. The latest arrival is preempted when blocks run out.
+
+A lower priority number goes before a higher one in all of this. Among equals the tenants share the
+budget, the places and the preemptions (`Fairness`); the rules above then hold within each tenant.
 """
 
 from __future__ import annotations
@@ -36,9 +38,14 @@ _BY_PRIORITY = attrgetter("priority")
 
 @dataclasses.dataclass(slots=True)
 class StepPlan:
-    """One step: what to compute, which blocks to copy before, whose blocks those copies made (they
-    depend on the pass even when none of their tokens are in it), whose spans to probe before that,
-    and who failed while it was planned.
+    """The plan of one step.
+
+    work          what to compute
+    copies        blocks to copy before the forward pass
+    copied_for    sequences whose blocks those copies make: they depend on the pass even when none
+                  of their tokens are in it
+    probed        sequences whose spans are scored before the forward pass
+    failed        sequences that failed while the step was planned, and why
     """
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
@@ -49,14 +56,14 @@ class StepPlan:
 
     @property
     def members(self) -> list[Sequence]:
-        """Every sequence whose KV depends on this pass."""
+        """The sequences whose KV depends on this pass."""
         by_index = {s.index: s for s in (*(one.sequence for one in self.work), *self.copied_for)}
         return [s for s in by_index.values() if s.status is SequenceStatus.RUNNING]
 
 
 class Scheduler:
-    """Waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine thread
-    drives it.
+    """The waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine
+    thread drives it.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class Scheduler:
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing can be done until a load brings something."""
+        """Whether nothing can be done until a prefetch brings something."""
         return not self.running and self.loads.num_arriving > 0
 
     def check_fits(self, request: Request) -> None:
@@ -136,7 +143,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_BY_RANK)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, in whatever state it is, and give its blocks back."""
+        """Remove a sequence, whatever its status, and give its blocks back."""
         self.loads.end(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -147,9 +154,7 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> StepPlan:
-        """Plan the next step; an empty plan means there is nothing to do. Blocks are reserved when
-        it returns.
-        """
+        """Plan the next step and reserve its blocks; an empty plan: there is nothing to do."""
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
@@ -166,11 +171,11 @@ class Scheduler:
                     self._fairness.charge(one)
         return plan
 
-    # Letting sequences in.
+    # Admission.
 
     def _admit(self, plan: StepPlan) -> None:
-        """Let waiting sequences in by turn until one does not fit: nobody who comes later may take
-        its blocks.
+        """Admit waiting sequences in order, up to one that does not fit: no later one takes its
+        blocks.
         """
         manager = self.manager
         for sequence in self._by_turn():
@@ -196,7 +201,7 @@ class Scheduler:
                 return
 
     def _by_turn(self) -> Iterator[Sequence]:
-        """Those who wait, by priority, the tenants' shares and arrival."""
+        """Yield the waiting sequences by priority, the tenants' shares and arrival."""
         if not self._fairness.is_shared:
             yield from list(self.waiting)
             return
@@ -204,8 +209,9 @@ class Scheduler:
             yield from self._fairness.in_turn(group, self.running)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Whether it is worth trying to let a sequence in. Where another tenant has more than its
-        share, one of its sequences makes room.
+        """Return whether it is worth trying to admit a sequence.
+
+        Where another tenant has more than its share, one of its sequences is preempted.
         """
         # Those whose prefixes are arriving have a place too. What arrived waits like any other: if
         # it kept its place, a more urgent request would never get one.
@@ -226,8 +232,9 @@ class Scheduler:
         return True
 
     def _awaits(self, sequence: Sequence) -> bool:
-        """Whether another sequence is computing blocks that this one can share. Its tokens are
-        looked up again only when what it waited for has come, or will not come any more.
+        """Return whether another sequence is computing blocks that this one can share.
+
+        The tokens are looked up again only when the awaited block has come, or never will.
         """
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
             request = sequence.request
@@ -238,9 +245,11 @@ class Scheduler:
         return sequence.awaited_hash is not None
 
     def _spare_blocks_of(self, sequence: Sequence) -> int:
-        """Free blocks beyond one for each running sequence, which it takes sooner or later: without
-        that rest, letting a sequence in would soon preempt it again. Nor, unless it is alone, may
-        it flush other tenants' last blocks.
+        """Return the free blocks that admitting a sequence may take.
+
+        One for each running sequence is kept, which it needs sooner or later: without it, the
+        admitted sequence would soon be preempted. Unless the sequence is alone, the protected
+        blocks of other tenants are kept too.
         """
         if not self.running:
             return self.manager.free_block_count
@@ -248,8 +257,10 @@ class Scheduler:
         return self.manager.free_block_count - len(self.running) - kept
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Open a table and reserve blocks for all tokens there are; False and no change if they are
-        not free. What was loaded for it is in the cache by now, and nobody comes between.
+        """Open a table and reserve blocks for all of its tokens.
+
+        Return False, and change nothing, if they are not free. Blocks that were prefetched for the
+        sequence are in the cache by now, and no other sequence comes between.
         """
         sequence.look_up()
         self.loads.end(sequence)
@@ -290,7 +301,7 @@ class Scheduler:
         )
 
     def _ways(self, sequence: Sequence) -> Iterator[tuple[bool, bool]]:
-        """How a sequence may use the cache, (prefix, spans), the best way first."""
+        """Yield how a sequence may use the cache, (prefix, spans), the best way first."""
         if sequence.uses_cache:
             if sequence.request.repair is not None:
                 yield True, True
@@ -298,8 +309,9 @@ class Scheduler:
         yield False, False
 
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
-        """Whether blocks for all its tokens are free, and a slot for its state; with spans they are
-        taken then.
+        """Return whether blocks for all tokens, and a slot for the recurrent state, are free.
+
+        With spans the blocks are taken.
         """
         if not self.manager.recurrent.has_room(table):
             return False
@@ -311,9 +323,7 @@ class Scheduler:
     # Memory.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Make slots for everything wanted, first in rank first; the last in rank is preempted when
-        they lack.
-        """
+        """Reserve slots for all wanted tokens by rank; preempt the last in rank if they lack."""
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:
@@ -344,8 +354,8 @@ class Scheduler:
             )
 
     def _draft(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Let sequences with one token to compute try what may follow it, as far as budget and free
-        blocks go: nobody is preempted for a guess.
+        """Give draft tokens to decoding sequences, as far as budget and free blocks allow: no
+        sequence is preempted for draft tokens.
         """
         manager = self.manager
         num_rows = sum(wanted.values())
@@ -360,9 +370,7 @@ class Scheduler:
                 self._extend(sequence, table, stop, plan)
 
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """What a sequence's draft came to; blocks that were taken for the rest of it are given
-        back.
-        """
+        """Take the outcome of a sequence's draft tokens; give back the blocks of rejected ones."""
         sequence = work.sequence
         self.speculation.settle(sequence, work.num_drafted, num_accepted)
         if work.num_drafted and work.num_drafted > num_accepted:
@@ -377,9 +385,7 @@ class Scheduler:
             plan.copied_for.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give the blocks back and queue again; the tokens sampled so far stay and are computed
-        anew.
-        """
+        """Give the blocks back and queue the sequence again; its tokens stay and are recomputed."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING

@@ -1,4 +1,4 @@
-"""The running state of one request: its tokens, its blocks, its text, its clock."""
+"""A sequence: the progress of one request, with its tokens, blocks, text and times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
 
 
 class Restored(Feature):
-    """What the offload tiers brought for one sequence.
+    """The blocks that offload tiers brought for one sequence, as counts of tokens.
 
     seconds       of all loads, one after another
     was_asked     whether tiers were asked since the sequence last lost its blocks
@@ -48,14 +48,15 @@ class Restored(Feature):
         self.was_asked = False
 
     def note(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """So many tokens came from tiers, by name."""
+        """Count tokens that came from tiers, by the tier's name."""
         self._tokens.update(tokens)
         self.seconds += seconds
 
     def split(self, num_cached: int) -> dict[str, int]:
-        """Cached tokens by the tier that had them. Of a block that was cached to its end the last
-        token may have to be computed, and what arrived may have been dropped again before it was
-        taken.
+        """Return the cached tokens by the tier that had them, "pool" included.
+
+        The last token of a fully cached block may have to be computed, and blocks that arrived may
+        have been evicted before they were used, so the parts are cut to `num_cached`.
         """
         rest = num_cached
         found = {}
@@ -66,9 +67,7 @@ class Restored(Feature):
 
 
 class SequenceStatus(enum.Enum):
-    """WAITING holds no block (new or preempted), RUNNING holds a block table, FINISHED holds
-    none.
-    """
+    """WAITING holds no block (new or preempted), RUNNING has a block table, FINISHED holds none."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -76,13 +75,13 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """One counter drives everything: `num_computed_tokens` (KV in the pool) catches up with
+    """One request on its way. Its counter `num_computed_tokens` (KV in the pool) catches up with
     `num_tokens`.
 
-    Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32; the step that
-    computes tokens 32..39 samples token 40, num_tokens becomes 41, and the next step computes that
-    one. Preemption sets the counter back to what the cache still holds when the sequence is let in
-    again; sampled tokens stay.
+    Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32. The step that
+    computes tokens 32..39 samples token 40; num_tokens becomes 41, and the next step computes that
+    token. Preemption sets the counter back to what the cache still holds when the sequence is
+    admitted again; sampled tokens stay.
 
     index, rank           the request's
     table                 the blocks, None unless RUNNING
@@ -94,8 +93,8 @@ class Sequence:
     awaited_hash          the block it waits for, which another sequence computes
     drafting, grammar, spans, restored    the features that take part in it, see `Feature`
 
-    Where its table shares spans at other positions the counter passes over each of them when it
-    gets there.
+    Where the table shares spans from other positions, the counter passes over each of them when it
+    reaches it.
     """
 
     def __init__(
@@ -160,9 +159,7 @@ class Sequence:
 
     @property
     def most_at_once(self) -> int:
-        """Most tokens one step may compute: all pending ones, fewer where each needs logits of its
-        own.
-        """
+        """Most tokens that one step may compute: fewer than pending where each needs logits."""
         wants_logprobs = (
             self.request.params.prompt_logprobs is not None and self.logits_from is not None
         )
@@ -170,9 +167,7 @@ class Sequence:
 
     @property
     def logits_from(self) -> int | None:
-        """The first token whose logits are still wanted; None: only those that the next token is
-        sampled from.
-        """
+        """The first token whose logits are still wanted; None: only those to sample from."""
         if self.request.logits_start is not None:
             return self.request.logits_start
         if self.request.params.prompt_logprobs is not None:
@@ -181,7 +176,7 @@ class Sequence:
 
     @property
     def cacheable_ids(self) -> list[int]:
-        """Tokens that may be served by the cache when the sequence is let in."""
+        """Tokens that the cache may serve when the sequence is admitted."""
         start = self.logits_from
         return self.token_ids if start is None else self.token_ids[: start + 1]
 
@@ -192,7 +187,7 @@ class Sequence:
         return self.table
 
     def next_work(self, limit: int) -> list[ScheduledTokens[Sequence]]:
-        """The next tokens to compute, `limit` at most (at least 1); an item for each stretch
+        """Return the next tokens to compute, at most `limit` (at least 1), an item for each stretch
         between spans.
         """
         start = self.num_computed_tokens
@@ -213,7 +208,7 @@ class Sequence:
         return found
 
     def stop_after(self, count: int) -> int:
-        """The position behind the next `count` tokens to compute, as many as there are at least."""
+        """Return the position after the next `count` tokens to compute."""
         if not self.spans.num_ahead:
             return self.num_computed_tokens + count
         return self.next_work(count)[-1].stop
@@ -221,13 +216,14 @@ class Sequence:
     def take(
         self, work: ScheduledTokens[Sequence], rows: Floats, largest: Several[int] = ()
     ) -> str | None:
-        """Take the logits [num_rows, vocab_size] of computed tokens: the finish reason, or None to
-        go on.
+        """Take the logits [num_rows, vocab_size] of computed tokens; return the finish reason, or
+        None to go on.
 
-        A row whose next token is known is kept where it was asked for. Of the others each samples
-        one token, as long as the work had that same token next: what was computed behind another
-        one is ignored, and not counted as computed. largest: where the largest logit is in the
-        first of the rows, as far as that is known.
+        Rows whose next token is known are kept where they were asked for. Each other row samples a
+        token, as long as the draft token after it is the same; tokens after a rejected draft token
+        are ignored and do not count as computed.
+
+        largest    index of the largest logit of the first rows, as far as it is known
         """
         computed = work.stop
         reason = None
@@ -268,15 +264,14 @@ class Sequence:
         self.num_computed_tokens = self.spans.pass_over(position)
 
     def look_up(self) -> None:
-        """The cache is asked for the tokens now; the last time before the sequence is let in
-        counts.
-        """
+        """Note that the cache is asked now; the last time before the first admission counts."""
         if not self.was_admitted:
             self.marks.looked_up_at = time.perf_counter()
 
     def admit(self, table: BlockTable, missed: Missed) -> None:
-        """Start or resume on a fresh table; what the cache served counts as computed, `missed` is
-        why no more was.
+        """Start or resume on a fresh table: what the cache served counts as computed.
+
+        missed    why the cache served no more
         """
         self.table = table
         self.status = SequenceStatus.RUNNING
@@ -293,12 +288,13 @@ class Sequence:
 
     @property
     def was_admitted(self) -> bool:
-        """Whether it was let in before; after a preemption it may be waiting again."""
+        """Whether it was admitted before; after a preemption it may be waiting again."""
         return self.marks.admitted_at is not None
 
     def forget_computed(self) -> None:
-        """Start over without blocks: KV is recomputed, and with it the logits asked for. The list
-        of logits stays the same object, the caller holds it.
+        """Start over without blocks: KV is recomputed, and with it the requested logits.
+
+        The list of logits stays the same object, because the caller holds it.
         """
         self.num_computed_tokens = 0
         for feature in self.features:
@@ -311,8 +307,8 @@ class Sequence:
             self.restored.note(tokens, seconds)
 
     def accept(self, logits: Floats, largest: int | None) -> str | None:
-        """Take the logits [vocab_size] of the last token: sample, append, hand out. The finish
-        reason, or None.
+        """Sample a token from the logits [vocab_size], append it and hand it out; return the
+        finish reason, or None.
         """
         request = self.request
         possible, largest = self.grammar.constrain(logits, largest)
@@ -327,13 +323,13 @@ class Sequence:
         return reason
 
     def answer(self) -> tuple[str, list[int]]:
-        """The output's text, and the ids it was written with: without the token that ended it."""
+        """Return the output's text and its token ids without the one that ended it."""
         ids = self.token_ids[self.request.num_prompt_tokens :]
         return self._output.text, ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
 
     def result(self, finish_reason: str) -> GenerationResult:
-        """The outcome as of now. The text is what was handed out: a cancelled request keeps back
-        what was uncertain.
+        """Return the outcome as of now. The text is what was handed out: that of a cancelled
+        request lacks the uncertain end.
         """
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])
@@ -367,6 +363,6 @@ class Sequence:
         )
 
     def _mode(self) -> GenerationMode:
-        """What ran: without a span shared, what was asked for as approximate is exact."""
+        """Return the mode that ran: without a shared span an approximate request is exact."""
         is_exact = self.request.repair is not None and not self.spans.num_shared
         return GenerationMode.PREFIX_CACHE if is_exact else self.request.mode

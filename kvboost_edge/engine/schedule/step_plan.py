@@ -1,4 +1,4 @@
-"""What one step computes of one sequence."""
+"""The tokens of one sequence that one step computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class ScheduledTokens(NamedTuple, Generic[S]):
     """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to
     `Sequence.take`. Generic, because that class imports this one.
 
-    sequence        whose they are
+    sequence        the sequence that they belong to
     start           position of the first
     token_ids       the tokens, at positions start, start + 1, ...
     num_rows        how many of the last ones have logits or states wanted; at least one: it samples
                     or shows NaN
-    num_drafted     how many of the last ones are guesses
+    num_drafted     how many of the last ones are draft tokens
     """
 
     sequence: S
@@ -30,10 +30,10 @@ class ScheduledTokens(NamedTuple, Generic[S]):
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + len(self.token_ids)
 
     @property
     def certain_stop(self) -> int:
-        """The position behind the last token that is no guess."""
+        """The position after the last token that is not a draft token."""
         return self.start + len(self.token_ids) - self.num_drafted
