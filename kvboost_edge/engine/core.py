@@ -42,7 +42,7 @@ from kvboost_edge.runners.base import ForwardBatch, Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence
-    from kvboost_edge.tiers.io_thread import Piece
+    from kvboost_edge.tiers.io_thread import IOChunk
 
 __all__ = [
     "Arrived",
@@ -121,7 +121,7 @@ class Cancel(NamedTuple):
 class Arrived(NamedTuple):
     """Blocks came from a tier."""
 
-    piece: Piece
+    piece: IOChunk
 
 
 class Close(NamedTuple):
@@ -212,7 +212,7 @@ class EngineCore:
         self.tiering = tiering
         tiering.start(self.arrived)
 
-    def arrived(self, piece: Piece) -> None:
+    def arrived(self, piece: IOChunk) -> None:
         """Blocks of a load are there; called from the mover's thread."""
         self._inbox.put(Arrived(piece))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.offload.prefetch import Loads
+from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Constraint, SharedSpans
 from kvboost_edge.engine.schedule.scheduler import Scheduler
@@ -19,7 +19,7 @@ __all__ = ["Sequences", "make_scheduler"]
 
 def make_scheduler(
     manager: KVCacheManager,
-    loads: Loads,
+    loads: PrefetchQueue,
     *,
     max_num_seqs: int,
     max_batch_tokens: int,

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.config import RecomputeStrategy
-from kvboost_edge.engine.offload.prefetch import Load, Loads
+from kvboost_edge.engine.offload.prefetch import Prefetch, PrefetchQueue
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import SharedSpans
 from kvboost_edge.engine.schedule.planners import SpanPlacement
@@ -92,7 +92,7 @@ class SpanSharing(SpanPlacement):
         self._manager = manager
         self.harvest = Harvest(manager, min_chunk_tokens, remembers=remembers)
 
-    def bring(self, sequence: Sequence, loads: Loads, spare: int) -> Load | None:
+    def bring(self, sequence: Sequence, loads: PrefetchQueue, spare: int) -> Prefetch | None:
         """The load of the next run that the sequence could share if it were in the pool; each is
         tried once. What was loaded for it before is in the cache.
         """

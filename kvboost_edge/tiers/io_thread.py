@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held, Holdings
 
-__all__ = ["Mover", "Piece"]
+__all__ = ["IOChunk", "Mover"]
 
 _LOG = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
@@ -36,7 +36,7 @@ _TEND_SECONDS = 10.0  # at rest, between looks after the tiers
 _LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
 
 
-class Piece(NamedTuple):
+class IOChunk(NamedTuple):
     """Blocks of a load that arrived.
 
     ticket   whose they are
@@ -77,7 +77,7 @@ class Mover:
         self._tiers = list(tiers)
         self._block_bytes = block_bytes
         self._state_bytes = state_bytes
-        self._deliver: Callable[[Piece], None] = self.release
+        self._deliver: Callable[[IOChunk], None] = self.release
         self._broken: set[str] = set()
         self._told_broken: set[str] = set()
         self._holdings = {tier.name: Holdings(tier) for tier in tiers}
@@ -90,7 +90,7 @@ class Mover:
         self._deadline = 0.0
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-tiers", daemon=True)
 
-    def start(self, deliver: Callable[[Piece], None]) -> None:
+    def start(self, deliver: Callable[[IOChunk], None]) -> None:
         """Begin; `deliver` is called from the mover's thread with each piece, and must not wait."""
         self._deliver = deliver
         self._thread.start()
@@ -152,7 +152,7 @@ class Mover:
             self._cancelled.add(ticket)
             self._changed.notify_all()
 
-    def release(self, piece: Piece) -> None:
+    def release(self, piece: IOChunk) -> None:
         """The piece was copied, or is not wanted."""
         with self._changed:
             self._staged -= piece.data.nbytes
@@ -283,7 +283,7 @@ class Mover:
             if self._read_state(load, end, room):
                 return
         self._deliver(
-            Piece(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0)
+            IOChunk(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0)
         )
 
     def _ends(self, load: _Load) -> Iterator[int]:
@@ -333,7 +333,7 @@ class Mover:
             with self._changed:
                 self._staged -= data[count:].nbytes
             is_end = count == 0 or at == len(addresses) or self._is_unwanted(ticket)
-            self._deliver(Piece(ticket, data[:count], tier, is_last=is_all and is_end))
+            self._deliver(IOChunk(ticket, data[:count], tier, is_last=is_all and is_end))
             if is_end:
                 break
         return at
@@ -346,7 +346,7 @@ class Mover:
         with self._changed:
             self._staged -= data[count:].nbytes
         if count:
-            self._deliver(Piece(load.ticket, data[:count], tier, is_last=True, behind=end))
+            self._deliver(IOChunk(load.ticket, data[:count], tier, is_last=True, behind=end))
         return count == 1
 
     def _is_unwanted(self, ticket: int) -> bool:

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvboost_edge.engine.request.results import Missed
-from kvboost_edge.engine.schedule.planners import Load as LoadOfSequence
-from kvboost_edge.engine.schedule.planners import Prefetcher, SpanPlacement
+from kvboost_edge.engine.schedule.planners import PendingPrefetch, Prefetcher, SpanPlacement
 from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence as Request
     from kvboost_edge.kvcache.block_table import BlockTable
 
-__all__ = ["PATIENCE", "Load", "Loads", "NoShelf", "Shelf"]
+__all__ = ["PATIENCE", "NoShelf", "Prefetch", "PrefetchQueue", "Shelf"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class NoShelf:
         pass
 
 
-class Load:
+class Prefetch:
     """One sequence's prefix on its way, or a text with a run that it shares elsewhere.
 
     table       holds the blocks that were in the pool, and those that arrived
@@ -168,24 +167,24 @@ class Load:
             )
 
 
-class Loads(Prefetcher):
-    """The loads of all sequences, by ticket."""
+class PrefetchQueue(Prefetcher):
+    """The prefetches of all sequences, by ticket."""
 
     def __init__(self, manager: KVCacheManager, shelf: Shelf) -> None:
         self._manager = manager
         self._shelf = shelf
         self._tickets = itertools.count()
-        self._by_ticket: dict[int, Load] = {}
-        self._by_sequence: dict[int, Load] = {}
+        self._by_ticket: dict[int, Prefetch] = {}
+        self._by_sequence: dict[int, Prefetch] = {}
         self._is_stuck = False
 
     def __len__(self) -> int:
         return len(self._by_ticket)
 
-    def __iter__(self) -> Iterator[Load]:
+    def __iter__(self) -> Iterator[Prefetch]:
         return iter(self._by_ticket.values())
 
-    def heard(self, ticket: int) -> Load | None:
+    def heard(self, ticket: int) -> Prefetch | None:
         """The load of which a piece arrived, None where it was ended."""
         self._is_stuck = False
         load = self._by_ticket.get(ticket)
@@ -210,7 +209,7 @@ class Loads(Prefetcher):
         """Whether anything is kept outside the pool."""
         return not isinstance(self._shelf, NoShelf)
 
-    def of(self, sequence: Request) -> Load | None:
+    def of(self, sequence: Request) -> Prefetch | None:
         """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
         return self._by_sequence.get(sequence.index)
 
@@ -224,7 +223,7 @@ class Loads(Prefetcher):
         return self.num_arriving - (own is not None and not own.is_done)
 
     def bring(self, sequence: Request, spare_blocks: int, sharing: SpanPlacement) -> bool:
-        load: LoadOfSequence | None = self.of(sequence)
+        load: PendingPrefetch | None = self.of(sequence)
         if load is None and sequence.uses_cache and not sequence.restored.was_asked:
             load = self.begin(sequence, spare_blocks)
             sequence.restored.was_asked = load is not None and load.sequence is sequence
@@ -237,7 +236,7 @@ class Loads(Prefetcher):
         if load is not None:
             self.finish(load)
 
-    def begin(self, sequence: Request, spare_blocks: int) -> Load | None:
+    def begin(self, sequence: Request, spare_blocks: int) -> Prefetch | None:
         """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None
         where that is nothing, or where the whole sequence would find no room. Another sequence's
         load where that brings it.
@@ -253,7 +252,7 @@ class Loads(Prefetcher):
 
     def begin_run(
         self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int
-    ) -> Load | None:
+    ) -> Prefetch | None:
         """The same for a text of the chain of `root` that holds a run of the sequence's tokens,
         whole blocks.
         """
@@ -269,7 +268,7 @@ class Loads(Prefetcher):
         known: bytes,
         *,
         is_prefix: bool,
-    ) -> Load | None:
+    ) -> Prefetch | None:
         if self._is_stuck or not self.has_shelf:
             return None
         manager = self._manager
@@ -311,7 +310,7 @@ class Loads(Prefetcher):
         coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
         ticket = next(self._tickets)
         num_there = len(table) - first
-        load = Load(
+        load = Prefetch(
             ticket,
             sequence,
             table,
@@ -340,7 +339,7 @@ class Loads(Prefetcher):
         dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))
         return Missed("evicted" if dropped else table.miss_reason, dropped)
 
-    def finish(self, load: Load) -> None:
+    def finish(self, load: Prefetch) -> None:
         """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where
         it is under way; a second call does nothing.
         """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.offload.prefetch import Load, Loads, NoShelf
+from kvboost_edge.engine.offload.prefetch import NoShelf, Prefetch, PrefetchQueue
 from kvboost_edge.engine.offload.state_saving import SavedStates
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.block_contents import ContentKey
@@ -26,7 +26,7 @@ from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held
-from kvboost_edge.tiers.io_thread import Mover, Piece
+from kvboost_edge.tiers.io_thread import IOChunk, Mover
 
 __all__ = [
     "MoverShelf",
@@ -136,22 +136,22 @@ class MoverShelf:
 
 def make_tiering(
     manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
-) -> tuple[Loads, Untiered]:
+) -> tuple[PrefetchQueue, Untiered]:
     """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
     if not tiers:
-        return Loads(manager, NoShelf()), Untiered()
+        return PrefetchQueue(manager, NoShelf()), Untiered()
     mover = Mover(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
-    loads = Loads(manager, MoverShelf(mover))
+    loads = PrefetchQueue(manager, MoverShelf(mover))
     return loads, Tiering(manager, backend, loads, mover)
 
 
 class Untiered:
     """No tier: nothing is kept outside the pool."""
 
-    def start(self, deliver: Callable[[Piece], None]) -> None:
+    def start(self, deliver: Callable[[IOChunk], None]) -> None:
         """Begin to move blocks; `deliver` puts what arrives into the engine's inbox."""
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, piece: IOChunk) -> None:
         """Put blocks that arrived into the pool, and publish them."""
 
     def save_first(self, block_ids: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ class Tiering(Untiered):
     """Over a mover. `loads` are the scheduler's."""
 
     def __init__(
-        self, manager: KVCacheManager, backend: Backend, loads: Loads, mover: Mover
+        self, manager: KVCacheManager, backend: Backend, loads: PrefetchQueue, mover: Mover
     ) -> None:
         self._manager = manager
         self._backend = backend
@@ -207,10 +207,10 @@ class Tiering(Untiered):
         self._states = SavedStates(manager, backend, mover)
         manager.content.track()
 
-    def start(self, deliver: Callable[[Piece], None]) -> None:
+    def start(self, deliver: Callable[[IOChunk], None]) -> None:
         self._mover.start(deliver)
 
-    def fill(self, piece: Piece) -> None:
+    def fill(self, piece: IOChunk) -> None:
         """The load ends where there is no room for what arrived; the rest is computed then."""
         load = self._loads.heard(piece.ticket)
         try:
@@ -227,7 +227,7 @@ class Tiering(Untiered):
         finally:
             self._mover.release(piece)
 
-    def _take(self, load: Load, piece: Piece) -> None:
+    def _take(self, load: Prefetch, piece: IOChunk) -> None:
         if piece.behind is not None:
             self._take_state(load, piece.behind, piece)
             return
@@ -247,7 +247,7 @@ class Tiering(Untiered):
             if stop < len(load.token_ids):
                 self._loads.finish(load)  # nobody has the rest, which others may be waiting for
 
-    def _take_state(self, load: Load, behind: int, piece: Piece) -> None:
+    def _take_state(self, load: Prefetch, behind: int, piece: IOChunk) -> None:
         """The last piece where the model keeps states: the deepest one there is, or none."""
         if not self._manager.recurrent.has_room(load.table):
             behind = 0  # where only the state was to come no slot was taken for it before
@@ -259,7 +259,7 @@ class Tiering(Untiered):
         if num_blocks * self._manager.block_size < len(load.token_ids):
             self._loads.finish(load)  # nobody has the rest, which others may be waiting for
 
-    def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: Piece) -> None:
+    def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: IOChunk) -> None:
         """What arrived becomes the next blocks of a table."""
         first = len(table)
         copies = self._manager.extend(table, stop)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvboost_edge.tiers.base import BlockAddress, TierStats
-from kvboost_edge.tiers.io_thread import Mover, Piece
+from kvboost_edge.tiers.io_thread import IOChunk, Mover
 
 
 class DictTier:
@@ -87,7 +87,7 @@ class DictTier:
 class HandMover(Mover):
     """Has no thread: `pump` does what it would do."""
 
-    def start(self, deliver: Callable[[Piece], None]) -> None:
+    def start(self, deliver: Callable[[IOChunk], None]) -> None:
         self._deliver = deliver
 
     def pump(self, most: int = 1000) -> int:
