@@ -15,7 +15,7 @@ from kvboost_edge.server.doctor.records import Diagnosis
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
 from kvboost_edge.text.turns.reader import TurnMessage, TurnReader
-from kvboost_edge.text.turns.turn_parts import Content, Part
+from kvboost_edge.text.turns.turn_parts import ContentDelta, Part
 
 __all__ = ["TurnWriter"]
 
@@ -59,7 +59,7 @@ class TurnWriter(ABC):
         self.begin(run)
         (result,) = results
         if self._reader is None:
-            self.message.add([Content(result.output_text)])
+            self.message.add([ContentDelta(result.output_text)])
         else:
             for token_id in result.output_token_ids:
                 self._reader.push(token_id)
@@ -85,7 +85,7 @@ class TurnWriter(ABC):
         if self._reader is not None:
             parts: list[Part] = self._reader.push(event.token_id)
         else:
-            parts = [Content(event.text)] if event.text else []
+            parts = [ContentDelta(event.text)] if event.text else []
             self.message.add(parts)
         if parts:
             self.told(parts)

@@ -16,13 +16,21 @@ from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
 from kvboost_edge.text.turns.turn_parts import (
     CallArguments,
     CallStart,
-    Content,
+    ContentDelta,
     Part,
-    Reasoning,
+    ReasoningDelta,
     folded,
 )
 
-__all__ = ["CallArguments", "CallStart", "Content", "Part", "Reasoning", "TurnParser", "folded"]
+__all__ = [
+    "CallArguments",
+    "CallStart",
+    "ContentDelta",
+    "Part",
+    "ReasoningDelta",
+    "TurnParser",
+    "folded",
+]
 
 
 class TurnParser:
@@ -143,7 +151,7 @@ class _Turn:
             try:
                 yield from scanner.more()
             except Ended:
-                self._parts += [Reasoning(scanner.text)] if scanner.text else []
+                self._parts += [ReasoningDelta(scanner.text)] if scanner.text else []
                 raise
         self._show_thought(end)
         scanner.at = scanner.text.index(marker) + len(marker)
@@ -152,7 +160,7 @@ class _Turn:
     def _show_thought(self, end: int) -> None:
         text = self._scanner.text[:end].rstrip()
         if text:
-            self._parts.append(Reasoning(text))
+            self._parts.append(ReasoningDelta(text))
             self._scanner.at = len(text)
             self._scanner.forget()
 
@@ -184,7 +192,7 @@ class _Turn:
         scanner = self._scanner
         text = scanner.text[:end].rstrip()
         if text:
-            self._parts.append(Content(text.lstrip() if self._bare else text))
+            self._parts.append(ContentDelta(text.lstrip() if self._bare else text))
             self._bare = False
             scanner.at = len(text)
             scanner.forget()
@@ -193,7 +201,7 @@ class _Turn:
     def _show_rest(self) -> None:
         rest = self._scanner.text
         if rest and not (self._bare and rest.isspace()):
-            self._parts.append(Content(rest.lstrip() if self._bare else rest))
+            self._parts.append(ContentDelta(rest.lstrip() if self._bare else rest))
 
     def _try_calls(self) -> Step[bool]:
         """Calls that begin here; where none does, nothing is passed."""

@@ -16,9 +16,9 @@ from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import (
     CallArguments,
     CallStart,
-    Content,
+    ContentDelta,
     Part,
-    Reasoning,
+    ReasoningDelta,
     TurnParser,
 )
 from kvboost_edge.text.turns.replay import call_keys, thought_key
@@ -95,7 +95,9 @@ class TurnReader:
         if self._parser.num_thoughts > thoughts:
             self.num_reasoning_tokens = len(self._ids)
             self._answer_at = (
-                None if any(not isinstance(part, Reasoning) for part in parts) else len(self._ids)
+                None
+                if any(not isinstance(part, ReasoningDelta) for part in parts)
+                else len(self._ids)
             )
         elif (
             self._answer_at == len(self._ids) - 1 and self.num_reasoning_tokens and not text.strip()
@@ -106,7 +108,7 @@ class TurnReader:
 
     def _note_answer(self, token_id: int, parts: Sequence[Part], *, begun: bool) -> None:
         """Keep the ids of an answer that stands between markers, where each of these is a token."""
-        shows = any(isinstance(part, Content) for part in parts)
+        shows = any(isinstance(part, ContentDelta) for part in parts)
         if not begun and self._parser.in_answer:
             self._answer_ids = None if shows else []
         elif begun and not self._parser.in_answer:
@@ -164,9 +166,9 @@ class TurnMessage:
     def add(self, parts: Sequence[Part]) -> None:
         for part in parts:
             match part:
-                case Content(text):
+                case ContentDelta(text):
                     self._content.append(text)
-                case Reasoning(text):
+                case ReasoningDelta(text):
                     self._reasoning.append(text)
                 case CallStart(_, name):
                     function = {"name": name, "arguments": ""}
@@ -189,9 +191,9 @@ class TurnMessage:
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
             match part:
-                case Content(text):
+                case ContentDelta(text):
                     delta["content"] = delta.get("content", "") + text
-                case Reasoning(text):
+                case ReasoningDelta(text):
                     delta["reasoning_content"] = delta.get("reasoning_content", "") + text
                 case CallStart(index, name):
                     function = {"name": name, "arguments": ""}

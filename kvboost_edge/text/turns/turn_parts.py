@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CallArguments", "CallStart", "Content", "Part", "Reasoning", "folded"]
+__all__ = ["CallArguments", "CallStart", "ContentDelta", "Part", "ReasoningDelta", "folded"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningDelta:
     """More of what the model thinks."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentDelta:
     """More of its answer."""
 
     text: str
@@ -38,7 +38,7 @@ class CallArguments:
     text: str
 
 
-Part = Reasoning | Content | CallStart | CallArguments
+Part = ReasoningDelta | ContentDelta | CallStart | CallArguments
 
 
 def folded(parts: Sequence[Part]) -> list[Part]:
@@ -52,10 +52,10 @@ def folded(parts: Sequence[Part]) -> list[Part]:
             and part.index == last.index
         ):
             found[-1] = CallArguments(part.index, last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            found[-1] = ReasoningDelta(last.text + part.text)
+        elif isinstance(part, ContentDelta) and isinstance(last, ContentDelta):
+            found[-1] = ContentDelta(last.text + part.text)
         else:
             found.append(part)
     return found

@@ -11,7 +11,7 @@ from helpers.text import turn_parts
 from helpers.text.chat_templates import format_of, written
 from helpers.text.turn_parts import arguments_of
 from kvboost_edge.text.turns.formats import Tool
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser
+from kvboost_edge.text.turns.parser import CallArguments, CallStart, ContentDelta, TurnParser
 
 ANY = [Tool("f", {}), Tool("find", {"type": "object", "properties": {"text": {"type": "string"}}})]
 QUOTES = {"gemma4": '<|"|>', "escaped": "<escape>"}
@@ -56,9 +56,9 @@ HOSTILE = [
 def test_hostile_arguments_come_back_from_every_cut(name, arguments):
     text = f"So: {written(name, [('f', arguments), ('f', {'z': 1})])} And."
     whole = parts_of(name, text)
-    assert [part for part in whole if isinstance(part, Content)] == [
-        Content("So:"),
-        Content("And."),
+    assert [part for part in whole if isinstance(part, ContentDelta)] == [
+        ContentDelta("So:"),
+        ContentDelta("And."),
     ]
     assert arguments_of(whole) == [arguments, {"z": 1}]
     for at in range(len(text) + 1):
@@ -158,8 +158,8 @@ def test_small_faults_are_forgiven(inner, wanted):
     ],
 )
 def test_what_is_no_call_is_content(text):
-    assert parts_of("gemma4", text) == [Content(text)]
-    assert parts_of("gemma4", *text) == [Content(text)]
+    assert parts_of("gemma4", text) == [ContentDelta(text)]
+    assert parts_of("gemma4", *text) == [ContentDelta(text)]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_is_no_call_is_content(text):
 def test_a_call_goes_as_far_as_it_is_one(inner, wanted, rest):
     found = parts_of("gemma4", call(inner))
     assert found[:2] == [CallStart(0, "f"), CallArguments(0, wanted)]
-    assert found[2:] == ([Content(rest)] if rest else [])
+    assert found[2:] == ([ContentDelta(rest)] if rest else [])
     assert parts_of("gemma4", *call(inner)) == found
 
 
@@ -185,7 +185,7 @@ def test_bare_words_are_texts_where_the_schema_has_texts():
 
 def test_arguments_come_as_they_are_written():
     parser = TurnParser(format_of("gemma4"), ANY, reasoning="closed", calls=True)
-    assert parser.push("Look <|tool_call>call:f{a:") == [Content("Look")]
+    assert parser.push("Look <|tool_call>call:f{a:") == [ContentDelta("Look")]
     assert parser.push('<|"') == []
     assert parser.push('|>L"A') == [CallStart(0, "f"), CallArguments(0, '{"a": "L\\"A')]
     assert parser.push('q<|"') == [CallArguments(0, "q")]
@@ -193,7 +193,7 @@ def test_arguments_come_as_they_are_written():
     assert parser.push('<|"|>},12') == [CallArguments(0, '"}')]
     assert parser.push("]}<tool_c") == [CallArguments(0, ", 12]}")]
     assert parser.push("all|><|tool_call>call:f{}") == [CallStart(1, "f"), CallArguments(1, "{}")]
-    assert parser.push("<tool_call|>\nDone.") == [Content("Done.")]
+    assert parser.push("<tool_call|>\nDone.") == [ContentDelta("Done.")]
 
 
 @pytest.mark.parametrize(

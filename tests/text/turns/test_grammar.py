@@ -13,7 +13,7 @@ from helpers.text.turn_parts import arguments_of, calls_of, parts_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.grammar import answer_grammar, calls_grammar
-from kvboost_edge.text.turns.parser import Reasoning
+from kvboost_edge.text.turns.parser import ReasoningDelta
 
 PARIS = ("get_weather", {"city": "Paris", "days": 3, "unit": "c"})
 POINT = ("get", {"at": {"x": -4}})
@@ -179,7 +179,7 @@ def test_noise_under_a_grammar_parses_into_calls_that_fit(name, markers, reasoni
         if not whole:
             continue
         ended += 1
-        calls = calls_of([part for part in parts if not isinstance(part, Reasoning)])
+        calls = calls_of([part for part in parts if not isinstance(part, ReasoningDelta)])
         assert calls, text
         for tool, given in calls:
             jsonschema_rs.validate(schemas[tool], given)

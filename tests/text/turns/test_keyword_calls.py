@@ -18,7 +18,13 @@ from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.keyword_calls import KEYWORD_CALLS, with_calls_written
-from kvboost_edge.text.turns.parser import CallArguments, CallStart, Content, TurnParser, folded
+from kvboost_edge.text.turns.parser import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    TurnParser,
+    folded,
+)
 from kvboost_edge.text.turns.replay import call_keys
 
 DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
@@ -179,7 +185,7 @@ def test_what_is_written_is_read_as_it_was():
         start, arguments, behind = folded(
             [*(part for text in pieces for part in parser.push(text)), *parser.close()]
         )
-        assert (start, behind) == (CallStart(0, "f"), Content("Well."))
+        assert (start, behind) == (CallStart(0, "f"), ContentDelta("Well."))
         assert isinstance(arguments, CallArguments)
         assert json.loads(arguments.text) == VALUES
     for value in (True, None, [True, None], {"a": False}):

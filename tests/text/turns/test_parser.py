@@ -13,8 +13,8 @@ from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import (
     CallArguments,
     CallStart,
-    Content,
-    Reasoning,
+    ContentDelta,
+    ReasoningDelta,
     TurnParser,
     folded,
 )
@@ -43,7 +43,7 @@ def test_what_the_template_writes_comes_back(name):
 def test_content_stands_in_front_without_the_white_space_between(name):
     for space in ("", "\n", "\n\n  "):
         found = parts_of(name, f" Let me look, 1 < 2 [x].{space}{written(name, CALLS[0])}\n")
-        assert found[0] == Content(" Let me look, 1 < 2 [x].")
+        assert found[0] == ContentDelta(" Let me look, 1 < 2 [x].")
         assert calls_of(found[1:]) == CALLS[0]
 
 
@@ -63,13 +63,13 @@ def test_content_stands_in_front_without_the_white_space_between(name):
     ],
 )
 def test_what_only_looks_like_a_call_is_content(name, text):
-    assert parts_of(name, text) == ([Content(text)] if text else [])
+    assert parts_of(name, text) == ([ContentDelta(text)] if text else [])
 
 
 @pytest.mark.parametrize("name", CALLING)
 def test_a_call_of_no_tool_is_content(name):
     text = written(name, CALLS[0])
-    assert parts_of(name, text, tools=TOOLS[2:]) == [Content(text)]
+    assert parts_of(name, text, tools=TOOLS[2:]) == [ContentDelta(text)]
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -88,15 +88,27 @@ def test_a_call_that_is_cut_short_stays_as_far_as_it_came(name):
 @pytest.mark.parametrize(
     ("state", "text", "wanted"),
     [
-        ("possible", "<think>\nHm.\n</think>\n\nHello", [Reasoning("Hm."), Content("Hello")]),
-        ("possible", "\n<think></think>\nHello", [Content("Hello")]),
-        ("possible", "Hello <think>", [Content("Hello <think>")]),
-        ("possible", "<thin", [Content("<thin")]),
-        ("opened", "Hm <b>.\n</think>\nHello\n", [Reasoning("Hm <b>."), Content("Hello\n")]),
-        ("opened", "<think>\nHm.</think>", [Reasoning("Hm.")]),
-        ("opened", "\nHm </thi", [Reasoning("Hm </thi")]),
-        ("closed", "<think>a</think>b", [Content("<think>a</think>b")]),
-        ("opened", "a<tool_call>\n{}</think>b", [Reasoning("a<tool_call>\n{}"), Content("b")]),
+        (
+            "possible",
+            "<think>\nHm.\n</think>\n\nHello",
+            [ReasoningDelta("Hm."), ContentDelta("Hello")],
+        ),
+        ("possible", "\n<think></think>\nHello", [ContentDelta("Hello")]),
+        ("possible", "Hello <think>", [ContentDelta("Hello <think>")]),
+        ("possible", "<thin", [ContentDelta("<thin")]),
+        (
+            "opened",
+            "Hm <b>.\n</think>\nHello\n",
+            [ReasoningDelta("Hm <b>."), ContentDelta("Hello\n")],
+        ),
+        ("opened", "<think>\nHm.</think>", [ReasoningDelta("Hm.")]),
+        ("opened", "\nHm </thi", [ReasoningDelta("Hm </thi")]),
+        ("closed", "<think>a</think>b", [ContentDelta("<think>a</think>b")]),
+        (
+            "opened",
+            "a<tool_call>\n{}</think>b",
+            [ReasoningDelta("a<tool_call>\n{}"), ContentDelta("b")],
+        ),
     ],
 )
 def test_reasoning_is_told_from_the_answer(state, text, wanted):
@@ -107,7 +119,7 @@ def test_reasoning_is_told_from_the_answer(state, text, wanted):
 def test_calls_follow_reasoning():
     text = f"<think>\nHm.\n</think>\n\n{written('qwen3', CALLS[4])}"
     first, *others = parts_of("qwen3", text, reasoning="possible")
-    assert first == Reasoning("Hm.")
+    assert first == ReasoningDelta("Hm.")
     assert calls_of(others) == CALLS[4]
 
 
@@ -115,7 +127,7 @@ def test_members_come_in_any_order_where_no_grammar_holds_them():
     text = '<tool_call>{"id": [{"x": "}"}], "arguments": {"at": {"x": 1}}, "name": "get"}</tool_call> So.'
     found = parts_of("hermes", text)
     assert calls_of(found[:2]) == [("get", {"at": {"x": 1}})]
-    assert found[2:] == [Content("So.")]
+    assert found[2:] == [ContentDelta("So.")]
 
 
 def test_a_name_that_begins_another_is_told_from_it():
@@ -160,17 +172,17 @@ def test_values_between_tags_become_json_by_the_schema(schema, text, wanted):
 def test_calls_are_content_where_none_are_looked_for():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=False)
     text = written("hermes", CALLS[0])
-    assert folded([*parser.push(text), *parser.close()]) == [Content(text)]
+    assert folded([*parser.push(text), *parser.close()]) == [ContentDelta(text)]
     with pytest.raises(RequestError, match="shows no tool calls"):
         TurnParser(TurnFormat(None, None, True, True), TOOLS, reasoning="closed", calls=True)
 
 
 def test_content_comes_as_it_is_written():
     parser = TurnParser(format_of("hermes"), TOOLS, reasoning="closed", calls=True)
-    assert parser.push("Hello wor") == [Content("Hello wor")]
-    assert parser.push("ld <to") == [Content("ld")]
-    assert parser.push("ol> ") == [Content(" <tool>")]
-    assert parser.push('x <tool_call>{"name": "get_weather", "arg') == [Content(" x")]
+    assert parser.push("Hello wor") == [ContentDelta("Hello wor")]
+    assert parser.push("ld <to") == [ContentDelta("ld")]
+    assert parser.push("ol> ") == [ContentDelta(" <tool>")]
+    assert parser.push('x <tool_call>{"name": "get_weather", "arg') == [ContentDelta(" x")]
     assert parser.push('uments": {"ci') == [CallStart(0, "get_weather"), CallArguments(0, '{"ci')]
     assert parser.push('ty": "}') == [CallArguments(0, 'ty": "}')]
 
@@ -280,7 +292,7 @@ def test_values_as_python_writes_them_become_json(schema, text, wanted):
 )
 def test_what_is_no_call_in_python_is_content(call):
     text = f"<|tool_call_start|>[{call}]<|tool_call_end|>"
-    assert parts_of("lfm2", text, tools=[Tool("f", {})]) == [Content(text)]
+    assert parts_of("lfm2", text, tools=[Tool("f", {})]) == [ContentDelta(text)]
 
 
 def test_a_call_goes_as_far_as_its_arguments_are_some():
@@ -290,13 +302,13 @@ def test_a_call_goes_as_far_as_its_arguments_are_some():
     assert found == [
         CallStart(0, "f"),
         CallArguments(0, '{"a": "x"}'),
-        Content("7)]<|tool_call_end|>"),
+        ContentDelta("7)]<|tool_call_end|>"),
     ]
 
 
 def test_strings_of_calls_in_python_come_as_they_are_written():
     parser = TurnParser(format_of("lfm2"), TOOLS, reasoning="closed", calls=True)
-    assert parser.push("So: <|tool_call_") == [Content("So:")]
+    assert parser.push("So: <|tool_call_") == [ContentDelta("So:")]
     assert parser.push("start|>[get_weather(ci") == []
     assert parser.push("ty='L'Aq") == [
         CallStart(0, "get_weather"),
@@ -309,4 +321,4 @@ def test_strings_of_calls_in_python_come_as_they_are_written():
         CallStart(1, "ping"),
         CallArguments(1, "{}"),
     ]
-    assert parser.push("]<|tool_call_end|>\nDone.") == [Content("Done.")]
+    assert parser.push("]<|tool_call_end|>\nDone.") == [ContentDelta("Done.")]

@@ -13,7 +13,13 @@ from typing import NamedTuple
 
 from kvboost_edge.text.turns.formats import ChannelFormat, Tool
 from kvboost_edge.text.turns.scanner import Ended, Scanner, Step, held_back
-from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.turn_parts import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Part,
+    ReasoningDelta,
+)
 
 __all__ = ["ChannelTurn"]
 
@@ -84,7 +90,7 @@ class ChannelTurn:
                 if text and not text.lstrip().startswith(
                     (self._format.channel, _RECIPIENT + self._format.functions)
                 ):
-                    self._show(Content, text)
+                    self._show(ContentDelta, text)
                 raise
         scanner.at = found.end()
         scanner.forget()
@@ -103,12 +109,12 @@ class ChannelTurn:
             yield from self._addressed(header)
         elif header.channel == self._format.thoughts:
             self.in_reasoning = True
-            yield from self._text(Reasoning)
+            yield from self._text(ReasoningDelta)
             self.in_reasoning = False
             self.num_thoughts += 1
         else:
             self.in_answer = bool(header.text)
-            yield from self._text(Content)
+            yield from self._text(ContentDelta)
         self.in_answer = False
         yield from self._end()
 
@@ -126,8 +132,8 @@ class ChannelTurn:
                 raise
         if name is None or first == "":
             self._scanner.at = 0
-            self._show(Content, header.text)
-            yield from self._text(Content, continued=True)
+            self._show(ContentDelta, header.text)
+            yield from self._text(ContentDelta, continued=True)
             return
         self._scanner.forget()
         self._start(name)
@@ -196,7 +202,9 @@ class ChannelTurn:
         between = _BETWEEN if is_next and kind in self._said else ""
         self._said.add(kind)
         self._parts.append(
-            Reasoning(between + text) if kind is Reasoning else Content(between + text)
+            ReasoningDelta(between + text)
+            if kind is ReasoningDelta
+            else ContentDelta(between + text)
         )
 
     def _end(self) -> Step[None]:

@@ -26,9 +26,9 @@ from kvboost_edge.text.turns.harmony.history import one_call_each
 from kvboost_edge.text.turns.parser import (
     CallArguments,
     CallStart,
-    Content,
+    ContentDelta,
     Part,
-    Reasoning,
+    ReasoningDelta,
     TurnParser,
     folded,
 )
@@ -54,21 +54,24 @@ WEATHER = [CallStart(0, "get_weather"), CallArguments(0, ARGUMENTS)]
 
 # Recorded turns: text -> parts.
 TURNS = {
-    "an answer": ("<|channel|>final<|message|>2 + 2 = 4. <|return|>", [Content("2 + 2 = 4. ")]),
+    "an answer": (
+        "<|channel|>final<|message|>2 + 2 = 4. <|return|>",
+        [ContentDelta("2 + 2 = 4. ")],
+    ),
     "an answer that is thought about": (
         "<|channel|>analysis<|message|>Sum: "
         "5050.<|end|><|start|>assistant<|channel|>final<|message|>**5050**",
-        [Reasoning("Sum: 5050."), Content("**5050**")],
+        [ReasoningDelta("Sum: 5050."), ContentDelta("**5050**")],
     ),
     "two thoughts": (
         f"{THOUGHT}<|channel|>analysis<|message|>Second.<|end|><|start|>assistant<|channel|>final<|message|>Done.",
-        [Reasoning("We need weather.\n\nSecond."), Content("Done.")],
+        [ReasoningDelta("We need weather.\n\nSecond."), ContentDelta("Done.")],
     ),
-    "a call": (THOUGHT + CALL, [Reasoning("We need weather."), *WEATHER]),
+    "a call": (THOUGHT + CALL, [ReasoningDelta("We need weather."), *WEATHER]),
     "a call that names the tool in front": (
         f"{THOUGHT} to=functions.get_weather<|channel|>commentary "
         f"json<|message|>{ARGUMENTS}<|call|>",
-        [Reasoning("We need weather."), *WEATHER],
+        [ReasoningDelta("We need weather."), *WEATHER],
     ),
     "a call in the channel of thoughts": (
         "<|channel|>analysis to=functions.get_weather "
@@ -81,7 +84,7 @@ TURNS = {
     ),
     "words in front of a call": (
         f"{THOUGHT}<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant{CALL}",
-        [Reasoning("We need weather."), Content("Let me look."), *WEATHER],
+        [ReasoningDelta("We need weather."), ContentDelta("Let me look."), *WEATHER],
     ),
     "a call without arguments": (
         "<|channel|>commentary to=functions.ping <|constrain|>json<|message|> <|call|>",
@@ -96,12 +99,12 @@ TURNS = {
         '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Par',
         [CallStart(0, "get_weather"), CallArguments(0, '{"city": "Par')],
     ),
-    "no header": ("Hello <|x|> there", [Content("Hello <|x|> there")]),
-    "what is no header": ("to=day is fine", [Content("to=day is fine")]),
-    "no channel": ("<|message|>Hi<|end|>", [Content("Hi")]),
+    "no header": ("Hello <|x|> there", [ContentDelta("Hello <|x|> there")]),
+    "what is no header": ("to=day is fine", [ContentDelta("to=day is fine")]),
+    "no channel": ("<|message|>Hi<|end|>", [ContentDelta("Hi")]),
     "a header that is cut short": ("<|channel|>commentary to=functions.get_wea", []),
     "nothing": ("", []),
-    "an unknown channel": ("<|channel|>notes<|message|>Hm.<|end|>", [Content("Hm.")]),
+    "an unknown channel": ("<|channel|>notes<|message|>Hm.<|end|>", [ContentDelta("Hm.")]),
     "a marker inside of arguments": (
         '<|channel|>commentary to=functions.get_weather json<|message|>{"city"<|message|>: "Hi"}<|call|>',
         [CallStart(0, "get_weather"), CallArguments(0, '{"city"<|message|>: "Hi"}')],
@@ -113,7 +116,7 @@ TURNS = {
     "an object that a marker cuts": (
         '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "Rom"<|end|>'
         "<|start|>assistant<|channel|>final<|message|>So.",
-        [CallStart(0, "get_weather"), CallArguments(0, '{"city": "Rom"'), Content("So.")],
+        [CallStart(0, "get_weather"), CallArguments(0, '{"city": "Rom"'), ContentDelta("So.")],
     ),
     "arguments cut short in front of an escape": (
         '<|channel|>commentary to=functions.get_weather json<|message|>{"city": "a\\',
@@ -131,18 +134,22 @@ TURNS = {
     ),
     "a call of no tool": (
         '<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}<|call|>',
-        [Content('<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}')],
+        [
+            ContentDelta(
+                '<|channel|>commentary to=functions.hack <|constrain|>json<|message|>{"x": 1}'
+            )
+        ],
     ),
     "arguments that are no object": (
         "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]<|call|>",
-        [Content("<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]")],
+        [ContentDelta("<|channel|>commentary to=functions.ping <|constrain|>json<|message|>[1]")],
     ),
     "text behind an end": (
         "<|channel|>final<|message|>One.<|end|> Two.",
-        [Content("One.\n\n Two.")],
+        [ContentDelta("One.\n\n Two.")],
     ),
-    "ends in a row": ("<|channel|>final<|message|>One.<|end|><|return|>", [Content("One.")]),
-    "the beginning of an end": ("<|channel|>final<|message|>a <|en", [Content("a <|en")]),
+    "ends in a row": ("<|channel|>final<|message|>One.<|end|><|return|>", [ContentDelta("One.")]),
+    "the beginning of an end": ("<|channel|>final<|message|>a <|en", [ContentDelta("a <|en")]),
 }
 
 
@@ -204,10 +211,10 @@ def test_what_is_shown_is_never_taken_back(name):
         (
             "opened",
             "Hm.<|end|><|start|>assistant<|channel|>final<|message|>So.",
-            [Reasoning("Hm."), Content("So.")],
+            [ReasoningDelta("Hm."), ContentDelta("So.")],
         ),
-        ("closed", " and so on<|return|>", [Content(" and so on")]),
-        ("opened", f"Hm.<|end|><|start|>assistant{CALL}", [Reasoning("Hm."), *WEATHER]),
+        ("closed", " and so on<|return|>", [ContentDelta(" and so on")]),
+        ("opened", f"Hm.<|end|><|start|>assistant{CALL}", [ReasoningDelta("Hm."), *WEATHER]),
     ],
 )
 def test_prompts_that_end_inside_of_a_message(state, text, wanted):
@@ -225,7 +232,7 @@ def test_a_tool_may_have_the_longest_name():
 
 def test_where_no_call_is_wanted_none_is_shown():
     (part,) = read(CALL, calls=False)
-    assert part == Content(CALL.removesuffix("<|call|>"))
+    assert part == ContentDelta(CALL.removesuffix("<|call|>"))
 
 
 @pytest.mark.parametrize(

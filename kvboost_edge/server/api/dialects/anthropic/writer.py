@@ -23,9 +23,9 @@ from kvboost_edge.text.stop_strings import StopChecker
 from kvboost_edge.text.turns.turn_parts import (
     CallArguments,
     CallStart,
-    Content,
+    ContentDelta,
     Part,
-    Reasoning,
+    ReasoningDelta,
     folded,
 )
 
@@ -205,12 +205,12 @@ class _Blocks:
         events: list[Json] = []
         for part in folded(parts):
             match part:
-                case Reasoning(text):
+                case ReasoningDelta(text):
                     events += self._begun({"type": "thinking", "thinking": "", "signature": ""})
                     if self._shows_thoughts:
                         self.content[-1]["thinking"] += text
                         events.append(self._delta({"type": "thinking_delta", "thinking": text}))
-                case Content(text):
+                case ContentDelta(text):
                     events += self._begun({"type": "text", "text": ""})
                     self.content[-1]["text"] += text
                     events.append(self._delta({"type": "text_delta", "text": text}))

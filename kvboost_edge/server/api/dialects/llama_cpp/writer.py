@@ -17,7 +17,7 @@ from kvboost_edge.server.error_shapes import shape_of
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
-from kvboost_edge.text.turns.turn_parts import Content, Part
+from kvboost_edge.text.turns.turn_parts import ContentDelta, Part
 
 __all__ = ["LlamaWriter"]
 
@@ -54,7 +54,7 @@ class LlamaWriter(TurnWriter):
         self._piece("", prompt_progress=progress_of(progress))
 
     def told(self, parts: Sequence[Part]) -> None:
-        self._piece("".join(part.text for part in parts if isinstance(part, Content)))
+        self._piece("".join(part.text for part in parts if isinstance(part, ContentDelta)))
 
     def _piece(self, text: str, **more: Any) -> None:
         head = {

@@ -15,7 +15,7 @@ from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long
-from kvboost_edge.text.turns.turn_parts import CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.turn_parts import CallStart, ContentDelta, Part, ReasoningDelta
 
 __all__ = ["LINES", "OllamaWriter", "loaded", "now"]
 
@@ -65,8 +65,8 @@ class OllamaWriter(TurnWriter):
         """Nothing is said before there is something to say."""
 
     def told(self, parts: Sequence[Part]) -> None:
-        content = "".join(part.text for part in parts if isinstance(part, Content))
-        thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        content = "".join(part.text for part in parts if isinstance(part, ContentDelta))
+        thinking = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
         # A call is told when it is whole: when the next one begins, or at the end.
         begun = max(
             (part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvboost_edge.server.api.dialects.responses.items import new_id
-from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.turn_parts import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Part,
+    ReasoningDelta,
+)
 
 __all__ = ["Output"]
 
@@ -34,9 +40,9 @@ class Output:
     def add(self, part: Part, call_id: str = "") -> Iterator[Json]:
         """The events of one more part; `call_id` of the call that it begins."""
         match part:
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 yield from self._text("reasoning", text)
-            case Content(text):
+            case ContentDelta(text):
                 yield from self._text("message", text)
             case CallStart(_, name):
                 yield from self.close()

@@ -19,7 +19,13 @@ from kvboost_edge.server.api.usage import costs, usage_of
 from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, event
-from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Content, Part, Reasoning
+from kvboost_edge.text.turns.turn_parts import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Part,
+    ReasoningDelta,
+)
 
 __all__ = ["ResponsesWriter"]
 
@@ -81,9 +87,9 @@ class ResponsesWriter(TurnWriter):
         """Those of a whole message, in the order in which a turn has them."""
         sent = self.message.as_sent()
         parts: list[Part] = (
-            [Reasoning(sent["reasoning_content"])] if "reasoning_content" in sent else []
+            [ReasoningDelta(sent["reasoning_content"])] if "reasoning_content" in sent else []
         )
-        parts += [Content(self.message.content)] if self.message.content else []
+        parts += [ContentDelta(self.message.content)] if self.message.content else []
         for index, call in enumerate(self.message.calls):
             function = call["function"]
             parts += [
