@@ -24,7 +24,7 @@ from kvboost_edge.engine.memory.state_budget import states_refusal
 from kvboost_edge.engine.offload.tiering import make_tiering
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.prompts import Document, Prompt
-from kvboost_edge.engine.request.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams, as_int
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
@@ -176,7 +176,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
-        entry: Entry | None = None,
+        entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
         """Queue a request and return at once. Options are the fields of `SamplingParams`, or give
@@ -485,7 +485,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
         """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels
         the request.
         """
-        entry = Entry(time.perf_counter())
+        entry = RequestArrival(time.perf_counter())
         task = asyncio.ensure_future(
             asyncio.to_thread(lambda: self._submit(self._intake.read(prompt, options, entry)))
         )

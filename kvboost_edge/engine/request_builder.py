@@ -31,8 +31,8 @@ from kvboost_edge.engine.request.answer_ids import AnswerStore
 from kvboost_edge.engine.request.grammar import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.request.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import (
-    Entry,
     Request,
+    RequestArrival,
     SamplingParams,
     as_float,
     as_int,
@@ -255,7 +255,9 @@ class Intake:
         self._check_open = check_open
         self._next_index = itertools.count()
 
-    def read(self, prompt: Prompt, options: dict[str, Any], entry: Entry | None = None) -> Request:
+    def read(
+        self, prompt: Prompt, options: dict[str, Any], entry: RequestArrival | None = None
+    ) -> Request:
         """A request from a prompt and keyword options: fields of `Terms`, and `sampling` or those
         of `SamplingParams`.
 
@@ -272,7 +274,7 @@ class Intake:
         options: Any,
     ) -> list[Request]:
         """One request for each prompt; `sampling` may be a list as long as the prompts."""
-        entry = Entry(time.perf_counter())
+        entry = RequestArrival(time.perf_counter())
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise RequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
         terms = Terms.taken_from(options)
@@ -293,14 +295,14 @@ class Intake:
         terms: Terms,
         params: SamplingParams,
         *,
-        entry: Entry | None = None,
+        entry: RequestArrival | None = None,
         prefill_only: bool = False,
         logits_start: int | None = None,
         wants_states: bool = False,
     ) -> Request:
         """Check everything and freeze it."""
         if entry is None:
-            entry = Entry(time.perf_counter())
+            entry = RequestArrival(time.perf_counter())
         self._check_open()
         info = self._parts.runner.info
         tokenizer = self._parts.tokenizer

@@ -19,7 +19,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.answer_ids import AnswerStore, KeptAnswers
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
-from kvboost_edge.engine.request.request import Entry, SamplingParams, resolve_sampling
+from kvboost_edge.engine.request.request import RequestArrival, SamplingParams, resolve_sampling
 from kvboost_edge.engine.request.results import WarmResult
 from kvboost_edge.engine.request_builder import Terms
 from kvboost_edge.engine.stats import BlockDetail
@@ -120,14 +120,14 @@ class ReplicatedEngine:
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
-        entry: Entry | None = None,
+        entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
         """Send a request to a replica and return at once. RequestError for what is wrong with it
         here; what only a replica can tell, such as a request that its pool cannot hold, the handle
         raises.
         """
-        entry = Entry(time.perf_counter()) if entry is None else entry
+        entry = RequestArrival(time.perf_counter()) if entry is None else entry
         self._check_open()
         terms = Terms.taken_from(options | {"mode": mode})
         options.pop("mode", None)
@@ -306,7 +306,7 @@ class ReplicatedEngine:
         ids: Sequence[int],
         terms: Terms,
         params: SamplingParams,
-        entry: Entry,
+        entry: RequestArrival,
         text: str | None,
     ) -> Sent:
         left = None if terms.deadline is None else terms.deadline - time.monotonic()
@@ -366,9 +366,9 @@ class ReplicatedEngine:
         deadline = options.pop("deadline", None)
         terms = Terms(deadline=deadline)
         size = sum(map(len, arguments[0] or ())) if call == "embed" else 1
-        sent = self._sent((), terms, SamplingParams(), Entry(time.perf_counter(), ""), "")._replace(
-            missing_tokens=size
-        )
+        sent = self._sent(
+            (), terms, SamplingParams(), RequestArrival(time.perf_counter(), ""), ""
+        )._replace(missing_tokens=size)
         future = self._replicas.start(
             self._replicas.compute(sent, call, arguments, options, everywhere)
         )

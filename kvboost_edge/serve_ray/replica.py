@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import Handles, RequestHandle
-from kvboost_edge.engine.request.request import Entry
+from kvboost_edge.engine.request.request import RequestArrival
 from kvboost_edge.engine.request.results import GenerationResult, WarmResult
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import Region, available_bytes
@@ -193,7 +193,7 @@ class EngineReplica:
             # is found by them.
             full = len(ids) // self._engine.config.block_size
             hashes = sent.hashes if len(sent.hashes) == full * HASH_BYTES else b""
-            entry = Entry(time.perf_counter() - sent.since, sent.prompt_text, hashes)
+            entry = RequestArrival(time.perf_counter() - sent.since, sent.prompt_text, hashes)
             submitting = asyncio.ensure_future(
                 asyncio.to_thread(
                     lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.handle import RequestHandle
     from kvboost_edge.engine.request.answer_ids import KeptAnswers
     from kvboost_edge.engine.request.prompts import Document, Prompt
-    from kvboost_edge.engine.request.request import Entry, SamplingParams
+    from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
     from kvboost_edge.engine.request.results import WarmResult
     from kvboost_edge.engine.stats import BlockDetail
     from kvboost_edge.runners.base import RunnerInfo
@@ -75,7 +75,7 @@ class Engine(StatsProvider, Protocol):
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
-        entry: Entry | None = None,
+        entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle: ...
 

@@ -15,8 +15,8 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.recompute import Repair
 
 __all__ = [
-    "Entry",
     "Request",
+    "RequestArrival",
     "SamplingParams",
     "as_float",
     "as_int",
@@ -151,8 +151,8 @@ class SamplingParams:
                     )
 
 
-class Entry(NamedTuple):
-    """How a request came in.
+class RequestArrival(NamedTuple):
+    """The arrival of a request.
 
     at            when the caller's call began, seconds of `time.perf_counter`
     prompt_text   what the result's `prompt` says; None: the text, or the token ids decoded
@@ -182,7 +182,7 @@ class Request:
     stores_nothing   all of it is one pass whose keys and values nobody finds
     prefill_only     the prompt is computed and nothing is generated
     root             where its prefix hashes start; tenant and salt are in it
-    prefix_hashes    of the prompt's first full blocks, as the caller gave them (`Entry`)
+    prefix_hashes    of the prompt's first full blocks, as the caller gave them (`RequestArrival`)
     tenant           whose it is: the root without the salt
     weight           the tenant's share beside other tenants'
     priority         lower runs earlier

@@ -22,7 +22,7 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.prompts import Document, Prompt, encode_document, encode_prompt
-from kvboost_edge.engine.request.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams, as_int
 from kvboost_edge.engine.request.results import WarmResult
 from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.tasks.calls import Calls
@@ -273,7 +273,7 @@ class Documents:
             *text.tokens,
             *(self._primer * (fill // len(self._primer) + 1))[:fill],
         )
-        entry = Entry(time.perf_counter(), prompt_text="")
+        entry = RequestArrival(time.perf_counter(), prompt_text="")
         request = self._intake.make(ids, whose, SamplingParams(), entry=entry, prefill_only=True)
         return dataclasses.replace(
             request, root=LoneRoot.of(request.root, len(text.context) // size)

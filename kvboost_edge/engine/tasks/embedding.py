@@ -17,7 +17,7 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.prompts import Document
-from kvboost_edge.engine.request.request import Entry, Request, SamplingParams, as_int
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams, as_int
 from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.engine.tasks.calls import Calls
@@ -124,7 +124,7 @@ class Embedding:
         """A request for the rows of the tokens from `start` on, -1: of the last one. Errors begin
         with the name.
         """
-        entry = Entry(time.perf_counter(), prompt_text="")
+        entry = RequestArrival(time.perf_counter(), prompt_text="")
         try:
             ids = self._intake.token_ids(text, terms)
             return self._intake.make(

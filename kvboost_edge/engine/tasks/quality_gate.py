@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
-from kvboost_edge.engine.request.request import Entry, Request, SamplingParams
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.request_builder import Intake, Terms
 from kvboost_edge.engine.schedule.sequence import Floats
@@ -263,7 +263,7 @@ class QualityGate:
         repair: Repair | None = None,
     ) -> list[GenerationResult]:
         """Answers, all computed together; `repair` as below. Nothing is tested before."""
-        entry = Entry(time.perf_counter(), prompt_text="")
+        entry = RequestArrival(time.perf_counter(), prompt_text="")
         requests = [self._intake.make(prompt, whose, params, entry=entry) for prompt in prompts]
         return self._calls.run([_reusing(request, repair) for request in requests])
 
@@ -277,7 +277,7 @@ class QualityGate:
         """Logits, float32 [len(answer), vocab_size], that each token of an answer is sampled from;
         with `repair` behind what the prompt shares at other positions.
         """
-        entry = Entry(time.perf_counter(), prompt_text="")
+        entry = RequestArrival(time.perf_counter(), prompt_text="")
         ids = [*prompt, *answer[:-1]]
         request = self._intake.make(
             ids, whose, SamplingParams(seed=0), entry=entry, logits_start=len(prompt) - 1

@@ -25,7 +25,7 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import Handles, RequestHandle, TokenEvent
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.progress import Progress
-from kvboost_edge.engine.request.request import Entry, SamplingParams
+from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.doctor.doctor import Watch
 from kvboost_edge.server.doctor.records import NOT_SAID, PromptInputs
@@ -200,7 +200,7 @@ async def running(
     tokenize_ms = (time.perf_counter() - started) * 1e3
     if request.mode is not GenerationMode.BASELINE and request.cache_salt is None:
         await admission.group(prompts[0].token_ids)
-    bridge = EngineBridge(engine, request, admission, Entry(started, prompt_text=""))
+    bridge = EngineBridge(engine, request, admission, RequestArrival(started, prompt_text=""))
     handles = await bridge.submit(prompts)
     try:
         yield Running(prompts, handles, request.per_prompt, tokenize_ms, answers)
@@ -213,7 +213,7 @@ class EngineBridge:
     """Queues the sequences of one request: all of them, or none."""
 
     def __init__(
-        self, engine: Engine, request: EngineRequest, admission: Admission, entry: Entry
+        self, engine: Engine, request: EngineRequest, admission: Admission, entry: RequestArrival
     ) -> None:
         self._engine = engine
         self._request = request

@@ -14,7 +14,7 @@ from helpers.random_ids import random_ids
 from helpers.tiers.disk_faults import FaultyFiles, fails
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
-from kvboost_edge.engine.request.request import Entry
+from kvboost_edge.engine.request.request import RequestArrival
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.hashing import prefix_hashes
@@ -394,13 +394,13 @@ def test_hashes_of_more_blocks_than_the_prompt_has_are_refused():
             with pytest.raises(
                 RequestError, match=f"has {len(known)} bytes; the prompt has 4 full blocks of 16"
             ):
-                engine.submit(PROMPT, entry=Entry(0.0, None, known))
+                engine.submit(PROMPT, entry=RequestArrival(0.0, None, known))
         for known in (
             b"",
             bytes(32),
             bytes(32 * 4),
             b"".join(prefix_hashes(PROMPT, engine.cache_root, 16)),
         ):
-            handle = engine.submit(PROMPT, max_new_tokens=5, entry=Entry(0.0, None, known))
+            handle = engine.submit(PROMPT, max_new_tokens=5, entry=RequestArrival(0.0, None, known))
             assert list(handle.result(timeout=60).output_token_ids) == expected_tokens(PROMPT, 5)
         assert handle.result().cached_tokens == 64
