@@ -27,6 +27,12 @@ NO_ROOMS = {
 }
 # Packages of what tests share.
 SHARED = ("helpers", "faults")
+# Compatibility APIs, and the names of their classes that other projects fix and we use ourselves.
+COMPATIBILITY = ("compat/", "server/api/dialects/")
+FIXED_NAMES = {
+    "StreamOptions": "OpenAI's Responses API",
+    "Tool": "Anthropic's Messages API",
+}
 
 
 def test_tests_lie_where_their_rooms_do():
@@ -60,6 +66,28 @@ def test_each_package_has_one_job_that_no_other_has():
         jobs.setdefault(job, []).append(package)
         assert sum(path.is_relative_to(package) for path in MODULES) > 2, package
     assert {job: found for job, found in jobs.items() if len(found) > 1} == {}
+
+
+def public_classes():
+    """Return the modules that define each public class at their top level, by its name."""
+    found = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    return found
+
+
+def test_no_two_public_classes_share_a_name():
+    """Compatibility APIs may repeat each other's names, and ours only where another project fixes
+    the name.
+    """
+    shared = {}
+    for name, modules in public_classes().items():
+        ours = [module for module in modules if not module.startswith(COMPATIBILITY)]
+        if len(ours) > 1 or (ours and len(modules) > 1 and name not in FIXED_NAMES):
+            shared[name] = modules
+    assert shared == {}
 
 
 def circle(package):

@@ -39,7 +39,7 @@ from kvboost_edge.kernels.suffix_automaton import (
     new_automaton,
 )
 
-__all__ = ["Draft", "Drafter", "TenantHistory", "most_drafted", "prepare_drafts"]
+__all__ = ["DraftProposal", "Drafter", "TenantHistory", "most_drafted", "prepare_drafts"]
 
 _LEAST_MATCH = 3  # tokens: shorter ends of a text stand in it by chance
 _ASTRAY = 3  # drafts in a row of which nothing was right: what was followed so far ends there
@@ -73,7 +73,7 @@ def prepare_drafts() -> None:
     compile_ahead([extend_entry, append_entry, find_entry], 1)
 
 
-class Draft(NamedTuple):
+class DraftProposal(NamedTuple):
     """token_ids: proposed after a sequence's last token. chance: that one of them is right when
     those before are.
     """
@@ -148,7 +148,7 @@ class Drafter:
         self._source: tuple[int, int] | None = None
         self._num_astray = 0
 
-    def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
+    def propose(self, token_ids: Sequence[int], most: int) -> DraftProposal | None:
         """Up to `most` tokens, at least 1, to follow those of the sequence, which only grow from
         call to call.
         """
@@ -169,11 +169,11 @@ class Drafter:
         following = list(token_ids[end : end + most])
         return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
 
-    def _draft(self, token_ids: list[int], match: int) -> Draft:
+    def _draft(self, token_ids: list[int], match: int) -> DraftProposal:
         prior = match / (match + 4)
         right = self._right + _PRIOR * prior
         wrong = self._wrong + _PRIOR * (1 - prior)
-        return Draft(token_ids, right / (right + wrong))
+        return DraftProposal(token_ids, right / (right + wrong))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """What became of a draft; 0, 0: none was computed."""
@@ -216,7 +216,7 @@ class Drafter:
         return self._automaton
 
 
-def most_drafted(drafts: Sequence[Draft], num_rows: int) -> int:
+def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
     """Most tokens of each draft to compute in a pass that has `num_rows` rows without them, one of
     each of these sequences among them: whatever makes most tokens in the time, 0 where nothing
     makes more than none.

@@ -17,7 +17,12 @@ from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
-from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, TenantHistory, most_drafted
+from kvboost_edge.engine.spec_decode.drafting import (
+    Drafter,
+    DraftProposal,
+    TenantHistory,
+    most_drafted,
+)
 
 __all__ = ["Speculation"]
 
@@ -96,7 +101,7 @@ class Speculation(DraftPlanner):
                   more than an equal part of them
         """
         num_rows = sum(wanted.values())
-        proposed: list[tuple[Sequence, Draft]] = []
+        proposed: list[tuple[Sequence, DraftProposal]] = []
         for sequence in running:
             if (
                 sequence.drafting.proposes
@@ -138,10 +143,10 @@ class Speculation(DraftPlanner):
         sequence.drafting.learn(num_drafted, num_accepted)
 
 
-def _propose(sequence: Sequence, most: int) -> Draft | None:
+def _propose(sequence: Sequence, most: int) -> DraftProposal | None:
     """Return what is sure to follow by the sequence's grammar, else what its drafter proposes."""
     forced = sequence.grammar.forced()[:most]
     if forced:
-        return Draft(forced, _FORCED)
+        return DraftProposal(forced, _FORCED)
     assert isinstance(sequence.drafting, DraftTokens), "others are not asked"
     return sequence.drafting.drafter.propose(sequence.token_ids, most)

@@ -7,7 +7,12 @@ import pytest
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.random_ids import random_ids
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, TenantHistory, most_drafted
+from kvboost_edge.engine.spec_decode.drafting import (
+    Drafter,
+    DraftProposal,
+    TenantHistory,
+    most_drafted,
+)
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kernels.ngram_cache import append_entry, find_entry
 from kvboost_edge.kernels.suffix_automaton import automaton_bytes, extend_entry
@@ -92,7 +97,7 @@ def test_memory_is_bounded_in_tenants():
 
 
 def drafts(*chances, length=31):
-    return [Draft([0] * length, chance) for chance in chances]
+    return [DraftProposal([0] * length, chance) for chance in chances]
 
 
 def test_more_is_tried_of_what_is_surer():

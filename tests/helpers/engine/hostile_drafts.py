@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from helpers.engine.fake_runner import VOCAB_SIZE, Bench
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.spec_decode.drafting import Draft, Drafter, TenantHistory
+from kvboost_edge.engine.spec_decode.drafting import Drafter, DraftProposal, TenantHistory
 
 KINDS = ("right", "wrong", "random", "one off", "repeating")
 
@@ -23,7 +23,7 @@ class HostileDrafter(Drafter):
         self._random = random.Random(seed)
         self.outcomes: list[tuple[int, int]] = []
 
-    def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
+    def propose(self, token_ids: Sequence[int], most: int) -> DraftProposal | None:
         count = self._random.randint(1, most)
         right = [*self._truth[len(token_ids) :], *[0] * count][:count]
         wrong = [(token_id + 1) % self._vocab_size for token_id in right]
@@ -35,7 +35,7 @@ class HostileDrafter(Drafter):
             "one off": [*right[:at], wrong[at], *right[at + 1 :]],
             "repeating": [token_ids[-1]] * count,
         }[self._kind]
-        return Draft(drafted, self._random.random())
+        return DraftProposal(drafted, self._random.random())
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         self.outcomes.append((num_drafted, num_accepted))
@@ -54,13 +54,13 @@ class CutDrafter(Drafter):
         self._vocab_size = vocab_size
         self.outcomes: list[tuple[int, int]] = []
 
-    def propose(self, token_ids: Sequence[int], most: int) -> Draft | None:
+    def propose(self, token_ids: Sequence[int], most: int) -> DraftProposal | None:
         following = self._truth[len(token_ids) :][: min(most, self._num_drafts)]
         drafted = [
             token_id if index < self._num_right else (token_id + 1) % self._vocab_size
             for index, token_id in enumerate(following)
         ]
-        return Draft(drafted, 1.0) if drafted else None
+        return DraftProposal(drafted, 1.0) if drafted else None
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         self.outcomes.append((num_drafted, num_accepted))
