@@ -40,8 +40,8 @@ class MemoryLedger:
     """Bytes by owner. weight_bytes, pool_bytes and state_bytes are reserved, copied_bytes are of
     keys and values that the runner holds beside the pool; `other_bytes` is what is resident beside
     all these: the interpreter and its packages (numba and its compiler foremost), compiled kernels,
-    the tokenizer, activations, what drafts are guessed from (`Memory` bounds it), the vocabulary of
-    a grammar's parsers (75 MB for 151,000 tokens).
+    the tokenizer, activations, what drafts are guessed from (`TenantHistory` bounds it), the
+    vocabulary of a grammar's parsers (75 MB for 151,000 tokens).
 
     Weights that were mapped and not yet read, and pages of the pool never written, are not
     resident: they are counted page by page where the system tells (Linux), in at most 1% of the

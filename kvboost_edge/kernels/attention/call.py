@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
     cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
     unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as
-                  in Turning; half: rotary pairs. All empty or 0 where no part has a delta
+                  in QueryRotation; half: rotary pairs. All empty or 0 where no part has a delta
     """
 
     queries: Floats

@@ -208,7 +208,7 @@ class WholePass:
         attention leaves up to `attended_floats` floats a token.
 
         query    float32, where the queries of a layer are, [num_tokens, num_heads, head_dim]
-        turning  see `Buffers.turning`; empty where no part of the batch has a delta
+        turning  see `ProgramBuffers.turning`; empty where no part of the batch has a delta
         """
         num_layers = len(layers)
         num_tokens = len(prepared.slot_mapping)

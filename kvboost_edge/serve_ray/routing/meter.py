@@ -63,7 +63,7 @@ class Meter:
         self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0
     ) -> None:
         """A request arrived that has so many prompt tokens to compute, and to read first (see
-        `Choice`). One that had begun before begins anew.
+        `RoutingDecision`). One that had begun before begins anew.
         """
         before = self._begun.pop(request, None)
         self._queued_tokens -= 0 if before is None else before[1]
