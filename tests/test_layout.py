@@ -28,7 +28,7 @@ NO_ROOMS = {
 # Packages of what tests share.
 SHARED = ("helpers", "faults")
 # Compatibility APIs, and the names of their classes that other projects fix and we use ourselves.
-COMPATIBILITY = ("compat/", "server/api/dialects/")
+COMPATIBILITY = ("compat/", "server/api/compat/")
 FIXED_NAMES = {
     "StreamOptions": "OpenAI's Responses API",
     "Tool": "Anthropic's Messages API",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvboost_edge.kvcache.block_table import PrefixEntry
 from kvboost_edge.kvcache.hashing import state_hash
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
-from kvboost_edge.kvcache.states.slots import StateSlots
+from kvboost_edge.kvcache.recurrent.slots import StateSlots
 
 __all__ = ["CacheEvents", "EventLog"]
 

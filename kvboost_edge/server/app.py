@@ -23,8 +23,8 @@ from kvboost_edge.server.api.routes import (
     responses,
     text,
 )
-from kvboost_edge.server.doctor.normalise import Normaliser
-from kvboost_edge.server.doctor.records import History
+from kvboost_edge.server.cache_report.normalization import Normaliser
+from kvboost_edge.server.cache_report.records import History
 from kvboost_edge.server.errors import install_error_handlers
 from kvboost_edge.server.http import page
 from kvboost_edge.server.http.hosts import HostList

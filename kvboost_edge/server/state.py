@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Scope
 
-    from kvboost_edge.server.doctor.doctor import Doctor
-    from kvboost_edge.server.doctor.normalise import Normaliser
+    from kvboost_edge.server.cache_report.normalization import Normaliser
+    from kvboost_edge.server.cache_report.tracker import Doctor
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.settings import ServerSettings

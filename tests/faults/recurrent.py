@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from faults.fault import faults
 
-_SLOTS = "kvcache/states/slots.py"
-_TABLES = "kvcache/states/tables.py"
+_SLOTS = "kvcache/recurrent/slots.py"
+_TABLES = "kvcache/recurrent/tables.py"
 _LOOKUP = "kvcache/lookup.py"
 _BATCH = "engine/schedule/batch.py"
 _BUDGET = "engine/memory/state_budget.py"
 _BORDERS = "text/message_boundaries.py"
-_OF_SLOTS = "tests/kvcache/states/test_slots.py"
-_OF_TABLES = "tests/kvcache/states"
-_OF_OWNERS = "tests/kvcache/states/test_owners.py"
+_OF_SLOTS = "tests/kvcache/recurrent/test_slots.py"
+_OF_TABLES = "tests/kvcache/recurrent"
+_OF_OWNERS = "tests/kvcache/recurrent/test_owners.py"
 _OF_SCHEDULES = "tests/engine/schedule/test_random_schedules.py"
 _OF_BUDGET = "tests/engine/memory/test_state_budget.py"
 _OF_BORDERS = "tests/text/test_message_boundaries.py"
@@ -180,7 +180,7 @@ FAULTS = faults(
     ),
     (
         "state: borders take all slots",
-        "kvcache/states/tables.py",
+        "kvcache/recurrent/tables.py",
         "if len(hints) <= most",
         "if True",
         _OF_TABLES,

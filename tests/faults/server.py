@@ -14,11 +14,11 @@ _LIMITS = "tests/server/http/test_limits.py"
 _TENANTS = "tests/server/http/test_tenants.py"
 _ON_DEMAND = "tests/server/models/test_on_demand.py"
 _ROOM = "tests/server/models/test_room.py"
-_DIAGNOSIS = "tests/server/doctor/test_diagnosis.py"
-_RECORDS = "tests/server/doctor/test_records.py"
-_LLAMA_CPP = "tests/server/api/dialects/test_llama_cpp.py"
+_DIAGNOSIS = "tests/server/cache_report/test_diagnosis.py"
+_RECORDS = "tests/server/cache_report/test_records.py"
+_LLAMA_CPP = "tests/server/api/compat/test_llama_cpp.py"
 _EMBEDDINGS = "tests/server/api/test_embeddings.py"
-_NORMALISE = "tests/server/doctor/test_normalise.py"
+_NORMALISE = "tests/server/cache_report/test_normalization.py"
 _LEAVING = "tests/server/models/test_leaving.py"
 _METRICS = "tests/server/test_metrics.py"
 _SPEEDS = "tests/server/test_speeds.py"
@@ -302,21 +302,21 @@ _APART = (
     ),
     fault(
         "the cache report of a request is shown to whoever knows its id",
-        "server/doctor/records.py",
+        "server/cache_report/records.py",
         "self._tenants[tenant].get(request_id) if tenant in self._tenants else None",
         "next((k[request_id] for k in self._tenants.values() if request_id in k), None)",
         f"{_TENANTS}::test_requests_and_responses_of_another_key_are_as_if_they_never_were",
     ),
     fault(
         "a prompt is compared with those under another salt",
-        "server/doctor/records.py",
+        "server/cache_report/records.py",
         "for kept in reversed(earlier) if kept.salt == salt):",
         "for kept in reversed(earlier)):",
         f"{_RECORDS}::test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt",
     ),
     Fault(
         "tools are put into the order that another key gave them",
-        "kvboost_edge/server/doctor/normalise.py",
+        "kvboost_edge/server/cache_report/normalization.py",
         (
             ("self._first.find(whose.root, key)", 'self._first.find(b"", key)'),
             (
@@ -328,7 +328,7 @@ _APART = (
     ),
     fault(
         "several keys are told when a model was asked last",
-        "server/api/dialects/ollama/models.py",
+        "server/api/compat/ollama/models.py",
         " or len(server.settings.all_keys) > 1:",
         ":",
         f"{_MODELS_OF}::test_keep_alive_of_one_key_does_not_send_away_another_s_model",
@@ -475,28 +475,28 @@ _FIGURES = (
     # The cache report.
     fault(
         "a pool that went with its model is not named as what dropped a block",
-        "server/doctor/diagnosis.py",
+        "server/cache_report/diagnosis.py",
         "if record.loading != closest.loading else ()",
         "if record.loading == closest.loading else ()",
         f"{_DIAGNOSIS}::test_a_pool_that_went_with_its_model_dropped_what_it_held",
     ),
     fault(
         "tools in another order are other tools",
-        "server/doctor/diagnosis.py",
+        "server/cache_report/diagnosis.py",
         '"tool_order" if sorted(mine.tools) == sorted(before.tools) else "tools"',
         '"tool_order" if mine.tools == before.tools else "tools"',
         f"{_DIAGNOSIS}::test_tools_in_another_order_and_other_tools",
     ),
     fault(
         "the first token of stripped reasoning is no reasoning",
-        "server/doctor/diagnosis.py",
+        "server/cache_report/diagnosis.py",
         "reasoned = other.num_prompt <= common <",
         "reasoned = other.num_prompt < common <",
         f"{_DIAGNOSIS}::test_reasoning_that_was_stripped",
     ),
     fault(
         "the report keeps any number of a key's requests",
-        "server/doctor/records.py",
+        "server/cache_report/records.py",
         "while len(kept) > _MAX_REQUESTS or (kept and",
         "while (kept and",
         f"{_RECORDS}::test_many_small_requests_are_bounded_in_number",

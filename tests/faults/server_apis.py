@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from faults.fault import fault
 
-_DIALECTS = "tests/server/api/dialects"
-_CONTRACT = f"{_DIALECTS}/test_contract.py"
-_LLAMA_CPP = f"{_DIALECTS}/test_llama_cpp.py"
-_ANTHROPIC = f"{_DIALECTS}/test_anthropic.py"
-_MARKED = f"{_DIALECTS}/test_anthropic_cache.py"
-_RESPONSES = f"{_DIALECTS}/test_responses.py"
+_COMPAT = "tests/server/api/compat"
+_CONTRACT = f"{_COMPAT}/test_contract.py"
+_LLAMA_CPP = f"{_COMPAT}/test_llama_cpp.py"
+_ANTHROPIC = f"{_COMPAT}/test_anthropic.py"
+_MARKED = f"{_COMPAT}/test_anthropic_cache.py"
+_RESPONSES = f"{_COMPAT}/test_responses.py"
 _COMPLETIONS = "tests/server/api/test_completions.py"
 _CHAT = "tests/server/api/test_chat.py"
 _ADMISSION = "tests/server/work/test_admission.py"
@@ -64,7 +64,7 @@ _STREAMING = (
         "server/work/bridge.py",
         "    finally:\n        for handle in handles:\n            handle.cancel()\n",
         "    finally:\n        pass\n",
-        f"{_DIALECTS}/test_leaving.py::test_a_client_that_leaves_frees_all_within_a_step",
+        f"{_COMPAT}/test_leaving.py::test_a_client_that_leaves_frees_all_within_a_step",
     ),
     fault(
         "the log probability of a token comes before its text",
@@ -81,7 +81,7 @@ _STREAMING = (
     ),
     fault(
         "a silent stream of Anthropic's has no ping",
-        "server/api/dialects/anthropic/messages.py",
+        "server/api/compat/anthropic/messages.py",
         "super().__init__(state, chat, pings=True)",
         "super().__init__(state, chat)",
         "tests/server/api/test_progress.py::test_a_silent_stream_of_messages_has_pings",
@@ -160,7 +160,7 @@ _OPENAI = (
     # Responses.
     fault(
         "a response that was cut short is completed",
-        "server/api/dialects/responses/writer.py",
+        "server/api/compat/responses/writer.py",
         'return "incomplete" if reason == "length" else "completed"',
         'return "completed"',
         f"{_CONTRACT}::test_an_answer_cut_short_says_so",
@@ -174,7 +174,7 @@ _OPENAI = (
     ),
     fault(
         "all events of a response have one number",
-        "server/api/dialects/responses/writer.py",
+        "server/api/compat/responses/writer.py",
         "        self._number += 1\n",
         "",
         f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
@@ -235,35 +235,35 @@ _OTHERS = (
     # Anthropic.
     fault(
         "a failed tool looks like any other",
-        "server/api/dialects/anthropic/blocks.py",
+        "server/api/compat/anthropic/blocks.py",
         'return f"Error: {text}" if self.is_error else text',
         "return text",
         f"{_ANTHROPIC}::test_calls_results_and_thoughts",
     ),
     fault(
         "a message with a call ends as any other",
-        "server/api/dialects/anthropic/writer.py",
+        "server/api/compat/anthropic/writer.py",
         'return {"stop_reason": "tool_use", "stop_sequence": None}',
         'return {"stop_reason": "end_turn", "stop_sequence": None}',
         f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "tokens behind the last full block count as kept",
-        "server/api/dialects/anthropic/writer.py",
+        "server/api/compat/anthropic/writer.py",
         "max(0, length // size * size - cached)",
         "max(0, length - cached)",
         f"{_MARKED}::test_what_is_marked_is_pinned_and_counted",
     ),
     fault(
         "thoughts are shown to who wants none",
-        "server/api/dialects/anthropic/writer.py",
+        "server/api/compat/anthropic/writer.py",
         'body.thinking is None or body.thinking.display != "omitted"',
         "True",
         f"{_ANTHROPIC}::test_thoughts_can_be_left_out_of_what_is_shown",
     ),
     fault(
         "a mark for an hour holds five minutes",
-        "server/api/dialects/anthropic/blocks.py",
+        "server/api/compat/anthropic/blocks.py",
         '_SECONDS = {"5m": 300.0, "1h": 3600.0}',
         '_SECONDS = {"5m": 300.0, "1h": 300.0}',
         f"{_MARKED}::test_an_hour_and_five_minutes",
@@ -271,35 +271,35 @@ _OTHERS = (
     # Ollama.
     fault(
         "lines of a stream run together",
-        "server/api/dialects/ollama/writer.py",
+        "server/api/compat/ollama/writer.py",
         'self._stream.add(dumps(line) + b"\\n")',
         "self._stream.add(dumps(line))",
         f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "durations are told in milliseconds",
-        "server/api/dialects/ollama/writer.py",
+        "server/api/compat/ollama/writer.py",
         "return round(milliseconds * 1e6)",
         "return round(milliseconds)",
         f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "num_predict -1 is a limit",
-        "server/api/dialects/ollama/translate.py",
+        "server/api/compat/ollama/translate.py",
         '"max_tokens": None if limit is None or limit < 0 else limit,',
         '"max_tokens": limit,',
         f"{_CONTRACT}::test_fields_that_mean_nothing_here_are_taken",
     ),
     fault(
         "keep_alive -1 unloads a model at once",
-        "server/api/dialects/ollama/durations.py",
+        "server/api/compat/ollama/durations.py",
         "return math.inf if seconds < 0 else float(seconds)",
         "return float(max(0, seconds))",
         "tests/server/models/test_dialects.py::test_the_last_request_says_how_long_a_model_stays",
     ),
     fault(
         "a call is told before its arguments are there",
-        "server/api/dialects/ollama/writer.py",
+        "server/api/compat/ollama/writer.py",
         "            (part.index for part in parts if isinstance(part, CallStart)), "
         "default=self._calls_told\n",
         (
@@ -311,21 +311,21 @@ _OTHERS = (
     # llama.cpp.
     fault(
         "an answer that a stop string ended ends by itself",
-        "server/api/dialects/llama_cpp/writer.py",
+        "server/api/compat/llama_cpp/writer.py",
         '"limit" if reason == "length" else "word" if word else "eos"',
         '"limit" if reason == "length" else "eos"',
         f"{_LLAMA_CPP}::test_what_ended_an_answer_is_told",
     ),
     fault(
         "each piece holds the ids of all before it",
-        "server/api/dialects/llama_cpp/writer.py",
+        "server/api/compat/llama_cpp/writer.py",
         "begin = self._told_ids",
         "begin = 0",
         f"{_CONTRACT}::test_a_whole_answer_and_a_stream_say_what_the_model_said",
     ),
     fault(
         "infill has the suffix in front",
-        "server/api/dialects/llama_cpp/translate.py",
+        "server/api/compat/llama_cpp/translate.py",
         "        *filter(None, (prefix,)),\n        [between],\n        *filter(None, "
         "(body.input_suffix,)),\n",
         "        *filter(None, (body.input_suffix,)),\n        [between],\n        *filter(None, "

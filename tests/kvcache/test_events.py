@@ -10,7 +10,7 @@ from helpers.kvcache.recurrent_tables import cold, manager_of, states_of
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.hashing import prefix_hashes, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.kvcache.states.tables import StateSizes
+from kvboost_edge.kvcache.recurrent.tables import StateSizes
 
 
 def fill(manager, tokens):

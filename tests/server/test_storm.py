@@ -13,7 +13,7 @@ from helpers.server.api_bodies import ASKED, GENERATING, asked
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving, wait_until
 from helpers.server.visitors import storm
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.server.api.dialects.anthropic import blocks
+from kvboost_edge.server.api.compat.anthropic import blocks
 
 pytestmark = pytest.mark.alone
 

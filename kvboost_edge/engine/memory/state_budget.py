@@ -9,7 +9,7 @@ from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from kvboost_edge.engine.memory.report import most_sequences, num_open_blocks, planned_blocks
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.kvcache.states.tables import StateSizes, TableStates
+from kvboost_edge.kvcache.recurrent.tables import StateSizes, TableStates
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [

@@ -18,8 +18,8 @@ from kvboost_edge.server.api.prompts import encode_plain, estimate_messages, siz
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
 from kvboost_edge.server.api.turns import turn_of
-from kvboost_edge.server.doctor.asked import normal
-from kvboost_edge.server.doctor.records import PromptInputs
+from kvboost_edge.server.cache_report.normalized import normal
+from kvboost_edge.server.cache_report.records import PromptInputs
 from kvboost_edge.server.response_types import (
     ChatChoiceAnswer,
     ChatLogprobs,

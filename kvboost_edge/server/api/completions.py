@@ -17,7 +17,7 @@ from kvboost_edge.server.api.prompts import encode_text, estimate_tokens
 from kvboost_edge.server.api.rendered_request import PromptLogprobs, RenderedRequest, WireNames
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
-from kvboost_edge.server.doctor.records import PromptField, PromptInputs
+from kvboost_edge.server.cache_report.records import PromptField, PromptInputs
 from kvboost_edge.server.response_types import (
     CompletionChoiceAnswer,
     CompletionLogprobs,

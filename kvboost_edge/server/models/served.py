@@ -15,7 +15,7 @@ from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.response_types import Phase
 
 if TYPE_CHECKING:
-    from kvboost_edge.server.doctor.records import History
+    from kvboost_edge.server.cache_report.records import History
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
     from kvboost_edge.server.state import ModelState

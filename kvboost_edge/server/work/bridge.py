@@ -27,8 +27,8 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.doctor.doctor import Watch
-from kvboost_edge.server.doctor.records import NOT_SAID, PromptInputs
+from kvboost_edge.server.cache_report.records import NOT_SAID, PromptInputs
+from kvboost_edge.server.cache_report.tracker import Watch
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.text.turns.reader import Turn

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.data.agent_sessions import CALL, QUICK, Answer, session, texts
-from kvboost_edge.server.doctor.normalise import without_billing
+from kvboost_edge.server.cache_report.normalization import without_billing
 
 ASKED = Answer("I look.", ("read_file", '{"path": "a.py"}'), "given0001")
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.engine.fake_runner import fake_engine
 from helpers.server.live_servers import KEYS, serving
 from kvboost_edge.cli.servers.why import WORDS
-from kvboost_edge.server.doctor.diagnosis import CAUSES
+from kvboost_edge.server.cache_report.diagnosis import CAUSES
 
 TEXTS = [
     f"Today is {day}. Answer as a helper of few words would, and in English."

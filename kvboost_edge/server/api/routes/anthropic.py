@@ -9,10 +9,10 @@ from starlette.types import Send
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.dialects.anthropic.messages import RenderedMessages, count_tokens
-from kvboost_edge.server.api.dialects.anthropic.schemas import CountTokensRequest, MessagesRequest
-from kvboost_edge.server.api.dialects.anthropic.translate import translated
-from kvboost_edge.server.api.dialects.anthropic.writer import AnthropicWriter
+from kvboost_edge.server.api.compat.anthropic.messages import RenderedMessages, count_tokens
+from kvboost_edge.server.api.compat.anthropic.schemas import CountTokensRequest, MessagesRequest
+from kvboost_edge.server.api.compat.anthropic.translate import translated
+from kvboost_edge.server.api.compat.anthropic.writer import AnthropicWriter
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.turns import named_by_field

@@ -37,7 +37,7 @@ from kvboost_edge.server.api.prompts import (
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.schemas.text import ResetRequest, UnpinRequest, WarmRequest
 from kvboost_edge.server.api.usage import costs, usage_of
-from kvboost_edge.server.doctor.asked import normal
+from kvboost_edge.server.cache_report.normalized import normal
 from kvboost_edge.server.engines import StatsProvider, replicas_of
 from kvboost_edge.server.models.server import server_of
 from kvboost_edge.server.models.shown import memory_of

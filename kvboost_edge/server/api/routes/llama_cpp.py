@@ -10,20 +10,20 @@ from kvboost_edge import __version__
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import ModelParam, answered, loaded_model, looked_up
-from kvboost_edge.server.api.dialects.llama_cpp.schemas import (
+from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     ApplyTemplate,
     Infill,
     LlamaCompletion,
 )
-from kvboost_edge.server.api.dialects.llama_cpp.translate import (
+from kvboost_edge.server.api.compat.llama_cpp.translate import (
     DEFAULTS,
     FIELDS,
     RenderedPieces,
     completion_of,
     infill_of,
 )
-from kvboost_edge.server.api.dialects.llama_cpp.writer import LlamaWriter
-from kvboost_edge.server.api.dialects.translated import renamed
+from kvboost_edge.server.api.compat.llama_cpp.writer import LlamaWriter
+from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
 from kvboost_edge.server.api.schemas.strict import bad_field

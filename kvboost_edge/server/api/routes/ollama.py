@@ -15,16 +15,15 @@ from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.chat import RenderedChat
 from kvboost_edge.server.api.checks import answered, served_model
-from kvboost_edge.server.api.completions import RenderedCompletion
-from kvboost_edge.server.api.dialects.ollama.models import (
+from kvboost_edge.server.api.compat.ollama.models import (
     API_VERSION,
     listed,
     named,
     running,
     shown,
 )
-from kvboost_edge.server.api.dialects.ollama.schemas import OllamaChat, OllamaGenerate, OllamaShow
-from kvboost_edge.server.api.dialects.ollama.translate import (
+from kvboost_edge.server.api.compat.ollama.schemas import OllamaChat, OllamaGenerate, OllamaShow
+from kvboost_edge.server.api.compat.ollama.translate import (
     CHAT_FIELDS,
     GENERATE_FIELDS,
     chat_of,
@@ -32,8 +31,9 @@ from kvboost_edge.server.api.dialects.ollama.translate import (
     generation_of,
     prompt_of,
 )
-from kvboost_edge.server.api.dialects.ollama.writer import LINES, OllamaWriter, loaded
-from kvboost_edge.server.api.dialects.translated import renamed
+from kvboost_edge.server.api.compat.ollama.writer import LINES, OllamaWriter, loaded
+from kvboost_edge.server.api.compat.translated import renamed
+from kvboost_edge.server.api.completions import RenderedCompletion
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.strict import bad_field

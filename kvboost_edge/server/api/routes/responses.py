@@ -14,10 +14,10 @@ from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS
 from kvboost_edge.server.api.chat import RenderedChat
 from kvboost_edge.server.api.checks import answered
-from kvboost_edge.server.api.dialects.responses.schemas import ResponseRequest
-from kvboost_edge.server.api.dialects.responses.translate import FIELDS, to_chat
-from kvboost_edge.server.api.dialects.responses.writer import ResponsesWriter
-from kvboost_edge.server.api.dialects.translated import renamed
+from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
+from kvboost_edge.server.api.compat.responses.translate import FIELDS, to_chat
+from kvboost_edge.server.api.compat.responses.writer import ResponsesWriter
+from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.api.turns import named_by_field

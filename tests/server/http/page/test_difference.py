@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvboost_edge.server.doctor.diagnosis import CAUSES
+from kvboost_edge.server.cache_report.diagnosis import CAUSES
 
 PIECE = re.compile(r"\s+|\w+|[^\w\s]", re.DOTALL)
 SHOW = """

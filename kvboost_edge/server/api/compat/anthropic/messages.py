@@ -1,0 +1,82 @@
+"""Requests to /v1/messages, ready to run, and the number of their tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from kvboost_edge.engine.request.answer_ids import KeptAnswers
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.server.api.chat import RenderedChat, encode_asked
+from kvboost_edge.server.api.checks import room_for
+from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
+from kvboost_edge.server.api.compat.anthropic.translate import Breakpoint, breakpoints, translated
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.work.bridge import EncodedPrompt
+
+__all__ = ["RenderedMessages", "count_tokens"]
+
+
+class RenderedMessages(RenderedChat):
+    """A request to /v1/messages: a chat, with what `cache_control` wants kept. For worker threads:
+    bodies may be long.
+
+    kept   of the prompt: (tokens, seconds) of the breakpoints that matter, filled by `encode`
+    """
+
+    def __init__(self, state: ModelState, body: MessagesRequest) -> None:
+        chat = translated(body)
+        self._marks = breakpoints(body)
+        self._max_tokens = body.max_tokens
+        self.kept: list[tuple[int, float]] = []
+        super().__init__(state, chat, pings=True)
+        # Pins of half of the pool must leave room for any request; otherwise what is marked only
+        # goes after all else of its key.
+        self._pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
+        seconds = max((mark.seconds for mark in self._marks), default=None)
+        self.retention = None if self._pins_fit else seconds
+
+    def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
+        (prompt,) = super().encode(answers)
+        self.kept += [
+            (_length(self.state, self.body, mark, prompt.token_ids, answers), mark.seconds)
+            for mark in self._marks
+        ]
+        pins = tuple(self.kept) if self._pins_fit else ()
+        return [dataclasses.replace(prompt, pins=pins)]
+
+    def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
+        """As with Anthropic `max_tokens` may be more than the context holds; then that ends the
+        answer.
+        """
+        wanted = None if self._max_tokens else 0
+        room = room_for(self.state, len(prompt.token_ids), "messages", wanted, "max_tokens")
+        fits = None if prompt.turn is None else prompt.turn.fits
+        return self.body.sampling(min(room, self._max_tokens), None, choice, fits=fits)
+
+
+def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
+    """Count the tokens of the prompt that the model would be given; slow for long ones."""
+    return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
+
+
+def _length(
+    state: ModelState,
+    chat: ChatRequest,
+    mark: Breakpoint,
+    token_ids: Sequence[int],
+    answers: KeptAnswers,
+) -> int:
+    """Count the tokens of the prompt up to a breakpoint; 0 where the template takes no conversation
+    that ends there.
+    """
+    if mark.messages is None:
+        return len(token_ids)
+    try:
+        begun, _ = encode_asked(state, answers, mark.messages, chat, False)
+    except ApiError:
+        return 0
+    pairs = enumerate(zip(begun, token_ids, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(begun), len(token_ids)))

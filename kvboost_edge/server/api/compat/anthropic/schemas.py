@@ -1,0 +1,221 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.compat.anthropic.blocks import (
+    CacheControl,
+    Marked,
+    Message,
+    Text,
+    Texts,
+    Unsaid,
+    blocks_of,
+)
+from kvboost_edge.server.api.schemas.foreign import Foreign
+from kvboost_edge.server.api.schemas.shared import Label, ModelName, check_text, or_null
+from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_error
+
+__all__ = ["CountTokensRequest", "MessagesRequest", "Prompted"]
+
+_IGNORED = Foreign("", ignored=True)
+_SERVERS = "what Anthropic's servers run is not built here"
+_FOREIGN: dict[str, Foreign] = {
+    "container": Foreign(_SERVERS),
+    "mcp_servers": Foreign(_SERVERS, ([],)),
+    "fallbacks": Foreign("one model is served", ([],)),
+    "speed": Foreign("there is one speed", ("standard",)),
+    "output_format": Foreign("use output_config.format"),
+    "prompt": Foreign("send messages"),
+    "max_tokens_to_sample": Foreign("use max_tokens"),
+    "stop": Foreign("use stop_sequences", ([],)),
+    "n": Foreign("one message is answered", (1,)),
+    "response_format": Foreign("use output_config.format"),
+    **dict.fromkeys(
+        (
+            "anthropic_beta",
+            "anthropic_version",
+            "betas",
+            "diagnostics",
+            "inference_geo",
+            "user_profile_id",
+        ),
+        _IGNORED,
+    ),
+    "workspace_id": _IGNORED,
+}
+
+
+def _stop_sequences(value: list[str]) -> list[str]:
+    length = COUNTS["stop_length"]
+    for text in value:
+        if not length.low <= len(text) <= length.high:
+            raise field_error(
+                "stop", f"each must have {length.describe()} characters, not {len(text)}"
+            )
+        check_text(text)
+    return value
+
+
+def _own_tool(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        message = (
+            f"tools of type {kind[:64]!r} are Anthropic's own; give one with a name and an "
+            "input_schema"
+        )
+        raise field_error("not_built", message)
+    return value
+
+
+def _unmanaged(value: Any) -> None:
+    """The context is managed by who sends it: only edits that keep everything are taken."""
+    edits = (
+        value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
+    )
+    if value is not None and edits not in ([], [_KEEP_ALL]):
+        raise field_error("not_built", f"edits other than {_KEEP_ALL} are not built in this server")
+
+
+_KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+_EDITS = {"type": "array", "items": {"const": _KEEP_ALL}, "maxItems": 1}
+_UNMANAGED = {"type": "object", "properties": {"edits": _EDITS}, "additionalProperties": False}
+
+
+def _format(value: Any) -> dict[str, Any] | None:
+    schema = (
+        value.get("schema")
+        if isinstance(value, dict) and value.keys() == {"type", "schema"}
+        else None
+    )
+    if value is not None and (not isinstance(schema, dict) or value["type"] != "json_schema"):
+        raise field_error("format", "must be {'type': 'json_schema', 'schema': {…}}")
+    return schema
+
+
+_FORMAT = {
+    "type": "object",
+    "properties": {"type": {"const": "json_schema"}, "schema": {"type": "object"}},
+    "required": ["type", "schema"],
+    "additionalProperties": False,
+}
+Stops = Annotated[
+    list[Annotated[str, counted("stop_length")]],
+    AfterValidator(_stop_sequences),
+    Field(max_length=int(COUNTS["stop"].high)),
+]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$"), counted("tool_name")]
+
+
+class Tool(Marked):
+    """A tool that the client runs. `strict` or not, calls fit the schema as far as docs/tools.md
+    says.
+    """
+
+    foreign = {  # noqa: RUF012
+        "allowed_callers": Foreign(_SERVERS, (["direct"],)),
+        "defer_loading": Foreign("all tools are shown", (False,)),
+        "eager_input_streaming": _IGNORED,
+        "input_examples": _IGNORED,
+    }
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class AnyChoice(Strict):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class OneChoice(Strict):
+    type: Literal["tool"]
+    name: Name
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    """`budget_tokens` is no bound here: what is thought counts in `max_tokens`."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[int, bounded("budget_tokens")] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(Strict):
+    """`effort` changes nothing."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Annotated[dict[str, Any] | None, PlainValidator(_format), or_null(_FORMAT)] = None
+
+
+class MetaData(Strict):
+    user_id: Label | None = None
+
+
+class Prompted(Strict):
+    """What a prompt is made of."""
+
+    foreign = _FOREIGN
+
+    model: ModelName | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True), counted("messages"), Unsaid()]
+    system: Texts | None = None
+    tools: (
+        Annotated[list[Annotated[Tool, BeforeValidator(_own_tool)]], counted("tools"), Unsaid()]
+        | None
+    ) = None
+    tool_choice: Annotated[AnyChoice | OneChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = Field(None, description="as if it stood on the last block")
+    context_management: Annotated[None, PlainValidator(_unmanaged), or_null(_UNMANAGED)] = None
+
+    def check_together(self) -> None:
+        """ApiError for more breakpoints than there may be."""
+        most = COUNTS["cache_marks"].high
+        count = sum(1 for _ in self._marks())
+        if count > most:
+            raise bad_field(
+                "cache_control",
+                f"cache_control stands in {count} places; at most {most} are allowed",
+            )
+
+    def _marks(self) -> Iterator[CacheControl]:
+        blocks = [block for message in self.messages for block in blocks_of(message)]
+        system = [] if self.system is None or isinstance(self.system, str) else self.system
+        marks = [
+            getattr(one, "cache_control", None)
+            for one in (*(self.tools or ()), *system, *blocks, self)
+        ]
+        return (mark for mark in marks if mark is not None)
+
+
+class CountTokensRequest(Prompted):
+    """What would be sent to /v1/messages, without the fields about the answer."""
+
+
+class MessagesRequest(Prompted):
+    """With max_tokens 0 the prompt is computed, and cached, without an answer."""
+
+    max_tokens: Annotated[int, bounded("max_tokens")]
+    return_progress: bool | None = Field(
+        None, description="the pings of a stream say how far the prompt is"
+    )
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, bounded("anthropic_temperature")] | None = None
+    top_p: Annotated[float, bounded("top_p")] | None = None
+    top_k: Annotated[int, bounded("top_k")] | None = None
+
+    # Neutral: accepted and ignored.
+    metadata: MetaData | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None

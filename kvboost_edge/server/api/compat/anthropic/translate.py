@@ -1,0 +1,200 @@
+"""From Anthropic's messages to a chat request, and from `cache_control` to the tokens that it is
+about.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvboost_edge.server.api.compat.anthropic.blocks import (
+    CacheControl,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    blocks_of,
+    texts_of,
+)
+from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest, OneChoice, Prompted
+from kvboost_edge.server.api.compat.translated import chat_request
+from kvboost_edge.server.api.schemas.chat import ChatMessage, ChatRequest
+
+__all__ = ["Breakpoint", "breakpoints", "translated"]
+
+Json = dict[str, Any]
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NOT_SAID = "x"  # a user's message where the template wants one
+
+
+class Breakpoint(NamedTuple):
+    """A place up to which the prompt is to be kept.
+
+    seconds    for how long
+    messages   the conversation up to there, its last message perhaps cut short; None: the whole
+               prompt
+    """
+
+    seconds: float
+    messages: list[ChatMessage] | None
+
+
+def translated(body: Prompted) -> ChatRequest:
+    """The chat request that the body is, ApiError where it is none."""
+    body.check_together()
+    fields: Json = {"chat_template_kwargs": {"enable_thinking": _thinks(body)}, **_tools(body)}
+    if isinstance(body, MessagesRequest):
+        fields |= {
+            "max_tokens": body.max_tokens or None,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences or None,
+            "stream": body.stream,
+            "return_progress": body.return_progress,
+        }
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "answer", "schema": body.output_config.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    system = None if body.system is None else texts_of(body.system)
+    return chat_request(model=body.model, messages=_messages(system, _turns(body)), **fields)
+
+
+def breakpoints(body: Prompted) -> list[Breakpoint]:
+    """The places that matter: what is kept up to a later one is kept up to an earlier one too, so
+    the last of all, and the last of those for an hour where that is another one. Templates write
+    tools with the system message, on either side of it: a mark on tools stands behind both.
+    """
+    system = _system_blocks(body)
+    marks = [(-1, to, mark.seconds) for to, mark in _marked(system)]
+    marks += [
+        (-1, len(system), tool.cache_control.seconds)
+        for tool in body.tools or ()
+        if tool.cache_control
+    ]
+    for at, message in enumerate(body.messages):
+        marks += [(at, to, mark.seconds) for to, mark in _marked(blocks_of(message))]
+    if body.cache_control is not None:
+        marks.append((len(body.messages), 0, body.cache_control.seconds))
+    if not marks:
+        return []
+    longest = max(seconds for _, _, seconds in marks)
+    lasting = max(mark for mark in marks if mark[2] == longest)
+    last = max(marks)
+    chosen = [lasting] if last[:2] == lasting[:2] else [last, lasting]
+    return [Breakpoint(seconds, _up_to(body, at, to)) for at, to, seconds in chosen]
+
+
+def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
+    """Of blocks with a mark: how many blocks end there, and the mark."""
+    marks = [
+        (number, getattr(block, "cache_control", None)) for number, block in enumerate(blocks, 1)
+    ]
+    return [(number, mark) for number, mark in marks if mark is not None]
+
+
+def _up_to(body: Prompted, at: int, to: int) -> list[ChatMessage] | None:
+    """The messages up to block `to` of message `at`; -1 is the system message."""
+    if at >= len(body.messages) - 1 and (
+        at >= len(body.messages) or to == len(blocks_of(body.messages[at]))
+    ):
+        return None
+    if at < 0:
+        system = "\n".join(block.text for block in _system_blocks(body)[:to]) or None
+        messages = _messages(system, [])
+    else:
+        turns = _turns(body)[: at + 1]
+        turns[at] = (turns[at][0], turns[at][1][:to])
+        messages = _messages(None if body.system is None else texts_of(body.system), turns)
+    if not any(message["role"] == "user" for message in messages):
+        messages.append({"role": "user", "content": _NOT_SAID})
+    return [ChatMessage.model_validate(message) for message in messages]
+
+
+def _system_blocks(body: Prompted) -> list[TextBlock]:
+    system = body.system
+    if system is None:
+        return []
+    return [TextBlock(type="text", text=system)] if isinstance(system, str) else system
+
+
+def _turns(body: Prompted) -> list[tuple[str, list[Any]]]:
+    """Role and blocks of each message."""
+    return [(message.role, blocks_of(message)) for message in body.messages]
+
+
+def _messages(system: str | None, turns: Sequence[tuple[str, list[Any]]]) -> list[Json]:
+    """Messages of the chat. As with Anthropic, messages of one role that follow one another are
+    one; a system message behind the first is text of the user, as most templates take none there.
+    """
+    messages: list[Json] = [] if system is None else [{"role": "system", "content": system}]
+    for role, blocks in turns:
+        if role == "assistant":
+            _add_assistant(messages, blocks)
+            continue
+        results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+        messages += [
+            {"role": "tool", "tool_call_id": one.tool_use_id, "content": one.told}
+            for one in results
+        ]
+        text = texts_of([block for block in blocks if isinstance(block, TextBlock)])
+        if role == "system":
+            text = f"<system>\n{text}\n</system>"
+        if messages and messages[-1]["role"] == "user" and not results:
+            messages[-1]["content"] += f"\n{text}"
+        elif text or not results:
+            messages.append({"role": "user", "content": text})
+    return messages
+
+
+def _add_assistant(messages: list[Json], blocks: Sequence[Any]) -> None:
+    """Add an assistant's message; its texts were one before they were blocks."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    message = messages[-1]
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            message["content"] += block.text
+        elif isinstance(block, ThinkingBlock):
+            if block.thinking:
+                message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            message.setdefault("tool_calls", []).append(
+                {"id": block.id, "type": "function", "function": function}
+            )
+
+
+def _tools(body: Prompted) -> Json:
+    fields: Json = {}
+    if body.tools is not None:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
+    if (choice := body.tool_choice) is not None:
+        named = (
+            {"type": "function", "function": {"name": choice.name}}
+            if isinstance(choice, OneChoice)
+            else None
+        )
+        fields["tool_choice"] = named or _CHOICES[choice.type]
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return fields
+
+
+def _thinks(body: Prompted) -> bool:
+    """Whether the template's variable `enable_thinking` is true: as with Anthropic only where
+    thinking is asked for.
+    """
+    return body.thinking is not None and body.thinking.type != "disabled"

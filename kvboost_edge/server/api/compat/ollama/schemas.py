@@ -1,0 +1,167 @@
+"""The bodies of /api/chat, /api/generate and /api/show."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
+from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
+from kvboost_edge.server.api.schemas.foreign import Foreign
+from kvboost_edge.server.api.schemas.shared import ModelName, OnlyEmpty, OnlyFalse, Stop, check_text
+from kvboost_edge.server.api.schemas.strict import Strict, field_error
+from kvboost_edge.server.api.schemas.tools import Tools
+
+__all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
+
+_IGNORED = Foreign("", ignored=True)
+_SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
+_LOADING = (
+    *(
+        "numa",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "low_vram",
+        "f16_kv",
+        "logits_all",
+        "vocab_only",
+        "use_mmap",
+    ),
+    *("use_mlock", "embedding_only", "num_thread", "num_keep"),
+)
+_OPTIONS = {
+    **dict.fromkeys(_LOADING, _IGNORED),  # the model is loaded, and the context never shifted
+    "mirostat": Foreign(_SAMPLER, (0,)),
+    "mirostat_tau": _IGNORED,
+    "mirostat_eta": _IGNORED,
+    "tfs_z": Foreign(_SAMPLER, (1,)),
+    "typical_p": Foreign(_SAMPLER, (1,)),
+    "repeat_last_n": Foreign("repeat_penalty looks at the whole prompt and output", (-1,)),
+    "penalize_newline": Foreign("it cannot be left out of repeat_penalty", (True,)),
+}
+_TEMPLATE = "the model's own chat template is used; for a prompt as it is say raw: true"
+_FOREIGN = {
+    "logprobs": Foreign("use /v1/chat/completions", (False,)),
+    "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
+    "images": Foreign("images are not built in this server", ([],)),
+    "template": Foreign(_TEMPLATE, ("",)),
+    "context": Foreign(
+        "send the whole conversation to /api/chat; what is cached costs nothing", ([],)
+    ),
+    "suffix": Foreign("use /infill with a model that has such tokens", ("",)),
+    "width": Foreign("images are not built in this server", (0,)),
+    "height": Foreign("images are not built in this server", (0,)),
+    "steps": Foreign("images are not built in this server", (0,)),
+}
+_ANY_OBJECT = {"type": "object"}
+_MOST_MESSAGES = int(COUNTS["messages"].high)
+
+
+def _format(value: Any) -> dict[str, Any] | None:
+    """The JSON schema that the answer fits; None: any text."""
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return dict(_ANY_OBJECT)
+    if not isinstance(value, dict):
+        raise field_error("format", "must be 'json' or a JSON schema, which is an object")
+    return value
+
+
+Text = Annotated[str, AfterValidator(check_text), counted("text")]
+Format = Annotated[
+    dict[str, Any] | None,
+    PlainValidator(_format),
+    WithJsonSchema({"anyOf": [{"enum": ["", "json"]}, _ANY_OBJECT, {"type": "null"}]}),
+]
+Think = bool | Literal["low", "medium", "high"]
+
+
+class Options(Strict):
+    """Ollama's options. `num_predict` -1 and -2: as far as the context goes. `num_ctx` up to the
+    model's context.
+    """
+
+    foreign = _OPTIONS
+
+    num_predict: Annotated[int, bounded("num_predict")] | None = None
+    num_ctx: Annotated[int, bounded("num_ctx")] | None = None
+    temperature: Annotated[float, bounded("temperature")] | None = None
+    top_k: Annotated[int, bounded("top_k")] | None = None
+    top_p: Annotated[float, bounded("top_p")] | None = None
+    min_p: Annotated[float, bounded("min_p")] | None = None
+    seed: Annotated[int, bounded("seed")] | None = None
+    stop: Stop | None = None
+    repeat_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, bounded("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounded("frequency_penalty")] | None = None
+
+
+class CallFunction(Strict):
+    name: Annotated[str, AfterValidator(check_text), counted("tool_name")]
+    arguments: dict[str, Any]
+    index: Annotated[int, bounded("call_index")] | None = None
+
+
+class Call(Strict):
+    """A call that was made; ids are ours, and may be left out."""
+
+    function: CallFunction
+    id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    images: OnlyEmpty = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True), counted("tool_calls")] | None = None
+    tool_name: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
+    tool_call_id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
+
+
+class _Generating(Strict):
+    foreign = _FOREIGN
+
+    model: ModelName
+    stream: bool | None = Field(None, description="true unless given")
+    options: Options | None = None
+    format: Format = None
+    think: Think | None = None
+    keep_alive: KeepAlive = None
+
+    @property
+    def streams(self) -> bool:
+        return self.stream is not False
+
+    @property
+    def chosen(self) -> Options:
+        return self.options or Options()
+
+
+class OllamaChat(_Generating):
+    """Without messages nothing is asked, and the answer says that the model is loaded."""
+
+    messages: (
+        Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None
+    ) = None
+    tools: Tools | None = None
+
+
+class OllamaGenerate(_Generating):
+    """raw: the prompt is continued as it is, without the model's chat template."""
+
+    prompt: Text | None = None
+    system: Text | None = None
+    raw: bool | None = None
+
+
+class OllamaShow(Strict):
+    """`name` is what `model` was called before."""
+
+    model: ModelName | None = None
+    name: ModelName | None = None
+    verbose: OnlyFalse = None

@@ -1,0 +1,168 @@
+"""From Ollama's bodies to ours."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from kvboost_edge.server.api.compat.ollama.schemas import (
+    OllamaChat,
+    OllamaGenerate,
+    OllamaMessage,
+    Options,
+)
+from kvboost_edge.server.api.compat.translated import chat_request, completion_request
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.schemas.completions import CompletionRequest
+from kvboost_edge.server.api.schemas.strict import bad_field
+
+__all__ = [
+    "CHAT_FIELDS",
+    "GENERATE_FIELDS",
+    "chat_of",
+    "check_context",
+    "generation_of",
+    "prompt_of",
+]
+
+Json = dict[str, Any]
+
+_OPTIONS = {
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "json_schema": "format",
+    "response_format": "format",
+}
+CHAT_FIELDS = _OPTIONS
+GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
+"""What our fields are called here."""
+
+# Ollama's where nothing is said. Its penalty of repetitions is left out: it looks at the last 64
+# tokens only.
+_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_ID = "call{:05d}"  # nine letters and digits, as some templates want them
+
+
+def chat_of(body: OllamaChat) -> ChatRequest:
+    """The chat that the body asks for. ApiError names the field."""
+    return chat_request(
+        messages=_messages(body.messages or ()),
+        tools=body.tools or None,
+        **_shared(body),
+    )
+
+
+def generation_of(body: OllamaGenerate) -> ChatRequest:
+    """A prompt as a chat of one message."""
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return chat_request(
+        messages=[*system, {"role": "user", "content": body.prompt}], **_shared(body)
+    )
+
+
+def prompt_of(body: OllamaGenerate) -> CompletionRequest:
+    """A raw prompt, to be continued as it is. ApiError for what needs a template."""
+    for name in ("system", "think"):
+        if getattr(body, name):
+            raise bad_field(name, f"{name} needs the model's chat template; leave it out, or raw")
+    shared = _shared(body)
+    shared.pop("chat_template_kwargs")
+    return completion_request(prompt=body.prompt, **shared)
+
+
+def check_context(options: Options, max_context: int) -> None:
+    """ApiError for a larger context than the model's."""
+    if options.num_ctx is not None and options.num_ctx > max_context:
+        message = (
+            f"options.num_ctx={options.num_ctx} is more than the model's context of {max_context} "
+            "tokens"
+        )
+        raise bad_field("options", message)
+
+
+def _shared(body: OllamaChat | OllamaGenerate) -> Json:
+    options = body.chosen
+    limit = body.chosen.num_predict
+    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    sampling = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+    return {
+        **sampling,
+        **{
+            name: getattr(options, name)
+            for name in ("min_p", "seed", "presence_penalty", "frequency_penalty")
+        },
+        "stop": list(options.stop) if options.stop else None,
+        "repetition_penalty": options.repeat_penalty,
+        "max_tokens": None if limit is None or limit < 0 else limit,
+        "json_schema": body.format,
+        "stream": body.streams,
+        "chat_template_kwargs": _variables(body.think),
+    }
+
+
+def _variables(think: bool | str | None) -> Json | None:
+    """What a chat template is told; it takes what it knows."""
+    if think is None:
+        return None
+    return (
+        {"enable_thinking": think}
+        if isinstance(think, bool)
+        else {"enable_thinking": True, "reasoning_effort": think}
+    )
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
+    """Ollama's calls have no ids of need: results belong to the calls before them, in their order,
+    or by the tool's name.
+    """
+    waiting: deque[tuple[str, str]] = deque()  # (id, name) of calls without a result
+    number = 0
+    found = []
+    for at, message in enumerate(messages):
+        plain: Json = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = []
+            for call in message.tool_calls:
+                number += 1
+                name = call.function.name
+                call_id = call.id or _ID.format(number)
+                waiting.append((call_id, name))
+                arguments = _written(call.function.arguments, at)
+                calls.append(
+                    {
+                        "id": call_id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": arguments},
+                    }
+                )
+            plain["tool_calls"] = calls
+        if message.role == "tool":
+            plain["tool_call_id"] = message.tool_call_id or _answered(
+                waiting, message.tool_name, at
+            )
+        found.append(plain)
+    return found
+
+
+def _answered(waiting: deque[tuple[str, str]], name: str | None, at: int) -> str:
+    """The id of the call that a result belongs to. ApiError where there is none."""
+    chosen = next((call for call in waiting if name in (None, call[1])), None)
+    if chosen is None:
+        raise bad_field(
+            "messages", f"messages.{at} is a tool's result, and no call before it waits for one"
+        )
+    waiting.remove(chosen)
+    return chosen[0]
+
+
+def _written(arguments: Json, at: int) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False)
+    except RecursionError:
+        raise bad_field(
+            "messages", f"messages.{at}: the arguments of a call are nested too deep"
+        ) from None

@@ -1,0 +1,141 @@
+"""The body of /v1/responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
+
+from kvboost_edge.server.api.bounds import bounded, counted
+from kvboost_edge.server.api.compat.responses.items import Items, size_of_items
+from kvboost_edge.server.api.compat.responses.tools import ChoiceField, TextForm, ToolList
+from kvboost_edge.server.api.schemas.cache_use import CacheUse
+from kvboost_edge.server.api.schemas.chat import TemplateVariables
+from kvboost_edge.server.api.schemas.foreign import Foreign
+from kvboost_edge.server.api.schemas.shared import (
+    CacheSalt,
+    Label,
+    Metadata,
+    ModelName,
+    NotBuilt,
+    OnlyFalse,
+    check_text,
+)
+from kvboost_edge.server.api.schemas.strict import Strict, field_error
+
+__all__ = ["Reasoning", "ResponseRequest", "StreamOptions"]
+
+_CONVERSATION = "conversations are not held as such; use previous_response_id"
+_FOREIGN = {
+    "client_metadata": Foreign("", ignored=True),  # codex says there who it is
+    "messages": Foreign("send input, or messages to /v1/chat/completions"),
+    "max_tokens": Foreign("use max_output_tokens"),
+    "max_completion_tokens": Foreign("use max_output_tokens"),
+    "response_format": Foreign("use text.format"),
+    "reasoning_effort": Foreign("use reasoning.effort"),
+    "conversation": Foreign(_CONVERSATION),
+    "prompt": Foreign("there are no stored prompts; send instructions and input"),
+    "max_tool_calls": Foreign("the model calls functions only, which you run"),
+    "n": Foreign("a response is one answer; ask again for another", (1,)),
+    "stop": Foreign("responses have no stop strings; use /v1/chat/completions"),
+    "logprobs": Foreign("use /v1/chat/completions", (False,)),
+    "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
+    "context_management": Foreign("the context is never cut; what does not fit is refused", ([],)),
+}
+
+
+def _truncation(value: Any) -> str:
+    if value != "disabled":
+        raise field_error(
+            "not_built",
+            "anything but 'disabled' is not built in this server: nothing is cut silently",
+        )
+    return "disabled"
+
+
+def _include(value: Any) -> list[str]:
+    """What a client may ask for where there is nothing of it: reasoning is in its items as it
+    is.
+    """
+    if not isinstance(value, list) or any(one != "reasoning.encrypted_content" for one in value):
+        message = (
+            "holds what is not built in this server; 'reasoning.encrypted_content' is taken and "
+            "changes nothing"
+        )
+        raise field_error("not_built", message)
+    return value
+
+
+class Reasoning(Strict):
+    """effort: "none" turns thinking off where the model's chat template can, all others turn it on;
+    a template with levels is told the level. No summary is written: the reasoning itself is in the
+    answer.
+    """
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class StreamOptions(Strict):
+    include_obfuscation: OnlyFalse = None
+
+
+class ResponseRequest(Strict):
+    """OpenAI's fields first, then ours. Without `max_output_tokens` the answer may fill the
+    context.
+    """
+
+    foreign = _FOREIGN
+
+    input: Items
+    model: ModelName | None = None
+    instructions: Annotated[str, AfterValidator(check_text), counted("text")] | None = None
+    previous_response_id: Label | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: ToolList | None = None
+    tool_choice: ChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextForm = Field(default_factory=lambda: {"format": {"type": "text"}})
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[int, bounded("max_completion_tokens")] | None = None
+    temperature: Annotated[float, bounded("temperature")] | None = None
+    top_p: Annotated[float, bounded("top_p")] | None = None
+    truncation: (
+        Annotated[str, PlainValidator(_truncation), WithJsonSchema({"const": "disabled"})] | None
+    ) = None
+    include: (
+        Annotated[
+            list[str],
+            PlainValidator(_include),
+            WithJsonSchema({"type": "array", "items": {"const": "reasoning.encrypted_content"}}),
+        ]
+        | None
+    ) = None
+    background: OnlyFalse = None
+    moderation: NotBuilt = None
+
+    # Neutral: accepted and ignored.
+    metadata: Metadata | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    service_tier: Label | None = None
+
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    top_k: Annotated[int, bounded("top_k")] | None = None
+    min_p: Annotated[float, bounded("min_p")] | None = None
+    seed: Annotated[int, bounded("seed")] | None = None
+    repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
+    cache_salt: CacheSalt | None = None
+    cache_prompt: bool | None = None
+    priority: Annotated[int, bounded("priority")] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    kvboost: CacheUse | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters that were sent."""
+        return len(self.instructions or "") + size_of_items(self.input)

@@ -1,0 +1,152 @@
+"""From a body of /v1/responses to a chat request: items become messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvboost_edge.server.api.compat.responses.items import text_of
+from kvboost_edge.server.api.compat.responses.schemas import Reasoning, ResponseRequest
+from kvboost_edge.server.api.compat.responses.tools import (
+    as_chosen,
+    as_format,
+    as_tool,
+    full_name,
+)
+from kvboost_edge.server.api.compat.translated import chat_request
+from kvboost_edge.server.api.schemas.chat import ChatRequest
+from kvboost_edge.server.api.schemas.strict import bad_field
+
+__all__ = ["FIELDS", "messages_of", "to_chat"]
+
+Json = dict[str, Any]
+
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+"""What our fields are called here."""
+
+_SAME = (
+    *(
+        "model",
+        "parallel_tool_calls",
+        "temperature",
+        "top_p",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "stream",
+    ),
+    *(
+        "top_k",
+        "min_p",
+        "seed",
+        "repetition_penalty",
+        "cache_salt",
+        "cache_prompt",
+        "priority",
+        "kvboost",
+    ),
+)
+_LEVELS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high"}
+
+
+def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
+    """The chat that the body asks for. before: the items of the conversation that it continues.
+    ApiError names the field.
+    """
+    variables = {**_variables(body.reasoning), **(body.chat_template_kwargs or {})}
+    return chat_request(
+        **{name: getattr(body, name) for name in _SAME},
+        messages=messages_of(body.instructions, [*before, *body.input]),
+        max_completion_tokens=body.max_output_tokens,
+        tools=[as_tool(tool) for tool in body.tools or ()] or None,
+        tool_choice=_choice(body),
+        response_format=as_format(body.text),
+        chat_template_kwargs=variables or None,
+        add_generation_prompt=True,  # an answer is always a new message
+    )
+
+
+def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """The messages that the items are. What an assistant thought, said and called, in this order,
+    is one message; what comes first of a system's and developer's, with the instructions, is one
+    too: many templates know only one. ApiError for the result of a call that there is not.
+    """
+    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    open_turn: Json | None = None  # the assistant's message that may go on
+    called: set[str] = set()
+    for item in items:
+        if item["type"] == "function_call_output":
+            if item["call_id"] not in called:
+                raise bad_field(
+                    "input",
+                    f"input has the output of {item['call_id']!r} and no such call before it",
+                )
+            messages.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            )
+            open_turn = None
+        elif item["type"] == "message" and item["role"] != "assistant":
+            _add(messages, item["role"], text_of(item["content"]))
+            open_turn = None
+        else:
+            if open_turn is None or not _goes_on(open_turn, item):
+                open_turn = {"role": "assistant"}
+                messages.append(open_turn)
+            _extend(open_turn, item, called)
+    for message in messages:
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            message.setdefault("content", "")
+    return messages
+
+
+def _add(messages: list[Json], role: str, text: str) -> None:
+    system = ("system", "developer")
+    if role in system and len(messages) == 1 and messages[0]["role"] in system:
+        messages[0]["content"] += f"\n\n{text}"
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def _goes_on(turn: Json, item: Mapping[str, Any]) -> bool:
+    """Whether the item belongs to the same message."""
+    if item["type"] == "function_call":
+        return True
+    return "tool_calls" not in turn and "content" not in turn
+
+
+def _extend(turn: Json, item: Mapping[str, Any], called: set[str]) -> None:
+    if item["type"] == "function_call":
+        called.add(item["call_id"])
+        function = {
+            "name": full_name(item.get("namespace"), item["name"]),
+            "arguments": item["arguments"],
+        }
+        turn.setdefault("tool_calls", []).append(
+            {"id": item["call_id"], "type": "function", "function": function}
+        )
+    elif item["type"] == "reasoning":
+        if thought := text_of(item["content"]):
+            turn["reasoning_content"] = "\n".join(
+                filter(None, (turn.get("reasoning_content"), thought))
+            )
+    else:
+        turn["content"] = text_of(item["content"])
+
+
+def _choice(body: ResponseRequest) -> Any:
+    """As chat has it; what lets the model choose among no tools says nothing."""
+    nothing = body.tool_choice is None or (not body.tools and body.tool_choice in ("auto", "none"))
+    return None if nothing else as_chosen(body.tool_choice)
+
+
+def _variables(reasoning: Reasoning | None) -> Json:
+    """What a chat template is told; it takes what it knows."""
+    effort = None if reasoning is None else reasoning.effort
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": _LEVELS[effort]}

@@ -1,0 +1,188 @@
+"""How a response is written: one object, or the events of its stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.types import Send
+
+from kvboost_edge.engine.request.progress import Progress
+from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.server.api.compat.responses.items import new_id
+from kvboost_edge.server.api.compat.responses.output import Output
+from kvboost_edge.server.api.compat.responses.schemas import ResponseRequest
+from kvboost_edge.server.api.compat.responses.tools import names_of
+from kvboost_edge.server.api.turn_writer import TurnWriter
+from kvboost_edge.server.api.usage import costs, usage_of
+from kvboost_edge.server.errors import ApiError
+from kvboost_edge.server.state import ModelState
+from kvboost_edge.server.work.streams import EventStream, dumps, dumps_long, event
+from kvboost_edge.text.turns.turn_parts import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    Part,
+    ReasoningDelta,
+)
+
+__all__ = ["ResponsesWriter"]
+
+Json = dict[str, Any]
+Keep = Callable[[str, bytes], bool]
+
+
+class ResponsesWriter(TurnWriter):
+    """keep: remembers the JSON of a finished response under its id; False: it is too large."""
+
+    def __init__(self, state: ModelState, body: ResponseRequest, keep: Keep | None) -> None:
+        super().__init__(state)
+        self._keep = keep
+        self._response = _head(state, body)
+        self._output = Output(names_of(body.tools or ()))
+        self._stream: EventStream | None = None
+        self._number = 0
+        self._is_open = False
+
+    def written(self, result: GenerationResult, reason: str) -> bytes:
+        for part in self._parts():
+            for _ in self._added(part):
+                pass  # only its items are wanted
+        for _ in self._output.end(_status(reason)):
+            pass
+        return self._finished(result, reason)
+
+    def events(self, send: Send) -> EventStream:
+        self._stream = EventStream(send, self._failure)
+        return self._stream
+
+    def wait(self, index: int, progress: Progress) -> None:
+        if self._is_open:
+            self._tell({"type": "response.in_progress", "response": self._response})
+        self.opened()
+
+    def opened(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        for kind in ("response.created", "response.in_progress"):
+            self._tell({"type": kind, "response": self._response})
+
+    def told(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            for data in self._added(part):
+                self._tell(data)
+
+    def closed(self, result: GenerationResult, reason: str) -> None:
+        for data in self._output.end(_status(reason)):
+            self._tell(data)
+        whole = self._finished(result, reason)
+        head = dumps({"type": f"response.{_status(reason)}", "sequence_number": self._number})
+        assert self._stream is not None
+        named = f"event: response.{_status(reason)}\ndata: ".encode()
+        self._stream.add(named, head[:-1], b',"response":', whole, b"}\n\n")
+
+    def _parts(self) -> list[Part]:
+        """Those of a whole message, in the order in which a turn has them."""
+        sent = self.message.as_sent()
+        parts: list[Part] = (
+            [ReasoningDelta(sent["reasoning_content"])] if "reasoning_content" in sent else []
+        )
+        parts += [ContentDelta(self.message.content)] if self.message.content else []
+        for index, call in enumerate(self.message.calls):
+            function = call["function"]
+            parts += [
+                CallStart(index, function["name"]),
+                CallArguments(index, function["arguments"]),
+            ]
+        return parts
+
+    def _added(self, part: Part) -> Any:
+        call_id = self.message.calls[part.index]["id"] if isinstance(part, CallStart) else ""
+        return self._output.add(part, call_id)
+
+    def _tell(self, data: Json) -> None:
+        assert self._stream is not None
+        self._stream.add(event({**data, "sequence_number": self._number}, data["type"]))
+        self._number += 1
+
+    def _finished(self, result: GenerationResult, reason: str) -> bytes:
+        """The JSON of the response, which is remembered if it is to be."""
+        usage = usage_of([result], 1, self.num_reasoning_tokens)
+        self._response |= {
+            "status": _status(reason),
+            "completed_at": int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "output": self._output.items,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
+            },
+            **costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped),
+        }
+        whole = dumps_long(self._response)
+        if self._keep is not None and not self._keep(self._response["id"], whole):
+            self._response["store"] = False
+            whole = dumps_long(self._response)
+        return whole
+
+    def _failure(self, error: ApiError) -> bytes:
+        """The events of an error behind others."""
+        told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        failed = {
+            **self._response,
+            "status": "failed",
+            "error": {"code": "server_error", "message": error.message},
+        }
+        events: list[Json] = [
+            told,
+            {"type": "response.failed", "response": {**failed, "output": self._output.items}},
+        ]
+        numbered = [
+            {**data, "sequence_number": self._number + more} for more, data in enumerate(events)
+        ]
+        return b"".join(event(data, data["type"]) for data in numbered)
+
+
+def _status(reason: str) -> str:
+    return "incomplete" if reason == "length" else "completed"
+
+
+def _head(state: ModelState, body: ResponseRequest) -> Json:
+    """A response that has just begun."""
+    reasoning = body.reasoning
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "model": state.model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": body.text,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }

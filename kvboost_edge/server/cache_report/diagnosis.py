@@ -1,0 +1,197 @@
+"""Where a prompt left what its tenant had in the cache, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import cast, get_args
+
+from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.server.cache_report.records import Diagnosis, Ids, PromptField, RequestRecord
+from kvboost_edge.server.response_types import Cause
+
+__all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
+
+# tokens shown on either side of the place
+_BEFORE = 6
+_AFTER = 24
+_SPACE = 2  # characters in front of a message that its first token may have in it
+_PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+"""Why the rest of a prompt was computed:
+
+none            nothing was
+bypassed        the mode or prompt_logprobs ask for computing
+not_started     the request ended while it waited
+not_compared    requests are not kept (--request-history 0), so nothing is known of earlier ones
+first_seen      the tenant asked nothing lately that begins alike
+new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is
+                computed once
+tail            the last block, which is not full, is computed again
+evicted         it was cached and was dropped since: for room, by a reset, or with its model
+state           its keys and values are cached, and the state that the model keeps beside them is
+                not, or only further ahead: up to hit_tokens it was taken over, up to `position`
+                computed again. From now
+                  on it is kept there
+not_kept        it was asked before and is not there all the same: that request still runs, or its
+                mode keeps nothing
+tool_order      the same tools in another order
+tools           other tools
+template        the chat template was given other variables
+thinking        the earlier prompt or answer has reasoning there, this one has not
+retokenized     the same text in other tokens
+other_message   another last message behind what was asked before: a new conversation of an
+                assistant, the same prompt with another question, a message written anew. All before
+                it was taken over
+changed_text    another text
+other_position  tokens were shared at other positions; the rest was computed
+"""
+
+_OUTSIDE = ("bypassed", "not_started")
+Decode = Callable[[Sequence[int]], str]
+
+
+def diagnose(
+    record: RequestRecord,
+    closest: RequestRecord | None,
+    common: int,
+    result: GenerationResult,
+    *,
+    block_size: int,
+    decode: Decode,
+    thinks: str,
+    compares: bool = True,
+) -> Diagnosis:
+    """What became of a prompt, compared with the tenant's closest earlier request, with which it
+    has `common` first tokens in common; without the texts, see `placed`. thinks: how reasoning
+    begins, "" where the template has none. compares: requests are kept; else only what the engine
+    knows is said.
+    """
+    found = Diagnosis(
+        request_id=record.request_id,
+        at=record.at,
+        cause=cast("Cause", result.miss_reason or "none"),
+        prompt_tokens=result.prompt_tokens,
+        hit_tokens=dict(result.hit_tokens),
+        reused_span_tokens=result.reused_span_tokens,
+        computed_tokens=result.computed_prompt_tokens,
+        seconds=result.prompt_ms / 1e3,
+        position=result.cached_tokens,
+        normalised=record.asked.normalised,
+    )
+    if found.cause == "none" or found.cause in _OUTSIDE:
+        return found
+    if found.cause == "state":
+        return dataclasses.replace(found, position=result.matched_tokens)
+    if not compares:
+        cause: Cause = found.cause if found.cause in ("evicted", "tail") else "not_compared"
+        return dataclasses.replace(found, cause=cause, evicted_from=result.evicted_from)
+    if result.reused_span_tokens:
+        return dataclasses.replace(found, cause="other_position")
+    if closest is None or common < block_size or result.cached_tokens > common:
+        # Nothing that is kept begins so; the cache may know more, such as other choices of an
+        # answer.
+        cause = (
+            found.cause if found.cause != "first_seen" or not result.cached_tokens else "new_text"
+        )
+        position = max(common, result.cached_tokens)
+        return dataclasses.replace(
+            found, cause=cause, position=position, evicted_from=result.evicted_from
+        )
+    found = dataclasses.replace(found, compared_with=closest.request_id)
+    if result.cached_tokens + block_size <= common // block_size * block_size:
+        # A pool goes with its model: what it held is gone, and the new one cannot know of it.
+        pool = ("pool",) if record.loading != closest.loading else ()
+        dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))
+        return dataclasses.replace(
+            found, cause="evicted" if dropped else "not_kept", evicted_from=dropped
+        )
+    return dataclasses.replace(
+        found, cause=_cause(record, closest, common, decode, thinks), position=common
+    )
+
+
+def _cause(
+    record: RequestRecord, other: RequestRecord, common: int, decode: Decode, thinks: str
+) -> Cause:
+    """Why two prompts go apart."""
+    if common >= record.num_prompt:
+        return "tail"
+    if common >= len(other.ids):
+        return "new_text"
+    mine = record.asked
+    before = other.asked
+    if mine.tools != before.tools and common < other.num_prompt:
+        return "tool_order" if sorted(mine.tools) == sorted(before.tools) else "tools"
+    if mine.settings != before.settings and common < other.num_prompt:
+        return "template"
+    texts = [decode(one.ids[common : common + _AFTER].tolist()) for one in (record, other)]
+    reasoned = other.num_prompt <= common < other.num_prompt + other.num_reasoning
+    if reasoned or (thinks and thinks in texts[1] and thinks not in texts[0]):
+        return "thinking"
+    length = min(map(len, texts))
+    if length > 1 and texts[0][:length] == texts[1][:length]:
+        return "retokenized"
+    return "other_message" if _is_in_last_message(record, common, decode) else "changed_text"
+
+
+def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) -> bool:
+    """Whether all messages before the last one end before the position."""
+    fields = record.asked.fields
+    last = fields[-1].text.strip() if len(fields) > 1 else ""
+    if not last:
+        return False
+    rest = decode(record.ids[position : record.num_prompt].tolist())
+    place = rest.rfind(last)
+    return (rest.find(last[:_PROBE]) if place < 0 else place) <= _SPACE
+
+
+def placed(
+    found: Diagnosis, record: RequestRecord, other: RequestRecord | None, decode: Decode
+) -> Diagnosis:
+    """The same with what stands at the place where the two prompts go apart; takes some 10 ms for
+    30,000 tokens. other: the request that it was compared with, None where it is no longer kept.
+    """
+    prompt = record.ids[: record.num_prompt]
+    return dataclasses.replace(
+        found,
+        field=_field_at(record, prompt, found.position, decode),
+        field_before="" if other is None else _field_at(other, other.ids, found.position, decode),
+        text=_around(prompt, found.position, decode),
+        text_before="" if other is None else _around(other.ids, found.position, decode),
+    )
+
+
+def _around(ids: Ids, position: int, decode: Decode) -> str:
+    return decode(ids[max(0, position - _BEFORE) : position + _AFTER].tolist())
+
+
+def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) -> str:
+    """The field whose text begins last before the position; behind the last of them "answer", in
+    front of all of them "template", "prompt" where nothing is known but tokens.
+    """
+    if position >= record.num_prompt:
+        return "answer" if position < len(ids) else ""
+    if not record.asked.fields:
+        return "prompt"
+    begun = len(decode(ids[:position].tolist()))
+    text = decode(ids[: position + _PROBE].tolist())
+    found = (-1, "template")
+    last_end = len(text)
+    after = 0  # messages follow one another; where tools stand is up to the template
+    for field in record.asked.fields:
+        probe = field.text.strip()[:_PROBE]
+        is_tool = field.name.startswith("tool ")
+        place = text.find(probe, 0 if is_tool else after) if probe else -1
+        if 0 <= place <= begun:
+            found = max(found, (place, field.name))
+            after = after if is_tool else place + len(probe)
+            last_end = place + len(field.text.strip())
+    closed = found[1] == record.asked.fields[-1].name and begun > last_end
+    return "answer" if closed and not found[1].startswith("tool ") else found[1]
+
+
+def tool_field(number: int, name: str) -> PromptField:
+    """The field of a tool: it is found by its name."""
+    return PromptField(f"tool {number} ({name})", f'"{name}"')

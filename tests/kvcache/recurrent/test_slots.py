@@ -1,0 +1,257 @@
+"""Slots of states by themselves: references, snapshots, and which of them goes first."""
+
+import pytest
+
+from helpers.raising import assert_raises
+from kvboost_edge.errors import CacheCorruption, ConfigError
+from kvboost_edge.kvcache.recurrent.slots import (
+    ANSWER,
+    BACKBONE,
+    HINT,
+    JUNCTION,
+    PROMPT,
+    REASONS,
+    StateSlots,
+)
+
+
+def kept(slots, block_id, reason, owner=b""):
+    """A snapshot behind a block; its slot."""
+    slot = slots.take(reason, owner)
+    assert slot is not None
+    assert slots.attach(slot, block_id, reason, owner)
+    return slot
+
+
+def blocks(slots):
+    return set(slots.snapshots())
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "3"])
+def test_a_pool_has_slots(wrong):
+    assert_raises(ConfigError, "num_state_slots", StateSlots, wrong)
+
+
+def test_slots_are_handed_out_once_and_come_back():
+    slots = StateSlots(3)
+    taken = [slots.take() for _ in range(3)]
+    assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2]
+    assert (slots.take(), slots.num_available, slots.num_used) == (None, 0, 3)
+    slots.release(taken[1])
+    assert slots.take() == taken[1]
+    with pytest.raises(CacheCorruption, match="holds nothing"):
+        StateSlots(1).release(0)
+    with pytest.raises(CacheCorruption, match="holds nothing"):
+        StateSlots(1).share(0)
+
+
+def test_a_snapshot_that_is_read_is_not_handed_out():
+    slots = StateSlots(2)
+    first = kept(slots, 10, PROMPT)
+    second = kept(slots, 11, PROMPT)
+    slots.share(first)
+    slots.share(second)
+    slots.release(second)  # so that the first one is the older
+    assert slots.num_available == 1
+    assert slots.take() == second
+    assert slots.take() is None
+    assert blocks(slots) == {10}
+    slots.release(first)
+    assert slots.take() == first
+    assert blocks(slots) == set()
+
+
+def test_a_dropped_snapshot_stays_with_who_reads_it():
+    slots = StateSlots(1)
+    slot = kept(slots, 10, PROMPT)
+    slots.share(slot)
+    slots.drop(10)
+    assert slots.of_block(10) is None
+    assert slots.take() is None
+    assert slots.is_own(slot), "nobody else can find it any more"
+    slots.check([slot])
+    slots.release(slot)
+    assert slots.take() == slot
+
+
+def test_the_least_recently_used_goes_first_within_a_class():
+    slots = StateSlots(3)
+    for block_id in (10, 11, 12):
+        kept(slots, block_id, JUNCTION)
+    reader = slots.of_block(10)
+    assert reader is not None
+    slots.share(reader)
+    slots.release(reader)
+    kept(slots, 13, HINT)
+    assert blocks(slots) == {10, 12, 13}
+
+
+def test_what_is_kept_again_for_the_same_reason_is_young_again():
+    """An equal prompt was computed once more, and had the same end."""
+    slots = StateSlots(3)
+    kept(slots, 10, PROMPT)
+    kept(slots, 11, PROMPT)
+    again = slots.take(PROMPT)
+    assert again is not None
+    assert not slots.attach(again, 10, PROMPT)
+    for block_id in (12, 13):
+        kept(slots, block_id, PROMPT)
+    assert blocks(slots) == {10, 12, 13}
+
+
+def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers():
+    slots = StateSlots(4)
+    kept(slots, 10, ANSWER)
+    kept(slots, 11, JUNCTION)
+    kept(slots, 12, PROMPT)
+    kept(slots, 13, BACKBONE)
+    for expected in ({10, 11, 12}, {10, 11}, {10}, set()):
+        assert slots.take() is not None
+        assert blocks(slots) == expected
+
+
+def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more():
+    slots = StateSlots(2)
+    kept(slots, 10, HINT)
+    kept(slots, 11, ANSWER)
+    assert slots.take(BACKBONE) is None
+    assert slots.take(PROMPT) is None
+    assert blocks(slots) == {10, 11}
+    assert kept(slots, 12, JUNCTION) is not None
+    assert blocks(slots) == {11, 12}
+
+
+def test_nothing_stays_for_ever():
+    """An end that nobody came back to makes room for junctions after so many snapshots as the rule
+    says.
+    """
+    slots = StateSlots(4)
+    kept(slots, 10, ANSWER)
+    for count in range(1, 20):
+        kept(slots, 100 + count, JUNCTION)
+        if 10 not in blocks(slots):
+            break
+    assert count == 8, "four of grace, then those that are younger than the three others there were"
+
+
+def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
+    """There may be one behind each block of a long prompt or answer: by the first count borders
+    would go soon.
+    """
+    slots = StateSlots(4)
+    kept(slots, 10, HINT)
+    kept(slots, 11, PROMPT)
+    tail = 11
+    for block_id in range(100, 200):
+        kept(slots, block_id, BACKBONE)
+        slot = slots.take(ANSWER)
+        assert slot is not None
+        slots.attach(slot, 1000 + block_id, ANSWER, moved=tail > 1000)
+        if tail > 1000:
+            slots.demote(tail)
+        tail = 1000 + block_id
+    assert blocks(slots) == {10, 11, 1198, 1199}, "and the answer's before, as one of a backbone"
+    assert slots.counts() == {"prompt": 1, "answer": 1, "junction": 0, "hint": 1, "backbone": 1}
+    slots.check(())
+
+
+@pytest.mark.parametrize("reason", [JUNCTION, HINT])
+def test_who_goes_on_uses_what_more_conversations_begin_with(reason):
+    slots = StateSlots(4)
+    kept(slots, 1, BACKBONE)
+    for block_id in (2, 3, 4):
+        kept(slots, block_id, reason)
+    slots.use_first([1, 2, 3])
+    slots.use_first([7, 8])
+    for expected in ({2, 3, 4}, {2, 4}, {2}, set()):
+        assert slots.take() is not None
+        assert blocks(slots) == expected
+
+
+def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs():
+    slots = StateSlots(4, pinned={10, 11})
+    kept(slots, 10, PROMPT)
+    kept(slots, 11, BACKBONE)
+    for block_id in (12, 13, 14):
+        kept(slots, block_id, PROMPT)
+    assert blocks(slots) == {10, 12, 13, 14}, "of a pinned prompt the backbone is not promised"
+    kept(slots, 15, PROMPT)
+    assert blocks(slots) == {10, 13, 14, 15}
+    assert [slots.take(PROMPT) is None for _ in range(4)] == [False, False, False, True]
+    assert [slots.take() is None, slots.take() is None] == [False, True]
+
+
+def test_pins_leave_half_the_slots_to_others():
+    slots = StateSlots(4, pinned={0, 1, 2})
+    for block_id in (0, 1, 2, 10, 11, 12, 13):
+        kept(slots, block_id, PROMPT)
+    assert blocks(slots) == {1, 2, 12, 13}
+    slots.check(())
+
+
+def test_a_flood_leaves_other_owners_their_part():
+    slots = StateSlots(8)
+    for block_id in range(4):
+        kept(slots, block_id, PROMPT, b"quiet")
+    for block_id in range(100, 140):
+        kept(slots, block_id, PROMPT, b"loud")
+    assert {block_id for block_id in blocks(slots) if block_id < 100} == {2, 3}, (
+        "a quarter of the slots for each of two"
+    )
+    slots.check(())
+    for _ in range(8):
+        assert slots.take(owner=b"loud") is not None, "who runs finds a slot whoever's it was"
+    assert blocks(slots) == set()
+
+
+def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left():
+    slots = StateSlots(8)
+    for block_id in range(8):
+        kept(slots, block_id, PROMPT, b"old")
+    taken = [slots.take(PROMPT, b"new") for _ in range(8)]
+    assert [slot is None for slot in taken] == [False] * 6 + [True] * 2
+    assert blocks(slots) == {6, 7}
+
+
+def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason():
+    slots = StateSlots(3)
+    first = kept(slots, 10, BACKBONE)
+    second = slots.take()
+    assert second is not None
+    assert not slots.attach(second, 10, PROMPT)
+    assert (slots.of_block(10), slots.num_used) == (first, 1)
+    assert slots.counts() == {**dict.fromkeys(REASONS, 0), "prompt": 1}
+    third = slots.take()
+    assert third is not None
+    assert not slots.attach(third, 10, ANSWER), "the end of a prompt stays one"
+    assert slots.counts()["prompt"] == 1
+    slots.check([])
+
+
+def test_an_answer_that_went_on_is_passed_unless_somebody_read_it():
+    slots = StateSlots(4)
+    slot = kept(slots, 10, ANSWER)
+    kept(slots, 11, PROMPT)
+    assert [slots.is_passed(block_id) for block_id in (10, 11, 12)] == [True, False, False]
+    slots.share(slot)
+    slots.release(slot)
+    assert not slots.is_passed(10)
+
+
+def test_a_shared_slot_does_not_become_a_snapshot():
+    slots = StateSlots(2)
+    slot = slots.take()
+    assert slot is not None
+    slots.share(slot)
+    assert_raises(CacheCorruption, "not its owner's alone", slots.attach, slot, 10, PROMPT)
+
+
+def test_check_finds_a_lost_reference():
+    slots = StateSlots(3)
+    slot = slots.take()
+    assert slot is not None
+    slots.check([slot])
+    assert_raises(CacheCorruption, "count", slots.check, [])
+    kept(slots, 10, PROMPT)
+    slots._num_idle = 0
+    assert_raises(CacheCorruption, "read by nobody", slots.check, [slot])

@@ -1,0 +1,91 @@
+"""What llama.cpp's own routes have of their own: prompts of ids, settings, infill, templates,
+slots.
+"""
+
+from helpers.server.compat_apis import APIS
+from helpers.server.scripted_model import ASK, TOOLS
+from kvboost_edge.server.api.compat.llama_cpp import translate
+
+API = APIS["/completion"]
+TURN = "<|assistant|>"
+
+
+async def ask(app, **more):
+    return await API.ask(app, {**API.body(), **more})
+
+
+async def test_tokens_come_back_if_asked_for(app, speaker):
+    whole = await ask(app)
+    assert (whole["prompt"], whole["truncated"], len(whole["tokens"])) == (
+        TURN,
+        False,
+        len("Good day.") + 1,
+    )
+    assert (await ask(app, return_tokens=None))["tokens"] == []
+    assert (await ask(app, n_predict=-1))["content"] == "Good day."
+
+
+async def test_what_ended_an_answer_is_told(app, speaker):
+    word = ({"stop": ["day"]}, ("word", "day"))
+    for more, ended in (({}, ("eos", "")), ({"n_predict": 3}, ("limit", "")), word):
+        answer = await ask(app, **more)
+        assert (answer["stop_type"], answer["stopping_word"]) == ended
+
+
+async def test_a_prompt_may_be_ids_or_texts_and_ids(app, speaker):
+    ids = (await app.post("/tokenize", json={"content": TURN})).json()["tokens"]
+    assert len(ids) == len(TURN)
+    for prompt in (ids, [*ids[:3], TURN[3:]], [TURN]):
+        answer = await ask(app, prompt=prompt)
+        assert (answer["content"], answer["prompt"]) == ("Good day.", TURN)
+    hot = await ask(app, prompt=["x" * 64, *ids])
+    assert hot["tokens_evaluated"] > hot["tokens_cached"]
+    again = await ask(app, prompt=["x" * 64, *ids])
+    assert again["tokens_cached"] >= 64 - 16
+    assert (await ask(app, prompt=["x" * 64, *ids], cache_prompt=False))["tokens_cached"] == 0
+
+
+async def test_the_settings_of_the_answer_are_those_that_ran(app, speaker):
+    settings = (await ask(app, temperature=None, seed=7))["generation_settings"]
+    assert (settings["seed"], settings["temperature"], settings["top_k"], settings["min_p"]) == (
+        7,
+        0.8,
+        40,
+        0.05,
+    )
+    assert (await app.get("/props")).json()["default_generation_settings"]["params"][
+        "temperature"
+    ] == 0.8
+
+
+async def test_a_grammar_binds(app, speaker):
+    assert (await ask(app, grammar='root ::= "yes"', n_predict=60))["content"] == "yes"
+
+
+async def test_infill_is_prefix_suffix_and_middle(app, speaker, monkeypatch):
+    fields = {"input_prefix": "def f(", "input_suffix": "): pass", "prompt": "a", "n_predict": 2}
+    answer = await app.post("/infill", json=fields)
+    assert (answer.status_code, "no tokens for infill" in answer.json()["error"]["message"]) == (
+        400,
+        True,
+    )
+    # Of three letters, as the tokens of this model's vocabulary are letters.
+    monkeypatch.setattr(translate, "_INFILL", (("missing", "b", "c"), ("P", "S", "M")))
+    answer = await app.post("/infill", json=fields)
+    assert (answer.status_code, answer.json()["prompt"]) == (200, "Pdef f(aS): passM")
+
+
+async def test_a_template_is_applied_as_chat_does(app):
+    for more in ({}, {"tools": TOOLS}, {"add_generation_prompt": False}):
+        text = (await app.post("/apply-template", json={"messages": ASK, **more})).json()["prompt"]
+        ids = (await app.post("/tokenize", json={"messages": ASK, **more})).json()["tokens"]
+        assert (await app.post("/detokenize", json={"tokens": ids})).json()["content"] == text
+        assert ("weather" in text.split("And the")[0]) == ("tools" in more)
+
+
+async def test_slots_are_the_admin_s_where_there_are_several_keys(app, keyed_app):
+    slots = (await app.get("/slots")).json()
+    assert len(slots) == (await app.get("/props")).json()["total_slots"]
+    assert not any(slot["is_processing"] for slot in slots)
+    refused = await keyed_app.get("/slots", headers={"Authorization": "Bearer first-key"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, 403)

@@ -1,0 +1,257 @@
+"""Why two prompts go apart, on a made-up tokenizer of a character a token."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.server.cache_report.diagnosis import CAUSES, diagnose, placed, tool_field
+from kvboost_edge.server.cache_report.records import PromptField, PromptInputs, RequestRecord
+
+BLOCK = 4
+_PHASES = dict.fromkeys(
+    ("tokenize", "queue", "lookup", "load", "probe", "repair", "prefill", "decode"), 0.0
+)
+
+
+def decode(ids):
+    return "".join(chr(token) if token < 1000 else chr(token - 1000) * 2 for token in ids)
+
+
+def record(text, asked=None, *, answer="", reasoning=0):
+    ids = [ord(letter) for letter in text] if isinstance(text, str) else text
+    made = RequestRecord(
+        f"of {len(ids)}",
+        asked or PromptInputs(),
+        np.array([*ids, *map(ord, answer)], np.int32),
+        len(ids),
+    )
+    made.num_reasoning = reasoning
+    return made
+
+
+def result(mine, cached, reason="first_seen", dropped=()):
+    return GenerationResult(
+        mode=GenerationMode.PREFIX_CACHE,
+        prompt="",
+        output_text="",
+        output_token_ids=(),
+        generated_tokens=0,
+        finish_reason="stop",
+        prompt_tokens=mine.num_prompt,
+        cached_tokens=cached,
+        kv_reuse_ratio=0.0,
+        hit_tokens={"pool": cached},
+        miss_reason=reason,
+        ttft_ms=0.0,
+        total_ms=0.0,
+        tokens_per_sec=0.0,
+        token_times_ms=(),
+        phases={**_PHASES, "prefill": 1500.0},
+        logprobs=None,
+        seed=0,
+        preemptions=0,
+        evicted_from=dropped,
+    )
+
+
+def found(mine, other, cached=None, reason="first_seen", *dropped):
+    common = 0 if other is None else other.common(mine.ids[: mine.num_prompt])
+    cached = common // BLOCK * BLOCK if cached is None else cached
+    options = {"block_size": BLOCK, "decode": decode, "thinks": "<think>"}
+    made = diagnose(mine, other, common, result(mine, cached, reason, dropped), **options)
+    assert made.cause in CAUSES
+    return placed(made, mine, other, decode)
+
+
+TOOLS = PromptInputs(
+    tuple(tool_field(n, name) for n, name in enumerate(("clock", "maps"))), ("clock", "maps")
+)
+CHAT = PromptInputs(
+    (
+        PromptField("message 0 (system)", "It is Tuesday."),
+        PromptField("message 1 (user)", "Hello there"),
+    )
+)
+
+
+def test_another_word_in_the_system_message_is_named_with_both_texts():
+    before = record("[s]It is Tuesday.[u]Hello there", CHAT)
+    asked = PromptInputs(
+        (
+            PromptField("message 0 (system)", "It is Wednesday."),
+            PromptField("message 1 (user)", "Hello there"),
+        )
+    )
+    mine = record("[s]It is Wednesday.[u]Hello there", asked)
+    made = found(mine, before)
+    assert (made.cause, made.position, made.field) == ("changed_text", 9, "message 0 (system)")
+    assert made.text.startswith("It is Wednesday")
+    assert made.text_before.startswith("It is Tuesday")
+    assert (made.compared_with, made.seconds, made.computed_tokens) == (
+        before.request_id,
+        1.5,
+        mine.num_prompt - 8,
+    )
+
+
+SYSTEM = PromptField("message 0 (system)", "It is Tuesday. You are a clerk of the post office.")
+
+
+@pytest.mark.parametrize(
+    "question", ["Where is my letter?", "Hello", "Hello there, where is it?", "Hi", "x" * 100]
+)
+def test_another_question_behind_the_same_text_is_what_a_cache_is_for(question):
+    before, mine = (
+        record(
+            f"[s]{SYSTEM.text}[u]{text}[a]",
+            PromptInputs((SYSTEM, PromptField("message 1 (user)", text))),
+        )
+        for text in ("Hello there", question)
+    )
+    assert found(mine, before).cause == "other_message"
+    told = f"[s]{SYSTEM.text}[u]Hello there[a]Good day.[u]"
+    fields = (
+        SYSTEM,
+        PromptField("message 1 (user)", "Hello there"),
+        PromptField("message 2 (assistant)", "Good day."),
+    )
+    before, mine = (
+        record(f"{told}{text}[a]", PromptInputs((*fields, PromptField("message 3 (user)", text))))
+        for text in ("And", question)
+    )
+    assert found(mine, before).cause == "other_message"
+
+
+@pytest.mark.parametrize("question", ["Hello there", "clerk"])
+def test_a_change_before_the_last_message_is_no_other_message(question):
+    """Also where the last message says what stands before it, or is other too."""
+    before = record(
+        f"[s]{SYSTEM.text}[u]Hello there[a]",
+        PromptInputs((SYSTEM, PromptField("message 1 (user)", "Hello there"))),
+    )
+    changed = SYSTEM.text.replace("Tuesday", "Wednesday")
+    fields = (SYSTEM._replace(text=changed), PromptField("message 1 (user)", question))
+    assert (
+        found(record(f"[s]{changed}[u]{question}[a]", PromptInputs(fields)), before).cause
+        == "changed_text"
+    )
+    assert found(record(f"[s]{changed}[u]{question}[a]"), before).cause == "changed_text", (
+        "nothing is known but tokens"
+    )
+
+
+def test_nothing_alike_was_asked():
+    assert found(record("abcdefgh"), None).cause == "first_seen"
+    assert found(record("abcdefgh"), record("abcxefgh")).cause == "first_seen"
+
+
+def test_a_prompt_that_goes_on_behind_an_answer_has_new_text_only():
+    before = record("[u]Hello there[a]", CHAT, answer="Good day[e]")
+    made = found(record("[u]Hello there[a]Good day[e][u]And now?", CHAT), before)
+    assert (made.cause, made.position) == ("new_text", len(before.ids))
+
+
+def test_the_same_prompt_again_computes_its_last_block():
+    before = record("[u]Hello there[a]", CHAT)
+    assert found(record("[u]Hello there[a]", CHAT), before).cause == "tail"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause", "tiers"),
+    [
+        ("evicted", "evicted", ("pool",)),
+        ("evicted", "evicted", ("pool", "disk")),
+        ("first_seen", "not_kept", ()),
+    ],
+)
+def test_what_was_there_and_is_not(reason, cause, tiers):
+    before = record("[u]Hello there and everywhere", CHAT)
+    made = found(record("[u]Hello there and everywhere!", CHAT), before, 4, reason, *tiers)
+    assert (made.cause, made.position, made.evicted_from) == (cause, 4, tiers)
+    assert found(record("abcdefgh"), None, 0, reason, *tiers).evicted_from == tiers, (
+        "nothing is kept of it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "tiers"), [("first_seen", ()), ("evicted", ("disk",)), ("evicted", ("disk", "pool"))]
+)
+def test_a_pool_that_went_with_its_model_dropped_what_it_held(reason, tiers):
+    before, mine = (record(f"[u]Hello there and everywhere{end}", CHAT) for end in ("", "!"))
+    mine.loading = before.loading + 1
+    made = found(mine, before, 0, reason, *tiers)
+    others = tuple(tier for tier in tiers if tier != "pool")
+    assert (made.cause, made.evicted_from) == ("evicted", ("pool", *others))
+
+
+def test_tools_in_another_order_and_other_tools():
+    before = record('{"clock"}{"maps"}[u]Hi', TOOLS)
+    swapped = dataclasses.replace(
+        record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock"))
+    )
+    assert (
+        found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "first_seen"
+    )  # the first block differs
+    longer = [
+        f'Tools: {{"{one}"}}{{"{two}"}}[u]Hi' for one, two in (("clock", "maps"), ("maps", "clock"))
+    ]
+    before = record(longer[0], TOOLS)
+    made = found(record(longer[1], TOOLS._replace(tools=("maps", "clock"))), before)
+    assert (made.cause, made.field_before) == ("tool_order", "tool 0 (clock)")
+    fewer = found(record('Tools: {"maps"}[u]Hi', TOOLS._replace(tools=("maps",))), before)
+    assert fewer.cause == "tools"
+
+
+def test_other_variables_of_the_template():
+    before = record("[s]Think: on[u]Hello", CHAT._replace(settings='{"enable_thinking": true}'))
+    mine = record("[s]Think: off[u]Hello", CHAT._replace(settings='{"enable_thinking": false}'))
+    assert found(mine, before).cause == "template"
+
+
+def test_reasoning_that_was_stripped():
+    before = record("[u]Hello there[a]", CHAT, answer="<think>Hm.</think>Good day", reasoning=18)
+    made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), before)
+    assert (made.cause, made.field_before) == ("thinking", "answer")
+    begun = record("[u]Hello there[a]", CHAT, answer="Hm.</think>Good day", reasoning=11)
+    made = found(record("[u]Hello there[a]Good day[u]And now?", CHAT), begun)
+    assert made.cause == "thinking", "the template begins it, so no answer shows the mark"
+    twice = record("[u]Hello[a]<think>Hm.</think>Good day[u]And now?[a]", CHAT)
+    assert (
+        found(record("[u]Hello[a]Good day[u]And now?[a]Fine[u]!", CHAT), twice).cause == "thinking"
+    )
+
+
+def test_the_same_text_in_other_tokens():
+    ids = [ord(letter) for letter in "[u]ballad"]
+    mine = [*ids[:5], 1000 + ord("l"), *ids[7:]]  # "ll" as one token
+    assert found(record(mine, CHAT), record(ids, CHAT)).cause == "retokenized"
+
+
+@pytest.mark.parametrize("reason", ["bypassed", "not_started", ""])
+def test_what_the_engine_says_itself_is_the_cause(reason):
+    mine = record("[u]Hello")
+    made = diagnose(mine, mine, 8, result(mine, 0, reason), block_size=4, decode=decode, thinks="")
+    assert made.cause == (reason or "none")
+
+
+def test_a_field_is_found_where_a_message_says_the_same_twice():
+    asked = PromptInputs(
+        tuple(
+            PromptField(f"message {number} (user)", text)
+            for number, text in enumerate(("yes", "no", "yes"))
+        )
+    )
+    before, mine = (record(f"[u]yes[u]no[u]yes{end}", asked) for end in ("!", "?"))
+    assert found(mine, before).field == "message 2 (user)"
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_missing_state_is_told_with_both_numbers(compares):
+    mine = record("It is Tuesday. Hello there")
+    outcome = dataclasses.replace(result(mine, 8, "state"), matched_tokens=20)
+    options = {"block_size": BLOCK, "decode": decode, "thinks": ""}
+    made = diagnose(mine, record("It is Tuesday."), 14, outcome, compares=compares, **options)
+    assert (made.cause, made.hit_tokens, made.position) == ("state", {"pool": 8}, 20)

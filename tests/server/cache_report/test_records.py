@@ -1,0 +1,115 @@
+"""What is kept of requests: bounded, each tenant apart, and gone after its time."""
+
+import numpy as np
+import pytest
+
+from kvboost_edge.server.cache_report import records
+from kvboost_edge.server.cache_report.records import (
+    History,
+    PromptField,
+    PromptInputs,
+    RequestRecord,
+)
+
+
+def record(name, ids, *, text="", at=None):
+    made = RequestRecord(
+        name, PromptInputs((PromptField("prompt", text),)), np.array(ids, np.int32), len(ids)
+    )
+    if at is not None:
+        made.at = at
+    return made
+
+
+def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt():
+    history = History(60)
+    long = list(range(500))
+    for tenant, name, ids in (
+        ("a", "near", [*long[:300], 7]),
+        ("a", "nearer", [*long[:400], 7]),
+        ("b", "same", long),
+    ):
+        history.add(tenant, None, record(name, ids))
+    mine = record("mine", long)
+    history.add("a", None, mine)
+    history.add("a", None, record("later", long))
+    other, common = history.closest("a", None, mine)
+    assert (other.request_id if other else "", common) == ("nearer", 400)
+    assert history.closest("a", "salt", mine) == (None, 0)
+
+
+@pytest.mark.parametrize("first", [0, 1, 63, 64, 65, 120])
+def test_the_first_difference_is_found_wherever_it_is(first):
+    ids = list(range(121))
+    changed = [*ids[:first], -1, *ids[first + 1 :]]
+    assert record("x", ids).common(np.array(changed, np.int32)) == first
+    assert record("x", ids).common(np.array(ids[:first], np.int32)) == first
+    assert record("x", ids).common(np.array(ids, np.int32)) == 121
+
+
+def test_an_answer_counts_as_what_was_said():
+    history = History(60)
+    mine = record("mine", [1, 2])
+    history.add(None, None, mine)
+    before = history.nbytes
+    history.extend(None, mine, [3, 4])
+    assert (mine.ids.tolist(), mine.num_prompt, history.nbytes) == ([1, 2, 3, 4], 2, before + 8)
+    history.extend(None, record("mine", [1]), [5])  # of that name, and not the one that is kept
+    assert mine.ids.tolist() == [1, 2, 3, 4]
+
+
+def test_what_is_kept_is_bounded_and_its_bytes_are_counted_to_the_last():
+    history = History(60, max_bytes=40_000, max_tenant_bytes=20_000)
+    for number in range(200):
+        made = record(str(number), list(range(number)), text="x" * number)
+        history.add(f"tenant {number % 5}", None, made)
+        history.extend(f"tenant {number % 5}", made, range(number % 7))
+        kept = [one for tenant in range(5) for one in history.latest(f"tenant {tenant}")]
+        assert history.nbytes == sum(one.nbytes for one in kept) <= 40_000 + made.nbytes
+        assert history.find(f"tenant {number % 5}", str(number)) is made
+
+
+def test_many_salts_of_one_tenant_take_no_more_room_than_one():
+    history = History(60, max_bytes=60_000, max_tenant_bytes=20_000)
+    history.add("other", None, record("theirs", [1]))
+    for number in range(1000):
+        history.add("one", f"salt {number}", record(str(number), list(range(9))))
+        history.add("one", "always", mine := record(f"mine {number}", list(range(99))))
+        other, common = history.closest("one", "always", mine)
+        assert (other.request_id if other else "", common) == (
+            f"mine {number - 1}" if number else "",
+            99 * bool(number),
+        )
+    assert history.find("other", "theirs") is not None
+    kept = history.latest("one")
+    assert sum(one.nbytes for one in kept) <= 20_000
+    assert (history.find("one", "0"), history.find("one", "999")) == (None, kept[1])
+
+
+def test_a_request_too_large_to_keep_leaves_nothing_behind():
+    history = History(60, max_tenant_bytes=2_000)
+    history.add(None, None, record("large", list(range(1000))))
+    assert (history.nbytes, history.latest(None)) == (0, [])
+
+
+def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(records.time, "time", lambda: now)
+    history = History(10)
+    history.add("a", None, record("old", [1], at=now))
+    now = 1011.0
+    history.add("b", None, record("new", [1], at=now))
+    assert history.find("a", "old") is None
+    assert history.find("b", "new") is not None
+    nothing = History(0)
+    nothing.add("a", None, record("one", [1]))
+    assert nothing.nbytes == 0
+
+
+def test_many_small_requests_are_bounded_in_number():
+    history = History(60)
+    for number in range(300):
+        history.add(None, None, record(str(number), [number]))
+    latest = history.latest(None)
+    assert len(latest) == 256
+    assert latest[0].request_id == "299" or latest[0].at == latest[-1].at
