@@ -159,7 +159,7 @@ class Metrics:
             self._misses.labels(self._model_name, result.miss_reason).inc()
 
     def observe_cause(self, cause: str) -> None:
-        """Count why the rest of a request's prompt was computed, see doctor/diagnosis.py."""
+        """Count why the rest of a request's prompt was computed, see cache_report/diagnosis.py."""
         self._causes.labels(self._model_name, cause).inc()
 
     def observe_aborted(self, num_sequences: int) -> None:

@@ -32,7 +32,7 @@ MAX_KEEP_ALIVE = 365 * 86_400.0
 CONTEXT_OVERFLOWS = ("error", "drop_oldest")
 NORMALISERS = ("tools", "arguments", "billing", "thinking")
 """What is put back as it was first given, or left out, so that prompts begin alike; see
-doctor/normalise.py.
+cache_report/normalization.py.
 """
 
 _KEEP_ALIVE = 300.0
@@ -94,7 +94,7 @@ class ServerSettings:
                         what was free
     context_overflow    of a chat that has outgrown the context: "error", or "drop_oldest" leaves
                         out its oldest turns
-    normalise           what is put back as it was first given, see doctor/normalise.py
+    normalise           what is put back as it was first given, see cache_report/normalization.py
     log_format          "auto": lines for people where they are written to a terminal, else JSON
     """
 
