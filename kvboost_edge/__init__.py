@@ -1,8 +1,7 @@
-"""CPU-first inference for decoder-only language models on one paged, prefix-shared pool of keys and
-values.
+"""CPU-first inference for decoder-only language models.
 
-Everything public is importable from here and loaded on first use: importing the package loads
-neither torch nor transformers, numba or numpy-heavy rooms.
+The public names are importable from here and loaded on first use: importing the package loads none
+of torch, transformers and numba.
 """
 
 from __future__ import annotations

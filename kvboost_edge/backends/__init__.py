@@ -1,5 +1,4 @@
-"""Storage of keys and values in blocks, and attention that reads them in place: reference, cpu
-(Numba), torch.
+"""KV storage in blocks and paged attention: reference, cpu (Numba), torch, cuda.
 
-Importing this package loads no backend; `backends.select` picks one and loads it.
+Importing this package loads no backend; `backends.select` chooses one and loads it.
 """

@@ -1,1 +1,1 @@
-"""What a person touches: the `kvboost-edge` command."""
+"""The command line: `kvboost-edge`."""

@@ -1,1 +1,1 @@
-"""Interfaces of other systems, over this one's parts."""
+"""Interfaces of other projects, over this package's block pool."""

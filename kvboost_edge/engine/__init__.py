@@ -1,1 +1,1 @@
-"""The engine: requests, scheduling, sampling and the public face `CPUPagedEngine`."""
+"""The engine: requests, scheduling, sampling, and the public class `CPUPagedEngine`."""

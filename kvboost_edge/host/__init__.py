@@ -1,1 +1,1 @@
-"""The machine: processor, thread team, memory and the limits of its control groups."""
+"""The machine: processor, memory, container limits, files, per-tenant LRU."""

@@ -1,3 +1,4 @@
-"""Numba kernels and their plain NumPy oracle. Importing this package imports neither; import the
-module you need.
+"""Numba kernels, and their NumPy oracles.
+
+Importing this package imports neither; import the module that you need.
 """

@@ -1,5 +1,3 @@
-"""Blocks, tables, prefix hashes: bookkeeping on integers. No arrays of keys and values live
-here.
-"""
+"""Block pool bookkeeping: block tables, prefix hashes, copy-on-write. Integers only, no arrays."""
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""Model directories: where they are, what they contain, whether they are sound, and what identifies
-them.
-"""
+"""Model files: location, checks, fingerprint, and the checkpoint that is parsed once."""

@@ -1,3 +1,1 @@
-"""Keys and values used again at other positions: what can be found, and how documents are cut for
-it.
-"""
+"""Non-prefix KV reuse: index, search and recompute plans, document chunking."""

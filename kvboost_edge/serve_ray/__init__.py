@@ -1,4 +1,4 @@
-"""Replicas of one engine on several machines, and which of them a request goes to."""
+"""Replicas on Ray Serve: several engines, on one or more machines, behind one server."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""HTTP server: OpenAI's API, metrics and a web page over one engine."""
+"""The HTTP server: OpenAI-compatible and other APIs, metrics and a web page."""

@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings."""
+"""Text: tokenizers, chat templates, incremental detokenizer, stop strings."""

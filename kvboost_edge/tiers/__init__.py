@@ -1,3 +1,1 @@
-"""Where keys and values live beside the pool: tiers of whole blocks, and the thread that moves
-them.
-"""
+"""Offload tiers below the block pool, and the I/O thread that moves blocks."""

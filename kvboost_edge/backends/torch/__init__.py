@@ -1,3 +1,1 @@
-"""What the torch backend is made of: a pass's groups, their attention, blocks as stored or as
-codes, Apple GPUs.
-"""
+"""Parts of the torch backend: padded groups, attention, float and quantized blocks, Apple GPUs."""

@@ -1,1 +1,1 @@
-"""What the command line says of blocks and packed weights on this machine's disk."""
+"""Commands that list, verify and clear what is cached on disk: KV blocks and packed weights."""

@@ -1,1 +1,1 @@
-"""What the command line asks of a running server."""
+"""Commands that ask a running server."""

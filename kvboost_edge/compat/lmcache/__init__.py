@@ -1,6 +1,4 @@
-"""LMCache's engine: keys and values of chunks of tokens, found by prefix, in memory, on disk and in
-Redis.
-"""
+"""LMCache's engine: KV chunks found by prefix, in memory, on disk and in Redis."""
 
 from kvboost_edge.compat.lmcache.builder import LMCacheEngineBuilder
 from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata

@@ -1,1 +1,1 @@
-"""Paged attention over KV as it is stored in floats."""
+"""Paged attention over float KV."""

@@ -1,1 +1,1 @@
-"""Matrix products over packed weights."""
+"""Matrix products over packed, quantized weights."""

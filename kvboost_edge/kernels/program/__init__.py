@@ -1,1 +1,1 @@
-"""A pass as a table of operations that one kernel call runs."""
+"""A forward pass as a table of operations that one kernel call runs."""

@@ -1,1 +1,1 @@
-"""Quantized KV: its bytes, how it is written, and attention over them in integers."""
+"""Quantized KV: layout, writing, and integer attention."""

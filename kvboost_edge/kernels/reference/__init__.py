@@ -1,1 +1,1 @@
-"""Every kernel in plain NumPy, under its kernel's name: the specification and the oracle."""
+"""NumPy oracles: every kernel under its name, as its specification."""

@@ -1,5 +1,3 @@
-"""Which cached block goes first: the policy and its order, what was used again, and what is
-pinned.
-"""
+"""Eviction of cached blocks: policies, their order, usage counts and pins."""
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""States of models that keep them beside keys and values: slots, which tables write which, where
-snapshots are kept.
-"""
+"""Recurrent state of hybrid models: slots, snapshots, and where snapshots are taken."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a model says of itself: configs, families, rope, quantization."""
+"""Model configs: layers, RoPE, pooling, quantization."""

@@ -1,1 +1,1 @@
-"""One file per model family: its flags, config, GGUF names and notes; and what several share."""
+"""Model families, a file for each: flags, config, GGUF names and notes; and shared code."""

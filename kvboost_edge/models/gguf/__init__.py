@@ -1,1 +1,1 @@
-"""GGUF files: header, blocks, names, metadata as a config."""
+"""GGUF files: header, block formats, metadata as a config."""

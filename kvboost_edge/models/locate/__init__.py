@@ -1,6 +1,4 @@
-"""Where models are: names, directories, files, the hub, and the stores of other programs on this
-machine.
-"""
+"""Model locations: names, directories, files, the hub, and stores of other programs."""
 
 from kvboost_edge.models.locate.model import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.locate.names import model_name

@@ -1,3 +1,3 @@
-"""ONNX files as models: read without the `onnx` package, recognised as decoders, packed for the
-native runner.
+"""ONNX files: read without the `onnx` package, recognized as decoders, packed for the native
+runner.
 """

@@ -1,1 +1,1 @@
-"""Weights in the layout the kernels read: planned, packed, kept in one checked file."""
+"""Packed weights: planned, packed in the kernels' layout, kept in one checked file."""

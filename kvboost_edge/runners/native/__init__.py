@@ -1,1 +1,1 @@
-"""The native runner: Llama and kin on the project's own kernels, without torch."""
+"""The native runner: model families on the project's own kernels, without torch."""

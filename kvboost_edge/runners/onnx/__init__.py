@@ -1,1 +1,1 @@
-"""Any decoder in an ONNX file that takes past keys and values, on onnxruntime."""
+"""The ONNX runner: decoders with past keys and values, on onnxruntime."""

@@ -1,1 +1,1 @@
-"""Any causal model of transformers, its attention over paged KV."""
+"""The torch runner: causal models of transformers, with paged attention."""

@@ -1,3 +1,1 @@
-"""Which replica a request goes to: what each holds, how busy it is, what a first token would cost
-there. No network.
-"""
+"""Prefix-aware routing: a replica by its cached prefixes, load and expected time. No network."""

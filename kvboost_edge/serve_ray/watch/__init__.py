@@ -1,3 +1,1 @@
-"""Which replicas there are, and how they are: told by Ray, asked again and again, seen from
-within.
-"""
+"""Health of replicas: membership, health checks, stall detection."""

@@ -1,1 +1,1 @@
-"""OpenAI's API and what goes with it: routes, bodies and their bounds, answers."""
+"""OpenAI's API: routes, schemas with their bounds, responses."""

@@ -1,1 +1,1 @@
-"""The prefix doctor: why a prompt was read again."""
+"""Cache-miss reports: first diverging token, cause, cost and remedy of a request."""

@@ -1,8 +1,7 @@
-"""What clients change from turn to turn without meaning anything by it, put back as it was before:
-the prompt then begins as the last one did.
+"""Request normalization: undoing client changes that would break the prefix.
 
-The model sees the same tools, the same arguments and all of the text but lines that are known to be
-for somebody else.
+The model sees the same tools, the same arguments and the whole text, except for lines known to be
+meant for somebody else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A chat request as the model is asked: what clients change without meaning anything by it is as it
-was before.
-"""
+"""A chat request with normalized tools, arguments and messages."""
 
 from __future__ import annotations
 

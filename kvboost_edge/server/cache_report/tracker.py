@@ -1,4 +1,4 @@
-"""Keeps what was asked, and says of each request why its prompt was read again."""
+"""The tracker of prompts: keeps the latest ones and explains the cache misses of new ones."""
 
 from __future__ import annotations
 

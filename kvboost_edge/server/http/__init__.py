@@ -1,1 +1,1 @@
-"""HTTP itself: the protocol with its deadlines, hosts, keys, headers, and the web page's files."""
+"""HTTP: protocol and deadlines, hosts, API keys, headers, static files of the web page."""

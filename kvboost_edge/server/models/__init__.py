@@ -1,3 +1,1 @@
-"""The models of one server: which are loaded, how they come and go, and what is said of all of
-them.
-"""
+"""Served models: loading, unloading, memory, and their listing."""

@@ -1,1 +1,1 @@
-"""From an admitted request to the engine and back: the queue, the bridge, streams."""
+"""Request handling: admission queue, bridge to the engine, streams."""

@@ -1,3 +1,1 @@
-"""What stands in an assistant's turn: reasoning, an answer, tool calls; learned from the model's
-own chat template.
-"""
+"""Assistant turns: reasoning, content and tool calls, by the model's chat template."""

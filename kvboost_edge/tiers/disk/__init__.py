@@ -1,3 +1,1 @@
-"""Blocks on a local disk: segment files that are only ever appended to, an index in memory, one
-owner per directory.
-"""
+"""The disk tier: append-only segment files, an index in memory, one owner per directory."""

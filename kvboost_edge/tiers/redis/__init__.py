@@ -1,3 +1,1 @@
-"""Blocks on a Redis or Valkey server that several machines share: where it is, values and their
-seals, the tier.
-"""
+"""The Redis and Valkey tier: a server shared by machines, values sealed."""

@@ -1,1 +1,1 @@
-"""Operations of layers that keep a state instead of keys and values."""
+"""Operations of recurrent layers: short convolutions, Mamba2, gated delta rule."""

@@ -1,3 +1,1 @@
-"""Other APIs in front of the same generation: each a translation of bodies and answers, with routes
-of its own.
-"""
+"""Compatibility APIs: each translates requests and responses, with routes of its own."""

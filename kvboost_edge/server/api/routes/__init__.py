@@ -1,1 +1,1 @@
-"""The routes. Each checks its body by a schema and hands over to the module that does the work."""
+"""HTTP routes: each validates its body and calls the module that does the work."""

@@ -1,1 +1,1 @@
-"""What bodies may hold, route by route."""
+"""Request schemas, a module for each route."""

@@ -1,1 +1,1 @@
-"""Turns that are made of several messages, each in a channel: read, and held to by grammars."""
+"""Harmony (gpt-oss): turns of several messages in channels, their parser and grammar."""

@@ -1,1 +1,1 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens."""
+"""Anthropic's API: /v1/messages and /v1/messages/count_tokens."""

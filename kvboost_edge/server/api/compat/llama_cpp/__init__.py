@@ -1,1 +1,1 @@
-"""llama.cpp's own routes: completion, infill, the template applied, and the server's properties."""
+"""llama.cpp's API: completion, infill, template rendering, server properties."""

@@ -1,1 +1,1 @@
-"""Ollama's chat and generate: JSON lines, options, and the model as its own clients list it."""
+"""Ollama's API: chat and generate as JSON lines, options, model listings."""

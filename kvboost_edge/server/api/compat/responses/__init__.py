@@ -1,1 +1,1 @@
-"""OpenAI's responses: items in, items out, and conversations that the server remembers."""
+"""OpenAI's Responses API: items, events, and conversations that the server stores."""
