@@ -1,5 +1,5 @@
-"""From a model to the parts of an engine: files checked, memory planned, runner, backend and block
-pool made.
+"""The assembly of an engine: checks the files, plans the memory, makes runner, backend and block
+pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of `debug_checks=True`: slow, and out of sight of the step they watch."""
+"""The block checks of `debug_checks=True`. They are slow."""
 
 from __future__ import annotations
 

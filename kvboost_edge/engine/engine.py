@@ -1,5 +1,5 @@
-"""`CPUPagedEngine`: the public face. Every call is a `submit`; one engine thread computes them all
-together.
+"""`CPUPagedEngine`, the public class. Every call is a `submit`; one engine thread runs all
+requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The caller's end of a request: token events as they come, the result, and cancel."""
+"""The caller's handle of a request: token events, the result, cancellation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How well a model predicts a text, and how far another form of it (weights, cache) is from
-that.
-"""
+"""Perplexity of a model on a text, and the distance of another form of it (weights, cache)."""
 
 from __future__ import annotations
 

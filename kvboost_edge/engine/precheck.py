@@ -1,6 +1,4 @@
-"""What is wrong with a request whatever the model says: refused before anything is loaded, packed
-or compiled.
-"""
+"""Checks of a request that need no model: refused before anything is loaded, packed or compiled."""
 
 from __future__ import annotations
 

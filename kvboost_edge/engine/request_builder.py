@@ -1,5 +1,5 @@
-"""From a caller's arguments to checked, frozen requests. Nothing is held when any of this
-raises.
+"""The request builder: checks a caller's arguments and makes frozen requests. It holds no
+resources.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From logits to the next token: a closure with only the enabled steps. NumPy only.
+"""Sampling: from logits to the next token, a closure with only the enabled steps. NumPy only.
 
 The steps run in this order: penalties, logit bias, tokens that are never drawn, temperature, top_k,
 top_p, min_p, draw. Ties are broken by token id. The random number of a token is Philox keyed by

@@ -1,6 +1,4 @@
-"""Spans of sequences: found and placed when one is let in, and probed before its tokens are
-computed.
-"""
+"""Spans of non-prefix KV reuse: placed at admission, scored before tokens are computed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The figures of a running engine, read while the bookkeeping stands still. Counters count since
-the start.
-"""
+"""Statistics of a running engine, read under its lock. Counters count since the start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whether a model fits, before anything of it is packed or loaded: what `doctor` shows and the
-engine refuses by.
-"""
+"""The memory check before anything is packed or loaded, used by `doctor` and by the engine."""
 
 from __future__ import annotations
 

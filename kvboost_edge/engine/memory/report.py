@@ -1,6 +1,4 @@
-"""Where the memory goes: weights, pool, the rest; and whether it fits before anything is
-allocated.
-"""
+"""The memory report: weights, pool and the rest, checked before anything is allocated."""
 
 from __future__ import annotations
 

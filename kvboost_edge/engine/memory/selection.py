@@ -1,6 +1,4 @@
-"""Which runner, weight format and backend a model gets on this machine, why, and what memory it
-will take: one place for the engine, `inspect`, `doctor` and the server.
-"""
+"""The selection of runner, weight format and backend, with reasons and planned memory."""
 
 from __future__ import annotations
 

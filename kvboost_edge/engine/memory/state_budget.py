@@ -1,4 +1,4 @@
-"""How many states there is room for, and how many sequences run together because of that."""
+"""The budget of recurrent state: number of slots, and of sequences that run together."""
 
 from __future__ import annotations
 

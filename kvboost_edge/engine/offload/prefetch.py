@@ -1,5 +1,4 @@
-"""Prefixes on their way from a tier into the pool: whose they are, and which tables hold their
-blocks. Integers only.
+"""Prefetch of KV blocks from the offload tiers into the pool. Integers only.
 
 A load holds an ordinary block table over the tokens that a tier may have, so that its blocks are
 claimed: others who share the prefix wait for it as they wait for a sequence that computes it. It is

@@ -1,5 +1,4 @@
-"""States of a model that keeps some beside keys and values, on their way between their slots and
-the tiers.
+"""Write-back and restore of recurrent state between its slots and the offload tiers.
 
 Outside the pool the state behind a block is one more record behind it. Only those that somebody is
 likely to go on from are written, not a backbone's: a state may be as large as hundreds of blocks.

@@ -1,5 +1,4 @@
-"""Between the pool and the tiers, on the engine's thread: fills blocks that arrived, copies out
-those worth keeping.
+"""The engine thread's side of the offload tiers: fills arrived blocks, writes back others.
 
 Blocks are copied out of the pool behind the computation, a little at each step, all of them when
 the engine is idle or closes, and at the last moment when they are evicted. Nothing here waits for a

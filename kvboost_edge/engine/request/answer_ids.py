@@ -1,5 +1,4 @@
-"""The token ids of answers, beside their text: a chat's next turn then finds its last one in the
-cache.
+"""Token ids of generated answers by their text, so that a chat's next turn finds them in the cache.
 
 A model need not write a text with the tokens that the tokenizer makes of it. Encoded anew, such an
 answer differs from what was computed, and all behind it misses the cache. So the ids are kept, in

@@ -1,4 +1,4 @@
-"""What an answer has to fit, read and bounded before anybody compiles it.
+"""Grammars of requests for structured output, read and bounded before they are compiled.
 
 The bounds are of what the compiler's own limits leave open: how deep it calls itself, states that a
 number asks for, and texts that are written out.

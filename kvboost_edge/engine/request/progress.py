@@ -1,4 +1,4 @@
-"""How far a prompt is."""
+"""The prefill progress of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a caller passes as a prompt to checked token ids."""
+"""Prompts: from text, token ids or chat messages to checked token ids."""
 
 from __future__ import annotations
 

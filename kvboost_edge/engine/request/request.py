@@ -1,4 +1,4 @@
-"""What a caller asks for: sampling parameters and the frozen request."""
+"""Sampling parameters and the frozen request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a caller gets back. Times are milliseconds on one clock that starts where the call was
-entered.
-"""
+"""Results of calls. Times are milliseconds on one clock that starts when the call began."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens of which sequence the next step computes."""
+"""The token budget of a step: how many tokens each sequence computes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What several tenants get of one machine: tokens of a step, places among the running, in
-proportion to their weights.
+"""Fairness between tenants: tokens of a step and places, in proportion to their weights.
 
 With one tenant nothing here is asked. A tenant that wants less than its share leaves the rest to
 the others; one that was away has nothing saved up: it starts level with whoever was served least.

@@ -1,4 +1,4 @@
-"""What a running sequence keeps of its output: text, scores of tokens, and times."""
+"""The output of a running sequence: text, logits and log probabilities, times."""
 
 from __future__ import annotations
 

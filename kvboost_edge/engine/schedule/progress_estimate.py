@@ -1,5 +1,4 @@
-"""How far prompts are computed, and about how long they will take: from the time steps took lately,
-at each depth.
+"""Progress of prompts and time left, estimated from the step times at each depth.
 
 The engine's thread tells of each step; who asks reads what there is and waits for nothing. What
 attention costs grows with the tokens before, so seconds per token are kept by depth.

@@ -1,5 +1,4 @@
-"""What outlives the rest of the cache: pinned prompts; and, without a promise, prompts to be
-retained and what calls under one `prompt_cache_key` had in common.
+"""Pinned prompts, and prompts that are retained without a promise, such as by `prompt_cache_key`.
 
 A key says that prompts come again; it is believed as far as they did. What a call has in common
 with the call before it under the same key, counted in whole blocks from the beginning, is retained

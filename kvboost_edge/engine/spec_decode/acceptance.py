@@ -1,4 +1,4 @@
-"""Drafts that were right, on their way into the states of models that keep some.
+"""Accepted draft tokens on their way into the recurrent state of hybrid models.
 
 What a pass was given as a guess no slot has seen: it leaves the state behind the last certain token
 of each sequence, and apart from that what its drafts bring to a state. Once it is known which of

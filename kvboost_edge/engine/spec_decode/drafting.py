@@ -1,5 +1,4 @@
-"""What may follow a text: its last tokens stood somewhere before, and something followed them
-there.
+"""Draft tokens by prompt lookup: what followed the last tokens where they occurred before.
 
 They are looked for in the request itself (a suffix automaton), and in what its tenant asked and was
 answered lately (a ring). After Oliaro et al., "SuffixDecoding" (2024), and Saxena, "Prompt Lookup

@@ -1,5 +1,4 @@
-"""Tokens guessed ahead and computed with the one that is certain: whoever repeats what was said
-before waits less.
+"""Speculative decoding: how many draft tokens each sequence gets, and their outcome.
 
 The tokens of a draft are rows of the next pass behind the certain one. Each row samples its own
 token, as it would alone; the drafts are accepted as far as they are those tokens. A row's logits do

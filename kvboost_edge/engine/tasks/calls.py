@@ -1,6 +1,4 @@
-"""Requests of this process itself: queued together, waited for, and cancelled if that is
-interrupted.
-"""
+"""Requests of this process: queued together, waited for, and cancelled on an interrupt."""
 
 from __future__ import annotations
 

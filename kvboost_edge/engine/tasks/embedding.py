@@ -1,6 +1,4 @@
-"""Vectors of texts and scores of documents: prefill-only requests beside all others, whose last
-states are pooled.
-"""
+"""Embedding and reranking: prefill-only requests whose last hidden states are pooled."""
 
 from __future__ import annotations
 

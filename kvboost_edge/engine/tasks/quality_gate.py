@@ -1,6 +1,7 @@
-"""The test of reuse that stands before the first request for it: the model answers questions on
-built-in text in full, with the documents in another order, and with reuse; see
-reuse/quality_gate.py for what is compared.
+"""The quality gate of non-prefix KV reuse, which runs before the first request that uses it.
+
+The model answers questions on a built-in text three times: computed in full, with the documents in
+another order, and with reuse. See reuse/quality_gate.py for what is compared.
 """
 
 from __future__ import annotations

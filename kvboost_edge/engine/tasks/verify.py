@@ -1,5 +1,6 @@
-"""`verify_correctness`: each prompt without and with the cache, compared on tokens, logits and
-distributions; and without and with reuse at other positions, which is approximate and so compared
+"""`verify_correctness`: compares prompts with and without the cache, and with and without reuse.
+
+Tokens, logits and distributions are compared. Non-prefix reuse is approximate, so it is compared
 with what it may change.
 """
 
