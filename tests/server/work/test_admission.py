@@ -72,6 +72,8 @@ def test_a_full_queue_answers_503_at_once(tiny_engine, held, monkeypatch, body):
             server.client() as client,
         ):
             wait_until(lambda: server.state.admission.sequences == 2, "two requests in flight")
+            # The first request must be past tokenization, which the patches below replace.
+            wait_until(lambda: held.steps == 1, "the model to stand still")
             with monkeypatch.context() as patch:
                 patch.setattr(bodies, "parse_json", read.append)
                 patch.setattr(tiny_engine.tokenizer.codec, "encode", read.append)
