@@ -1,0 +1,280 @@
+"""Every option string that a release accepted, each with a value, and the exit codes of the
+commands. An entry is never removed: scripts depend on it.
+"""
+
+import pytest
+import typer.main
+
+from kvboost_edge.cli.app import app, run
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.__main__ import main
+from kvboost_edge.server.flags import parse_flags
+
+ENGINE = ("--kv-cache-bits 8,4", "--option num_threads=2", "-o dtype=float32")
+PACKED = ("--pack-cache", "--no-pack-cache")
+MODEL = ("--model x", "-m x")
+REQUEST = (
+    "--max-new-tokens 4",
+    "-n max",
+    "--sampling top_p=0.9",
+    "-s seed=1",
+    "--json-schema FILE",
+    "--mode chunk_kv_reuse",
+    "--recompute-strategy cacheblend",
+    "--recompute-overlap 8",
+    "--recompute-ratio 0.2",
+)
+CLIENT = ("--url http://x", "--api-key key")
+COMMANDS = {  # name: (required arguments, options with a value)
+    "generate": ("Hello", (*MODEL, *REQUEST, "--chat", *ENGINE, *PACKED, "--json")),
+    "chat": ("", (*MODEL, "--system Text", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
+    "demo": ("", (*ENGINE, *PACKED)),
+    "doctor": ("", ("x", *MODEL, *ENGINE, "--json")),
+    "models": ("", ("word", "--option num_threads=2", "-o dtype=float32", "--json")),
+    "inspect": ("", ("x", *MODEL, *ENGINE, "--json")),
+    "eval": (
+        "FILE",
+        (*MODEL, "--against weights=int4", "--window 64", *ENGINE, *PACKED, "--json"),
+    ),
+    "warmup": ("", (*MODEL, "--mode baseline", *ENGINE)),
+    "launch": ("claude", (*CLIENT, *MODEL, "--exec", "-- -p Hello", "--unknown")),
+    "cache": (
+        "prune",
+        (
+            "word",
+            "--disk-cache-dir DIR",
+            "--max-disk-bytes 4000",
+            "--older-than 2.5",
+            "--yes",
+            "-y",
+            "--dry-run",
+            "--json",
+        ),
+    ),
+    "why": ("", ("req-1", *CLIENT, "--list", "--json")),
+    "warm": ("--from-request FILE", (*CLIENT, "--pin", "--ttl 60", "--json")),
+}
+SERVE = """
+--model x
+-m x
+--warm Text
+--warm-document Text
+--workers 2
+--ray-address auto
+--api-key key
+--api-key-file {keys}
+--admin-api-key key
+--admin-api-key-file {keys}
+--insecure
+--allowed-host x.example
+--cors-origin https://x.example
+--model-name x
+--host localhost
+--port 0
+--max-batch-size 3
+--batch-window-ms 0.5
+--max-queue-size 0
+--max-queue-tokens 77
+--request-timeout 1.5
+--drain-seconds 0
+--max-body-bytes 4096
+--max-connections 5
+--header-seconds 2
+--body-seconds 3
+--write-seconds 4
+--keep-alive-seconds 5
+--request-history 0
+--keep-alive 60
+--max-model-bytes 8e9
+--normalise tools,billing
+--normalise off
+--context-overflow drop_oldest
+--log-level error
+--log-format text
+--device cpu
+--dtype float32
+--backend default
+--backend cpu-paged
+--runner native
+--weights int4-asym
+--rope-range long
+--max-cache-bytes 4e9
+--max-state-bytes 4000000
+--block-size 32
+--num-blocks 9
+--kv-cache-bits 8
+--kv-cache-bits 8,4
+--max-batch-tokens 64
+--max-pinned-blocks 0
+--num-threads 1
+--recompute-strategy cacheblend
+--recompute-overlap 8
+--recompute-ratio 0.25
+--chunk-size 64
+--chunk-boundary-window 8
+--overlap-k 16
+--sink-tokens 16
+--primer-tokens 32
+--reuse-gate off
+--speculation on
+--max-draft-tokens 7
+--revision main
+--disk-cache-dir off
+--redis-url redis://x
+--max-disk-bytes 8e9
+--no-pack-cache
+--redis-trust
+""".strip().splitlines()
+# The flag of another that one of them needs.
+NEEDED = {"--redis-trust": ["--redis-url", "redis://x"]}
+WRONG = {  # after the command: the exit code
+    "generate x --no-such": 2,
+    "generate": 2,
+    "generate x extra": 2,
+    "generate x -n many": 2,
+    "generate x -n": 2,
+    "generate x --mode fast": 2,
+    "generate x --recompute-overlap 1.5": 2,
+    "generate x --recompute-ratio much": 2,
+    "generate x -o num_threads": 1,
+    "generate x -o no_such=1": 1,
+    "generate x -s top_p=2": 1,
+    "generate x -s top_p": 1,
+    "generate x --kv-cache-bits 5": 1,
+    "chat --api-key x": 1,
+    "chat --url http://x -o dtype=float32": 1,
+    "inspect": 2,
+    "inspect x --model y": 2,
+    "launch": 2,
+    "launch netscape": 2,
+    "cache": 2,
+    "cache burn": 2,
+    "cache prune --max-disk-bytes 4e9": 2,
+    "cache prune --older-than long": 2,
+    "warm": 2,
+    "warm --from-request no-such-file": 1,
+    "no-such": 2,
+    "": 2,
+}
+SERVE_WRONG = {
+    "--no-such": 2,
+    "extra": 2,
+    "--mod x": 2,
+    "--port many": 2,
+    "--port 9.5": 2,
+    "--port": 2,
+    "--port 70000": 1,
+    "--max-batch-size 0": 1,
+    "--request-timeout long": 2,
+    "--request-timeout nan": 1,
+    "--keep-alive -1": 1,
+    "--max-model-bytes 0": 1,
+    "--max-model-bytes large": 2,
+    "--normalise everything": 1,
+    "--context-overflow shout": 2,
+    "--log-level loud": 2,
+    "--log-format xml": 2,
+    "--workers 0": 1,
+    "--workers few": 2,
+    "--host 0.0.0.0": 1,
+    "--allowed-host http://x": 1,
+    "--cors-origin *": 1,
+    "--api-key-file no-such-file": 1,
+    "--warm @no-such-file": 1,
+    "--no-pack-cache=1": 2,
+}
+ENGINE_WRONG = {
+    "--backend nonsense": 1,
+    "--dtype float8": 1,
+    "--block-size 8": 1,
+    "--block-size few": 2,
+    "--kv-cache-bits 5": 1,
+    "--kv-cache-bits eight": 2,
+    "--max-cache-bytes 0": 1,
+    "--max-cache-bytes much": 2,
+    "--recompute-strategy left": 1,
+    "--recompute-ratio 2": 1,
+    "--num-threads 0": 1,
+    "--max-draft-tokens 64": 1,
+}
+EACH = [(name, option) for name, (_, options) in COMMANDS.items() for option in options]
+
+
+@pytest.fixture(autouse=True)
+def no_settings_in_the_environment(monkeypatch):
+    for name in ("KVBOOST_API_KEY", "KVBOOST_API_KEYS", "KVBOOST_EDGE_REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def code_of(command, argv):
+    try:
+        return command(argv)
+    except SystemExit as stop:
+        return stop.code
+
+
+@pytest.mark.parametrize(("name", "option"), EACH, ids=lambda text: text.replace(" ", "="))
+def test_commands_accept_every_option(name, option):
+    required, _ = COMMANDS[name]
+    given = read(name, required, option)
+    assert given != read(name, required) or option == "--pack-cache", "the default"
+    if option.startswith("--") and len(option.split()) == 2 and option[2] != " ":
+        assert read(name, required, option.replace(" ", "=")) == given
+
+
+def read(name, *words):
+    """Parameters and further arguments of a command line, as the command's function gets them."""
+    command = typer.main.get_command(app).commands[name]
+    context = command.make_context(name, " ".join(words).split())
+    return context.params, context.args
+
+
+def served(argv):
+    options = parse_flags(argv, "kvboost-server")
+    EngineConfig.from_options(**options.engine)
+    return options
+
+
+@pytest.mark.parametrize("line", SERVE)
+def test_the_server_accepts_every_flag(line, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("key\n")
+    argv = line.format(keys=keys).split()
+    options = served([*argv, *NEEDED.get(argv[0], [])])
+    assert options != parse_flags([], "kvboost-server")
+    if len(argv) == 2 and line.startswith("--"):
+        assert parse_flags([f"{argv[0]}={argv[1]}"], "kvboost-server") == options
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS, "serve"])
+def test_help_is_0(name, capsys):
+    for flag in ("--help", "-h"):
+        assert run([*name.split(), flag]) == 0
+    assert code_of(main, ["--help"]) == code_of(main, ["-h"]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "code"), WRONG.items(), ids=lambda one: str(one))
+def test_exit_codes(line, code, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(line.split()) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "code"), SERVE_WRONG.items(), ids=lambda one: str(one))
+def test_exit_codes_of_the_server(line, code, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert code_of(main, line.split()) == code
+    assert run(["serve", *line.split()]) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("line", "code"), ENGINE_WRONG.items(), ids=lambda one: str(one))
+def test_exit_codes_of_the_servers_engine_flags(line, code):
+    """Without loading a model, which the server does before it refuses the values."""
+    if code == 2:
+        assert code_of(main, line.split()) == 2
+    else:
+        with pytest.raises(ConfigError):
+            served(line.split())
