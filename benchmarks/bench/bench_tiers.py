@@ -47,7 +47,7 @@ from benchmarks.bench.bench_peers import Worker, parser_for_models
 from benchmarks.data.agent_turns import AGENT, Outcome, Turns, play
 from benchmarks.data.random_model import kept_gguf
 from benchmarks.data.shapes import SHAPES
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.tier import DiskTier
 

@@ -192,7 +192,7 @@ class Replica:
         if self.shared is None:
             return False
         if job.read_until is None:
-            after = self.manager.content.keys_after(job.prompt, job.root)
+            after = self.manager.content.addresses_after(job.prompt, job.root)
             there = itertools.takewhile(
                 self.shared.blocks.__contains__, (key.prefix_hash for key in after.keys)
             )

@@ -38,7 +38,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         loads=loads,
-        sharing=SpanSharing(manager, min_chunk_tokens, remembers=loads.has_shelf),
+        sharing=SpanSharing(manager, min_chunk_tokens, remembers=loads.has_tiers),
         speculation=speculation,
         whole=whole,
     )

@@ -95,7 +95,7 @@ class SpanSharing(SpanPlacement):
         tried once. What was loaded for it before is in the cache.
         """
         shared = sequence.spans
-        if not isinstance(shared, SequenceSpans) or not loads.has_shelf:
+        if not isinstance(shared, SequenceSpans):
             return None
         if shared.lost_runs is None:
             lost = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)

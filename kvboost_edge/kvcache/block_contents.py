@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
-from kvboost_edge.kvcache.hashing import LoneRoot, encode_tokens, state_hash
+from kvboost_edge.kvcache.hashing import BlockAddress, LoneRoot, encode_tokens
 from kvboost_edge.kvcache.lookup import Lookup
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
@@ -18,48 +18,26 @@ __all__ = [
     "BLOCK_FREE",
     "BLOCK_REFERENCED",
     "BLOCK_SHARED",
+    "AddressesAfter",
     "BlockContents",
-    "ContentKey",
-    "KeysAfter",
     "PoolUsage",
 ]
 
 BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 
 
-class ContentKey(NamedTuple):
-    """What a full block holds, to the bit, whatever pool it is in: its chain hash, that of the
-    block before it (the root for the first), and its own tokens, little-endian u32.
-    """
-
-    prefix_hash: bytes
-    parent_hash: bytes
-    tokens: bytes
-
-    @classmethod
-    def of(cls, entry: PrefixEntry) -> ContentKey:
-        """Of a published block. The first of a chain has its root before the tokens."""
-        tokens = entry.tokens if entry.parent_serial else entry.tokens[len(entry.parent_hash) :]
-        return cls(entry.prefix_hash, entry.parent_hash, tokens)
-
-    @property
-    def state(self) -> ContentKey:
-        """What the state behind the block is, as one more block behind it."""
-        return ContentKey(state_hash(self.prefix_hash), self.prefix_hash, self.tokens)
-
-
-class KeysAfter(NamedTuple):
+class AddressesAfter(NamedTuple):
     """Of a prompt, and what the pool can serve of it now.
 
     num_shared   blocks of the longest prefix that may be shared
     num_there    blocks behind it that are in the pool too, and lack a state
-    keys         of all full blocks behind it that could be served, those in the pool first; hashed
+    addresses    of all full blocks behind it that could be served, those in the pool first; hashed
                  when asked for
     """
 
     num_shared: int
     num_there: int
-    keys: Iterator[ContentKey]
+    addresses: Iterator[BlockAddress]
 
 
 class BlockContents:
@@ -124,18 +102,18 @@ class BlockContents:
         self._published = {}
         return list(published)
 
-    def drain_evicted(self) -> dict[int, ContentKey]:
+    def drain_evicted(self) -> dict[int, BlockAddress]:
         """Blocks handed out again since the last call, and what they held: it is there until the
         next pass or copy.
         """
         evicted = self._evicted
         self._evicted = {}
-        return {block_id: ContentKey.of(entry) for block_id, entry in evicted.items()}
+        return {block_id: entry.address for block_id, entry in evicted.items()}
 
-    def key(self, block_id: int) -> ContentKey | None:
+    def address(self, block_id: int) -> BlockAddress | None:
         """What a published block holds; None for any other, and for one that is being rewritten."""
         entry = self._index.entry(block_id)
-        return None if entry is None else ContentKey.of(entry)
+        return None if entry is None else entry.address
 
     def chain(self, table: BlockTable) -> list[bytes]:
         """Prefix hashes of a table's published blocks, in order."""
@@ -147,22 +125,24 @@ class BlockContents:
             entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None
         ]
 
-    def keys_after(self, token_ids: Sequence[int], root: bytes, known: bytes = b"") -> KeysAfter:
+    def addresses_after(
+        self, token_ids: Sequence[int], root: bytes, known: bytes = b""
+    ) -> AddressesAfter:
         """What is to be brought into the pool, so that more than the longest shared prefix is
         served. Changes nothing. `known` (see `Lookup`) finds the prefix and names nothing: a tier
         believes the hash it is asked by.
         """
         data = encode_tokens(token_ids)
         match = self._lookup.named(data, self._lookup.match(data, root, known))
-        return KeysAfter(len(match.block_ids), match.beyond, self._keys(data, match))
+        return AddressesAfter(len(match.block_ids), match.beyond, self._addresses(data, match))
 
-    def _keys(self, data: bytes, match: PrefixMatch) -> Iterator[ContentKey]:
+    def _addresses(self, data: bytes, match: PrefixMatch) -> Iterator[BlockAddress]:
         size = self._lookup.block_bytes
         parent = match.prefix_hash
         for index, prefix_hash in enumerate(
             self._lookup.awaitable(data, match), len(match.block_ids)
         ):
-            yield ContentKey(prefix_hash, parent, data[index * size : (index + 1) * size])
+            yield BlockAddress(prefix_hash, parent, data[index * size : (index + 1) * size])
             parent = prefix_hash
 
 

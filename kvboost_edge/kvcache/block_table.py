@@ -8,6 +8,8 @@ import bisect
 from operator import attrgetter
 from typing import NamedTuple
 
+from kvboost_edge.kvcache.hashing import BlockAddress
+
 __all__ = ["WHOLE", "BlockTable", "CopyOp", "PrefixEntry", "Span", "TableEntry", "TablePart"]
 
 _VALID_FROM = attrgetter("valid_from")
@@ -42,6 +44,12 @@ class PrefixEntry(NamedTuple):
     parent_hash: bytes = b""
     root: bytes = b""
     depth: int = 0
+
+    @property
+    def address(self) -> BlockAddress:
+        """The block's address, in which a root does not precede the tokens of the first block."""
+        tokens = self.tokens if self.parent_serial else self.tokens[len(self.parent_hash) :]
+        return BlockAddress(self.prefix_hash, self.parent_hash, tokens)
 
 
 class TableEntry(NamedTuple):

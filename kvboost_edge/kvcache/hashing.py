@@ -12,6 +12,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvboost_edge.errors import RequestError
 
@@ -20,6 +21,7 @@ __all__ = [
     "STATE_MASK",
     "STATE_WORD",
     "TOKEN_BYTES",
+    "BlockAddress",
     "HashFn",
     "LoneRoot",
     "chain_hash",
@@ -54,6 +56,28 @@ def state_hash(prefix_hash: bytes) -> bytes:
     a state stands for many blocks.
     """
     return _WORDS.pack(*[(word ^ STATE_WORD) & STATE_MASK for word in _WORDS.unpack(prefix_hash)])
+
+
+class BlockAddress(NamedTuple):
+    """The content of a full block, to the bit, in the pool and in every tier.
+
+    Equal addresses hold equal keys and values.
+
+    prefix_hash   32 bytes: SHA-256 chain over the block and all before it
+    parent_hash   32 bytes: that of the block before it; of the first block, the root of its chain
+    tokens        the block's own tokens, little-endian u32
+    """
+
+    prefix_hash: bytes
+    parent_hash: bytes
+    tokens: bytes
+
+    @property
+    def state_address(self) -> BlockAddress:
+        """The address of the recurrent state after the block, which tiers keep as one more block
+        after it.
+        """
+        return BlockAddress(state_hash(self.prefix_hash), self.prefix_hash, self.tokens)
 
 
 class LoneRoot(bytes):

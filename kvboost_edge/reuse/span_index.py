@@ -124,7 +124,7 @@ class SpanIndex:
                         first of a context. No two blocks may have one parent and the same tokens,
                         first ones of two roots apart
         tokens          the block's own, block_size little-endian u32 (`encode_tokens`,
-                        `ContentKey.tokens`)
+                        `BlockAddress.tokens`)
         first_position  of its first token where its keys were computed: as many tokens are its
                         context
 

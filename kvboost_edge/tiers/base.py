@@ -1,32 +1,19 @@
-"""What a tier is: a store of whole blocks outside the pool, named by their prefix hashes. May lose,
-never lies.
+"""The protocol of an offload tier, which keeps whole blocks outside the pool.
 
-A tier knows bytes and addresses, nothing of requests, tensors or positions. One thread, the mover,
-reads and writes; `holds`, `known`, `dropped`, `touch` and `stat` may be called from any thread at
-any moment and do no I/O.
+A tier may lose a block, and never returns a wrong one. It knows bytes and addresses, nothing of
+requests, tensors or positions. One thread, the mover, reads and writes; `holds`, `known`,
+`dropped`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-__all__ = ["BlockAddress", "ClosedTier", "Tier", "TierStats"]
+from kvboost_edge.kvcache.hashing import BlockAddress
 
-
-class BlockAddress(NamedTuple):
-    """What a block is, to the bit: equal addresses hold equal keys and values.
-
-    prefix_hash   32 bytes: SHA-256 chain over the block and all before it, see kvcache/hashing.py
-    parent_hash   32 bytes: that of the block before it; of the first block, the root its chain
-                  starts from
-    tokens        the block's own tokens, little-endian u32
-    """
-
-    prefix_hash: bytes
-    parent_hash: bytes
-    tokens: bytes
+__all__ = ["ClosedTier", "OffloadStore", "Tier", "TierStats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,3 +164,49 @@ class ClosedTier:
 
     def close(self) -> None:
         pass
+
+
+class OffloadStore:
+    """KV blocks outside the pool, as the scheduler sees them. Null: no tiers. No call waits."""
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is anything outside the pool."""
+        return False
+
+    def may_hold(self, prefix_hash: bytes) -> bool:
+        """Return whether a tier has the block, or might have it."""
+        return False
+
+    def holds(self, prefix_hash: bytes) -> bool:
+        """Return whether a tier has the block, as far as is known."""
+        return False
+
+    def dropped_from(self, prefix_hash: bytes) -> list[str]:
+        """Return the names of the tiers that had the block and dropped it."""
+        return []
+
+    def load(
+        self,
+        ticket: int,
+        addresses: Sequence[BlockAddress],
+        states: Mapping[int, BlockAddress] | None = None,
+        num_there: int = 0,
+    ) -> None:
+        """Read consecutive blocks of a chain, as far as a tier has them; chunks come until one is
+        the last.
+
+        With recurrent states, blocks are read up to the deepest state that a tier has, and that
+        state after them. Where it is lost, or a block before it, the next one before: three are
+        tried.
+
+        states       those that a tier may have, by the number of blocks before each
+        num_there    the first of those blocks, which are in the pool and not among the addresses
+        """
+        raise AssertionError("there is no tier to load from")
+
+    def cancel(self, ticket: int) -> None:
+        """End a load; chunks that are on their way still come, and its last one."""
+
+    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
+        """Note that these blocks of one chain, in order, were used."""

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
+from kvboost_edge.kvcache.hashing import BlockAddress
+from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held, Holdings
 
 __all__ = ["IOChunk", "Mover"]
@@ -68,7 +69,7 @@ class _Store(NamedTuple):
     data: Bytes
 
 
-class Mover:
+class Mover(OffloadStore):
     """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first; and states of
     `state_bytes`.
     """
@@ -97,16 +98,17 @@ class Mover:
 
     # The engine's side: none of these waits.
 
+    @property
+    def has_tiers(self) -> bool:
+        return bool(self._tiers)
+
     def may_hold(self, prefix_hash: bytes) -> bool:
-        """Whether a tier has the block, or might have it."""
         return any(tier.holds(prefix_hash) is not False for tier in self._working())
 
     def holds(self, prefix_hash: bytes) -> bool:
-        """Whether a tier has the block, as far as is known."""
         return any(tier.holds(prefix_hash) is True for tier in self._working())
 
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
-        """Names of the tiers that had the block and dropped it."""
         return [tier.name for tier in self._working() if tier.dropped(prefix_hash)]
 
     @property
@@ -123,7 +125,6 @@ class Mover:
         ]
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These blocks of one chain, in order, were used."""
         for tier in self._working():
             tier.touch(prefix_hashes)
 
@@ -134,20 +135,11 @@ class Mover:
         states: Mapping[int, BlockAddress] | None = None,
         num_there: int = 0,
     ) -> None:
-        """Read consecutive blocks of a chain, as far as a tier has them; pieces come until one is
-        the last. `states`: those that may be kept, by how many blocks they are behind, of which the
-        first `num_there` are in the pool and not among the addresses. Then blocks are read up to
-        the deepest one that a tier has, and that one behind them; where it is lost, or a block
-        before it, the next one before: three are tried.
-        """
         with self._changed:
             self._loads.append(_Load(ticket, addresses, states or {}, num_there))
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
-        """Nobody wants the rest of a load; pieces that are on their way still come, and its last
-        one.
-        """
         with self._changed:
             self._cancelled.add(ticket)
             self._changed.notify_all()

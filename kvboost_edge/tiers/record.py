@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import BlockAddress
 
 __all__ = [
     "ALIGNMENT",

@@ -302,8 +302,8 @@ FAULTS = faults(
     (
         "state: blocks in the pool are read again",
         "engine/offload/prefetch.py",
-        "self._shelf.fetch(ticket, keys[num_there:],",
-        "self._shelf.fetch(ticket, keys,",
+        "self._store.load(ticket, blocks[num_there:],",
+        "self._store.load(ticket, blocks,",
         _OF_TIERS,
     ),
     (

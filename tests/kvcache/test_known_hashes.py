@@ -22,7 +22,7 @@ def read(manager, block_ids):
     """The tokens that blocks were published with."""
     found = []
     for block_id in block_ids:
-        key = manager.content.key(block_id)
+        key = manager.content.address(block_id)
         found += [
             int.from_bytes(key.tokens[at : at + 4], "little") for at in range(0, len(key.tokens), 4)
         ]
@@ -108,7 +108,7 @@ def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
     """
     manager = KVCacheManager(64, B)
     manager.free(prefill(manager, tokens[: num_held * B] or tokens[:1]))
-    plain_first, _, plain_keys = manager.content.keys_after(tokens, ROOT)
+    plain_first, _, plain_keys = manager.content.addresses_after(tokens, ROOT)
     expected = list(plain_keys)
     for known in (
         right(other),
@@ -116,7 +116,7 @@ def test_what_a_tier_is_asked_for_is_never_a_lie(tokens, other, num_held):
         right(tokens),
         right(tokens)[:HASH_BYTES] + right(other),
     ):
-        first, _, keys = manager.content.keys_after(tokens, ROOT, known)
+        first, _, keys = manager.content.addresses_after(tokens, ROOT, known)
         found = list(keys)
         assert first <= plain_first
         assert found[plain_first - first :] == expected

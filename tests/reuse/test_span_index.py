@@ -10,7 +10,6 @@ from helpers.raising import assert_raises
 from helpers.reuse.index_cases import OTHER, ROOT, Offered
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kernels.reference.span_scan import StoredBlock
-from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.hashing import encode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.prefix_index import ROOT_SERIAL
@@ -168,7 +167,7 @@ def test_what_a_pool_publishes_fits_as_it_is():
         for block_id, entry in sorted(entries.items(), key=lambda item: item[1].serial):
             serial = entry.serial
             parent = entry.parent_serial
-            key = ContentKey.of(entry)
+            key = entry.address
             if serial not in roots:
                 roots[serial] = roots[parent] or key.parent_hash
                 depths[serial] = depths[parent] + 1

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from helpers.engine.fake_runner import fake_engine
 from helpers.engine.hand_mover import DictTier, HandMover
 from helpers.server.live_servers import wait_until
-from kvboost_edge.kvcache.hashing import prefix_hashes
-from kvboost_edge.tiers.base import BlockAddress, ClosedTier
+from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
+from kvboost_edge.tiers.base import ClosedTier
 from kvboost_edge.tiers.disk.tier import DiskTier
 from kvboost_edge.tiers.holdings import Holdings
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.record import (
     ALIGNMENT,
     decode_header,

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES, chain_hash
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, BlockAddress, chain_hash
 
 __all__ = ["chunk_addresses", "is_tensor", "mask_like", "num_skipped", "token_bytes"]
 

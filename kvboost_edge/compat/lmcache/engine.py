@@ -14,8 +14,8 @@ from kvboost_edge.compat.lmcache.chunks import chunk_addresses, mask_like, num_s
 from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, Metadata
 from kvboost_edge.compat.lmcache.stores import ChunkStore, MemoryStore, StoredChunk, TierStore
 from kvboost_edge.errors import RequestError
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES
-from kvboost_edge.tiers.base import BlockAddress, TierStats
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, BlockAddress
+from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.disk.tier import DiskTier
 from kvboost_edge.tiers.redis.tier import RedisTier
 

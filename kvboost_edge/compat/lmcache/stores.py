@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_edge.compat.lmcache.arrays import SHAPE_BYTES, ChunkShape, decode_shape
-from kvboost_edge.kvcache.hashing import TOKEN_BYTES
-from kvboost_edge.tiers.base import BlockAddress, Tier, TierStats
+from kvboost_edge.kvcache.hashing import TOKEN_BYTES, BlockAddress
+from kvboost_edge.tiers.base import Tier, TierStats
 
 __all__ = ["ChunkStore", "MemoryStore", "StoredChunk", "TierStore"]
 

@@ -11,20 +11,20 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvboost_edge.engine.request.results import Missed
 from kvboost_edge.engine.schedule.planners import PendingPrefetch, Prefetcher, SpanPlacement
-from kvboost_edge.kvcache.block_contents import ContentKey
-from kvboost_edge.kvcache.hashing import state_hash
+from kvboost_edge.kvcache.hashing import BlockAddress, state_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.tiers.base import OffloadStore
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence as Request
     from kvboost_edge.kvcache.block_table import BlockTable
 
-__all__ = ["PATIENCE", "NoShelf", "Prefetch", "PrefetchQueue", "Shelf"]
+__all__ = ["PATIENCE", "Prefetch", "PrefetchQueue"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,71 +32,6 @@ PATIENCE = 30.0
 """Seconds that a load may be silent: a disk or a network that takes longer for 8 MiB is slower than
 computing them.
 """
-
-
-class Shelf(Protocol):
-    """Where blocks are kept outside the pool, as the scheduler sees it. No call waits."""
-
-    def may_hold(self, prefix_hash: bytes) -> bool:
-        """Whether the block is there, or might be."""
-        ...
-
-    def holds(self, prefix_hash: bytes) -> bool:
-        """Whether the block is there, as far as is known."""
-        ...
-
-    def dropped_from(self, prefix_hash: bytes) -> list[str]:
-        """Names of the places that had the block and dropped it."""
-        ...
-
-    def fetch(
-        self,
-        ticket: int,
-        keys: Sequence[ContentKey],
-        states: Mapping[int, ContentKey],
-        num_there: int,
-    ) -> None:
-        """Bring consecutive blocks of a chain. Of a model with states: up to the deepest of these
-        that is there, by the number of blocks each is behind, and that one. `num_there` of those
-        blocks are in the pool, before the ones to bring.
-        """
-        ...
-
-    def cancel(self, ticket: int) -> None:
-        """Nobody waits for the rest."""
-        ...
-
-    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These blocks of one chain, in order, were used."""
-        ...
-
-
-class NoShelf:
-    """Nothing is kept outside the pool."""
-
-    def may_hold(self, prefix_hash: bytes) -> bool:
-        return False
-
-    def holds(self, prefix_hash: bytes) -> bool:
-        return False
-
-    def dropped_from(self, prefix_hash: bytes) -> list[str]:
-        return []
-
-    def fetch(
-        self,
-        ticket: int,
-        keys: Sequence[ContentKey],
-        states: Mapping[int, ContentKey],
-        num_there: int,
-    ) -> None:
-        raise AssertionError("nothing is there to be fetched")
-
-    def cancel(self, ticket: int) -> None:
-        pass
-
-    def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        pass
 
 
 class Prefetch:
@@ -169,9 +104,9 @@ class Prefetch:
 class PrefetchQueue(Prefetcher):
     """The prefetches of all sequences, by ticket."""
 
-    def __init__(self, manager: KVCacheManager, shelf: Shelf) -> None:
+    def __init__(self, manager: KVCacheManager, store: OffloadStore) -> None:
         self._manager = manager
-        self._shelf = shelf
+        self._store = store
         self._tickets = itertools.count()
         self._by_ticket: dict[int, Prefetch] = {}
         self._by_sequence: dict[int, Prefetch] = {}
@@ -204,9 +139,9 @@ class PrefetchQueue(Prefetcher):
                 self.finish(load)
 
     @property
-    def has_shelf(self) -> bool:
-        """Whether anything is kept outside the pool."""
-        return not isinstance(self._shelf, NoShelf)
+    def has_tiers(self) -> bool:
+        """Whether there is anything outside the pool."""
+        return self._store.has_tiers
 
     def of(self, sequence: Request) -> Prefetch | None:
         """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
@@ -268,20 +203,21 @@ class PrefetchQueue(Prefetcher):
         *,
         is_prefix: bool,
     ) -> Prefetch | None:
-        if self._is_stuck or not self.has_shelf:
+        if self._is_stuck or not self.has_tiers:
             return None
         manager = self._manager
         size = self._manager.block_size
-        first, num_there, after = manager.content.keys_after(ids, root, known)
-        keys = list(itertools.islice(after, num_there))
-        keys += itertools.takewhile(lambda key: self._shelf.may_hold(key.prefix_hash), after)
-        states: dict[int, ContentKey] = {}
+        first, num_there, after = manager.content.addresses_after(ids, root, known)
+        blocks = list(itertools.islice(after, num_there))
+        blocks += itertools.takewhile(lambda block: self._store.may_hold(block.prefix_hash), after)
+        states: dict[int, BlockAddress] = {}
         if manager.states is not None:
-            kept = ((number, key.state) for number, key in enumerate(keys, 1))
+            kept = ((number, block.state_address) for number, block in enumerate(blocks, 1))
             states = {
-                number: state for number, state in kept if self._shelf.may_hold(state.prefix_hash)
+                number: state for number, state in kept if self._store.may_hold(state.prefix_hash)
             }
-            keys = keys[: max(states, default=0)]  # blocks behind the deepest state are of no use
+            # Blocks after the deepest state are of no use.
+            blocks = blocks[: max(states, default=0)]
         wanted = frozenset(state.prefix_hash for state in states.values())
         # Blocks are published as they come and nobody waits for them any more; their state is still
         # on its way.
@@ -289,11 +225,11 @@ class PrefetchQueue(Prefetcher):
         if (other := next(others, None)) is not None:
             other.waiting.add(sequence.index)
             return other
-        if not keys:
+        if not blocks:
             return None
-        token_ids = list(ids[: (first + len(keys)) * size])
+        token_ids = list(ids[: (first + len(blocks)) * size])
         table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
-        behind = manager.blocks_for(sequence.num_tokens) - (first + len(keys) if is_prefix else 0)
+        behind = manager.blocks_for(sequence.num_tokens) - (first + len(blocks) if is_prefix else 0)
         needed = manager.blocks_needed(table, len(token_ids)) + behind
         needed += sum(
             manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:]
@@ -305,8 +241,8 @@ class PrefetchQueue(Prefetcher):
             self.finish(before)
         # The deepest one alone comes. Where only the tier knows which that is, it may be any of
         # them.
-        deepest = frozenset([states[len(keys)].prefix_hash] if states else [])
-        coming = deepest if all(map(self._shelf.holds, deepest)) else wanted
+        deepest = frozenset([states[len(blocks)].prefix_hash] if states else [])
+        coming = deepest if all(map(self._store.holds, deepest)) else wanted
         ticket = next(self._tickets)
         num_there = len(table) - first
         load = Prefetch(
@@ -319,14 +255,14 @@ class PrefetchQueue(Prefetcher):
             num_there=num_there,
         )
         self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
-        self._shelf.fetch(ticket, keys[num_there:], states, num_there)
+        self._store.load(ticket, blocks[num_there:], states, num_there)
         return load
 
     def used(self, table: BlockTable) -> None:
         """A sequence was let in on these blocks: copies of the cached ones count as used too."""
-        if table.num_cached_tokens and self.has_shelf:
+        if table.num_cached_tokens and self.has_tiers:
             hashes = self._manager.content.chain(table)
-            self._shelf.touch(
+            self._store.touch(
                 hashes if self._manager.states is None else [*hashes, state_hash(hashes[-1])]
             )
 
@@ -335,7 +271,7 @@ class PrefetchQueue(Prefetcher):
         if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
             return Missed(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
-        dropped = (*pool, *self._shelf.dropped_from(table.missed_hash))
+        dropped = (*pool, *self._store.dropped_from(table.missed_hash))
         return Missed("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Prefetch) -> None:
@@ -348,7 +284,7 @@ class PrefetchQueue(Prefetcher):
             if self._manager.states is not None:
                 load.cut(0)  # the state comes last: without it the blocks are of no use
             load.end()
-            self._shelf.cancel(load.ticket)
+            self._store.cancel(load.ticket)
         del self._by_sequence[load.sequence.index]
         self._manager.free(load.table)
 

@@ -11,7 +11,6 @@ import logging
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.base import BlockAddress
 from kvboost_edge.tiers.io_thread import Bytes, Mover
 
 __all__ = ["SavedStates"]
@@ -58,10 +57,10 @@ class SavedStates:
             block_id = next(iter(self._unsaved))
             del self._unsaved[block_id]
             slot = self._manager.states.slots.of_block(block_id)
-            key = self._manager.content.key(block_id)
-            if slot is None or key is None or not self._manager.content.leaves_pool(block_id):
+            block = self._manager.content.address(block_id)
+            if slot is None or block is None or not self._manager.content.leaves_pool(block_id):
                 continue  # it was dropped since
-            if not self._mover.lacking([key.state.prefix_hash])[0]:
+            if not self._mover.lacking([block.state_address.prefix_hash])[0]:
                 continue
             try:
                 data = self._backend.states.read_slots([slot])
@@ -71,6 +70,6 @@ class SavedStates:
                 )
                 self._mover.note_lost(1)
                 continue
-            self._mover.store([BlockAddress(*key.state)], data)
+            self._mover.store([block.state_address], data)
             self._credit -= size
         return bool(self._unsaved)

@@ -16,19 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.offload.prefetch import NoShelf, Prefetch, PrefetchQueue
+from kvboost_edge.engine.offload.prefetch import Prefetch, PrefetchQueue
 from kvboost_edge.engine.offload.state_saving import SavedStates
 from kvboost_edge.errors import CacheCorruption, ConfigError
-from kvboost_edge.kvcache.block_contents import ContentKey
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.base import BlockAddress, ClosedTier, Tier, TierStats
+from kvboost_edge.tiers.base import ClosedTier, OffloadStore, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held
 from kvboost_edge.tiers.io_thread import IOChunk, Mover
 
 __all__ = [
-    "MoverShelf",
     "Tiering",
     "Untiered",
     "check_tiers",
@@ -105,42 +103,14 @@ def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
     return RedisTier(config.redis_url, space, trust=config.redis_trust)
 
 
-class MoverShelf:
-    """The mover as the scheduler sees it: asks it by content, not by address."""
-
-    def __init__(self, mover: Mover) -> None:
-        self._mover = mover
-        self.may_hold = mover.may_hold
-        self.cancel = mover.cancel
-        self.touch = mover.touch
-        self.holds = mover.holds
-        self.dropped_from = mover.dropped_from
-
-    def fetch(
-        self,
-        ticket: int,
-        keys: Sequence[ContentKey],
-        states: Mapping[int, ContentKey],
-        num_there: int,
-    ) -> None:
-        """Bring consecutive blocks of a chain, and of these states the deepest that is there."""
-        addresses = [BlockAddress(*key) for key in keys]
-        self._mover.load(
-            ticket,
-            addresses,
-            {end: BlockAddress(*state) for end, state in states.items()},
-            num_there,
-        )
-
-
 def make_tiering(
     manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
 ) -> tuple[PrefetchQueue, Untiered]:
     """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
     if not tiers:
-        return PrefetchQueue(manager, NoShelf()), Untiered()
+        return PrefetchQueue(manager, OffloadStore()), Untiered()
     mover = Mover(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
-    loads = PrefetchQueue(manager, MoverShelf(mover))
+    loads = PrefetchQueue(manager, mover)
     return loads, Tiering(manager, backend, loads, mover)
 
 
@@ -316,22 +286,22 @@ class Tiering(Untiered):
             return
         most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
         oldest = list(itertools.islice(self._unsaved, most))
-        keys = {block_id: self._manager.content.key(block_id) for block_id in oldest}
+        found = {block_id: self._manager.content.address(block_id) for block_id in oldest}
         for block_id in oldest:
             del self._unsaved[block_id]
         self._save(
-            self._lacking({block_id: key for block_id, key in keys.items() if key is not None})
+            self._lacking({block_id: one for block_id, one in found.items() if one is not None})
         )
 
-    def _lacking(self, blocks: Mapping[int, ContentKey]) -> dict[int, ContentKey]:
+    def _lacking(self, blocks: Mapping[int, BlockAddress]) -> dict[int, BlockAddress]:
         """Those that a tier has not got."""
-        lacking = self._mover.lacking([key.prefix_hash for key in blocks.values()])
+        lacking = self._mover.lacking([block.prefix_hash for block in blocks.values()])
         return dict(itertools.compress(blocks.items(), lacking))
 
     def _note_published(self) -> None:
         self._unsaved.update(dict.fromkeys(self._manager.content.drain_published(), False))
 
-    def _save(self, blocks: Mapping[int, ContentKey]) -> None:
+    def _save(self, blocks: Mapping[int, BlockAddress]) -> None:
         if not blocks:
             return
         try:
@@ -342,7 +312,7 @@ class Tiering(Untiered):
             )
             self._mover.note_lost(len(blocks))
             return
-        self._mover.store([BlockAddress(*key) for key in blocks.values()], data)
+        self._mover.store(list(blocks.values()), data)
 
     def stats(self) -> Mapping[str, TierStats]:
         return self._mover.stats()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.memory import uncollected
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.cleaning import Cleaner
 from kvboost_edge.tiers.disk.directory import SpaceDirectory

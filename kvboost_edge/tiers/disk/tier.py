@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.base import BlockAddress, TierStats
+from kvboost_edge.kvcache.hashing import BlockAddress
+from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.disk.directory import open_directory
 from kvboost_edge.tiers.disk.files import Files
 from kvboost_edge.tiers.disk.sealing import Sealer

@@ -19,7 +19,7 @@ import hmac
 import itertools
 import struct
 
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 
 __all__ = [

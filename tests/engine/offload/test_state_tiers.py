@@ -19,7 +19,7 @@ HINTS = {
 }  # states behind two and four blocks; and behind six, the prompt's end
 
 
-KEYS = list(bench_of().manager.content.keys_after(PROMPT, ROOT).keys)
+KEYS = list(bench_of().manager.content.addresses_after(PROMPT, ROOT).addresses)
 
 
 def block(number):
@@ -29,7 +29,7 @@ def block(number):
 
 def state(number):
     """The name of the state at its end."""
-    return KEYS[number - 1].state.prefix_hash
+    return KEYS[number - 1].state_address.prefix_hash
 
 
 def damage(tier, *names):
@@ -99,8 +99,8 @@ def without_states(tier, *numbers):
     states = bench.manager.states
     kept = {state(number) for number in numbers}
     for block_id in states.slots.snapshots():
-        key = bench.manager.content.key(block_id)
-        if key.state.prefix_hash not in kept:
+        key = bench.manager.content.address(block_id)
+        if key.state_address.prefix_hash not in kept:
             states.slots.drop(block_id)
     tier.num_read = tier.num_asked = 0
     return bench
@@ -135,7 +135,7 @@ def test_of_blocks_that_are_partly_here_the_others_are_read(knows):
 
 def is_one_of(bench, block_id, *numbers):
     """Whether a block of the pool is one of these of the prompt."""
-    key = bench.manager.content.key(block_id)
+    key = bench.manager.content.address(block_id)
     return key is not None and key.prefix_hash in map(block, numbers)
 
 

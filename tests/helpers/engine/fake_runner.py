@@ -35,8 +35,8 @@ from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.memory.report import MemoryLedger
-from kvboost_edge.engine.offload.prefetch import NoShelf, PrefetchQueue
-from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
+from kvboost_edge.engine.offload.prefetch import PrefetchQueue
+from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
@@ -338,7 +338,7 @@ class Bench:
         self.mover = HandMover(
             tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state
         )
-        loads = PrefetchQueue(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        loads = PrefetchQueue(self.manager, self.mover)
         self.scheduler, speculation = make_scheduler(
             self.manager, loads, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
         )

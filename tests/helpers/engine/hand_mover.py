@@ -7,7 +7,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from kvboost_edge.tiers.base import BlockAddress, TierStats
+from kvboost_edge.kvcache.hashing import BlockAddress
+from kvboost_edge.tiers.base import TierStats
 from kvboost_edge.tiers.io_thread import IOChunk, Mover
 
 

@@ -17,8 +17,8 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.offload.prefetch import NoShelf, PrefetchQueue
-from kvboost_edge.engine.offload.tiering import MoverShelf, Tiering
+from kvboost_edge.engine.offload.prefetch import PrefetchQueue
+from kvboost_edge.engine.offload.tiering import Tiering
 from kvboost_edge.engine.request.request import Request, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
@@ -100,7 +100,7 @@ class NativeBench:
         self.mover = HandMover(
             tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state
         )
-        loads = PrefetchQueue(self.manager, MoverShelf(self.mover) if tiers else NoShelf())
+        loads = PrefetchQueue(self.manager, self.mover)
         self.scheduler, speculation = make_scheduler(
             self.manager,
             loads,

@@ -89,7 +89,7 @@ def held(manager: KVCacheManager) -> set[bytes]:
     """The hashes of all published blocks, block by block, and of the states behind them, slot by
     slot.
     """
-    keys = [manager.content.key(block_id) for block_id in range(manager.num_blocks)]
+    keys = [manager.content.address(block_id) for block_id in range(manager.num_blocks)]
     kept = () if manager.states is None else manager.states.slots.snapshots()
     states = {
         state_hash(key.prefix_hash) for block_id in kept if (key := keys[block_id]) is not None

@@ -7,8 +7,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from kvboost_edge.kvcache.hashing import chain_hash
-from kvboost_edge.tiers.base import BlockAddress
+from kvboost_edge.kvcache.hashing import BlockAddress, chain_hash
 from kvboost_edge.tiers.redis.tier import RedisTier
 
 SECRET = "a secret of the test suite"
