@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import os
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.options import check_options, option
 
 __all__ = [
     "CHOICES",
@@ -84,106 +84,341 @@ _MOST_PRIMER_TOKENS = 65536
 DEFAULT_DRAFT_TOKENS = 31
 MOST_DRAFT_TOKENS = 63
 _MOST_CHUNK_TOKENS = 65536
+_REUSE = "Non-prefix KV reuse"
+_SPECULATION = "Speculative decoding"
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
 
 
+def _kv_bits(text: str) -> int | tuple[int, ...]:
+    """Read "8", or "8,4" for keys and values."""
+    parts = tuple(int(part) for part in text.split(","))
+    return parts[0] if len(parts) == 1 else parts
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All options of `CPUPagedEngine`; unknown names are refused by `EngineConfig.from_options`.
+    """Options of `CPUPagedEngine`, checked on construction (ConfigError).
 
-    Sizes: `max_cache_bytes` (bytes, floats such as 4e9 allowed), `num_blocks` and `max_chunks`
-      (blocks) size the pool, at most one of them; none given: min(25% of the memory available,
-      context x max_num_seqs, 16 if not given). `max_num_seqs` None: as many sequences run together
-      as the pool has 512 tokens for, at least 1 and at most 64. `max_state_bytes` (bytes, floats
-      too): room for the states of models that have layers with a state instead of keys and values
-      (LFM2, Qwen3.5), and for what drafts bring to them; None: a quarter of the pool's bytes, and 4
-      + 2 x max_num_seqs states at least, with the drafts beside. Where `max_num_seqs` is not given
-      there run no more sequences together than have room for theirs.
-    `max_pinned_blocks` None: half of the pool, which is also the most that can be given; 0: nothing
-    can be pinned. `kv_cache_bits` 16 or None means "not quantized": float32 KV where the compute is
-    float32, bfloat16 for bfloat16 models, else float16. 8, 4 or a pair (bits of keys, bits of
-    values) such as (8, 4) quantizes; the native runner does that. `weights` is the native runner's
-    format and asks for that runner; "auto" keeps the formats of a quantized checkpoint and makes
-    int8 of a float one if weights and pool take at most half of the memory, else int4; "int4-asym"
-    (a scale and a minimum per group of 32) is had only by asking, or from files that are quantized
-    so.
-    `rope_range`: models with rope of type longrope (Phi-3, Phi-4-mini) have other factors beyond
-      their original length: "short" pins the context to that length; "long" takes the factors for
-      longer sequences, for short ones too, up to the whole context (native runner). Blocks of the
-      two are never shared.
-    `pack_cache`: packed weights, and what else is found out about a model's files, are kept in the
-      cache directory and mapped at later starts; False keeps and reads nothing there: the weights
-      are converted at every start, into memory of this process alone (native runner).
-    `seed`: None draws a random seed for each request that names none; a number makes those seeds,
-      and with them sampled answers, the same in every run in which a tenant sends the same requests
-      in the same order. `disk_cache_dir` keeps blocks of keys and values below that directory, so
-      that they survive a restart; None or "off": nowhere. `max_disk_bytes` (floats such as 8e9
-      allowed) bounds it; None: min(16 GiB, 20% of what is free). `redis_url` shares blocks with
-      other machines through a Redis or Valkey server (extra [redis]). Its values are sealed with
-      the secret in KVBOOST_EDGE_REDIS_SECRET, the same on all machines; without a secret the URL is
-      refused, unless `redis_trust` says that whoever writes to the server is believed.
-      `recompute_strategy`, `recompute_overlap` (tokens) and `recompute_ratio` (of the tokens
-      shared) repair what a request with mode="chunk_kv_reuse" shares at other positions;
-      `min_chunk_tokens` is the shortest run it looks for. `reuse_gate` "auto": the first such
-      request waits for a test of this model on built-in text, whose outcome is kept, and the mode
-      is refused where reuse changes answers more than another order of the documents does; "off":
-      untested. `chunk_strategy`, `chunk_size`, `chunk_boundary_window`, `overlap_k`, `sink_tokens`
-      (see `ChunkOptions`) say how `warm(documents=…)` cuts documents, `primer_tokens` how many
-      tokens of the others, or of neutral text, stand before each while it is computed.
-    `speculation`: what followed a text's last tokens where they stood before, in the request or in
-      what its tenant was answered lately, is computed along with the next token, and kept as far as
-      it is what would have been sampled: the same answers, sooner. "auto": with the native runner,
-      where it is expected to pay; "on": whenever something is proposed; "off". `max_draft_tokens`:
-      most in a step, of a model with states those of all sequences together; with a quantized cache
-      to the end of a block at most. None: 31; under "auto" fewer, down to none, where the states of
-      a model leave no room for what so many bring to them.
-    `chunk_strategy` None: by the others, semantic with a window, fixed with a chunk_size, overlap_k
-    or sink_tokens, else document. `chunk_size` None: 128.
+    `max_cache_bytes`, `num_blocks` and `max_chunks` size the pool; at most one of them is given.
+    docs/reference/options.md lists all options.
     """
 
-    runner: str = "auto"
-    backend: str = "auto"
-    device: str | None = None
-    dtype: str = "auto"
-    weights: str = "auto"
-    max_cache_bytes: int | None = None
-    max_state_bytes: int | None = None
-    num_blocks: int | None = None
-    max_chunks: int | None = None
-    block_size: int = 16
-    kv_cache_bits: int | tuple[int, int] | None = 16
-    max_num_seqs: int | None = None
-    max_pinned_blocks: int | None = None
-    max_batch_tokens: int = 512
-    num_threads: int | None = None
-    strict: bool = True
-    revision: str | None = None
-    token: str | None = dataclasses.field(default=None, repr=False)
-    local_files_only: bool = False
-    rope_range: str = "short"
-    pack_cache: bool = True
-    tenant: str = ""
-    seed: int | None = None
-    debug_checks: bool = False
-    disk_cache_dir: str | os.PathLike[str] | None = None
-    max_disk_bytes: int | None = None
-    redis_url: str | None = dataclasses.field(default=None, repr=False)
-    redis_trust: bool = False
-    recompute_strategy: RecomputeStrategy | str = RecomputeStrategy.CACHEBLEND
-    recompute_overlap: int = 16
-    recompute_ratio: float = 0.10
-    min_chunk_tokens: int = 32
-    reuse_gate: str = "auto"
-    chunk_strategy: ChunkStrategy | str | None = None
-    chunk_size: int | None = None
-    chunk_boundary_window: int = 0
-    overlap_k: int = 0
-    sink_tokens: int = 0
-    primer_tokens: int = 256
-    speculation: str = "auto"
-    max_draft_tokens: int | None = None
+    runner: str = option(
+        "auto", "Program that computes the model", str, group="Model", choices=CHOICES["runner"]
+    )
+    backend: str = option(
+        "auto",
+        "Storage of the KV cache and its attention kernels; default and cpu-paged mean auto and "
+        "cpu",
+        str,
+        group="Model",
+        choices=CHOICES["backend"],
+    )
+    device: str | None = option(
+        None,
+        "Device that computes: cpu, mps, cuda or cuda:1",
+        str,
+        group="Model",
+        unset="the device of the backend",
+        advice=" such as 'cpu', 'mps', 'cuda' or 'cuda:0'",
+    )
+    dtype: str = option(
+        "auto", "Number format of the computation", str, group="Model", choices=CHOICES["dtype"]
+    )
+    weights: str = option(
+        "auto",
+        "Weight format, native runner. auto keeps the format of a quantized file; float weights "
+        "become int8 if weights and pool take at most half of the memory, else int4. int4-asym "
+        "has a scale and a minimum per group of 32",
+        str,
+        group="Model",
+        choices=CHOICES["weights"],
+    )
+    max_cache_bytes: int | None = option(
+        None,
+        "Size of the block pool, such as 4e9",
+        int,
+        group="Cache",
+        unit="bytes",
+        low=1,
+        unset="the smaller of 25% of the available memory and max_num_seqs (16 if not given) "
+        "contexts",
+    )
+    max_state_bytes: int | None = option(
+        None,
+        "Memory for the recurrent state of hybrid models such as LFM2 and Qwen3.5",
+        int,
+        group="Cache",
+        unit="bytes",
+        low=1,
+        unset="25% of the pool, at least 4 + 2 x max_num_seqs states",
+    )
+    num_blocks: int | None = option(
+        None,
+        "Size of the block pool in blocks",
+        int,
+        group="Cache",
+        unit="blocks",
+        low=1,
+        unset="as many as max_cache_bytes holds",
+    )
+    max_chunks: int | None = option(
+        None,
+        "Alias of num_blocks",
+        int,
+        group="Cache",
+        unit="blocks",
+        low=1,
+        unset="as many as max_cache_bytes holds",
+        flag=False,
+    )
+    block_size: int = option(
+        16,
+        "Tokens in a block of the KV cache",
+        int,
+        group="Cache",
+        unit="tokens",
+        low=1,
+        high=256,
+        multiple=16,
+    )
+    kv_cache_bits: int | tuple[int, int] | None = option(
+        16,
+        "Bits of cached keys and values: 16 (not quantized), 8, 4, or a pair such as 8,4; 8 and 4 "
+        "need the native runner",
+        group="Cache",
+        read=_kv_bits,
+        metavar="BITS",
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences computed together",
+        int,
+        group="Engine",
+        unit="sequences",
+        low=1,
+        unset="one per 512 tokens of the pool, 1 to 64; fewer where recurrent state needs the room",
+        flag=False,
+    )
+    max_pinned_blocks: int | None = option(
+        None,
+        "Blocks that may be pinned; 0 forbids pins",
+        int,
+        group="Cache",
+        unit="blocks",
+        low=0,
+        unset="half of the pool, which is also the most",
+    )
+    max_batch_tokens: int = option(
+        512, "Tokens computed in one step", int, group="Engine", unit="tokens", low=1
+    )
+    num_threads: int | None = option(
+        None,
+        "Threads that compute",
+        int,
+        group="Engine",
+        unit="threads",
+        low=1,
+        high=_MAX_THREADS,
+        unset="the CPUs that this process may use",
+    )
+    strict: bool = option(
+        True,
+        "Refuse unsupported models and warn of untested ones",
+        bool,
+        group="Model",
+        flag=False,
+    )
+    revision: str | None = option(
+        None,
+        "Branch, tag or commit of a hub model",
+        str,
+        group="Model",
+        unset="its main branch",
+        advice=" such as 'main', or None",
+    )
+    token: str | None = option(
+        None,
+        "Access token of the hub",
+        str,
+        group="Model",
+        unset="the one of huggingface_hub",
+        secret=True,
+        flag=False,
+    )
+    local_files_only: bool = option(
+        False, "Download nothing from the hub", bool, group="Model", flag=False
+    )
+    rope_range: str = option(
+        "short",
+        "Factors of longrope models (Phi-3, Phi-4-mini), native runner: short limits the context "
+        "to the original length, long has the whole context. The two never share blocks",
+        str,
+        group="Model",
+        choices=CHOICES["rope_range"],
+    )
+    pack_cache: bool = option(
+        True,
+        "Keep packed weights and facts about model files in the cache directory, native runner; "
+        "without it weights are converted into memory at every start",
+        bool,
+        group="Model",
+    )
+    tenant: str = option("", "Tenant of requests that name none", str, group="Engine", flag=False)
+    seed: int | None = option(
+        None,
+        "Seed of the seeds of requests that name none. Sampled answers then repeat in every run "
+        "in which a tenant sends the same requests in the same order",
+        int,
+        group="Engine",
+        low=0,
+        unset="random seeds",
+        flag=False,
+    )
+    debug_checks: bool = option(
+        False, "Check the block pool after every step (slow)", bool, group="Engine", flag=False
+    )
+    disk_cache_dir: str | os.PathLike[str] | None = option(
+        None,
+        "Directory of the disk tier, which keeps KV blocks across restarts; off: none",
+        group="Cache",
+        unset="none for an engine, the user's cache for a server",
+        metavar="DIR",
+    )
+    max_disk_bytes: int | None = option(
+        None,
+        "Size of the disk tier, such as 8e9",
+        int,
+        group="Cache",
+        unit="bytes",
+        low=_LEAST_DISK_BYTES,
+        unset="the smaller of 16 GiB and 20% of the free space",
+    )
+    redis_url: str | None = option(
+        None,
+        "Redis or Valkey server that shares KV blocks between machines (extra [redis]); put a "
+        "password in KVBOOST_EDGE_REDIS_URL. Blocks are signed with KVBOOST_EDGE_REDIS_SECRET, "
+        "the same on all machines",
+        group="Cache",
+        unset="none",
+        metavar="URL",
+        secret=True,
+    )
+    redis_trust: bool = option(
+        False,
+        "Trust every client that can write to the Redis server; no secret is needed",
+        bool,
+        group="Cache",
+    )
+    recompute_strategy: RecomputeStrategy | str = option(
+        RecomputeStrategy.CACHEBLEND,
+        "Tokens recomputed in chunks reused at another position",
+        RecomputeStrategy,
+        group=_REUSE,
+    )
+    recompute_overlap: int = option(
+        16, "Tokens recomputed after each chunk boundary", int, group=_REUSE, unit="tokens", low=0
+    )
+    recompute_ratio: float = option(
+        0.10,
+        "Share of the other reused tokens that cacheblend and query recompute",
+        float,
+        group=_REUSE,
+        low=0,
+        high=1,
+    )
+    min_chunk_tokens: int = option(
+        32,
+        "Shortest run of tokens reused at another position",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=1,
+        high=_MOST_CHUNK_TOKENS,
+        flag=False,
+    )
+    reuse_gate: str = option(
+        "auto",
+        "Quality test of a model before its first reuse at other positions; the result is kept, "
+        "and the mode is refused where it changes answers more than another order of the "
+        "documents does",
+        str,
+        group=_REUSE,
+        choices=CHOICES["reuse_gate"],
+    )
+    chunk_strategy: ChunkStrategy | str | None = option(
+        None,
+        "Cuts of warmed documents: every chunk_size tokens (fixed), at the end of a sentence near "
+        "it (semantic), or none (document)",
+        ChunkStrategy,
+        group=_REUSE,
+        unset="semantic with a boundary window; fixed with chunk_size, overlap_k or sink_tokens; "
+        "else document",
+        flag=False,
+    )
+    chunk_size: int | None = option(
+        None,
+        "Tokens of a chunk that warmed documents are cut into",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=1,
+        unset="128 where documents are cut",
+    )
+    chunk_boundary_window: int = option(
+        0,
+        "Tokens that a cut may move to the end of a sentence",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=0,
+    )
+    overlap_k: int = option(
+        0,
+        "Tokens before a chunk that are computed with it and not kept",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=0,
+    )
+    sink_tokens: int = option(
+        0,
+        "First tokens of the document that are computed with each chunk and not kept",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=0,
+    )
+    primer_tokens: int = option(
+        256,
+        "Tokens of other documents, or of neutral text, before each warmed document while it is "
+        "computed",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=0,
+        high=_MOST_PRIMER_TOKENS,
+    )
+    speculation: str = option(
+        "auto",
+        "Speculative decoding by prompt lookup, with the same answers: auto where it is expected "
+        "to pay (native runner), on wherever drafts are found, or off",
+        str,
+        group=_SPECULATION,
+        choices=CHOICES["speculation"],
+    )
+    max_draft_tokens: int | None = option(
+        None,
+        "Draft tokens in a step; of hybrid models those of all sequences together",
+        int,
+        group=_SPECULATION,
+        unit="tokens",
+        low=1,
+        high=MOST_DRAFT_TOKENS,
+        unset=f"{DEFAULT_DRAFT_TOKENS}, or as many as recurrent state leaves room for",
+    )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -197,65 +432,16 @@ class EngineConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise ConfigError(f"{name}={value!r} must be a string, one of {choices}")
-            if value not in choices:
-                raise ConfigError(f"{name}={value!r} is not one of {choices}")
-        self._check_sizes()
-        self._check_tiers()
-        self._check_reuse()
-        if self.max_draft_tokens is not None:
-            _check_int("max_draft_tokens", self.max_draft_tokens, low=1, high=MOST_DRAFT_TOKENS)
-        if self.device is not None and not isinstance(self.device, str):
-            raise ConfigError(
-                f"device={self.device!r} must be a string such as 'cpu', 'mps', 'cuda' or 'cuda:0'"
-            )
-        for name in ("strict", "local_files_only", "pack_cache", "redis_trust", "debug_checks"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
-        if not isinstance(self.tenant, str):
-            raise ConfigError(f"tenant={self.tenant!r} must be a string")
-        if self.revision is not None and not isinstance(self.revision, str):
-            raise ConfigError(
-                f"revision={self.revision!r} must be a string such as 'main', or None"
-            )
-        if self.token is not None and not isinstance(self.token, str):
-            # The value stays out of the message: it may be a secret all the same.
-            raise ConfigError(f"token must be a string or None, not {type(self.token).__name__}")
-
-    def _check_sizes(self) -> None:
-        for name in ("max_cache_bytes", "max_state_bytes", "max_disk_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, float):
-                if not math.isfinite(value):
-                    raise ConfigError(f"{name}={value!r} must be a finite number of bytes")
-                object.__setattr__(self, name, int(value))
-        for name in (
-            *("max_cache_bytes", "max_state_bytes", "max_disk_bytes", "num_blocks", "max_chunks"),
-            *("num_threads", "max_num_seqs"),
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                _check_int(name, value, low=1)
-        if self.num_threads is not None and self.num_threads > _MAX_THREADS:
-            raise ConfigError(f"num_threads={self.num_threads} must be at most {_MAX_THREADS}")
-        for name in ("block_size", "max_batch_tokens"):
-            _check_int(name, getattr(self, name), low=1)
-        for name in ("seed", "max_pinned_blocks"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0)
+        check_options(self, ConfigError)
         given = [
-            n
-            for n in ("max_cache_bytes", "num_blocks", "max_chunks")
-            if getattr(self, n) is not None
+            name
+            for name in ("max_cache_bytes", "num_blocks", "max_chunks")
+            if getattr(self, name) is not None
         ]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")
-        if self.block_size % 16 or self.block_size > 256:
-            raise ConfigError(f"block_size={self.block_size} must be a multiple of 16, at most 256")
         self._check_kv_bits()
+        self._check_tiers()
 
     def _check_tiers(self) -> None:
         value = self.disk_cache_dir
@@ -265,11 +451,6 @@ class EngineConfig:
             raise ConfigError("disk_cache_dir='' names no directory; give a path, 'off' or None")
         if value == "off":
             object.__setattr__(self, "disk_cache_dir", None)
-        if self.max_disk_bytes is not None and self.max_disk_bytes < _LEAST_DISK_BYTES:
-            raise ConfigError(
-                f"max_disk_bytes={self.max_disk_bytes} must be at least {_LEAST_DISK_BYTES}, or "
-                "None"
-            )
         if self.disk_cache_dir is None and self.max_disk_bytes is not None:
             raise ConfigError(
                 f"max_disk_bytes={self.max_disk_bytes} needs a disk_cache_dir, which is off"
@@ -281,23 +462,6 @@ class EngineConfig:
             raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
         if self.redis_trust and self.redis_url is None:
             raise ConfigError("redis_trust=True needs a redis_url, and there is none")
-
-    def _check_reuse(self) -> None:
-        try:
-            object.__setattr__(
-                self, "recompute_strategy", RecomputeStrategy(self.recompute_strategy)
-            )
-        except ValueError:
-            names = ", ".join(repr(one.value) for one in RecomputeStrategy)
-            raise ConfigError(
-                f"recompute_strategy={self.recompute_strategy!r} is not one of {names}"
-            ) from None
-        _check_int("recompute_overlap", self.recompute_overlap, low=0)
-        _check_int("min_chunk_tokens", self.min_chunk_tokens, low=1, high=_MOST_CHUNK_TOKENS)
-        ratio = self.recompute_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise ConfigError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")
-        _check_int("primer_tokens", self.primer_tokens, low=0, high=_MOST_PRIMER_TOKENS)
 
     def _check_kv_bits(self) -> None:
         value: object = self.kv_cache_bits
@@ -337,12 +501,3 @@ def kv_bits_from_text(text: str) -> int | tuple[int, int]:
     first = int(parts[0])
     last = int(parts[-1])
     return (first, last) if len(parts) == 2 else first
-
-
-def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r} must be an integer")
-    if value < low:
-        raise ConfigError(f"{name}={value} must be at least {low}")
-    if high is not None and value > high:
-        raise ConfigError(f"{name}={value} must be at most {high}")

@@ -1,0 +1,198 @@
+"""Declarations of options: what a dataclass field accepts and the text shown for it.
+
+`EngineConfig`, `SamplingParams`, `Terms` and `ServerSettings` declare each option once, as a field
+made by `option`. Range checks, server flags, their help, HTTP bounds and
+docs/reference/options.md read these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
+
+__all__ = ["Option", "as_float", "as_int", "check_options", "option", "option_of", "options_of"]
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option.
+
+    help         text of help and reference page, without default and unit
+    kind         type of the value: int, float, bool, str, a StrEnum; object: its class checks it
+    group        heading in help and reference page
+    unit         of a number, such as tokens or seconds
+    low, high    bounds, allowed themselves; `open_low` excludes the lower one
+    multiple     number that divides the value
+    choices      the texts allowed
+    unset        meaning of None
+    optional     None is allowed
+    flag         the server command has a flag of this name
+    read         turns a flag's text into the value; None: by `kind`
+    metavar      name of the value in help; "": by choices, unit and kind
+    advice       end of the message for a value of another type
+    secret       keeps the value out of messages and `repr`
+    default      value where none is given
+    """
+
+    help: str
+    kind: type = object
+    group: str = ""
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    multiple: int | None = None
+    choices: tuple[str, ...] = ()
+    unset: str = ""
+    optional: bool = False
+    flag: bool = True
+    read: Callable[[str], Any] | None = None
+    metavar: str = ""
+    advice: str = ""
+    secret: bool = False
+    default: Any = None
+
+    def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
+        """Return the value in the declared type.
+
+        Raises `error` with the name, the value and what is allowed.
+        """
+        if self.kind is object or (value is None and self.optional):
+            return value
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                also = ", False or None" if self.optional else " or False"
+                raise error(f"{name}={value!r} must be True{also}")
+            return value
+        if issubclass(self.kind, enum.Enum):
+            return self._member(name, value, error)
+        if self.kind is str:
+            return self._text(name, value, error)
+        if self.unit == "bytes" and isinstance(value, float):
+            if not math.isfinite(value):
+                raise error(f"{name}={value!r} must be a finite number of bytes")
+            value = int(value)
+        number = (as_int if self.kind is int else as_float)(name, value, error)
+        if not self._contains(number):
+            raise error(f"{name}={value!r} must be {self.describe()}")
+        return number
+
+    def describe(self) -> str:
+        """Describe the numbers allowed, as in "at least 1" or "in 0..100"."""
+        show = (lambda bound: str(int(bound))) if self.kind is int else "{:g}".format
+        if self.low is None:
+            return "finite"
+        if self.high is None:
+            return f"at least {show(self.low)}"
+        if self.multiple is not None:
+            return f"a multiple of {self.multiple}, at most {show(self.high)}"
+        if self.kind is int:
+            return f"in {show(self.low)}..{show(self.high)}"
+        return f"in {'(' if self.open_low else '['}{show(self.low)}, {show(self.high)}]"
+
+    def _contains(self, number: float) -> bool:
+        if self.low is None:
+            return math.isfinite(number)
+        above = number > self.low if self.open_low else number >= self.low
+        divided = self.multiple is None or not number % self.multiple
+        return above and (self.high is None or number <= self.high) and divided  # never NaN
+
+    def _member(self, name: str, value: Any, error: type[Exception]) -> enum.Enum:
+        kind = cast(type[enum.Enum], self.kind)
+        try:
+            return kind(value)
+        except ValueError:
+            self._refuse_choice(name, value, error, tuple(one.value for one in kind))
+
+    def _text(self, name: str, value: Any, error: type[Exception]) -> str:
+        if not isinstance(value, str):
+            said = f"{name} " if self.secret else f"{name}={value!r} "
+            also = f", not {type(value).__name__}" if self.secret else ""
+            listed = f", one of {_listed(self.choices)}" if self.choices else ""
+            also = f" or None{also}" if self.optional and not self.advice else also
+            raise error(f"{said}must be a string{self.advice}{listed}{also}")
+        if self.choices and value not in self.choices:
+            self._refuse_choice(name, value, error, self.choices)
+        return value
+
+    def _refuse_choice(
+        self, name: str, value: Any, error: type[Exception], choices: tuple[str, ...]
+    ) -> NoReturn:
+        raise error(f"{name}={value!r} is not one of {_listed(choices)}") from None
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, choices))
+
+
+def option(default: T, help: str, kind: type = object, **more: Any) -> T:
+    """Declare a dataclass field, with the other fields of `Option` as keywords."""
+    more.setdefault("optional", default is None)
+    declared = Option(help=help, kind=kind, default=default, **more)
+    field: Any = dataclasses.field(
+        default=default, repr=not declared.secret, metadata={"option": declared}
+    )
+    return cast(T, field)
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, Option]:
+    """Return the options that a dataclass declares, by name, in order."""
+    return {
+        field.name: field.metadata["option"]
+        for field in dataclasses.fields(cls)
+        if "option" in field.metadata
+    }
+
+
+def option_of(cls: type, name: str) -> Option:
+    """Return one option of a dataclass."""
+    return options_of(cls)[name]
+
+
+def check_options(instance: Any, error: type[Exception]) -> None:
+    """Check every option of a frozen dataclass, and store its value in the declared type.
+
+    Raises `error` for the first wrong one.
+    """
+    cls: type = type(instance)
+    for name, declared in options_of(cls).items():
+        value = getattr(instance, name)
+        checked = declared.checked(name, value, error)
+        if checked is not value:
+            object.__setattr__(instance, name, checked)
+
+
+def as_int(name: str, value: object, error: type[Exception]) -> int:
+    """Return `value` as int.
+
+    NumPy integers pass; booleans, floats and strings raise `error`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise error(f"{name}={value!r} must be an integer")
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of one element has __index__ but is no integer
+        raise error(f"{name}={value!r} must be an integer") from None
+
+
+def as_float(name: str, value: object, error: type[Exception]) -> float:
+    """Return `value` as float.
+
+    NumPy's scalars pass; booleans, strings and arrays raise `error`. An integer too large for a
+    float counts as infinite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise error(f"{name}={value!r} must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
