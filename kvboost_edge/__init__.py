@@ -16,13 +16,7 @@ if TYPE_CHECKING:
         install_flash_attention,
         uninstall_flash_attention,
     )
-    from kvboost_edge.compat.hf_batches import (
-        batched_decode,
-        broadcast_kv,
-        find_common_chunk_prefix,
-        group_by_prefix,
-        pad_and_mask,
-    )
+    from kvboost_edge.compat.hf_batches import batched_decode, broadcast_kv, pad_and_mask
     from kvboost_edge.compat.lmcache.builder import LMCacheEngineBuilder
     from kvboost_edge.compat.lmcache.config import LMCacheEngineConfig, LMCacheEngineMetadata
     from kvboost_edge.compat.lmcache.engine import LMCacheEngine
@@ -47,6 +41,7 @@ if TYPE_CHECKING:
         ModelFormatError,
         RequestError,
     )
+    from kvboost_edge.kvcache.prompt_groups import find_common_chunk_prefix, group_by_prefix
     from kvboost_edge.models.config.architectures import (
         SUPPORTED_ARCHITECTURES,
         CompatibilityReport,
@@ -92,10 +87,10 @@ _EXPORTS = {
     "batched_decode": "kvboost_edge.compat.hf_batches",
     "broadcast_kv": "kvboost_edge.compat.hf_batches",
     "check_model_compatibility": "kvboost_edge.models.config.architectures",
-    "find_common_chunk_prefix": "kvboost_edge.compat.hf_batches",
+    "find_common_chunk_prefix": "kvboost_edge.kvcache.prompt_groups",
     "flash_attention_available": "kvboost_edge.compat.flash",
     "get_flash_attn_tier": "kvboost_edge.compat.flash",
-    "group_by_prefix": "kvboost_edge.compat.hf_batches",
+    "group_by_prefix": "kvboost_edge.kvcache.prompt_groups",
     "install_flash_attention": "kvboost_edge.compat.flash",
     "pad_and_mask": "kvboost_edge.compat.hf_batches",
     "uninstall_flash_attention": "kvboost_edge.compat.flash",

@@ -14,7 +14,6 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.compat.hf_batches import group_by_prefix
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
@@ -36,6 +35,7 @@ from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.engine.tasks.verify import verify
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.events import CacheEvents
+from kvboost_edge.kvcache.prompt_groups import group_by_prefix
 from kvboost_edge.reuse.quality_gate import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
