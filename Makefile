@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help setup demo real-model redis-server clean
 .PHONY: test test-all test-quick test-times test-loaded test-arm64 coverage lint mutants
-.PHONY: cuda-check cuda-table cuda-test quality
+.PHONY: cuda-check cuda-table cuda-test quality docs-images
 .PHONY: bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router
 .PHONY: bench-prefix-reuse bench-linear bench-startup bench-onnx bench-packing bench-bundled
 .PHONY: bench-states bench-peers bench-embeddings bench-tiers bench-agents
@@ -221,6 +221,9 @@ quality: setup real-model  ## measure perplexity and KL by KV bits, weights and 
 	$(BIN)/python benchmarks/quality/chunk_reuse.py --out benchmarks/results/quality-reuse.json
 
 ##@ Other
+
+docs-images: $(DEMO_STAMP)  ## draw the README's chart from benchmarks/results
+	$(BIN)/python benchmarks/bench/readme_chart.py
 
 # NVIDIA's compilers in an environment of their own: about 700 MB, no GPU and no driver needed.
 $(CUDA_TOOLS)/.setup-stamp: cuda_ext/constraints.txt

@@ -1,0 +1,155 @@
+"""The README's chart, drawn from recorded results: `make docs-images`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Bar", "Panel", "draw_chart", "main", "performance_panels"]
+
+RESULTS = Path(__file__).parents[1] / "results"
+CHART = Path(__file__).parents[2] / "docs" / "images" / "performance.svg"
+
+_COLOURS = {"kvboost_edge": "#1b6ca8", "llama.cpp": "#d98e04", "OpenVINO GenAI": "#8d8d8d"}
+_FONT = "font-family='system-ui, sans-serif'"
+_WIDTH = 900
+_LEFT = 150
+_BAR_SPACE = 500
+_BAR_STEP = 22
+
+
+class Bar(NamedTuple):
+    """One contender's figure. `value` is None where it was not measured."""
+
+    contender: str
+    value: float | None
+
+
+class Panel(NamedTuple):
+    """A group of bars with one unit.
+
+    title   name of the measure
+    unit    unit of the values
+    bars    the contenders, ours first
+    source  date, machine and commit of the run
+    """
+
+    title: str
+    unit: str
+    bars: Sequence[Bar]
+    source: str
+
+
+def _source(result: Mapping[str, Any]) -> str:
+    machine = result["machine"]
+    return (
+        f"{machine['date']}, {machine['cpu'].replace('(R)', '')}, {machine['threads']} threads, "
+        f"{machine['isa']}, commit {machine['commit']}"
+    )
+
+
+def performance_panels(peers: Mapping[str, Any], agents: Mapping[str, Any]) -> list[Panel]:
+    """Take the README's three measures from the records of two benchmarks.
+
+    peers   bench_peers.py: `rows` with a `measure` and a value for each contender
+    agents  bench_agents.py: `rows` with one entry for each request of the session
+    """
+    labels = {
+        "kvboost_edge": "kvboost_edge kv16",
+        "llama.cpp": "llama.cpp f16",
+        "OpenVINO GenAI": "openvino u8",
+    }
+    by_measure = {row["measure"]: row for row in peers["rows"]}
+
+    def of_peers(title: str, unit: str, measure: str) -> Panel:
+        row = by_measure[measure]
+        bars = [Bar(name, row[label]) for name, label in labels.items()]
+        return Panel(title, unit, bars, _source(peers))
+
+    [restart] = [row for row in agents["rows"] if "restart" in row["changed"]]
+    return [
+        of_peers(
+            "Prefill: first token, 2,112-token prompt (less is better)", "s", "cold_ttft_2112_s"
+        ),
+        of_peers(
+            "Decode with 2,048 tokens of context (more is better)", "tokens/s", "decode_2048_tok_s"
+        ),
+        Panel(
+            f"Restart: first token, {restart['prompt']:,}-token prompt (less is better)",
+            "s",
+            [
+                Bar("kvboost_edge", restart["ttft_s"]),
+                Bar("llama.cpp", restart["peer_ttft_s"]),
+                Bar("OpenVINO GenAI", None),
+            ],
+            _source(agents),
+        ),
+    ]
+
+
+def draw_chart(panels: Sequence[Panel], note: str) -> str:
+    """Draw horizontal bars as an SVG document."""
+    shapes: list[str] = []
+
+    def text(x: float, y: float, shown: str, style: str) -> None:
+        shapes.append(f"<text x='{x:.0f}' y='{y:.0f}' {style}>{escape(shown)}</text>")
+
+    y = 28.0
+    for panel in panels:
+        text(20, y, panel.title, "font-size='15' font-weight='600' fill='#222'")
+        largest = max(bar.value for bar in panel.bars if bar.value is not None)
+        y += 10
+        for bar in panel.bars:
+            text(_LEFT - 8, y + 14, bar.contender, "font-size='13' fill='#222' text-anchor='end'")
+            width = _BAR_SPACE * (bar.value or 0) / largest
+            shapes.append(
+                f"<rect x='{_LEFT}' y='{y:.0f}' width='{width:.1f}' height='{_BAR_STEP - 4}' "
+                f"fill='{_COLOURS[bar.contender]}'/>"
+            )
+            value = "not measured" if bar.value is None else f"{bar.value:,.3g} {panel.unit}"
+            text(_LEFT + width + 6, y + 14, value, "font-size='13' fill='#222'")
+            y += _BAR_STEP
+        text(_LEFT, y + 12, panel.source, "font-size='11' fill='#666'")
+        y += 42
+    text(20, y - 8, note, "font-size='11' fill='#666'")
+    height = y + 6
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height:.0f}' "
+            f"width='{_WIDTH}' height='{height:.0f}' {_FONT} role='img'>",
+            "<title>Prefill, decode and restart against llama.cpp and OpenVINO GenAI</title>",
+            f"<rect width='{_WIDTH}' height='{height:.0f}' fill='#fff'/>",
+            *shapes,
+            "</svg>\n",
+        ]
+    )
+
+
+def readme_chart() -> str:
+    """Draw the README's chart from the recorded results."""
+    peers, agents = (
+        json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for name in ("peers-0.5b-q4_0.json", "agents.json")
+    )
+    note = (
+        "All engines run one Q4_0 file with random weights in the shape of Qwen2-0.5B. "
+        "KV cache: 16 bits, OpenVINO 8."
+    )
+    return draw_chart(performance_panels(peers, agents), note)
+
+
+def main() -> None:
+    """Write the chart."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=CHART, help="file to write")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(readme_chart(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
