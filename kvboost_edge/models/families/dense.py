@@ -13,7 +13,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "glm4": ModelType(
-            "GLM-4, partial rotary, norms before and behind the blocks",
+            "GLM-4, partial rotary, norms before and after the blocks",
             Family(
                 norms="both",
                 biased=True,

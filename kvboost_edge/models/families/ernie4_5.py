@@ -83,7 +83,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "ernie4_5": ModelType("the dense models of ERNIE 4.5", _FAMILY, gguf=True),
         "ernie4_5_moe": ModelType(
-            "ERNIE 4.5, mixture of experts with a bias of the choice and shared experts",
+            "ERNIE 4.5, mixture of experts with a selection bias and shared experts",
             dataclasses.replace(_FAMILY, head_dim=None, experts=_experts),
             gguf=True,
         ),

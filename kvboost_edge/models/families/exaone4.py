@@ -22,7 +22,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "exaone4": ModelType(
-            "EXAONE 4, local and global layers, these without rope",
+            "EXAONE 4, local layers with RoPE, global layers without",
             Family(
                 norms="post",
                 head_norm="head",

@@ -133,7 +133,7 @@ def _layer_factors(config: Config) -> LayerFactors:
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "falcon_h1": ModelType(
-            "Falcon-H1, Mamba2 and attention beside each other in each layer",
+            "Falcon-H1, Mamba2 and attention in parallel in each layer",
             Family(
                 qkv_bias=False,
                 eps=1e-5,

@@ -228,13 +228,13 @@ _PART = "the language part of a vision and audio model; text only"
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "gemma4_text": ModelType(
-            "Gemma 4, heads by kind of layer, shared keys and values, embeddings of layers, "
-            "experts beside MLPs",
+            "Gemma 4, heads by kind of layer, shared KV, per-layer embeddings, experts in "
+            "parallel with MLPs",
             _FAMILY,
             gguf=True,
         ),
         "gemma4_unified_text": ModelType(
-            "the same without embeddings of the layers", _FAMILY, torch=False
+            "Gemma 4 without per-layer embeddings", _FAMILY, torch=False
         ),
         "gemma4": ModelType(_PART, wrapper=Wrapper(("gemma4_text",), tied=True), torch=False),
         "gemma4_unified": ModelType(

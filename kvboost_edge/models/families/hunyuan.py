@@ -50,7 +50,7 @@ def _complete(config: Config) -> Config:
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "hunyuan_v1_dense": ModelType(
-            "Hunyuan, dense; queries and keys normalized behind rope",
+            "Hunyuan, dense; queries and keys normalized after RoPE",
             Family(
                 head_norm="head",
                 head_norms=("query_layernorm", "key_layernorm"),

@@ -155,10 +155,10 @@ _FAMILY = Family(
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "lfm2": ModelType(
-            "LFM2 and LFM2.5, short convolutions beside attention", _FAMILY, torch=False, gguf=True
+            "LFM2 and LFM2.5, short convolutions and attention", _FAMILY, torch=False, gguf=True
         ),
         "lfm2_moe": ModelType(
-            "the same, mixture of experts by sigmoids",
+            "LFM2, mixture of experts by sigmoids",
             dataclasses.replace(_FAMILY, experts=_experts),
             torch=False,
             gguf=True,

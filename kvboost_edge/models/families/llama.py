@@ -32,13 +32,13 @@ def _experts(config: Config, layers: int) -> Experts:
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "llama": ModelType(
-            "Llama, TinyLlama, SmolLM2 and kin; default, linear, llama3, yarn and longrope",
+            "Llama, TinyLlama, SmolLM2 and others; default, linear, llama3, yarn and longrope",
             Family(),
             gguf=True,
             onnx=True,
         ),
         "mistral": ModelType(
-            "Mistral 7B and kin, sliding window",
+            "Mistral 7B and others, sliding window",
             Family(qkv_bias=False, windows=same_window(4096)),
             gguf=True,
             onnx=True,

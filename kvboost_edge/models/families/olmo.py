@@ -37,12 +37,12 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "olmo": ModelType("Llama's attention", tested=False),
         "olmo2": ModelType(
-            "OLMo 2, norms behind the blocks",
+            "OLMo 2, norms after the blocks",
             Family(norms="post", head_norm="all", eps=1e-5),
             gguf=True,
         ),
         "olmo3": ModelType(
-            "OLMo 3, local and global layers, norms behind the blocks",
+            "OLMo 3, local and global layers, norms after the blocks",
             Family(
                 norms="post",
                 head_norm="all",

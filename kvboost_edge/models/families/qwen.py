@@ -51,7 +51,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "qwen2": ModelType("Qwen2 and Qwen2.5", _QWEN2, gguf=True, onnx=True),
         "qwen2_moe": ModelType(
-            "Qwen1.5 and Qwen2, mixture of experts with a shared one behind a gate",
+            "Qwen1.5 and Qwen2, mixture of experts with a gated shared one",
             dataclasses.replace(
                 _QWEN2, experts=qwen2_experts, unless=(("qkv_bias", (None, True)),)
             ),
@@ -69,7 +69,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
             gguf=True,
         ),
         "qwen3_vl_text": ModelType(
-            "the same without its vision part",
+            "the language part of Qwen3-VL on its own",
             Family(head_norm="head", head_dim=128, theta=5e5),
             torch=False,
             gguf=True,

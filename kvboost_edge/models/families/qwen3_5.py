@@ -140,13 +140,13 @@ _PART = "the language part of a vision model; text only"
 MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     {
         "qwen3_5_text": ModelType(
-            "Qwen3.5 and kin, gated delta rule beside gated attention",
+            "Qwen3.5 and Qwen3.6, gated delta rule and gated attention",
             _FAMILY,
             torch=False,
             gguf=True,
         ),
         "qwen3_5_moe_text": ModelType(
-            "the same, mixture of experts with a shared one behind a gate",
+            "Qwen3.5 and Qwen3.6, mixture of experts with a gated shared one",
             _MOE,
             torch=False,
             gguf=True,
