@@ -91,6 +91,11 @@ KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
 """(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
 
 
+def _backend(text: str) -> str:
+    """Read a backend, by the name it has in earlier programs too."""
+    return {"default": "auto", "cpu-paged": "cpu"}.get(text, text)
+
+
 def _kv_bits(text: str) -> int | tuple[int, ...]:
     """Read "8", or "8,4" for keys and values."""
     parts = tuple(int(part) for part in text.split(","))
@@ -115,6 +120,7 @@ class EngineConfig:
         str,
         group="Model",
         choices=CHOICES["backend"],
+        read=_backend,
     )
     device: str | None = option(
         None,
@@ -172,7 +178,7 @@ class EngineConfig:
         unit="blocks",
         low=1,
         unset="as many as max_cache_bytes holds",
-        flag=False,
+        flag=None,
     )
     block_size: int = option(
         16,
@@ -200,7 +206,7 @@ class EngineConfig:
         unit="sequences",
         low=1,
         unset="one per 512 tokens of the pool, 1 to 64; fewer where recurrent state needs the room",
-        flag=False,
+        flag=None,
     )
     max_pinned_blocks: int | None = option(
         None,
@@ -214,6 +220,17 @@ class EngineConfig:
     max_batch_tokens: int = option(
         512, "Tokens computed in one step", int, group="Engine", unit="tokens", low=1
     )
+    target_tpot: float | None = option(
+        None,
+        "Target time of one step while answers are generated, their time per output token. Prompts "
+        "get smaller steps to keep it. 0: no target",
+        float,
+        group="Engine",
+        unit="ms",
+        low=0,
+        high=60_000,
+        unset="1.75 times the measured step without prompts, plus 40 ms",
+    )
     num_threads: int | None = option(
         None,
         "Threads that compute",
@@ -225,11 +242,7 @@ class EngineConfig:
         unset="the CPUs that this process may use",
     )
     strict: bool = option(
-        True,
-        "Refuse unsupported models and warn of untested ones",
-        bool,
-        group="Model",
-        flag=False,
+        True, "Refuse unsupported models and warn of untested ones", bool, group="Model", flag=None
     )
     revision: str | None = option(
         None,
@@ -246,10 +259,10 @@ class EngineConfig:
         group="Model",
         unset="the one of huggingface_hub",
         secret=True,
-        flag=False,
+        flag=None,
     )
     local_files_only: bool = option(
-        False, "Download nothing from the hub", bool, group="Model", flag=False
+        False, "Download nothing from the hub", bool, group="Model", flag=None
     )
     rope_range: str = option(
         "short",
@@ -261,12 +274,12 @@ class EngineConfig:
     )
     pack_cache: bool = option(
         True,
-        "Keep packed weights and facts about model files in the cache directory, native runner; "
-        "without it weights are converted into memory at every start",
+        "Keep packed weights and facts about model files in the cache directory, native runner",
         bool,
+        off="Keep nothing in the cache directory; weights are converted into memory at every start",
         group="Model",
     )
-    tenant: str = option("", "Tenant of requests that name none", str, group="Engine", flag=False)
+    tenant: str = option("", "Tenant of requests that name none", str, group="Engine", flag=None)
     seed: int | None = option(
         None,
         "Seed of the seeds of requests that name none. Sampled answers then repeat in every run "
@@ -275,10 +288,10 @@ class EngineConfig:
         group="Engine",
         low=0,
         unset="random seeds",
-        flag=False,
+        flag=None,
     )
     debug_checks: bool = option(
-        False, "Check the block pool after every step (slow)", bool, group="Engine", flag=False
+        False, "Check the block pool after every step (slow)", bool, group="Engine", flag=None
     )
     disk_cache_dir: str | os.PathLike[str] | None = option(
         None,
@@ -337,7 +350,7 @@ class EngineConfig:
         unit="tokens",
         low=1,
         high=_MOST_CHUNK_TOKENS,
-        flag=False,
+        flag=None,
     )
     reuse_gate: str = option(
         "auto",
@@ -356,7 +369,7 @@ class EngineConfig:
         group=_REUSE,
         unset="semantic with a boundary window; fixed with chunk_size, overlap_k or sink_tokens; "
         "else document",
-        flag=False,
+        flag=None,
     )
     chunk_size: int | None = option(
         None,

@@ -26,6 +26,7 @@ class Option:
     """One option.
 
     help         text of help and reference page, without default and unit
+    off          help of the flag that switches it off
     kind         type of the value: int, float, bool, str, a StrEnum; object: its class checks it
     group        heading in help and reference page
     unit         of a number, such as tokens or seconds
@@ -34,7 +35,8 @@ class Option:
     choices      the texts allowed
     unset        meaning of None
     optional     None is allowed
-    flag         the server command has a flag of this name
+    flag         flags of the server command; "": one of the field's name; None: none
+    many         the flag may be repeated
     read         turns a flag's text into the value; None: by `kind`
     metavar      name of the value in help; "": by choices, unit and kind
     advice       end of the message for a value of another type
@@ -43,6 +45,7 @@ class Option:
     """
 
     help: str
+    off: str = ""
     kind: type = object
     group: str = ""
     unit: str = ""
@@ -53,12 +56,36 @@ class Option:
     choices: tuple[str, ...] = ()
     unset: str = ""
     optional: bool = False
-    flag: bool = True
+    flag: str | None = ""
+    many: bool = False
     read: Callable[[str], Any] | None = None
     metavar: str = ""
     advice: str = ""
     secret: bool = False
     default: Any = None
+
+    def flags(self, name: str) -> tuple[str, ...]:
+        """Return the flags of the option with this name; of a switch that is on, the one that
+        switches it off.
+        """
+        prefix = "--no-" if self.kind is bool and self.default else "--"
+        return tuple((self.flag or prefix + name.replace("_", "-")).split())
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The texts allowed, of a StrEnum too."""
+        if issubclass(self.kind, enum.Enum):
+            return tuple(one.value for one in self.kind)
+        return self.choices
+
+    @property
+    def shown_default(self) -> str:
+        """The default as it would be given, or the meaning of None."""
+        if self.default is None or self.default == ():
+            return self.unset
+        if isinstance(self.default, tuple):
+            return ",".join(self.default)
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
         """Return the value in the declared type.

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvboost_edge.cli.cache.commands import add_cache
 from kvboost_edge.cli.options import token_limit
@@ -348,18 +349,19 @@ def inspect(
     run_inspect(one_model(name, model), engine_options(option, kv_cache_bits), as_json=as_json)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    options_metavar="[OPTIONS]",
-)
-def serve(context: typer.Context) -> None:
-    """Serve a model over HTTP: OpenAI's endpoints, metrics and a web page. `serve --help` lists the
-    flags.
-    """
-    from kvboost_edge.server.__main__ import serve as run_serve
+class _Serve(TyperCommand):
+    """The server's command, which is imported once it is called."""
 
-    run_serve(context.args, prog="kvboost-edge serve")
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        from kvboost_edge.server.__main__ import serve as run_server
+        from kvboost_edge.server.flags import serve_command
+
+        return serve_command(run_server).make_context(*args, **extra)
+
+
+@app.command(cls=_Serve)
+def serve() -> None:
+    """Serve a model over HTTP: OpenAI's endpoints, metrics and a web page."""
 
 
 @app.command(

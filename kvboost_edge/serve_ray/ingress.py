@@ -16,8 +16,9 @@ from kvboost_edge.serve_ray.deployment import NAME, replica_deployment
 from kvboost_edge.serve_ray.model import open_tokenizer
 from kvboost_edge.serve_ray.start import flags_of, pooled, replica_options
 from kvboost_edge.server.app import create_app
-from kvboost_edge.server.flags import ServeOptions, parse_flags
+from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.logs import configure_logging
+from kvboost_edge.server.serve_options import ServeOptions
 
 __all__ = ["application"]
 

@@ -29,7 +29,7 @@ from kvboost_edge.server.settings import tenant_of_key
 
 if TYPE_CHECKING:
     from kvboost_edge.serve_ray.pool import ReplicatedEngine
-    from kvboost_edge.server.flags import ServeOptions
+    from kvboost_edge.server.serve_options import ServeOptions
     from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = [

@@ -18,8 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.errors import BackendUnavailable, KVBoostError
-from kvboost_edge.server.flags import ServeOptions, parse_flags
 from kvboost_edge.server.logs import configure_logging, log_facts
+from kvboost_edge.server.serve_options import ServeOptions, help_text
 from kvboost_edge.server.settings import tenant_of_key
 from kvboost_edge.server.work.prepare import prepare
 
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "serve"]
 
+_PROG = "kvboost-server"
 _PROGRESS_S = 2.0
 _EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "starlette", "uvicorn")
 
 
-def serve(argv: Sequence[str], prog: str) -> None:
-    """Load the model and serve it until the process is told to end. Raises KVBoostError for what is
-    wrong with the flags, the model or the address.
+def serve(options: ServeOptions) -> None:
+    """Load the model and serve it until the process is told to end.
+
+    Raises KVBoostError for a model or an address that cannot be used.
     """
-    options = parse_flags(argv, prog)
     with _ended_by_signal() as ended:
         _serve(options, ended)
 
@@ -264,10 +265,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code (0 ended on request, 1 error, 2 wrong usage, 130
     interrupted).
     """
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given in (["--help"], ["-h"]):  # without typer, which takes longer to load than to help
+        print(help_text(_PROG))
+        return 0
+    from kvboost_edge.server.flags import parse_flags
+
     try:
-        serve(sys.argv[1:] if argv is None else argv, prog="kvboost-server")
+        serve(parse_flags(given, _PROG))
     except KVBoostError as error:
-        print(f"kvboost-server: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{_PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

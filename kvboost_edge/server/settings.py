@@ -1,4 +1,4 @@
-"""All flags of the server in one frozen object, checked when it is made. Needs no web framework."""
+"""Settings of the server in one frozen object. Importing this needs no web framework."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvboost_edge.config import MAX_WEIGHT
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.options import check_options, option
 
 __all__ = [
     "CONTEXT_OVERFLOWS",
@@ -39,124 +40,250 @@ _KEEP_ALIVE = 300.0
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
 _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
-# name -> (lowest, highest); the highest only keeps arithmetic and timers sane.
-_INTEGERS: dict[str, tuple[int, int]] = {
-    "port": (0, 65535),
-    "max_queue_size": (0, 1_000_000),
-    "max_body_bytes": (1024, 2**32),
-    "max_connections": (1, 100_000),
-}
-_SECONDS = (
-    "request_timeout",
-    "header_seconds",
-    "body_seconds",
-    "write_seconds",
-    "keep_alive_seconds",
-)
+_DAY_SECONDS = 86_400.0  # keeps timers sane
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    """Read "tools,billing", or "off" for none."""
+    return () if text == "off" else tuple(part.strip() for part in text.split(","))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the server listens, whom it lets in and what it bears. Times are seconds unless the name
-    says otherwise.
+    """Settings of the server, checked on construction (ConfigError).
 
-    model_name, model_aliases    names of the model: answers tell the first, requests may use each
-    api_keys            accepted bearer keys; empty: no key is asked for. Each key is a tenant of
-                        its own; with "KEY weight=4" it gets four times what a tenant without a
-                        weight gets while both want more
-    admin_api_keys      keys that may do more as soon as there is a second key: see and reset what
-                        all tenants share
-    insecure            allow a bind beyond loopback without a key
-    allowed_hosts       Host headers accepted beside loopback names, the bind address and the
-                        address of the connection itself; "*" accepts all
-    cors_origins        origins whose pages may call the server; none by default
-    max_batch_size      sequences computed together (the engine's max_num_seqs); None: by the size
-                        of the pool
-    batch_window_ms     longest wait of a request whose first block another request is computing, so
-                        that those that share a prefix start together; 0 turns it off
-    max_queue_size      requests that may wait beside the `max_batch_size` that run; the next one
-                        gets 503
-    max_queue_tokens    tokens of all requests in flight; None: 16 times what the pool holds. With
-                        several keys half of the places, tokens and bytes of bodies is kept for them
-                        by weight, see work/shares.py
-    request_timeout     from the last byte of the request to the end of its answer; then 504 and the
-                        work stops
-    drain_seconds       after SIGTERM answers in progress may take so long
-    max_connections     open connections; the next one gets 503 and is closed
-    header_seconds, body_seconds    a request's head and body must be complete within these
-    write_seconds       a client that takes nothing for so long is dropped
-    keep_alive_seconds  an idle connection is closed after these
-    request_history     so long the tokens and texts of requests are kept in memory, to say why a
-                        prompt was read again; 0: not at all
-    keep_alive          an idle model is unloaded after these; None: the first one stays, others for
-                        300 seconds
-    max_model_bytes     memory that weights, pools and states of all loaded models may take; None:
-                        what was free
-    context_overflow    of a chat that has outgrown the context: "error", or "drop_oldest" leaves
-                        out its oldest turns
-    normalise           what is put back as it was first given, see cache_report/normalization.py
-    log_format          "auto": lines for people where they are written to a terminal, else JSON
+    docs/reference/options.md lists them.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str = "kvboost-edge"
-    model_aliases: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    admin_api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    insecure: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    max_batch_size: int | None = None
-    batch_window_ms: float = 20.0
-    max_queue_size: int = 256
-    max_queue_tokens: int | None = None
-    request_timeout: float = 120.0
-    drain_seconds: float = 30.0
-    max_body_bytes: int = 8 * 1024 * 1024
-    max_connections: int = 512
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    write_seconds: float = 30.0
-    keep_alive_seconds: float = 15.0
-    request_history: float = 3600.0
-    keep_alive: float | None = None
-    max_model_bytes: int | None = None
-    context_overflow: str = "error"
-    normalise: tuple[str, ...] = NORMALISERS
-    log_level: str = "info"
-    log_format: str = "auto"
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on; others than loopback need an API key",
+        str,
+        group="Server",
+        metavar="ADDRESS",
+    )
+    port: int = option(
+        8000, "Port to listen on; 0 takes a free one", int, group="Server", low=0, high=65535
+    )
+    model_name: str = option(
+        "kvboost-edge", "Name of the model in answers", group="Model", flag=None
+    )
+    model_aliases: tuple[str, ...] = option(
+        (), "Other names that requests may use", group="Model", flag=None
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "Accepted API key. Each key is a tenant; one with a weight, as in 'KEY weight=4', gets "
+        "that many shares of the machine. Processes on this machine can read the command line",
+        group="Security",
+        flag="--api-key",
+        many=True,
+        metavar="KEY",
+        unset="none, and no key is asked for",
+        secret=True,
+    )
+    admin_api_keys: tuple[str, ...] = option(
+        (),
+        "API key that may also see and reset what all tenants share",
+        group="Security",
+        flag="--admin-api-key",
+        many=True,
+        metavar="KEY",
+        unset="none; a single API key may do so too",
+        secret=True,
+    )
+    insecure: bool = option(
+        False, "Listen on other addresses than loopback without an API key", bool, group="Security"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host header to accept; * accepts all",
+        group="Security",
+        flag="--allowed-host",
+        many=True,
+        metavar="NAME",
+        unset="loopback names, the address listened on and the address of the connection",
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "Origin whose pages may call the server",
+        group="Security",
+        flag="--cors-origin",
+        many=True,
+        metavar="URL",
+        unset="none",
+    )
+    max_batch_size: int | None = option(
+        None,
+        "Sequences computed together (max_num_seqs of the engine)",
+        int,
+        group="Limits",
+        unit="sequences",
+        low=1,
+        high=4096,
+        unset="one per 512 tokens of the pool, at most 64",
+    )
+    batch_window_ms: float = option(
+        20.0,
+        "Longest wait of a request whose first block another request is computing, so that "
+        "requests with a common prefix start together; 0: none",
+        float,
+        group="Limits",
+        unit="milliseconds",
+        low=0,
+        high=10_000,
+    )
+    max_queue_size: int = option(
+        256,
+        "Requests that may wait; the next one gets 503",
+        int,
+        group="Limits",
+        unit="requests",
+        low=0,
+        high=1_000_000,
+    )
+    max_queue_tokens: int | None = option(
+        None,
+        "Tokens of all requests in flight",
+        int,
+        group="Limits",
+        unit="tokens",
+        low=1,
+        high=2**40,
+        unset="16 times the pool",
+    )
+    request_timeout: float = option(
+        120.0,
+        "Time from the last byte of a request to the end of its answer; then 504",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0.001,
+        high=_DAY_SECONDS,
+    )
+    drain_seconds: float = option(
+        30.0,
+        "Time for answers in progress after SIGTERM",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0,
+        high=_DAY_SECONDS,
+    )
+    max_body_bytes: int = option(
+        8 * 1024 * 1024,
+        "Largest body of a request",
+        int,
+        group="Limits",
+        unit="bytes",
+        low=1024,
+        high=2**32,
+    )
+    max_connections: int = option(
+        512,
+        "Open connections; the next one gets 503",
+        int,
+        group="Limits",
+        unit="connections",
+        low=1,
+        high=100_000,
+    )
+    header_seconds: float = option(
+        10.0,
+        "Time for the head of a request to arrive",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0.001,
+        high=_DAY_SECONDS,
+    )
+    body_seconds: float = option(
+        30.0,
+        "Time for the body of a request to arrive",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0.001,
+        high=_DAY_SECONDS,
+    )
+    write_seconds: float = option(
+        30.0,
+        "Time that a client may read nothing of its answer",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0.001,
+        high=_DAY_SECONDS,
+    )
+    keep_alive_seconds: float = option(
+        15.0,
+        "Time until an idle connection is closed",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0.001,
+        high=_DAY_SECONDS,
+    )
+    request_history: float = option(
+        3600.0,
+        "Time that requests stay in memory for cache-miss reports; 0: not at all",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0,
+        high=_DAY_SECONDS,
+    )
+    keep_alive: float | None = option(
+        None,
+        "Time until an idle model is unloaded",
+        float,
+        group="Limits",
+        unit="seconds",
+        low=0,
+        high=MAX_KEEP_ALIVE,
+        unset=f"the first model stays, others {_KEEP_ALIVE:g}",
+    )
+    max_model_bytes: int | None = option(
+        None,
+        "Memory of the weights, pools and states of all loaded models, such as 8e9",
+        int,
+        group="Limits",
+        unit="bytes",
+        low=1,
+        high=2**50,
+        unset="the memory that is free at start",
+    )
+    context_overflow: str = option(
+        "error",
+        "Answer to a chat that exceeds the context: an error, or leave out its oldest turns",
+        str,
+        group="Server",
+        choices=CONTEXT_OVERFLOWS,
+    )
+    normalise: tuple[str, ...] = option(
+        NORMALISERS,
+        "Changes by clients that are undone so that prefixes match: some of "
+        f"{','.join(NORMALISERS)}, or off",
+        group="Server",
+        read=_kinds,
+        metavar="KINDS",
+    )
+    log_level: str = option(
+        "info", "Least severe message that is logged", str, group="Logging", choices=LOG_LEVELS
+    )
+    log_format: str = option(
+        "auto",
+        "Format of log lines; auto: plain lines in a terminal, else JSON; text: key=value",
+        str,
+        group="Logging",
+        choices=LOG_FORMATS,
+    )
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _INTEGERS.items():
-            _check_int(name, getattr(self, name), low, high)
-        if self.max_batch_size is not None:
-            _check_int("max_batch_size", self.max_batch_size, 1, 4096)
-        if self.max_queue_tokens is not None:
-            _check_int("max_queue_tokens", self.max_queue_tokens, 1, 2**40)
-        for name in _SECONDS:
-            _check_number(self, name, low=0.001, high=86_400.0)
-        _check_number(self, "drain_seconds", low=0.0, high=86_400.0)
-        _check_number(self, "request_history", low=0.0, high=86_400.0)
-        if self.keep_alive is not None:
-            _check_number(self, "keep_alive", low=0.0, high=MAX_KEEP_ALIVE)
-        if self.max_model_bytes is not None:
-            _check_int("max_model_bytes", self.max_model_bytes, 1, 2**50)
-        if self.context_overflow not in CONTEXT_OVERFLOWS:
-            raise ConfigError(
-                f"context_overflow={self.context_overflow!r} is not one of "
-                f"{', '.join(CONTEXT_OVERFLOWS)}"
-            )
+        check_options(self, ConfigError)
         unknown = [kind for kind in self.normalise if kind not in NORMALISERS]
         if unknown:
             raise ConfigError(f"normalise={unknown[0]!r} is not one of {', '.join(NORMALISERS)}")
-        _check_number(self, "batch_window_ms", low=0.0, high=10_000.0)
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level={self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(
-                f"log_format={self.log_format!r} is not one of {', '.join(LOG_FORMATS)}"
-            )
         for name in self.model_names:
             if not name or not name.isprintable():
                 raise ConfigError("model_name must be printable text with at least one character")
@@ -286,19 +413,3 @@ def collect_api_keys(
             )
         keys += found
     return tuple(dict.fromkeys(keys))
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={value!r} must be an integer")
-    if not low <= value <= high:
-        raise ConfigError(f"{name}={value} must be in {low}..{high}")
-
-
-def _check_number(settings: ServerSettings, name: str, *, low: float, high: float) -> None:
-    value = getattr(settings, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r} must be a finite number")
-    if not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must be in {low:g}..{high:g}")
-    object.__setattr__(settings, name, float(value))

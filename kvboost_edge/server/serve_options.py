@@ -1,0 +1,276 @@
+"""Options of the server's command: what the flags may say, the help, and what they ask for.
+
+Needs neither a web framework nor typer, so `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.options import Option, options_of
+from kvboost_edge.server.settings import ServerSettings, collect_api_keys
+
+__all__ = [
+    "DEMO_MODEL",
+    "NamedModel",
+    "ServeOptions",
+    "command_options",
+    "help_text",
+    "options_from",
+]
+
+DEMO_MODEL = "kvboost-edge/demo"
+_HELP = "Serve a model over HTTP: OpenAI's endpoints, metrics and a web page."
+_MAX_WIDTH = 100
+_INDENT = 30
+
+_EXAMPLES = """Examples
+
+{prog}
+{prog} --model ./my-model --port 8080
+{prog} --model chat=./my-model.gguf --model coder,gpt-4o=./another --keep-alive 600
+KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
+
+Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
+KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise; KVBOOST_EDGE_REDIS_URL (--redis-url),
+KVBOOST_EDGE_REDIS_PASSWORD, KVBOOST_EDGE_REDIS_SECRET (the same on all machines). With more than
+one key /metrics, /v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all
+tenants. Keys share the machine evenly; one with a weight behind it, as in 'key-two weight=4',
+counts as so many others. That goes for every place where keys are given."""
+
+
+class NamedModel(NamedTuple):
+    """A model as the command line names it: its names, and a directory, a GGUF file or a hub id."""
+
+    names: tuple[str, ...]
+    model: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a command line asks for. `model` is the first one, whose names are in the settings;
+    `others` are loaded when they are asked for. The first computes `warm` texts, and each of
+    `warm_documents` alone, before the first request is taken. `workers` engines of it, each in a
+    process of its own, of the Ray cluster at an address where one is given; one engine without that
+    needs no Ray.
+    """
+
+    model: str
+    engine: dict[str, Any] = dataclasses.field(repr=False)  # redis_url may hold a password
+    settings: ServerSettings
+    warm: tuple[str, ...]
+    warm_documents: tuple[str, ...] = ()
+    others: tuple[NamedModel, ...] = ()
+    workers: int = 1
+    ray_address: str | None = None
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether engines run in processes of their own."""
+        return self.workers > 1 or self.ray_address is not None
+
+
+_COMMAND = {  # what is no setting
+    "model": Option(
+        help="Directory, GGUF file or hub id; repeatable, others are loaded on demand. Names that "
+        "clients may use, commas between them, may stand before it",
+        group="Model",
+        flag="--model -m",
+        many=True,
+        metavar="[NAMES=]MODEL",
+        unset="the bundled demo model",
+    ),
+    "model_name": Option(
+        help="Names of the only model that clients may use, commas between them",
+        group="Model",
+        many=True,
+        metavar="NAME",
+        unset="its own",
+    ),
+    "warm": Option(
+        help="Text that the first model caches at start; @FILE reads it",
+        group="Cache",
+        many=True,
+        metavar="TEXT",
+    ),
+    "warm_document": Option(
+        help="Text cached at start for mode chunk_kv_reuse, which finds it anywhere in a prompt; "
+        "@FILE reads it",
+        group="Cache",
+        many=True,
+        metavar="TEXT",
+    ),
+    "workers": Option(
+        help="Engines, each in a process of its own (extra [ray])",
+        kind=int,
+        group="Engine",
+        low=1,
+        high=1000,
+        default=1,
+    ),
+    "ray_address": Option(
+        help="Address of a running Ray cluster for them, or auto", group="Engine", unset="none"
+    ),
+    "api_key_file": Option(
+        help="File of API keys, one a line, each with or without a weight",
+        group="Security",
+        metavar="FILE",
+    ),
+    "admin_api_key_file": Option(
+        help="File of admin API keys, one a line", group="Security", metavar="FILE"
+    ),
+}
+_GROUPS = (
+    *("Model", "Server", "Limits", "Security", "Logging", "Engine", "Cache"),
+    *("Non-prefix KV reuse", "Speculative decoding"),
+)
+_REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
+
+
+@functools.cache
+def command_options() -> dict[str, Option]:
+    """Return the options that have a flag of the server command, by name."""
+    # The command's own come first, and win: --model-name may be repeated, the setting is one name.
+    declared = {**_COMMAND, **options_of(ServerSettings), **options_of(EngineConfig), **_COMMAND}
+    return {name: one for name, one in declared.items() if one.flag is not None}
+
+
+def help_text(prog: str) -> str:
+    """Return the help of the command, flags by group."""
+    width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    lines = [f"Usage: {prog} [OPTIONS]", "", *textwrap.wrap(_HELP, width)]
+    fill = textwrap.TextWrapper(width, initial_indent=" " * _INDENT, break_on_hyphens=False)
+    fill.subsequent_indent = fill.initial_indent
+    for group in _GROUPS:
+        lines += ["", f"{group}:"]
+        for name, declared in command_options().items():
+            if declared.group == group:
+                value, text = _described(name, declared)
+                flags = f"  {', '.join(sorted(declared.flags(name), key=len))} {value}".rstrip()
+                rows = fill.wrap(text)
+                if len(flags) < _INDENT - 1:
+                    rows[0] = flags.ljust(_INDENT) + rows[0].lstrip()
+                    flags = ""
+                lines += [flags, *rows] if flags else rows
+    lines += ["", "  -h, --help".ljust(_INDENT) + "Show this message and exit.", ""]
+    return "\n".join(lines) + "\n" + _EXAMPLES.format(prog=prog)
+
+
+def _described(name: str, declared: Option) -> tuple[str, str]:
+    """Return the name of a flag's value in help, "" for a switch, and the text of its help."""
+    if declared.kind is bool:
+        return "", declared.off or declared.help
+    default = declared.shown_default
+    text = declared.help + (f". Default: {default}" if default else "")
+    choices = f"{{{','.join(declared.values)}}}" if declared.values else ""
+    unit = declared.unit.upper() or ("N" if declared.kind in (int, float) else "TEXT")
+    return declared.metavar or choices or unit, text
+
+
+def options_from(flags: Mapping[str, Any]) -> ServeOptions:
+    """Return what a command line asks for; ConfigError for values out of range."""
+    declared = command_options()
+    given: dict[str, Any] = {
+        name: not declared[name].default if declared[name].kind is bool else value
+        for name, value in flags.items()
+        if value is not None and value is not False and value != []
+    }
+    workers = _COMMAND["workers"].checked("workers", given.get("workers", 1), ConfigError)
+    first, *others = _models(given.get("model", [DEMO_MODEL]), given.get("model_name", []))
+    if others and (workers > 1 or given.get("ray_address")):
+        raise ConfigError(
+            f"workers={workers}: replicas serve one model; give --model once, or start a server "
+            "for each"
+        )
+    named = {"model_name": first.names[0], "model_aliases": first.names[1:]}
+    settings: dict[str, Any] = {
+        name: tuple(given[name]) if one.many else given[name]
+        for name, one in options_of(ServerSettings).items()
+        if name in given
+    }
+    for name, variable in (
+        ("api_key", "KVBOOST_API_KEY"),
+        ("admin_api_key", "KVBOOST_ADMIN_API_KEY"),
+    ):
+        file = given.get(f"{name}_file")
+        settings[f"{name}s"] = collect_api_keys(
+            given.get(f"{name}s", ()), None if file is None else Path(file), variable=variable
+        )
+    chosen = ServerSettings(**settings | named)
+    engine = {name: given[name] for name in options_of(EngineConfig) if name in given}
+    if engine.get("pack_cache", True):  # else nothing is kept in the cache directory
+        from kvboost_edge.tiers.disk.survey import default_directory  # not for --help
+
+        engine.setdefault("disk_cache_dir", str(default_directory()))
+    if os.environ.get(_REDIS_VARIABLE):
+        engine.setdefault("redis_url", os.environ[_REDIS_VARIABLE])
+    if chosen.max_batch_size is not None:
+        engine["max_num_seqs"] = chosen.max_batch_size
+    return ServeOptions(
+        first.model,
+        engine,
+        chosen,
+        tuple(map(_warm_text, given.get("warm", ()))),
+        tuple(map(_warm_text, given.get("warm_document", ()))),
+        tuple(others),
+        workers=workers,
+        ray_address=given.get("ray_address"),
+    )
+
+
+def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel]:
+    """The models of a command line, each with its names. ConfigError for names that cannot tell
+    them apart.
+    """
+    if len(given) > 1 and model_names:
+        raise ConfigError(
+            "--model-name names the only model; of several give each its names, as --model "
+            "NAME=MODEL"
+        )
+    found = []
+    known: set[str] = set()
+    for text in given:
+        before, sign, behind = text.partition("=")
+        named = bool(sign) and not Path(text).exists()
+        model = os.path.expanduser(behind) if named else text  # the shell does not, behind a name
+        lists = [before, *model_names] if named else model_names
+        names = tuple(dict.fromkeys(name.strip() for one in lists for name in one.split(","))) or (
+            _served_name(model),
+        )
+        if not all(name and name.isprintable() for name in names):
+            raise ConfigError("model_name must be printable text with at least one character")
+        if twice := known & {*names}:
+            raise ConfigError(
+                f"two models have the name {min(twice)!r}; give each its own, as --model NAME=MODEL"
+            )
+        if model.startswith((".", "/")) and len(given) > 1 and not Path(model).exists():
+            raise ConfigError(f"the model {model!r} does not exist")
+        known |= {*names}
+        found.append(NamedModel(names, model))
+    return found
+
+
+def _served_name(model: str) -> str:
+    """A local path's last part, so that no path of this machine is shown; a hub id as it is."""
+    path = Path(model)
+    return path.resolve().name if model != DEMO_MODEL and path.exists() else model
+
+
+def _warm_text(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the warm text {text!r} cannot be read: {type(error).__name__}"
+        ) from error
