@@ -197,7 +197,7 @@ def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
 
 def _plain(error: HTTPException) -> str:
     if error.status_code == 404:
-        return "there is no such route; the README lists those there are"
+        return "there is no such route; docs/apis.md and /openapi.json list the routes"
     return str(error.detail)[:_MAX_MESSAGE]
 
 

@@ -175,8 +175,9 @@ class AuthMiddleware:
             self._state.bodies.free(body.tenant, body.num_bytes)
 
     def _methods(self, path: str) -> set[str]:
-        """What the routes of a path take; empty for none. Everybody may know it: the README lists
-        the routes.
+        """Return the methods that the routes of a path accept, empty if there is no such route.
+
+        They are no secret: docs/apis.md lists the routes.
         """
         found = {
             method
