@@ -1,4 +1,4 @@
-"""The README's curl examples, run as they stand against a live server."""
+"""The curl examples of the README and of the docs, run against a live server."""
 
 import json
 import re
@@ -9,16 +9,24 @@ import pytest
 
 from helpers.tools import find_curl, must_run
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"^curl .*(?:\n .*)*", README, flags=re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [
+    (page, example)
+    for page in ("README.md", "docs/apis.md", "docs/tools.md")
+    for example in re.findall(
+        r"^curl .*(?:\n .*)*", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+]
 
 
 @pytest.mark.skipif(find_curl() is None and not must_run(), reason="curl is not installed")
 @pytest.mark.parametrize(
-    "example", EXAMPLES, ids=lambda text: re.search(r"8000(\S+)", text).group(1)
+    ("page", "example"),
+    EXAMPLES,
+    ids=[f"{page}{re.search(r'8000([^ ]+)', text).group(1)}" for page, text in EXAMPLES],
 )
-def test_example_answers(example, live_server):
-    command = example.replace("http://127.0.0.1:8000", live_server.base_url)
+def test_example_answers(page, example, live_server):
+    command = re.sub(r"(http://127\.0\.0\.1|localhost):8000", live_server.base_url, example)
     options = "--silent --show-error --fail-with-body --max-time 60"
     if "/v1/requests/last" in example:
         with live_server.client() as client:
@@ -30,7 +38,14 @@ def test_example_answers(example, live_server):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    answer = json.loads(done.stdout)
-    if "tools" in example:
-        assert answer["choices"][0]["message"]["tool_calls"]
-    assert answer
+    if '"stream": true' in example:
+        events = [line for line in done.stdout.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[0].removeprefix("data: "))["choices"]
+    elif "/metrics" in example:
+        assert "vllm:num_requests_running" in done.stdout
+    else:
+        answer = json.loads(done.stdout)
+        assert answer
+        if "tools" in example:
+            assert answer["choices"][0]["message"]["tool_calls"]
