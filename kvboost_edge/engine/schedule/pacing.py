@@ -1,0 +1,113 @@
+"""The time limit of each step, so that no request holds up the others.
+
+- While sequences decode, a step may take 1.75 times as long as their decoding alone, plus 40 ms.
+  Their tokens keep coming, and prompts get the rest of the step.
+- While several prompts are computed and nothing decodes, a step takes 0.2 s, so that a new request
+  can soon join.
+- A request that is alone gets steps of up to 1 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from typing import NamedTuple
+
+from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.step_cost import StepCost, StepShape
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+
+__all__ = ["StepLimit", "StepPacing"]
+
+_STRETCH = 1.75  # of the time that decoding alone takes
+_EXTRA = 0.04  # seconds
+_PROMPTS = 0.2  # seconds of a step of several prompts
+_ALONE = 1.0  # seconds of a step of one request
+_FIRST_TOKENS = 64  # of prompts in a step while nothing is known of their time
+_LEAST_TOKENS = 4  # of prompts in a step, whatever they cost
+_MEASURED_EVERY = 32  # steps with prompts; then one step decodes only, to measure that
+
+
+class StepLimit(NamedTuple):
+    """The size that a step may have.
+
+    total    units of work
+    prices   units of one token, by the sequence's index; 1 for sequences that are not in it
+    """
+
+    total: int
+    prices: dict[int, int]
+
+    def price(self, sequence: Sequence) -> int:
+        """Return the units of a sequence's next token."""
+        return self.prices.get(sequence.index, 1)
+
+
+class StepPacing:
+    """The limit of each step, from the predicted cost of its tokens.
+
+    target    seconds of a step while sequences decode, None: chosen from what decoding alone takes;
+              0: no limit but `max_batch_tokens`
+    """
+
+    def __init__(self, target: float | None = 0.0) -> None:
+        self._target = target
+        self._cost = StepCost()
+        self._since_measured = 0
+
+    def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
+        """Learn from a step that took so long."""
+        shape = StepShape.of(work)
+        self._cost.observe(shape, seconds)
+        if not shape.tokens:
+            self._since_measured = 0
+        elif shape.sequences:
+            self._since_measured += 1
+
+    def limit(
+        self, running: Several[Sequence], num_waiting: int, max_batch_tokens: int
+    ) -> tuple[list[Sequence], StepLimit]:
+        """Return the sequences that take part in the next step, and its limit."""
+        everyone = list(running)
+        plain = StepLimit(max_batch_tokens, {})
+        if self._target == 0.0:
+            return everyone, plain
+        decoding = [one for one in everyone if one.num_pending == 1]
+        prompts = [one for one in everyone if one.num_pending > 1]
+        room = max_batch_tokens - len(decoding)  # tokens of prompts
+        if not prompts or room < len(prompts):
+            return everyone, plain
+        if decoding and (not self._cost.knows_decode or self._since_measured >= _MEASURED_EVERY):
+            return decoding, plain
+        is_alone = len(everyone) + num_waiting == 1
+        if not self._cost.knows_prompts:
+            tokens = room if is_alone else min(room, _FIRST_TOKENS)
+            return everyone, StepLimit(len(decoding) + tokens, {})
+        seconds = _ALONE if is_alone else self._seconds_for_prompts(decoding)
+        return everyone, self._limit_of(prompts, seconds, room, len(decoding))
+
+    def _limit_of(
+        self, prompts: list[Sequence], seconds: float, room: int, num_decoding: int
+    ) -> StepLimit:
+        """Return the limit of a step with prompts, in microseconds of their work.
+
+        A decoding sequence takes one unit, so that each has its token before any prompt.
+
+        seconds    for the prompts
+        room       most tokens of prompts
+        """
+        costs = {
+            one.index: self._cost.prompt_token(one.num_computed_tokens) * 1e6 for one in prompts
+        }
+        total = max(1, int(max(seconds * 1e6, _LEAST_TOKENS * min(costs.values()))))
+        least = -(-total // room)  # no price is so low that more tokens fit
+        prices = {index: max(least, round(cost)) for index, cost in costs.items()}
+        return StepLimit(total + num_decoding, prices)
+
+    def _seconds_for_prompts(self, decoding: list[Sequence]) -> float:
+        """Return what the target of a step leaves for prompts."""
+        if not decoding:
+            return max(self._target or 0.0, _PROMPTS)
+        depth = sum(one.num_computed_tokens for one in decoding)
+        alone = self._cost.decode_seconds(StepShape(len(decoding), depth))
+        target = _STRETCH * alone + _EXTRA if self._target is None else self._target
+        return target - alone
