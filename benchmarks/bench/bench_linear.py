@@ -145,8 +145,8 @@ class LinearOps:
     """Single operations of a runner's program, on rows that are quantized already."""
 
     def __init__(self, runner: NativeRunner, tokens: int, team: KernelTeam) -> None:
-        self._program = (runner._program.ops, runner._program.params)
-        self._kernels = kernel_table(runner.kinds, runner._program.operations)
+        self._program = runner._program
+        self._kernels = kernel_table(runner.kinds, runner._program.kinds)
         self._last: Sequence[int] = ()
         self._team = team
         self._buffers = runner._buffers.addresses(tokens, 1)
@@ -156,46 +156,48 @@ class LinearOps:
         self._buffers[lt.B_LOGITS] = self._logits.ctypes.data
         self._tokens = tokens
 
-    def find(self, code: int, outputs: int, inputs: int) -> list[int]:
+    def find(self, kind: type[lt.Operation], outputs: int, inputs: int) -> list[int]:
         return [
-            int(index)
-            for index, op in enumerate(self._program[0])
-            if op[lt.F_OP] == code and op[lt.F_COUNT] == outputs and op[lt.F_INPUTS] == inputs
+            index
+            for index, op in enumerate(self._program.operations)
+            if isinstance(op, kind) and (_outputs(op), op.matrix.inputs) == (outputs, inputs)
         ]
 
     def run(self, indices: Sequence[int]) -> None:
         """These operations one after the other, as one program."""
         if self._last != indices:
             self._last = indices
-            self._ops, self._params = (
-                np.ascontiguousarray(a[list(indices)]) for a in self._program[:2]
-            )
+            self._ops = np.ascontiguousarray(self._program.ops[list(indices)])
         count = len(indices)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
         matrix = int(amx_choice().used)
-        table = self._ops, self._params, self._buffers, counters, self._kernels
+        table = self._ops, self._buffers, counters, self._kernels
         job = lt.ProgramJob(*table, 0, count, self._tokens, matrix)
         self._team.run(
             run_program, job, counters, count * lt.COUNTERS_PER_OP, self._team.num_threads
         )
 
 
-def matrices() -> dict[str, tuple[int, int, int]]:
+def _outputs(op: lt.Operation) -> int:
+    return op.inner.size if isinstance(op, lt.GatedOp) else op.size
+
+
+def matrices() -> dict[str, tuple[type[lt.Operation], int, int]]:
     """name -> operation, outputs and inputs."""
     hidden = CONFIG["hidden_size"]
     inner = CONFIG["intermediate_size"]
     return {
-        "qkv": (lt.OP_LINEAR, hidden + 256, hidden),
-        "out": (lt.OP_LINEAR, hidden, hidden),
-        "gate_up": (lt.OP_GATED, inner, hidden),
-        "down": (lt.OP_LINEAR, hidden, inner),
-        "head": (lt.OP_LINEAR, CONFIG["vocab_size"], hidden),
+        "qkv": (lt.LinearOp, hidden + 256, hidden),
+        "out": (lt.LinearOp, hidden, hidden),
+        "gate_up": (lt.GatedOp, inner, hidden),
+        "down": (lt.LinearOp, hidden, inner),
+        "head": (lt.LinearOp, CONFIG["vocab_size"], hidden),
     }
 
 
-def _bytes_of(name: str, weights: str, shape: tuple[int, int, int]) -> int:
-    code, outputs, inputs = shape
-    rows = 2 * outputs if code == lt.OP_GATED else outputs
+def _bytes_of(name: str, weights: str, shape: tuple[type[lt.Operation], int, int]) -> int:
+    op, outputs, inputs = shape
+    rows = 2 * outputs if op is lt.GatedOp else outputs
     kind = "int8" if name == "head" else weights
     return int(
         rows * inputs * {"int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32, "int4-asym": 0.5 + 4 / 32}[kind]

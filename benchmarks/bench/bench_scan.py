@@ -39,7 +39,7 @@ VALUE_DIM = {"delta": 128, "ssd": 64}
 
 
 class Scans:
-    """OP_SCAN of all layers over the rows of one sequence."""
+    """`ScanOp` of all layers over the rows of one sequence."""
 
     def __init__(self, rule: str, tokens: int, layers: int, key_dim: int) -> None:
         dim = VALUE_DIM[rule]
@@ -63,28 +63,21 @@ class Scans:
         self._buffers = np.zeros(lt.B_TABLES + 2, np.int64)
         self._buffers[list(arrays)] = [array.ctypes.data for array in arrays.values()]
         self._buffers[lt.B_SEQUENCES] = 1
-        fields = {
-            lt.F_OP: lt.OP_SCAN,
-            lt.F_KEY_HEADS: 1 if rule == "ssd" else heads // 2,
-            lt.F_KEY_DIM: key_dim,
-        }
-        fields |= {
-            lt.F_HEADS: heads,
-            lt.F_DIM: dim,
-            lt.F_RULE: lt.RULES[rule],
-            lt.F_SKIP: skip.ctypes.data,
-        }
-        self._ops = np.zeros((layers, lt.NUM_FIELDS), np.int64)
-        self._ops[:, list(fields)] = list(fields.values())
-        self._ops[:, lt.F_STATE] = [self._pool.offset(layer) for layer in range(layers)]
-        self._params = np.zeros((layers, lt.NUM_PARAMS), np.float32)
+        key_heads = 1 if rule == "ssd" else heads // 2
+        state_heads = lt.StateHeads(key_heads, key_dim, heads, dim, 0, lt.RULES[rule])
+        self._ops = lt.table_of(
+            [
+                lt.ScanOp(state_heads, self._pool.offset(layer), skip.ctypes.data)
+                for layer in range(layers)
+            ]
+        )
         self._tokens = tokens
         self.tiles = layers * heads * dim // LANES
 
     def run(self, team: KernelTeam) -> None:
         count = len(self._ops)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
-        table = self._ops, self._params, self._buffers, counters, kernel_table([], [lt.OP_SCAN])
+        table = self._ops, self._buffers, counters, kernel_table([], [lt.ScanOp])
         job = lt.ProgramJob(*table, 0, count, self._tokens, 0)
         team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, team.num_threads)
 

@@ -73,49 +73,29 @@ class Matrices:
         for number, array in ((lt.B_ATTENDED, x), (lt.B_PANEL, panel), (lt.B_WIDE, out)):
             self._held.append([array])
             self._buffers[number] = array.ctypes.data
-        source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: inputs, lt.F_FINE: int(fine)}
-        table: list[dict[int, int]] = [
-            {
-                lt.F_OP: lt.OP_QUANT,
-                **source,
-                lt.F_COUNT: inputs,
-                lt.F_QUANT: NUMBERS[kind],
-                lt.F_PANEL: lt.B_PANEL,
-            }
-        ]
+        source = lt.BufferRows(lt.B_ATTENDED, inputs)
+        target = lt.PanelTarget(NUMBERS[kind], lt.B_PANEL, int(fine))
+        table: list[lt.Operation] = [lt.QuantizeOp(source, inputs, target)]
         for arrays in self._held[:copies]:
-            codes, scales, minima = (array.ctypes.data for array in arrays)
-            where = {
-                lt.F_WEIGHT: codes,
-                lt.F_SCALE: scales,
-                lt.F_MINIMA: minima,
-                lt.F_KIND: NUMBERS[kind],
-            }
-            target = {
-                lt.F_DST: lt.B_WIDE,
-                lt.F_DST_STEP: rows,
-                lt.F_COUNT: rows,
-                lt.F_INPUTS: inputs,
-            }
-            rest = {
-                lt.F_UNIT: rows // 16 // (2 * options.threads),
-                lt.F_PANEL_IN: lt.B_PANEL,
-                lt.F_FINE_IN: int(fine),
-            }
-            table.append({lt.F_OP: lt.OP_LINEAR, **where, **target, **rest})
-        self._ops = np.zeros((len(table), lt.NUM_FIELDS), np.int64)
-        self._params = np.ones((len(table), lt.NUM_PARAMS), np.float32)
-        for row, fields in zip(self._ops, table, strict=True):
-            row[list(fields)] = list(fields.values())
+            matrix = lt.PackedMatrix(
+                NUMBERS[kind],
+                inputs,
+                *(array.ctypes.data for array in arrays),
+                unit=rows // 16 // (2 * options.threads),
+                panel=lt.B_PANEL,
+                fine=int(fine),
+            )
+            table.append(lt.LinearOp(source, lt.BufferRows(lt.B_WIDE, rows), matrix, rows))
+        self._ops = lt.table_of(table)
         self._tokens = tokens
         self._copies = copies
-        self._kernels = kernel_table([NUMBERS[kind]], [lt.OP_LINEAR])
+        self._kernels = kernel_table([NUMBERS[kind]], [lt.LinearOp])
 
     def run(self, team: KernelTeam) -> None:
         count = len(self._ops)
         counters = np.zeros((count + 1) * lt.COUNTERS_PER_OP, np.int64)
         matrix = int(amx_choice().used)
-        table = self._ops, self._params, self._buffers, counters, self._kernels
+        table = self._ops, self._buffers, counters, self._kernels
         job = lt.ProgramJob(*table, 0, count, self._tokens, matrix)
         team.run(run_program, job, counters, count * lt.COUNTERS_PER_OP, team.num_threads)
 

@@ -2,8 +2,8 @@
 and in one order.
 
 A row is the tuple's fields one after another, those of a tuple inside it in its place. Numbers are
-int64; a float is the bits of a float64; an array is the address of its first element, 0 where it is
-empty.
+int64; a float is the bits of a float64, a `Float32` those of a float32 in half of its place; an
+array is the address of its first element, 0 where it is empty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,10 @@ from numba.core import types
 from numba.core.types.containers import BaseTuple
 
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.vectors import I32, I64, emit_load
+from kvboost_edge.kernels.vectors import F32, I32, I64, emit_load
 
 __all__ = [
+    "Float32",
     "addresses_of",
     "load_i32_row",
     "load_row",
@@ -34,14 +35,23 @@ __all__ = [
 
 Value = Any
 Builder = Any
+Float32 = Annotated[float, np.float32]
+"""A float that is a float32 in memory and in kernels."""
+
+# Annotation -> the struct format, what is loaded, and Numba's type.
+_NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
+    int: ("q", I64, types.int64),
+    float: ("d", ir.DoubleType(), types.float64),
+    Float32: ("f4x", F32, types.float32),
+}
 
 
 @cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """Field -> int, float or a NamedTuple; whatever else is annotated is an int in memory."""
-    hints = get_type_hints(kind)
+    """Field -> a key of `_NUMBERS` or a NamedTuple; other annotations are an int in memory."""
+    hints = get_type_hints(kind, include_extras=True)
     return {
-        name: hint if hasattr(hint, "_fields") or hint is float else int
+        name: hint if hasattr(hint, "_fields") or hint in _NUMBERS else int
         for name, hint in hints.items()
     }
 
@@ -75,9 +85,9 @@ def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
 @cache
 def _format(kind: Any) -> str:
     """The struct format of a row."""
-    formats = {int: "q", float: "d"}
     return "".join(
-        formats[field] if field in formats else _format(field) for field in _fields(kind).values()
+        _NUMBERS[field][0] if field in _NUMBERS else _format(field)
+        for field in _fields(kind).values()
     )
 
 
@@ -96,19 +106,15 @@ def _flat(kind: Any, values: Any) -> list[int | float]:
 
 
 def numbers_type(kind: Any) -> Any:
-    """Numba's type of a NamedTuple of ints, floats (float64) and such tuples; of a field in one."""
-    if kind is float:
-        return types.float64
-    if kind is int:
-        return types.int64
+    """Numba's type of a NamedTuple of numbers and such tuples; of a field in one."""
+    if kind in _NUMBERS:
+        return _NUMBERS[kind][2]
     return BaseTuple.from_types([numbers_type(field) for field in _fields(kind).values()], kind)
 
 
 def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
-    if kind is float:
-        return emit_load(b, ir.DoubleType(), address)
-    if kind is int:
-        return emit_load(b, I64, address)
+    if kind in _NUMBERS:
+        return emit_load(b, _NUMBERS[kind][1], address)
     items = []
     for name, field in _fields(kind).items():
         place = b.add(address, ir.Constant(I64, 8 * number_at(kind, name)))

@@ -52,8 +52,8 @@ FAULTS = faults(
     (
         "drafts: gates are those of the input",
         _CONV,
-        "copy_floats(row + 4 * op[lt.F_BY_FIRST], gates",
-        "copy_floats(row, gates",
+        "copy_floats(gates, num_gates",
+        "copy_floats(row, num_gates",
         _OF_MIXERS,
     ),
     (

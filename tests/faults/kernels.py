@@ -68,23 +68,23 @@ FAULTS = (
     fault(
         "the norm of values is dropped",
         "kernels/program/tokens.py",
-        "if op[lt.F_V_NORM] != 0:",
-        "if op[lt.F_V_NORM] == -1:",
+        "if op.v_norm != 0:",
+        "if op.v_norm == -1:",
         *GEMMA4,
     ),
     fault(
         "values that are keys are those behind the norm",
         "kernels/program/tokens.py",
-        "        copy_floats(keys, kv_heads * dim, values)\n    late = op[lt.F_LATE_NORM] != 0\n",
-        "        _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)\n"
+        "        copy_floats(keys, kv_heads * dim, values)\n    late = op.late_norm != 0\n",
+        "        _heads(keys, kv_heads, dim, op.k_norm, op.norm_all, op.eps)\n"
         "        copy_floats(keys, kv_heads * dim, values)\n"
-        "    late = op[lt.F_LATE_NORM] != 0\n",
+        "    late = op.late_norm != 0\n",
         *GEMMA4,
     ),
     fault(
         "a layer's number is dropped",
         "kernels/program/tokens.py",
-        "value * params[lt.P_SUM_FACTOR])\n\n\n@kernel\ndef _per_layer",
+        "value * op.sum_factor)\n\n\n@kernel\ndef _per_layer",
         "value)\n\n\n@kernel\ndef _per_layer",
         *GEMMA4,
     ),
@@ -112,7 +112,7 @@ FAULTS = (
     fault(
         "shares are divided by less than the least",
         "kernels/program/expert_routing.py",
-        "total = max(total, params[lt.P_EPS])",
+        "total = max(total, np.float32(op.eps))",
         "total = total + np.float32(0.0)",
         "tests/kernels/program/test_experts.py::test_routing_equals_the_specification",
     ),
@@ -120,15 +120,14 @@ FAULTS = (
         "the bias of the choice becomes a part of the share",
         "kernels/program/expert_routing.py",
         "        store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))",
-        "        store_f32(shares + 4 * rank, _wanted(row, op[lt.F_BIAS], load_i64(chosen + 8 * "
-        "rank)))",
+        "        store_f32(shares + 4 * rank, _wanted(row, op.bias, load_i64(chosen + 8 * rank)))",
         *_ROUTED,
     ),
     fault(
         "the shared expert's gate is forgotten",
         "kernels/program/experts.py",
-        "share = sigmoid_f32(gate) * factor",
-        "share = factor",
+        "share = sigmoid_f32(gate) * op.factor",
+        "share = op.factor",
         *SPARSE,
     ),
     fault(
@@ -148,8 +147,8 @@ FAULTS = (
     fault(
         "experts add their rows and not their shares",
         "kernels/program/experts.py",
-        "share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * factor",
-        "share = np.float32(factor)",
+        "share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * op.factor",
+        "share = op.factor",
         *_ROUTED,
     ),
     fault(
@@ -162,30 +161,30 @@ FAULTS = (
     fault(
         "an expert has the scales of the first",
         "kernels/program/experts.py",
-        "op[lt.F_SCALE] + tile * groups * SCALE_BYTES",
-        "op[lt.F_SCALE]",
+        "matrix.scales + tile * groups * SCALE_BYTES",
+        "matrix.scales",
         *_ROUTED,
     ),
     fault(
         "factors of experts are dropped",
         "kernels/program/expert_routing.py",
-        "if op[lt.F_SCALE] != 0:",
-        "if op[lt.F_SCALE] == -1:",
+        "if op.factors != 0:",
+        "if op.factors == -1:",
         *GEMMA4_EXPERTS,
     ),
     fault(
         "a share has another expert's factor",
         "kernels/program/expert_routing.py",
-        "share *= load_f32(op[lt.F_SCALE] + 4 * load_i64(chosen + 8 * rank))",
-        "share *= load_f32(op[lt.F_SCALE] + 4 * rank)",
+        "share *= load_f32(op.factors + 4 * load_i64(chosen + 8 * rank))",
+        "share *= load_f32(op.factors + 4 * rank)",
         *GEMMA4_EXPERTS,
         *_ROUTED,
     ),
     fault(
         "experts are added to what was there",
         "kernels/program/experts.py",
-        "if op[lt.F_ADD] == 0:",
-        "if op[lt.F_ADD] == -1:",
+        "if op.add == 0:",
+        "if op.add == -1:",
         *_ROUTED,
         *GEMMA4_EXPERTS,
     ),
@@ -193,34 +192,29 @@ FAULTS = (
         "a thread clears the tiles of others",
         "kernels/program/experts.py",
         "for index in range(begin * LANES, end * LANES):",
-        "for index in range(op[lt.F_COUNT]):",
+        "for index in range(rows.step):",
         *_ROUTED,
     ),
     fault(
         "one expert too few is computed",
         "kernels/program/expert_routing.py",
-        "return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])",
+        "return min(experts.total, job.tokens * experts.used)",
         "return count_active(job) - 1",
         *_ROUTED,
     ),
     fault(
         "an expert's bias stands behind its share",
         "kernels/program/experts.py",
-        "                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)\n"
         "                target = Target(scratch, _LINE, 0, bias, 0, np.float32(1.0))\n"
-        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], "
-        "target))\n"
-        "                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)\n",
-        "                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)\n"
+        "                float_rows(job.kernels[kind], (n, where, x, 4 * inputs, target))\n"
+        "                _add_shares(job, op, scratch, first + token, n, tile, 1)\n",
         "                target = Target(scratch, _LINE, 0, 0, 0, np.float32(1.0))\n"
-        "                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], "
-        "target))\n"
-        "                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)\n"
+        "                float_rows(job.kernels[kind], (n, where, x, 4 * inputs, target))\n"
+        "                _add_shares(job, op, scratch, first + token, n, tile, 1)\n"
         "                for row in range(n):\n"
-        "                    at = place_at(job, experts, first + token + row) // op[lt.F_USED] * "
-        "op[lt.F_DST_STEP]\n"
-        "                    _add_scaled(bias, np.float32(1.0), 1, job.buffers[op[lt.F_DST]] + 4 "
-        "* (at + tile * LANES))\n",
+        "                    of = place_at(job, experts, first + token + row) // op.experts.used\n"
+        "                    to = row_at(job, op.out, of) + 4 * tile * LANES\n"
+        "                    _add_scaled(bias, np.float32(1.0), 1, to)\n",
         "tests/kernels/program/test_experts.py::test_biased_experts_equal_plain_numpy",
     ),
     fault(
@@ -240,7 +234,7 @@ FAULTS = (
     fault(
         "steps of time have no bias",
         "kernels/program/states/scan.py",
-        "softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))",
+        "softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op.dt_bias + 4 * head))",
         "softplus_f32(load_f32(wide_at + 4 * head))",
         "tests/runners/native/test_hybrids.py::test_a_hybrid_equals_transformers[granitemoehybrid-h]",
     ),

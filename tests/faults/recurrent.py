@@ -430,7 +430,7 @@ FAULTS = faults(
     (
         "convolution: no tail behind a pass",
         f"{_KERNELS}conv.py",
-        "    _store_tail(job, op, sequence, rows, first, out)\n",
+        "    _store_tail(job, conv, sequence, rows, first, out)\n",
         "    pass\n",
         _OF_MIXERS,
     ),
@@ -451,15 +451,15 @@ FAULTS = faults(
     (
         "delta rule: value heads in tiles have the next one's keys",
         f"{_KERNELS}scan.py",
-        "head % shared if op[lt.F_TILED] != 0",
-        "head // (heads // shared) if op[lt.F_TILED] != 0",
+        "head % shared if op.heads.tiled != 0",
+        "head // (heads // shared) if op.heads.tiled != 0",
         _OF_MIXERS,
     ),
     (
         "state space: steps of time without a limit",
         f"{_KERNELS}scan.py",
-        "if is_ssd and first < least:",
-        "if is_ssd and first < -least:",
+        "if is_ssd and first < op.least:",
+        "if is_ssd and first < -op.least:",
         _OF_MIXERS,
     ),
     (
@@ -486,15 +486,15 @@ FAULTS = faults(
     (
         "state space: gates behind the norm",
         f"{_KERNELS}scan.py",
-        "if stage != op[lt.F_GATE_FIRST]:",
-        "if stage == op[lt.F_GATE_FIRST]:",
+        "if stage != op.gate_first:",
+        "if stage == op.gate_first:",
         _OF_MIXERS,
     ),
     (
         "state space: all groups have the first one's weights",
         f"{_KERNELS}scan.py",
-        "4 * group * op[lt.F_WEIGHT_STEP]",
-        "0 * group * op[lt.F_WEIGHT_STEP]",
+        "4 * group * op.weight_step",
+        "0 * group * op.weight_step",
         _OF_MIXERS,
     ),
     (

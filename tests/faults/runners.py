@@ -16,8 +16,8 @@ FAULTS = (
     fault(
         "a layer takes another's input",
         "runners/native/program.py",
-        "lt.F_BY_FIRST: index * width",
-        "lt.F_BY_FIRST: 0",
+        "self.sizes.per_layer, index * width)",
+        "self.sizes.per_layer, 0)",
         *GEMMA4,
     ),
     fault(
@@ -44,7 +44,7 @@ FAULTS = (
     fault(
         "the router's root of the width is dropped",
         "runners/native/mixture.py",
-        "factor=spec.hidden_size**-0.5",
+        "factor=size**-0.5",
         "factor=1.0",
         *GEMMA4_EXPERTS,
     ),

@@ -15,7 +15,7 @@ from kvboost_edge.kernels.attention.float_attend import attend_units
 from kvboost_edge.kernels.attention.rope import copy_floats
 from kvboost_edge.kernels.entry import KernelEntry, caller
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.program.table import B_ROWS, F_LAYER, ProgramJob
+from kvboost_edge.kernels.program.table import B_ROWS, ProgramJob
 from kvboost_edge.kernels.quantized_kv.code_attend import CodedJob, attend_coded_units
 from kvboost_edge.kernels.quantized_kv.code_write import quantize_block
 from kvboost_edge.kernels.tuples import load_row, num_numbers, number_at, numbers_of
@@ -136,9 +136,9 @@ def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
 
 
 @kernel
-def attention_row(job: ProgramJob, op: Any) -> Any:
-    """Address of the attention row of an operation's layer."""
-    return job.buffers[B_ROWS] + 8 * ROW_NUMBERS * op[F_LAYER]
+def attention_row(job: ProgramJob, layer: int) -> Any:
+    """Address of a layer's attention row."""
+    return job.buffers[B_ROWS] + 8 * ROW_NUMBERS * layer
 
 
 attend_row = caller(types.int64)

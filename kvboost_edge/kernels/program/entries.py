@@ -22,8 +22,8 @@ from kvboost_edge.kernels.team import team_entries
 __all__ = ["entries_of", "kernel_table", "pass_entries", "table_entries"]
 
 
-def entries_of(operations: Iterable[int]) -> list[int]:
-    """Which entries run operations of a program: `K_PROGRAM`, and indices of a job's `kernels`.
+def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
+    """Return the entries that run operations: `K_PROGRAM`, and indices of a job's `kernels`.
     ConfigError for an operation that none of them knows.
     """
     found = set()
@@ -31,14 +31,15 @@ def entries_of(operations: Iterable[int]) -> list[int]:
         knowing = [entry for entry, known in lt.OPERATIONS.items() if operation in known]
         if not knowing:
             raise ConfigError(
-                f"operation {operation} of a program: no entry runs it (kernels/program/table.py)"
+                f"operation {operation.__name__} of a program: no entry runs it "
+                "(kernels/program/table.py)"
             )
         found.update(knowing)
     return sorted(found)
 
 
 def table_entries(
-    kinds: Iterable[int], operations: Iterable[int], quantized: bool | None
+    kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None
 ) -> dict[int, KernelEntry]:
     """Index of a job's `kernels` -> the entry whose address stands there.
 
@@ -57,7 +58,7 @@ def table_entries(
 
 
 def pass_entries(
-    kinds: Iterable[int], operations: Iterable[int], *, quantized: bool
+    kinds: Iterable[int], operations: Iterable[type[lt.Operation]], *, quantized: bool
 ) -> list[KernelEntry]:
     """All entries that passes over weights of these kinds run, those that take longest to compile
     first.
@@ -70,7 +71,7 @@ def pass_entries(
 
 
 def kernel_table(
-    kinds: Iterable[int], operations: Iterable[int], quantized: bool | None = None
+    kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None = None
 ) -> npt.NDArray[np.int64]:
     """int64 [NUM_KERNELS] for a job of these operations; entries that were never compiled here are
     compiled now.

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.table import RENORMS, SCORES, ProgramJob
+from kvboost_edge.kernels.program.table import RENORMS, SCORES, ExpertCounts, ProgramJob
 from kvboost_edge.kernels.vectors import exp_f32, load_f32, load_i64, store_f32, store_i64
 
 __all__ = [
@@ -74,11 +74,11 @@ def place_at(job: ProgramJob, experts: int, slot: int) -> Any:
 
 
 @kernel
-def most_active(job: ProgramJob, op: Any) -> Any:
+def most_active(job: ProgramJob, experts: ExpertCounts) -> Any:
     """Experts that can have tokens at most. A number that no pass changes: threads that come late
     ask for it, too.
     """
-    return min(op[lt.F_EXPERTS], job.tokens * op[lt.F_USED])
+    return min(experts.total, job.tokens * experts.used)
 
 
 @kernel
@@ -147,45 +147,45 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
 
 
 @kernel
-def route(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+def route(job: ProgramJob, op: lt.RouteOp, token: int) -> None:
     """A token's experts and shares from its row of logits, which becomes scores."""
-    experts = op[lt.F_EXPERTS]
-    used = op[lt.F_USED]
-    row = job.buffers[lt.B_ROUTED] + 4 * token * op[lt.F_SRC_STEP]
+    experts = op.experts.total
+    used = op.experts.used
+    row = job.buffers[lt.B_ROUTED] + 4 * token * op.step
     chosen = job.buffers[lt.B_CHOSEN] + 8 * token * used
     shares = job.buffers[lt.B_SHARES] + 4 * token * used
     one = np.float32(1.0)
-    if op[lt.F_SCORE] == _SIGMOID:
+    if op.score == _SIGMOID:
         for index in range(experts):
             store_f32(row + 4 * index, sigmoid_f32(load_f32(row + 4 * index)))
-    elif op[lt.F_SCORE] != _CHOSEN:
+    elif op.score != _CHOSEN:
         _softmax(row, experts)
-    is_sound = _choose(row, op[lt.F_BIAS], experts, used, chosen)
+    is_sound = _choose(row, op.bias, experts, used, chosen)
     for rank in range(used):
         store_f32(shares + 4 * rank, load_f32(row + 4 * load_i64(chosen + 8 * rank)))
-    if op[lt.F_SCORE] == _CHOSEN:
+    if op.score == _CHOSEN:
         _softmax(shares, used)
     total = np.float32(0.0)
     for rank in range(used):
         total += load_f32(shares + 4 * rank)
-    if op[lt.F_RENORM] == _ADD:
-        total += params[lt.P_EPS]
-    elif op[lt.F_RENORM] == _LEAST:
-        total = max(total, params[lt.P_EPS])
+    if op.renorm == _ADD:
+        total += op.eps
+    elif op.renorm == _LEAST:
+        total = max(total, np.float32(op.eps))
     else:
         total = one
     for rank in range(used):
-        share = load_f32(shares + 4 * rank) / total * params[lt.P_FACTOR]
-        if op[lt.F_SCALE] != 0:
-            share *= load_f32(op[lt.F_SCALE] + 4 * load_i64(chosen + 8 * rank))
+        share = load_f32(shares + 4 * rank) / total * op.factor
+        if op.factors != 0:
+            share *= load_f32(op.factors + 4 * load_i64(chosen + 8 * rank))
         store_f32(shares + 4 * rank, share if is_sound else np.float32(np.nan))
 
 
 @kernel
-def dispatch(job: ProgramJob, op: Any) -> None:
+def dispatch(job: ProgramJob, counts: ExpertCounts) -> None:
     """Each expert's slots, in the order of the tokens."""
-    experts = op[lt.F_EXPERTS]
-    places = job.tokens * op[lt.F_USED]
+    experts = counts.total
+    places = job.tokens * counts.used
     chosen = job.buffers[lt.B_CHOSEN]
     base = job.buffers[lt.B_DISPATCH]
     active_at = base + 8

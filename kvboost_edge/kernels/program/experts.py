@@ -55,7 +55,8 @@ from kvboost_edge.kernels.program.matrix_tiles import (
     tiles_in_unit,
 )
 from kvboost_edge.kernels.program.norms import quantize_groups
-from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.table import ProgramJob, row_at
+from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import (
     I64,
     LANES,
@@ -98,92 +99,94 @@ def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
 
 
 @kernel
-def _runs(job: ProgramJob, op: Any) -> Any:
+def _runs(job: ProgramJob, op: lt.ExpertsGatedOp) -> Any:
     """Units of one expert's groups of inner channels."""
-    size = tiles_in_unit(op, job.tokens)
-    return (op[lt.F_COUNT] // GROUP + size - 1) // size
+    size = tiles_in_unit(op.matrix.unit, job.tokens)
+    return (op.inner.size // GROUP + size - 1) // size
 
 
 @kernel
-def _down_tiles(job: ProgramJob, op: Any) -> Any:
-    """Tiles in a unit of the way down."""
-    size = op[lt.F_UNIT]
+def _down_tiles(job: ProgramJob, size: int) -> Any:
+    """Tiles in a unit of the way down, of `size` where there are few tokens."""
     return size if job.tokens <= SMALL_TOKENS[-1] else min(size, _DOWN_TILES)
 
 
 @kernel
-def experts_units(job: ProgramJob, op: Any) -> Any:
-    """Units of an operation on experts. Those of experts that turn out to have no tokens do
-    nothing: how many there are must not depend on what a pass finds, because threads that come late
-    count them again.
+def experts_units(job: ProgramJob, at: int) -> Any:
+    """Units of an operation on experts, 0 of one on tokens. Those of experts that turn out to have
+    no tokens do nothing: how many there are must not depend on what a pass finds, because threads
+    that come late count them again.
     """
-    code = op[lt.F_OP]
-    if code == lt.OP_DISPATCH:
+    if lt.is_op(lt.DispatchOp, at):
         return 1
-    if code == lt.OP_SPREAD:
-        return most_active(job, op)
-    if code == lt.OP_EXPERTS_GATED:
-        return most_active(job, op) * _runs(job, op)
-    size = LANES * _down_tiles(job, op)
-    return (op[lt.F_COUNT] + size - 1) // size
+    if lt.is_op(lt.SpreadOp, at):
+        return most_active(job, load_row(lt.SpreadOp, at).experts)
+    if lt.is_op(lt.ExpertsGatedOp, at):
+        gated = load_row(lt.ExpertsGatedOp, at)
+        return most_active(job, gated.experts) * _runs(job, gated)
+    if lt.is_op(lt.ExpertsDownOp, at):
+        down = load_row(lt.ExpertsDownOp, at)
+        size = LANES * _down_tiles(job, down.matrix.unit)
+        return (down.size + size - 1) // size
+    return 0
 
 
 @kernel
-def spread(job: ProgramJob, op: Any, index: int) -> None:
-    """The rows of an active expert's tokens behind each other: as panels, or as floats."""
+def spread(job: ProgramJob, op: lt.SpreadOp, index: int) -> None:
+    """The rows of an active expert's tokens, one after another: as panels, or as floats."""
     if index >= count_active(job):
         return
-    experts = op[lt.F_EXPERTS]
-    count = op[lt.F_COUNT]
+    experts = op.experts.total
+    count = op.size
+    kind = op.kind
     first = first_slot(job, experts, index)
     end = first_slot(job, experts, index + 1)
     groups = (count + GROUP - 1) // GROUP
     tokens = end - first
     for slot in range(first, end):
-        token = place_at(job, experts, slot) // op[lt.F_USED]
-        source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-        if op[lt.F_QUANT] > 0:
+        token = place_at(job, experts, slot) // op.experts.used
+        source = row_at(job, op.source, token)
+        if kind > 0:
             start, size = token_place(slot - first, tokens, 0, job.matrix)
-            cell = job.buffers[lt.B_SPREAD] + (first + start) * groups * cell_bytes(
-                0, op[lt.F_QUANT]
-            )
-            quantize_groups(source, groups, cell, size, slot - first - start, op[lt.F_QUANT], 0)
+            cell = job.buffers[lt.B_SPREAD] + (first + start) * groups * cell_bytes(0, kind)
+            quantize_groups(source, groups, cell, size, slot - first - start, kind, 0)
         else:
-            copy_floats(source, count, job.buffers[lt.B_SPREAD] + 4 * slot * op[lt.F_DST_STEP])
+            copy_floats(source, count, job.buffers[lt.B_SPREAD] + 4 * slot * op.source.step)
 
 
 @kernel
-def _matrix_of(op: Any, expert: int, rows: int, panels: int, first: int) -> Any:
+def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, first: int) -> Any:
     """One expert's matrix of `rows` rows, and its panel among the `panels`."""
-    kind = op[lt.F_KIND]
-    groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
+    kind = matrix.kind
+    groups = (matrix.inputs + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
-    weights = op[lt.F_WEIGHT] + tile * groups * group_bytes_kernel(kind)
-    scales = op[lt.F_SCALE] + tile * groups * SCALE_BYTES
-    minima = minima_bytes_kernel(kind, groups)
+    weights = matrix.weights + tile * groups * group_bytes_kernel(kind)
+    scales = matrix.scales + tile * groups * SCALE_BYTES
+    minima = matrix.minima + tile * minima_bytes_kernel(kind, groups)
     panel = panels + first * groups * cell_bytes(0, kind)
-    return MatmulOperands(kind, groups, 0, weights, scales, op[lt.F_MINIMA] + tile * minima, panel)
+    return MatmulOperands(kind, groups, 0, weights, scales, minima, panel)
 
 
 @kernel
-def _bias_of(op: Any, first: int) -> Any:
+def _bias_of(bias: int, first: int) -> Any:
     """Address of the bias of row `first` of all experts' rows, 0 where there is none."""
-    return op[lt.F_BIAS] + 4 * first if op[lt.F_BIAS] != 0 else 0
+    return bias + 4 * first if bias != 0 else 0
 
 
 @kernel
-def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
+def experts_gated(job: ProgramJob, op: lt.ExpertsGatedOp, unit: int) -> None:
     """A run of groups of inner channels of one expert: gate and up, or up alone, and activation of
     its tokens.
     """
     runs = _runs(job, op)
-    size = tiles_in_unit(op, job.tokens)
+    matrix = op.matrix
+    size = tiles_in_unit(matrix.unit, job.tokens)
     index = unit // runs
     run = unit % runs
     if index >= count_active(job):
         return
-    experts = op[lt.F_EXPERTS]
-    inner = op[lt.F_COUNT]
+    experts = op.experts.total
+    inner = op.inner.size
     expert = active_expert(job, index)
     first = first_slot(job, experts, index)
     tokens = first_slot(job, experts, index + 1) - first
@@ -192,41 +195,40 @@ def experts_gated(job: ProgramJob, op: Any, unit: int) -> None:
     scratch = tile_scratch()
     source = job.buffers[lt.B_SPREAD]
     out = job.buffers[lt.B_EXPERTS_INNER]
-    parts = matrices_in(op[lt.F_ACT])
-    if op[lt.F_KIND] in INT_KINDS:
-        of = _matrix_of(op, expert, parts * inner, source, first)
-        out += first * (inner // GROUP) * cell_bytes(0, op[lt.F_QUANT])
-        gated_groups(
-            job, op, of, _bias_of(op, parts * expert * inner), tokens, group, end, out, scratch
-        )
+    parts = matrices_in(op.inner.act)
+    kind = matrix.kind
+    if kind in INT_KINDS:
+        of = _matrix_of(matrix, expert, parts * inner, source, first)
+        out += first * (inner // GROUP) * cell_bytes(0, op.inner.kind)
+        bias = _bias_of(matrix.bias, parts * expert * inner)
+        gated_groups(job, op.inner, of, bias, tokens, group, end, out, scratch)
         return
-    kind = op[lt.F_KIND]
-    inputs = op[lt.F_INPUTS]
+    inputs = matrix.inputs
+    step = 4 * op.step
     each = float_tile_bytes(kind, inputs)
     tiles = inner // LANES
-    weights = op[lt.F_WEIGHT] + parts * expert * tiles * each
+    weights = matrix.weights + parts * expert * tiles * each
     slot = first
     while slot < first + tokens:
         n = rows_at_once(first + tokens - slot)
-        x = source + 4 * slot * op[lt.F_SRC_STEP]
+        x = source + slot * step
         for tile in range(group * (GROUP // LANES), end * (GROUP // LANES)):
             for part in range(parts):
-                bias = _bias_of(op, (parts * expert + part) * inner + tile * LANES)
+                bias = _bias_of(matrix.bias, (parts * expert + part) * inner + tile * LANES)
                 target = Target(scratch + part * _LINE, 2 * _LINE, 0, bias, 0, np.float32(1.0))
                 where = Tile(weights + (part * tiles + tile) * each, 0, 0, 0, 0, 0, inputs, 1, 0)
-                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
+                float_rows(job.kernels[kind], (n, where, x, step, target))
             for row in range(n):
                 at = scratch + 2 * _LINE * row
-                to = out + 4 * ((slot + row) * op[lt.F_DST_STEP] + tile * LANES)
-                activate_vectors(at, at + _LINE, op[lt.F_ACT], LANES, 1, to)
+                to = out + 4 * ((slot + row) * inner + tile * LANES)
+                activate_vectors(at, at + _LINE, op.inner.act, LANES, 1, to)
         slot += n
 
 
 @kernel
 def _add_shares(
     job: ProgramJob,
-    op: Any,
-    factor: float,
+    op: lt.ExpertsDownOp,
     scratch: int,
     slot: int,
     rows: int,
@@ -237,42 +239,42 @@ def _add_shares(
     to the result.
     """
     for row in range(rows):
-        place = place_at(job, op[lt.F_EXPERTS], slot + row)
-        share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * factor
-        token = place // op[lt.F_USED]
-        out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + tile * LANES)
+        place = place_at(job, op.experts.total, slot + row)
+        share = load_f32(job.buffers[lt.B_SHARES] + 4 * place) * op.factor
+        out = row_at(job, op.out, place // op.experts.used) + 4 * tile * LANES
         _add_scaled(scratch + row * count * _LINE, share, count, out)
 
 
 @kernel
-def _clear(job: ProgramJob, op: Any, begin: int, end: int) -> None:
+def _clear(job: ProgramJob, rows: lt.BufferRows, begin: int, end: int) -> None:
     """Zeros in tiles [begin, end) of all rows of the result."""
     for token in range(job.tokens):
-        row = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+        row = row_at(job, rows, token)
         for index in range(begin * LANES, end * LANES):
             store_f32(row + 4 * index, np.float32(0.0))
 
 
 @kernel
-def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
+def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
     """A run of tiles of the way down: all experts, ascending, each for its tokens."""
-    experts = op[lt.F_EXPERTS]
-    kind = op[lt.F_KIND]
-    inputs = op[lt.F_INPUTS]
-    size = _down_tiles(job, op)
-    all_tiles = op[lt.F_COUNT] // LANES
+    experts = op.experts.total
+    matrix = op.matrix
+    kind = matrix.kind
+    inputs = matrix.inputs
+    size = _down_tiles(job, matrix.unit)
+    all_tiles = op.size // LANES
     scratch = tile_scratch()
     begin = unit * size
     end = min(all_tiles, unit * size + size)
     rows_at = job.buffers[lt.B_EXPERTS_INNER]
-    if op[lt.F_ADD] == 0:
-        _clear(job, op, begin, end)
+    if op.add == 0:
+        _clear(job, op.out, begin, end)
     for index in range(count_active(job)):
         expert = active_expert(job, index)
         first = first_slot(job, experts, index)
         tokens = first_slot(job, experts, index + 1) - first
         if kind in INT_KINDS:
-            of = _matrix_of(op, expert, op[lt.F_COUNT], rows_at, first)
+            of = _matrix_of(matrix, expert, op.size, rows_at, first)
             one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
             most = SCRATCH_BYTES // (tokens * _LINE) if one_panel else TILES_AT_ONCE
             tile = begin
@@ -282,38 +284,35 @@ def experts_down(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 while token < tokens:
                     n = panel_tokens(tokens - token, tokens, 0, job.matrix)
                     panels = panels_at_once(tokens, token, n, SCRATCH_BYTES // (n * count * _LINE))
-                    bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)
+                    bias = _bias_of(matrix.bias, expert * op.size + tile * LANES)
                     target = Target(scratch, count * _LINE, _LINE, bias, 0, np.float32(1.0))
                     int_tiles(job, of, tile, count, token, n, panels, target)
-                    _add_shares(job, op, factor, scratch, first + token, n * panels, tile, count)
+                    _add_shares(job, op, scratch, first + token, n * panels, tile, count)
                     token += n * panels
                 tile += count
             continue
         each = float_tile_bytes(kind, inputs)
         for tile in range(begin, end):
-            weights = op[lt.F_WEIGHT] + (expert * all_tiles + tile) * each
+            weights = matrix.weights + (expert * all_tiles + tile) * each
             token = 0
             while token < tokens:
                 n = rows_at_once(tokens - token)
-                x = rows_at + 4 * (first + token) * op[lt.F_SRC_STEP]
+                x = rows_at + 4 * (first + token) * inputs
                 where = Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0)
-                bias = _bias_of(op, expert * op[lt.F_COUNT] + tile * LANES)
+                bias = _bias_of(matrix.bias, expert * op.size + tile * LANES)
                 target = Target(scratch, _LINE, 0, bias, 0, np.float32(1.0))
-                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
-                _add_shares(job, op, factor, scratch, first + token, n, tile, 1)
+                float_rows(job.kernels[kind], (n, where, x, 4 * inputs, target))
+                _add_shares(job, op, scratch, first + token, n, tile, 1)
                 token += n
 
 
 @kernel
-def add_shared(job: ProgramJob, op: Any, factor: float, token: int) -> None:
-    """destination += factor * sigmoid of another row's number * source: the expert that all tokens
-    share.
-    """
-    gate = load_f32(job.buffers[op[lt.F_BY]] + 4 * (token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST]))
-    share = sigmoid_f32(gate) * factor
-    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
-    for index in range(op[lt.F_COUNT]):
-        store_f32(
-            out + 4 * index, fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index))
-        )
+def add_shared(job: ProgramJob, op: lt.AddSharedOp, token: int) -> None:
+    """A row of the expert that all tokens share, times its gate."""
+    gate = load_f32(row_at(job, op.by, token))
+    share = sigmoid_f32(gate) * op.factor
+    source = row_at(job, op.source, token)
+    out = row_at(job, op.out, token)
+    for index in range(op.size):
+        value = fma_f32(load_f32(source + 4 * index), share, load_f32(out + 4 * index))
+        store_f32(out + 4 * index, value)

@@ -35,68 +35,78 @@ from kvboost_edge.kernels.program.matrix_tiles import (
 )
 from kvboost_edge.kernels.program.states.conv import tail_units
 from kvboost_edge.kernels.program.states.scan import scan_units
-from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob
+from kvboost_edge.kernels.program.table import JOB_TYPE, ProgramJob, entry_at, row_at
 from kvboost_edge.kernels.program.tokens import run_tokens, token_units
+from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import LANES
 
 __all__ = ["APART", "run_unit", "units_of"]
 
 APART = (JOB_TYPE, types.int64, types.int64)
-"""Arguments of an entry that runs operations of its own: (job, index of the operation, unit)."""
+"""Arguments of an entry that runs operations of its own: (job, address of its fields, unit)."""
 _run_apart = caller(*APART)
 
 
 @kernel
-def units_of(job: ProgramJob, op: Any) -> Any:
-    """Units an operation is cut into."""
-    code = op[lt.F_OP]
-    tokens = job.tokens
-    if code in (lt.OP_LINEAR, lt.OP_GATED):
-        size = LANES if code == lt.OP_LINEAR else GROUP
-        unit = size * tiles_in_unit(op, tokens)
-        return (op[lt.F_COUNT] + unit - 1) // unit
-    if code == lt.OP_CONTINUE:
-        return continuing_units(attention_row(job, op)) if job.buffers[lt.B_ROWS] != 0 else 0
-    if code == lt.OP_CLOSE:
-        return closing_units(attention_row(job, op))
-    if code in (lt.OP_DISPATCH, lt.OP_SPREAD, lt.OP_EXPERTS_GATED, lt.OP_EXPERTS_DOWN):
-        return experts_units(job, op)
-    if code == lt.OP_TAILS:
-        return tail_units(job, op)
-    if code == lt.OP_SCAN:
-        return scan_units(job, op)
-    return token_units(job, op)
+def _matrix_units(matrix: lt.PackedMatrix, count: int, size: int, tokens: int) -> Any:
+    """Units of a matrix of `count` rows, or channels, `size` of which are a tile, or a group."""
+    unit = size * tiles_in_unit(matrix.unit, tokens)
+    return (count + unit - 1) // unit
 
 
 @kernel
-def _matrix(job: ProgramJob, op: Any) -> Any:
-    """An operation's matrix and the panel it reads."""
-    groups = (op[lt.F_INPUTS] + GROUP - 1) // GROUP
-    panel = job.buffers[op[lt.F_PANEL_IN]]
+def units_of(job: ProgramJob, at: int) -> Any:
+    """Units an operation is cut into."""
+    if lt.is_op(lt.LinearOp, at):
+        linear = load_row(lt.LinearOp, at)
+        return _matrix_units(linear.matrix, linear.size, LANES, job.tokens)
+    if lt.is_op(lt.GatedOp, at):
+        gated = load_row(lt.GatedOp, at)
+        return _matrix_units(gated.matrix, gated.inner.size, GROUP, job.tokens)
+    if lt.is_op(lt.ContinueOp, at):
+        if job.buffers[lt.B_ROWS] == 0:
+            return 0
+        return continuing_units(attention_row(job, load_row(lt.ContinueOp, at).layer))
+    if lt.is_op(lt.CloseOp, at):
+        return closing_units(attention_row(job, load_row(lt.CloseOp, at).layer))
+    if lt.is_op(lt.KeepConvOp, at):
+        return tail_units(job, load_row(lt.KeepConvOp, at).conv)
+    if lt.is_op(lt.ScanOp, at):
+        return scan_units(job, load_row(lt.ScanOp, at).heads)
+    units = experts_units(job, at)
+    return units if units > 0 else token_units(job, at)
+
+
+@kernel
+def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
+    """A matrix and the panel it reads."""
+    groups = (matrix.inputs + GROUP - 1) // GROUP
     return MatmulOperands(
-        op[lt.F_KIND],
+        matrix.kind,
         groups,
-        op[lt.F_FINE_IN],
-        op[lt.F_WEIGHT],
-        op[lt.F_SCALE],
-        op[lt.F_MINIMA],
-        panel,
+        matrix.fine,
+        matrix.weights,
+        matrix.scales,
+        matrix.minima,
+        job.buffers[matrix.panel],
     )
 
 
 @kernel
-def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
+def _linear(job: ProgramJob, op: lt.LinearOp, unit: int) -> None:
     """A run of tiles against all tokens; a tile's weights are read once from memory and then from
     the cache.
     """
-    kind = op[lt.F_KIND]
-    inputs = op[lt.F_INPUTS]
-    fine = op[lt.F_FINE_IN]
-    size = tiles_in_unit(op, job.tokens)
-    end = min((op[lt.F_COUNT] + LANES - 1) // LANES, unit * size + size)
-    step = 4 * op[lt.F_DST_STEP]
+    matrix = op.matrix
+    kind = matrix.kind
+    inputs = matrix.inputs
+    fine = matrix.fine
+    size = tiles_in_unit(matrix.unit, job.tokens)
+    end = min((op.size + LANES - 1) // LANES, unit * size + size)
+    step = 4 * op.out.step
+    source_step = 4 * op.source.step
     is_int = kind in INT_KINDS
-    of = _matrix(job, op)
+    of = _operands(job, matrix)
     most = 1
     if is_int and few_tiles(job.tokens, fine, job.matrix):
         most = size
@@ -105,13 +115,11 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
     tile = unit * size
     while tile < end:
         count = min(most, end - tile)
-        bias = op[lt.F_BIAS] + 4 * LANES * tile if op[lt.F_BIAS] != 0 else 0
+        bias = matrix.bias + 4 * LANES * tile if matrix.bias != 0 else 0
         token = 0
         while token < job.tokens:
-            out = (
-                job.buffers[op[lt.F_DST]] + 4 * op[lt.F_DST_FIRST] + token * step + 4 * LANES * tile
-            )
-            target = Target(out, step, 4 * LANES, bias, op[lt.F_ADD], factor)
+            out = row_at(job, op.out, token) + 4 * LANES * tile
+            target = Target(out, step, 4 * LANES, bias, op.add, op.factor)
             if is_int:
                 n = panel_tokens(job.tokens - token, job.tokens, fine, job.matrix)
                 panels = panels_at_once(job.tokens, token, n, job.tokens)
@@ -119,41 +127,39 @@ def _linear(job: ProgramJob, op: Any, factor: float, unit: int) -> None:
                 n *= panels
             else:
                 n = rows_at_once(job.tokens - token)
-                weights = op[lt.F_WEIGHT] + tile * float_tile_bytes(kind, inputs)
-                x = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+                weights = matrix.weights + tile * float_tile_bytes(kind, inputs)
                 where = Tile(weights, 0, 0, 0, 0, 0, inputs, 1, 0)
-                float_rows(job.kernels[kind], (n, where, x, 4 * op[lt.F_SRC_STEP], target))
+                x = row_at(job, op.source, token)
+                float_rows(job.kernels[kind], (n, where, x, source_step, target))
             token += n
         tile += count
 
 
 @kernel
-def _gated(job: ProgramJob, op: Any, unit: int) -> None:
+def _gated(job: ProgramJob, op: lt.GatedOp, unit: int) -> None:
     """A run of groups of 32 inner channels."""
-    size = tiles_in_unit(op, job.tokens)
+    size = tiles_in_unit(op.matrix.unit, job.tokens)
     first = unit * size
-    end = min(op[lt.F_COUNT] // GROUP, unit * size + size)
-    out = job.buffers[op[lt.F_PANEL]]
-    gated_groups(
-        job, op, _matrix(job, op), op[lt.F_BIAS], job.tokens, first, end, out, tile_scratch()
-    )
+    end = min(op.inner.size // GROUP, unit * size + size)
+    of = _operands(job, op.matrix)
+    out = job.buffers[op.out]
+    gated_groups(job, op.inner, of, op.matrix.bias, job.tokens, first, end, out, tile_scratch())
 
 
 @kernel
-def run_unit(job: ProgramJob, index: int, unit: int) -> None:
-    op = job.ops[index]
-    params = job.params[index]
-    code = op[lt.F_OP]
-    apart = lt.ENTRY_OF[code]
-    if apart != lt.K_PROGRAM:
-        _run_apart(job.kernels[apart], (job, index, unit))
-    elif code == lt.OP_LINEAR:
-        _linear(job, op, params[lt.P_FACTOR], unit)
-    elif code == lt.OP_GATED:
-        _gated(job, op, unit)
-    elif code == lt.OP_CONTINUE:
-        continue_block(attention_row(job, op), unit)
-    elif code == lt.OP_CLOSE:
-        close_blocks(job.kernels[lt.K_CLOSE], (attention_row(job, op), unit))
+def run_unit(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of the operation whose fields are at an address."""
+    entry = entry_at(at)
+    if entry != lt.K_PROGRAM:
+        _run_apart(job.kernels[entry], (job, at, unit))
+    elif lt.is_op(lt.LinearOp, at):
+        _linear(job, load_row(lt.LinearOp, at), unit)
+    elif lt.is_op(lt.GatedOp, at):
+        _gated(job, load_row(lt.GatedOp, at), unit)
+    elif lt.is_op(lt.ContinueOp, at):
+        continue_block(attention_row(job, load_row(lt.ContinueOp, at).layer), unit)
+    elif lt.is_op(lt.CloseOp, at):
+        row = attention_row(job, load_row(lt.CloseOp, at).layer)
+        close_blocks(job.kernels[lt.K_CLOSE], (row, unit))
     else:
-        run_tokens(job, op, params, unit)
+        run_tokens(job, at, unit)

@@ -83,11 +83,10 @@ def tile_scratch(typing: Any) -> Any:
 
 
 @kernel
-def tiles_in_unit(op: Any, tokens: int) -> Any:
+def tiles_in_unit(unit: int, tokens: int) -> Any:
     """Tiles (of gated operations: groups of 32 channels) in a unit: long runs where weights stream,
-    short ones to share work.
+    short ones to share work. unit: see `PackedMatrix`.
     """
-    unit = op[lt.F_UNIT]
     return unit if tokens <= _FEW else min(unit, _MANY_UNIT)
 
 
@@ -178,7 +177,7 @@ def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
 @kernel
 def gated_groups(
     job: ProgramJob,
-    op: Any,
+    inner: lt.InnerChannels,
     of: MatmulOperands,
     bias: int,
     tokens: int,
@@ -190,7 +189,7 @@ def gated_groups(
     """Groups [group, end) of 32 inner channels: gate and up rows, or up alone, activation,
     quantization into the panel at `out`; nothing wide is ever stored. scratch: `tile_scratch`.
     """
-    groups = op[lt.F_COUNT] // GROUP
+    groups = inner.size // GROUP
     tiles = GROUP // LANES
     # Where all tokens are one panel the weights of several groups stream in one run; otherwise
     # several panels use those of one group.
@@ -203,7 +202,7 @@ def gated_groups(
         while token < tokens:
             n = panel_tokens(tokens - token, tokens, 0, job.matrix)
             panels = panels_at_once(tokens, token, n, min(_GATED_PANELS, _GATED_TOKENS // n))
-            for part in range(matrices_in(op[lt.F_ACT])):
+            for part in range(matrices_in(inner.act)):
                 each = TILES_AT_ONCE if panels > 1 else tiles * count
                 for begin in range(0, tiles * count, each):
                     tile = tiles * (group + part * groups) + begin
@@ -215,7 +214,7 @@ def gated_groups(
                 for index in range(count):
                     rows = scratch + panel * n * row + 4 * GROUP * index
                     first = (token + panel * n) * groups + (group + index) * n
-                    cell = out + first * cell_bytes(0, op[lt.F_QUANT])
-                    activate_group(rows, row, n, op[lt.F_ACT], cell, op[lt.F_QUANT])
+                    cell = out + first * cell_bytes(0, inner.kind)
+                    activate_group(rows, row, n, inner.act, cell, inner.kind)
             token += n * panels
         group += count

@@ -24,8 +24,9 @@ from kvboost_edge.kernels.program.experts import add_shared, experts_down, exper
 from kvboost_edge.kernels.program.matrices import APART, run_unit, units_of
 from kvboost_edge.kernels.program.states.conv import conv_gated, store_tails
 from kvboost_edge.kernels.program.states.scan import gate, scan, steps
-from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob
+from kvboost_edge.kernels.program.table import COUNTERS_PER_OP, JOB_TYPE, ProgramJob, op_at
 from kvboost_edge.kernels.program.tokens import tokens_of
+from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, relax
 
 __all__ = ["apart_entries", "program_entry", "run_program"]
@@ -44,11 +45,11 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
     """
     counters = address_of(job.counters)
     for index in range(job.first, job.last):
-        op = job.ops[index]
+        op = op_at(job, index)
         at = counters + 8 * COUNTERS_PER_OP * (index - job.first)
         left = spins
-        if op[lt.F_OP] == lt.OP_ATTEND:
-            row = attention_row(job, op)
+        if lt.is_op(lt.AttendOp, op):
+            row = attention_row(job, load_row(lt.AttendOp, op).layer)
             attend_row(job.kernels[lt.K_ATTEND], (row,))
             while not is_attended(row):
                 relax()
@@ -61,7 +62,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
             unit = fetch_add(at + 8 * _NEXT, 1)
             if unit >= units:
                 break
-            run_unit(job, index, unit)
+            run_unit(job, op, unit)
             fetch_add(at + 8 * _DONE, 1)
         while load_acquire(at + 8 * _DONE) < units:
             relax()
@@ -74,53 +75,47 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
 
 
 @kernel
-def _run_experts(job: ProgramJob, index: int, unit: int) -> None:
-    op = job.ops[index]
-    params = job.params[index]
-    code = op[lt.F_OP]
-    if code == lt.OP_DISPATCH:
-        dispatch(job, op)
-    elif code == lt.OP_SPREAD:
-        spread(job, op, unit)
-    elif code == lt.OP_EXPERTS_GATED:
-        experts_gated(job, op, unit)
-    elif code == lt.OP_EXPERTS_DOWN:
-        experts_down(job, op, params[lt.P_FACTOR], unit)
+def _run_experts(job: ProgramJob, at: int, unit: int) -> None:
+    if lt.is_op(lt.DispatchOp, at):
+        dispatch(job, load_row(lt.DispatchOp, at).experts)
+    elif lt.is_op(lt.SpreadOp, at):
+        spread(job, load_row(lt.SpreadOp, at), unit)
+    elif lt.is_op(lt.ExpertsGatedOp, at):
+        experts_gated(job, load_row(lt.ExpertsGatedOp, at), unit)
+    elif lt.is_op(lt.ExpertsDownOp, at):
+        experts_down(job, load_row(lt.ExpertsDownOp, at), unit)
     else:
         first, end = tokens_of(job, unit)
         for token in range(first, end):
-            if code == lt.OP_ROUTE:
-                route(job, op, params, token)
+            if lt.is_op(lt.RouteOp, at):
+                route(job, load_row(lt.RouteOp, at), token)
             else:
-                add_shared(job, op, params[lt.P_FACTOR], token)
+                add_shared(job, load_row(lt.AddSharedOp, at), token)
 
 
 @kernel
-def _run_conv(job: ProgramJob, index: int, unit: int) -> None:
+def _run_conv(job: ProgramJob, at: int, unit: int) -> None:
     first, end = tokens_of(job, unit)
     for token in range(first, end):
-        conv_gated(job, job.ops[index], token)
+        conv_gated(job, load_row(lt.ConvOp, at), token)
 
 
 @kernel
-def _run_tails(job: ProgramJob, index: int, unit: int) -> None:
-    store_tails(job, job.ops[index], unit)
+def _run_tails(job: ProgramJob, at: int, unit: int) -> None:
+    store_tails(job, load_row(lt.KeepConvOp, at).conv, unit)
 
 
 @kernel
-def _run_scan(job: ProgramJob, index: int, unit: int) -> None:
-    op = job.ops[index]
-    params = job.params[index]
-    code = op[lt.F_OP]
-    if code == lt.OP_SCAN:
-        scan(job, op, unit)
+def _run_scan(job: ProgramJob, at: int, unit: int) -> None:
+    if lt.is_op(lt.ScanOp, at):
+        scan(job, load_row(lt.ScanOp, at), unit)
         return
     first, end = tokens_of(job, unit)
     for token in range(first, end):
-        if code == lt.OP_STEPS:
-            steps(job, op, params, token)
+        if lt.is_op(lt.ScanInputsOp, at):
+            steps(job, load_row(lt.ScanInputsOp, at), token)
         else:
-            gate(job, op, params[lt.P_EPS], token)
+            gate(job, load_row(lt.GateOp, at), token)
 
 
 apart_entries = {

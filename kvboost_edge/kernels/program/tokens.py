@@ -36,7 +36,8 @@ from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors
 from kvboost_edge.kernels.program.attention_calls import attention_row, store_token
 from kvboost_edge.kernels.program.norms import norm_row, quantize_groups
-from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.table import ProgramJob, row_at
+from kvboost_edge.kernels.tuples import load_row
 from kvboost_edge.kernels.vectors import (
     KIND_F16,
     KIND_F32,
@@ -84,27 +85,35 @@ def tokens_of(job: ProgramJob, unit: int) -> Any:
 
 
 @kernel
-def _pieces(op: Any) -> Any:
+def _pieces(at: int) -> Any:
     """Pieces a row is cut into."""
-    if op[lt.F_OP] in (lt.OP_QUANT, lt.OP_ACT):
-        return (op[lt.F_COUNT] + GROUP * _PIECE - 1) // (GROUP * _PIECE)
+    if lt.is_op(lt.QuantizeOp, at):
+        return _pieces_of(load_row(lt.QuantizeOp, at).size)
+    if lt.is_op(lt.ActivateOp, at):
+        return _pieces_of(load_row(lt.ActivateOp, at).size)
     return 1
 
 
 @kernel
-def token_units(job: ProgramJob, op: Any) -> Any:
-    """Units an operation on tokens is cut into: some tokens, one piece of each."""
-    size = _tokens_in_unit(job.tokens)
-    return (job.tokens + size - 1) // size * _pieces(op)
+def _pieces_of(count: int) -> int:
+    return (count + GROUP * _PIECE - 1) // (GROUP * _PIECE)
 
 
 @kernel
-def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
+def token_units(job: ProgramJob, at: int) -> Any:
+    """Units an operation on tokens is cut into: some tokens, one piece of each."""
+    size = _tokens_in_unit(job.tokens)
+    return (job.tokens + size - 1) // size * _pieces(at)
+
+
+@kernel
+def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
     """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from
     the first tile on. Of KIND_INT4T its place in the table.
     """
+    kind = matrix.kind
     quad = index // 4
-    at = op[lt.F_WEIGHT] + group * group_bytes_kernel(kind) + lane * 4 + index % 4
+    at = matrix.weights + group * group_bytes_kernel(kind) + lane * 4 + index % 4
     if kind == KIND_INT8:
         return _load_byte(at + quad * _LINE)
     if kind == KIND_Q6K:
@@ -121,13 +130,14 @@ def _code(op: Any, kind: int, group: int, lane: int, index: int) -> Any:
 
 
 @kernel
-def _factors(op: Any, kind: int, tile: int, group: int, half: int, lane: int) -> Any:
+def _factors(matrix: lt.PackedMatrix, tile: int, group: int, half: int, lane: int) -> Any:
     """(scale, minimum) of a group (of KIND_Q6K: of one of its halves) of row `lane` of a tile,
     float32.
     """
-    groups = (op[lt.F_COUNT] + GROUP - 1) // GROUP
-    scale_at = op[lt.F_SCALE] + (tile * groups + group) * SCALE_BYTES
-    minima_at = op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + 2 * lane
+    kind = matrix.kind
+    groups = (matrix.inputs + GROUP - 1) // GROUP
+    scale_at = matrix.scales + (tile * groups + group) * SCALE_BYTES
+    minima_at = matrix.minima + tile * minima_bytes_kernel(kind, groups) + 2 * lane
     zero = np.float32(0.0)
     if kind < KIND_Q4K or kind == KIND_INT4T:
         minimum = (
@@ -155,15 +165,16 @@ def _code_offset(kind: int) -> Any:
 
 
 @kernel
-def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
-    """Row `token_id` of the table, which lies in the weight layout, times factor; the padding is
-    0.
-    """
+def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
+    """A token's row of the table, which has the weight layout, times factor; the padding is 0."""
+    token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
+    out = row_at(job, op.out, token)
+    matrix = op.matrix
     tile = token_id // LANES
     lane = token_id % LANES
-    count = op[lt.F_COUNT]
-    kind = op[lt.F_KIND]
-    for index in range(count, op[lt.F_DST_STEP]):
+    count = matrix.inputs
+    kind = matrix.kind
+    for index in range(count, op.out.step):
         store_f32(out + 4 * index, np.float32(0.0))
     if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP
@@ -173,102 +184,96 @@ def _embed(op: Any, factor: float, token_id: int, out: int) -> None:
             place = index % GROUP
             if place % LANES == 0:
                 scale, minimum = _factors(
-                    op, kind, tile, group, place // LANES if kind == KIND_Q6K else 0, lane
+                    matrix, tile, group, place // LANES if kind == KIND_Q6K else 0, lane
                 )
-            code = _code(op, kind, tile * groups + group, lane, place)
+            code = _code(matrix, tile * groups + group, lane, place)
             if kind == KIND_INT4T:
-                code = _load_byte(op[lt.F_MINIMA] + tile * minima_bytes_kernel(kind, groups) + code)
+                code = _load_byte(matrix.minima + tile * minima_bytes_kernel(kind, groups) + code)
                 code -= 256 if code > 127 else 0
-            store_f32(out + 4 * index, fma_f32(np.float32(code - offset), scale, -minimum) * factor)
+            value = fma_f32(np.float32(code - offset), scale, -minimum) * op.factor
+            store_f32(out + 4 * index, value)
     else:
         size = 4 if kind == KIND_F32 else 2
         for index in range(count):
-            at = op[lt.F_WEIGHT] + ((tile * count + index) * LANES + lane) * size
-            store_f32(out + 4 * index, load_scalar(at, kind) * factor)
+            at = matrix.weights + ((tile * count + index) * LANES + lane) * size
+            store_f32(out + 4 * index, load_scalar(at, kind) * op.factor)
 
 
 @kernel
-def _quantize(job: ProgramJob, op: Any, source: int, token: int, first: int, groups: int) -> None:
-    """Groups [first, first + groups) of a token's row, starting at address `source`, into the
-    operation's panel.
+def _quantize(
+    job: ProgramJob,
+    panel: lt.PanelTarget,
+    count: int,
+    source: int,
+    token: int,
+    first: int,
+    groups: int,
+) -> None:
+    """Groups [first, first + groups) of a token's row of `count` floats, starting at address
+    `source`, into a panel.
     """
-    total = (op[lt.F_COUNT] + GROUP - 1) // GROUP
-    fine = op[lt.F_FINE]
-    start, size = token_place(token, job.tokens, fine, job.matrix)
-    cell = job.buffers[op[lt.F_PANEL]] + (start * total + first * size) * cell_bytes(
-        fine, op[lt.F_QUANT]
+    total = (count + GROUP - 1) // GROUP
+    start, size = token_place(token, job.tokens, panel.fine, job.matrix)
+    cell = job.buffers[panel.buffer] + (start * total + first * size) * cell_bytes(
+        panel.fine, panel.kind
     )
-    quantize_groups(source, groups, cell, size, token - start, op[lt.F_QUANT], fine)
+    quantize_groups(source, groups, cell, size, token - start, panel.kind, panel.fine)
 
 
 @kernel
-def _norm(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    count = op[lt.F_COUNT]
-    step = op[lt.F_DST_STEP]
-    out = job.buffers[op[lt.F_DST]] + 4 * token * step
-    norm_row(
-        job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP], op[lt.F_WEIGHT], count, eps, out
-    )
-    for index in range(count, step):
+def _norm(job: ProgramJob, op: lt.NormOp, token: int) -> None:
+    count = op.size
+    out = row_at(job, op.out, token)
+    norm_row(row_at(job, op.source, token), op.weight, count, op.eps, out)
+    for index in range(count, op.out.step):
         store_f32(out + 4 * index, np.float32(0.0))
-    if op[lt.F_QUANT] > 0:
-        _quantize(job, op, out, token, 0, (count + GROUP - 1) // GROUP)
+    if op.panel.kind > 0:
+        _quantize(job, op.panel, count, out, token, 0, (count + GROUP - 1) // GROUP)
 
 
 @kernel
-def _add_norm(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """destination = (destination + factor * norm(source)) * factor of the sum."""
-    count = op[lt.F_COUNT]
-    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
-    norm_row(source, op[lt.F_WEIGHT], count, params[lt.P_EPS], source)
-    for index in range(count):
-        value = fma_f32(
-            load_f32(source + 4 * index), params[lt.P_FACTOR], load_f32(out + 4 * index)
-        )
-        store_f32(out + 4 * index, value * params[lt.P_SUM_FACTOR])
+def _add_norm(job: ProgramJob, op: lt.AddNormOp, token: int) -> None:
+    source = row_at(job, op.source, token)
+    out = row_at(job, op.out, token)
+    norm_row(source, op.weight, op.size, op.eps, source)
+    for index in range(op.size):
+        value = fma_f32(load_f32(source + 4 * index), op.factor, load_f32(out + 4 * index))
+        store_f32(out + 4 * index, value * op.sum_factor)
 
 
 @kernel
-def _per_layer(job: ProgramJob, op: Any, params: Any, token: int) -> None:
-    """Pieces of `count` floats of a row, in place: (norm(piece) + factor * another row's piece) *
-    factor of the sum.
-    """
-    count = op[lt.F_COUNT]
-    step = op[lt.F_DST_STEP]
-    row = job.buffers[op[lt.F_DST]] + 4 * token * step
-    other = job.buffers[op[lt.F_BY]] + 4 * token * op[lt.F_BY_STEP]
-    for first in range(0, op[lt.F_BY_STEP], count):
-        norm_row(row + 4 * first, op[lt.F_WEIGHT], count, params[lt.P_EPS], row + 4 * first)
+def _per_layer(job: ProgramJob, op: lt.PerLayerOp, token: int) -> None:
+    count = op.size
+    row = row_at(job, op.out, token)
+    other = row_at(job, op.by, token)
+    for first in range(0, op.by.step, count):
+        norm_row(row + 4 * first, op.weight, count, op.eps, row + 4 * first)
         for index in range(first, first + count):
-            value = fma_f32(
-                load_f32(other + 4 * index), params[lt.P_FACTOR], load_f32(row + 4 * index)
-            )
-            store_f32(row + 4 * index, value * params[lt.P_SUM_FACTOR])
+            value = fma_f32(load_f32(other + 4 * index), op.factor, load_f32(row + 4 * index))
+            store_f32(row + 4 * index, value * op.sum_factor)
 
 
 @kernel
-def _elementwise(job: ProgramJob, op: Any, token: int, first: int) -> None:
-    """One piece of 1024 elements of one token: the activation if the operation has one, then
-    quantization.
-    """
-    count = op[lt.F_COUNT]
+def _quantize_piece(
+    job: ProgramJob, panel: lt.PanelTarget, count: int, source: int, token: int, first: int
+) -> None:
+    """A piece of a row of `count` floats, from group `first` on, at address `source`."""
     groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
-    source = job.buffers[op[lt.F_SRC]] + 4 * (
-        token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST] + first * GROUP
-    )
-    if op[lt.F_OP] == lt.OP_ACT:
-        out = job.buffers[op[lt.F_DST]] + 4 * (token * op[lt.F_DST_STEP] + first * GROUP)
-        left = count - first * GROUP
-        up = source + 4 * count
-        if op[lt.F_BY] > 0:
-            up = job.buffers[op[lt.F_BY]] + 4 * (
-                token * op[lt.F_BY_STEP] + op[lt.F_BY_FIRST] + first * GROUP
-            )
-        activate_vectors(source, up, op[lt.F_ACT], left, 2 * groups, out)
-        source = out
-    if op[lt.F_QUANT] > 0:
-        _quantize(job, op, source, token, first, groups)
+    _quantize(job, panel, count, source, token, first, groups)
+
+
+@kernel
+def _activate(job: ProgramJob, op: lt.ActivateOp, token: int, first: int) -> None:
+    """A piece of a row, from group `first` on."""
+    count = op.size
+    at = 4 * GROUP * first
+    source = row_at(job, op.source, token) + at
+    out = row_at(job, op.out, token) + at
+    up = row_at(job, op.by, token) + at if op.by.buffer > 0 else source + 4 * count
+    groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
+    activate_vectors(source, up, op.act, count - first * GROUP, 2 * groups, out)
+    if op.panel.kind > 0:
+        _quantize_piece(job, op.panel, count, out, token, first)
 
 
 @kernel
@@ -292,64 +297,52 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 
 
 @kernel
-def _rope(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """Split a row of queries, keys and values; norm them; rotate queries and keys; write the three
-    buffers. A layer that attends to another's keys and values has none.
-    """
-    heads = op[lt.F_HEADS]
-    kv_heads = op[lt.F_KV_HEADS]
-    dim = op[lt.F_DIM]
-    half = op[lt.F_HALF]
-    source = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+def _rope(job: ProgramJob, op: lt.RopeOp, token: int) -> None:
+    heads = op.heads
+    kv_heads = op.kv_heads
+    dim = op.dim
+    half = op.half
+    source = row_at(job, op.source, token)
     keys = source + 4 * heads * dim
     values = keys + 4 * kv_heads * dim
-    if op[lt.F_KEYS_TWICE] != 0:
+    if op.keys_twice != 0:
         copy_floats(keys, kv_heads * dim, values)
-    late = op[lt.F_LATE_NORM] != 0
+    late = op.late_norm != 0
     if not late:
-        _heads(source, heads, dim, op[lt.F_Q_NORM], op[lt.F_NORM_ALL], eps)
-        _heads(keys, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
-    if op[lt.F_V_NORM] != 0:
-        _heads(values, kv_heads, dim, op[lt.F_V_NORM], 1, eps)
+        _heads(source, heads, dim, op.q_norm, op.norm_all, op.eps)
+        _heads(keys, kv_heads, dim, op.k_norm, op.norm_all, op.eps)
+    if op.v_norm != 0:
+        _heads(values, kv_heads, dim, op.v_norm, 1, op.eps)
     position = load_i64(job.buffers[lt.B_POSITIONS] + 8 * token)
-    if op[lt.F_QUERY_SCALE] != 0:
-        _scale_queries(
-            source, heads * dim, load_f32(job.buffers[op[lt.F_QUERY_SCALE]] + 4 * position)
-        )
-    cos = job.buffers[op[lt.F_TABLE]] + 4 * position * half
-    sin = job.buffers[op[lt.F_TABLE] + 1] + 4 * position * half
+    if op.query_scale != 0:
+        factor = load_f32(job.buffers[op.query_scale] + 4 * position)
+        _scale_queries(source, heads * dim, factor)
+    cos = job.buffers[op.table] + 4 * position * half
+    sin = job.buffers[op.table + 1] + 4 * position * half
+    query = job.buffers[lt.B_QUERY] + 4 * token * heads * dim
+    key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
     for head in range(heads):
-        out = job.buffers[lt.B_QUERY] + 4 * (token * heads + head) * dim
-        rotate_head(source + 4 * head * dim, cos, sin, half, dim, out)
+        rotate_head(source + 4 * head * dim, cos, sin, half, dim, query + 4 * head * dim)
     for head in range(kv_heads):
-        out = job.buffers[lt.B_KEY] + 4 * (token * kv_heads + head) * dim
-        rotate_head(keys + 4 * head * dim, cos, sin, half, dim, out)
+        rotate_head(keys + 4 * head * dim, cos, sin, half, dim, key + 4 * head * dim)
     if late:
-        _heads(
-            job.buffers[lt.B_QUERY] + 4 * token * heads * dim,
-            heads,
-            dim,
-            op[lt.F_Q_NORM],
-            op[lt.F_NORM_ALL],
-            eps,
-        )
-        key_row = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
-        _heads(key_row, kv_heads, dim, op[lt.F_K_NORM], op[lt.F_NORM_ALL], eps)
+        _heads(query, heads, dim, op.q_norm, op.norm_all, op.eps)
+        _heads(key, kv_heads, dim, op.k_norm, op.norm_all, op.eps)
     if kv_heads == 0:
         return
     if job.buffers[lt.B_ROWS] != 0:
-        key = job.buffers[lt.B_KEY] + 4 * token * kv_heads * dim
-        store_token(attention_row(job, op), key, values, token)
+        store_token(attention_row(job, op.layer), key, values, token)
     else:
         copy_floats(values, kv_heads * dim, job.buffers[lt.B_VALUE] + 4 * token * kv_heads * dim)
 
 
 @kernel
-def _cap(job: ProgramJob, op: Any, cap: float, token: int) -> None:
-    """In place: x -> cap * tanh(x / cap), through exp(-2 |x / cap|)."""
-    row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
+def _cap(job: ProgramJob, op: lt.CapOp, token: int) -> None:
+    """cap * tanh(x / cap) through exp(-2 |x / cap|)."""
+    row = row_at(job, op.rows, token)
+    cap = op.cap
     one = np.float32(1.0)
-    for index in range(op[lt.F_COUNT]):
+    for index in range(op.size):
         x = load_f32(row + 4 * index) / cap
         decay = exp_f32(np.float32(-2.0) * abs(x))
         tanh = (one - decay) / (one + decay)
@@ -357,33 +350,31 @@ def _cap(job: ProgramJob, op: Any, cap: float, token: int) -> None:
 
 
 @kernel
-def _on_token(job: ProgramJob, op: Any, params: Any, token: int, piece: int) -> None:
-    code = op[lt.F_OP]
-    if code == lt.OP_NORM:
-        _norm(job, op, params[lt.P_EPS], token)
-    elif code == lt.OP_ROPE:
-        _rope(job, op, params[lt.P_EPS], token)
-    elif code == lt.OP_ADD_NORM:
-        _add_norm(job, op, params, token)
-    elif code == lt.OP_PER_LAYER:
-        _per_layer(job, op, params, token)
-    elif code == lt.OP_EMBED:
-        token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
-        _embed(
-            op,
-            params[lt.P_FACTOR],
-            token_id,
-            job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP],
-        )
-    elif code in (lt.OP_QUANT, lt.OP_ACT):
-        _elementwise(job, op, token, piece * _PIECE)
+def _on_token(job: ProgramJob, at: int, token: int, piece: int) -> None:
+    if lt.is_op(lt.NormOp, at):
+        _norm(job, load_row(lt.NormOp, at), token)
+    elif lt.is_op(lt.RopeOp, at):
+        _rope(job, load_row(lt.RopeOp, at), token)
+    elif lt.is_op(lt.AddNormOp, at):
+        _add_norm(job, load_row(lt.AddNormOp, at), token)
+    elif lt.is_op(lt.PerLayerOp, at):
+        _per_layer(job, load_row(lt.PerLayerOp, at), token)
+    elif lt.is_op(lt.EmbedOp, at):
+        _embed(job, load_row(lt.EmbedOp, at), token)
+    elif lt.is_op(lt.ActivateOp, at):
+        _activate(job, load_row(lt.ActivateOp, at), token, piece * _PIECE)
+    elif lt.is_op(lt.QuantizeOp, at):
+        op = load_row(lt.QuantizeOp, at)
+        source = row_at(job, op.source, token) + 4 * GROUP * _PIECE * piece
+        _quantize_piece(job, op.panel, op.size, source, token, piece * _PIECE)
     else:
-        _cap(job, op, params[lt.P_CAP], token)
+        _cap(job, load_row(lt.CapOp, at), token)
 
 
 @kernel
-def run_tokens(job: ProgramJob, op: Any, params: Any, unit: int) -> None:
-    pieces = _pieces(op)
+def run_tokens(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of the operation whose fields are at an address."""
+    pieces = _pieces(at)
     first, end = tokens_of(job, unit // pieces)
     for token in range(first, end):
-        _on_token(job, op, params, token, unit % pieces)
+        _on_token(job, at, token, unit % pieces)

@@ -13,6 +13,7 @@ from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weight_tiles import GROUP
 from kvboost_edge.kernels.program import attention_calls as la
 from kvboost_edge.kernels.program import table as lt
+from kvboost_edge.kernels.program.table import BufferRows
 from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
@@ -118,12 +119,13 @@ class ProgramBuffers:
         return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
 
     def copied(
-        self, rows: tuple[int, int], num_tokens: int, which: npt.NDArray[np.int64]
+        self, rows: BufferRows, num_tokens: int, which: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """A copy of some of the first rows of a buffer, a number and the floats in a row, for a
-        pass of so many tokens: float32, flat, as large as the buffer is for them.
+        """A copy of some of the first rows of a buffer, for a pass of so many tokens: float32,
+        flat, as large as the buffer is for them.
         """
-        number, step = rows
+        number = rows.buffer
+        step = rows.step
         source = self._arrays[number][: num_tokens * step].reshape(num_tokens, step)
         each = -(-(len(self._arrays[number]) - _SLACK) // self._capacity)
         copy: npt.NDArray[np.float32] = aligned_empty((len(which) * each + _SLACK,), np.float32)

@@ -246,7 +246,7 @@ class NativeRunner:
             )
         whole = self._whole if self._texts is None else self._texts.whole
         quantized = None if whole is None else whole.is_quantized
-        self._kernels = kernel_table(self.kinds, self._program.operations, quantized)
+        self._kernels = kernel_table(self.kinds, self._program.kinds, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
         """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills
@@ -418,9 +418,8 @@ class NativeRunner:
         # Attention before a part is its last operation: a piece of a prompt whose logits nobody
         # wants needs none. What turns a state is needed always.
         first = parts[narrow][0]
-        if (
-            len(batch.logit_rows) + num_states == 0
-            and self._program.ops[first - 1, lt.F_OP] == lt.OP_ATTEND
+        if len(batch.logit_rows) + num_states == 0 and isinstance(
+            self._program.operations[first - 1], lt.AttendOp
         ):
             first -= 1
         memory = self._prepare_whole(whole, batch, prepared, addresses, (0, first), range(narrow))
@@ -483,7 +482,7 @@ class NativeRunner:
         border = self._program.border
         if border is not None:
             more = self._buffers.copied(border, num_tokens, rows)
-            addresses[border[0]] = more.ctypes.data
+            addresses[border.buffer] = more.ctypes.data
         self._run(part, addresses, len(rows), counters)
 
     def _num_counters(self, first: int, end: int) -> int:
@@ -503,7 +502,6 @@ class NativeRunner:
         program = self._program
         job = lt.ProgramJob(
             program.ops,
-            program.params,
             addresses,
             counters,
             self._kernels,

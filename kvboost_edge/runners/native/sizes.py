@@ -67,7 +67,7 @@ class MixerSizes(NamedTuple):
 
     wide   what its matrices make, with `gates` the first float of those of its gates
     mixed  what its output projection reads
-    key    queries or keys;  value: values and what OP_STEPS has beside them
+    key    queries or keys;  value: values and the gates of `ScanInputsOp`
     """
 
     wide: int

@@ -15,6 +15,7 @@ from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.backends.state_pool import StatePool
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.states import sequences as ls
+from kvboost_edge.kernels.program.table import BufferRows
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.native.emitter import Emitter
 from kvboost_edge.runners.native.plan import state_spec
@@ -25,7 +26,6 @@ __all__ = ["AcceptedRows", "StateOperations", "accepted_rows", "pass_states"]
 Ints = npt.NDArray[np.int32]
 
 _L2_EPS = 1e-6  # of the length of queries and keys
-_GATES = {lt.F_DECAY: "decay", lt.F_DT_BIAS: "dt_bias"}
 
 
 class StateOperations:
@@ -41,133 +41,108 @@ class StateOperations:
         self._sizes = MixerSizes.of(mixer)
         self._spec = state_spec(mixer)
         self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
-        # B_QUERY: nobody has queries there, not of attention in this layer, and not of OP_SCAN any
+        # B_QUERY: nobody has queries there, not of attention in this layer, and not of `ScanOp` any
         # more.
-        self.mixed = (lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY, self._sizes.mixed)
+        number = lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY
+        self.mixed = BufferRows(number, self._sizes.mixed)
         self._taps = _tap_factors(mixer, builder.spec.factors.mixer_conv)
         dim = max(mixer.key_dim, 1)
         self.held = [np.full(dim, factor, dtype=np.float32) for factor in (1 / dim, dim**-0.5)]
+        self._heads = lt.StateHeads(
+            mixer.key_heads,
+            mixer.key_dim,
+            mixer.value_heads,
+            mixer.value_dim,
+            int(mixer.tiled_heads),
+            lt.RULES.get(mixer.kind, 0),
+        )
 
     def before(self, layer: str, state: int) -> None:
         """From the hidden state to the rows that the output projection reads; `state`: its number
         in the pool.
         """
         builder = self._builder
-        mixer = self._mixer
-        sizes = self._builder.sizes
-        normed = (lt.B_NORMED, sizes.hidden)
-        wide = (lt.B_WIDE, sizes.wide)
-        is_conv = mixer.kind == "conv"
+        wide = builder.wide
+        is_conv = self._mixer.kind == "conv"
         draft_bytes = self._spec.draft_bytes
         builder.norm(f"{layer}attn_in", f"{layer}mixer_in")
         factors = builder.spec.factors
-        builder.linear(f"{layer}mixer_in", normed, wide, factor=factors.mixer)
+        gates = wide._replace(first=self._sizes.gates)
+        builder.linear(f"{layer}mixer_in", builder.normed, wide, factor=factors.mixer)
         if not is_conv:
-            gates = self._sizes.gates
-            builder.linear(
-                f"{layer}mixer_gates", normed, wide, first=gates, factor=factors.mixer_gates
-            )
-        conv = {
-            **self._conv(layer, state),
-            lt.F_SRC: wide[0],
-            lt.F_SRC_STEP: wide[1],
-            lt.F_GATED: int(is_conv),
-        }
-        conv |= {lt.F_DRAFT: state * draft_bytes, lt.F_DRAFT_STEP: self._num_states * draft_bytes}
-        if is_conv:
-            builder.add(lt.OP_CONV, conv)
-            builder.add(lt.OP_TAILS, conv)
-            return
-        self._turn(layer, state, {**conv, lt.F_BY_FIRST: self._sizes.gates})
-        builder.add(
-            lt.OP_GATE, {**conv, **self._heads(), **self._norm(layer)}, eps=builder.spec.eps
+            builder.linear(f"{layer}mixer_gates", builder.normed, gates, factor=factors.mixer_gates)
+        conv = self._conv(layer, state, wide)._replace(
+            gated=int(is_conv),
+            draft=state * draft_bytes,
+            draft_step=self._num_states * draft_bytes,
         )
+        if is_conv:
+            builder.ops += [lt.ConvOp(conv, self.mixed), lt.KeepConvOp(conv)]
+            return
+        self._advance(layer, state, conv, gates)
+        builder.ops.append(self._gate(layer))
 
     def accept(self, layer: str, state: int) -> None:
-        """What turns the state by tokens whose inputs and gates are rows of drafts."""
+        """What advances the state by tokens whose inputs and gates are rows of drafts."""
         first, step = (each * self._spec.draft_bytes // 4 for each in (state, self._num_states))
-        conv = {
-            **self._conv(layer, state),
-            lt.F_SRC: lt.B_DRAFTS,
-            lt.F_SRC_STEP: step,
-            lt.F_SRC_FIRST: first,
-        }
+        rows = BufferRows(lt.B_DRAFTS, step, first)
+        conv = self._conv(layer, state, rows)
         if self._mixer.kind == "conv":
-            self._builder.add(lt.OP_TAILS, conv)
+            self._builder.ops.append(lt.KeepConvOp(conv))
         else:
-            self._turn(layer, state, {**conv, lt.F_BY_FIRST: first + self._mixer.channels})
+            gates = rows._replace(first=first + self._mixer.channels)
+            self._advance(layer, state, conv, gates)
 
-    def _conv(self, layer: str, state: int) -> dict[int, int]:
-        """Fields of the convolution, without those of where its inputs are."""
+    def _conv(self, layer: str, state: int, rows: BufferRows) -> lt.ConvInputs:
         mixer = self._mixer
-        fields = {lt.F_DST: self.mixed[0], lt.F_DST_STEP: self.mixed[1]}
-        fields |= {
-            lt.F_COUNT: mixer.channels,
-            lt.F_TAPS: mixer.taps,
-            lt.F_STATE: state * self._spec.nbytes,
-        }
-        bias = self._builder.packed.address(f"{layer}conv_bias")
-        return fields | {
-            lt.F_WEIGHT: self._builder.scaled(f"{layer}conv", self._taps),
-            lt.F_BIAS: bias,
-        }
-
-    def _heads(self) -> dict[int, int]:
-        mixer = self._mixer
-        heads = {
-            lt.F_KEY_HEADS: mixer.key_heads,
-            lt.F_KEY_DIM: mixer.key_dim,
-            lt.F_HEADS: mixer.value_heads,
-        }
-        return heads | {
-            lt.F_DIM: mixer.value_dim,
-            lt.F_TILED: int(mixer.tiled_heads),
-            lt.F_RULE: lt.RULES[mixer.kind],
-        }
-
-    def _turn(self, layer: str, state: int, source: dict[int, int]) -> None:
-        """What goes through the matrices; source: the convolution, with its inputs and the
-        gates.
-        """
-        builder = self._builder
-        mixer = self._mixer
-        heads = self._heads()
-        norms = (
-            zip((lt.F_Q_NORM, lt.F_K_NORM), self.held, strict=True) if mixer.kind == "delta" else ()
+        return lt.ConvInputs(
+            rows,
+            mixer.channels,
+            mixer.taps,
+            state * self._spec.nbytes,
+            self._builder.scaled(f"{layer}conv", self._taps),
+            self._builder.packed.address(f"{layer}conv_bias"),
         )
-        steps = {field: held.ctypes.data for field, held in norms}
-        steps |= {field: builder.packed.address(layer + name) for field, name in _GATES.items()}
-        least, most = mixer.time_limit
-        builder.add(
-            lt.OP_STEPS,
-            {**source, **heads, **steps},
+
+    def _advance(self, layer: str, state: int, conv: lt.ConvInputs, gates: BufferRows) -> None:
+        """What goes through the matrices."""
+        mixer = self._mixer
+        packed = self._builder.packed
+        inputs = lt.ScanInputsOp(
+            conv,
+            self._heads,
+            gates,
+            packed.address(f"{layer}decay"),
+            packed.address(f"{layer}dt_bias"),
             eps=_L2_EPS / mixer.key_dim,
-            least=least,
-            most=most,
+            least=mixer.time_limit[0],
+            most=mixer.time_limit[1],
         )
-        builder.add(lt.OP_TAILS, source)
+        if mixer.kind == "delta":
+            q_norm, k_norm = (norm.ctypes.data for norm in self.held)
+            inputs = inputs._replace(q_norm=q_norm, k_norm=k_norm)
         offset = state * self._spec.nbytes + self._spec.tail_bytes
-        skip = builder.packed.address(f"{layer}skip")
-        builder.add(lt.OP_SCAN, {**heads, lt.F_STATE: offset, lt.F_SKIP: skip})
+        scan = lt.ScanOp(self._heads, offset, packed.address(f"{layer}skip"))
+        self._builder.ops += [inputs, lt.KeepConvOp(conv), scan]
 
-    def _norm(self, layer: str) -> dict[int, int]:
-        """Fields of what the heads result in: where its gates are in a row, and how it is
-        normed.
-        """
+    def _gate(self, layer: str) -> lt.GateOp:
+        """What the heads result in, normed and gated."""
         mixer = self._mixer
-        fields = {
-            lt.F_SRC_FIRST: mixer.channels,
-            lt.F_GATE_FIRST: int(mixer.norm == "gated_before"),
-        }
+        gates = self._builder.wide._replace(first=mixer.channels)
+        op = lt.GateOp(
+            gates,
+            self.mixed,
+            self._heads,
+            gate_first=int(mixer.norm == "gated_before"),
+            eps=self._builder.spec.eps,
+        )
         if mixer.norm == "none":
-            return fields
-        fields |= {lt.F_WEIGHT: self._builder.packed.address(f"{layer}mixer_norm")}
+            return op
+        op = op._replace(weight=self._builder.packed.address(f"{layer}mixer_norm"))
         if mixer.norm_groups == 0:
-            return fields | {lt.F_GROUPS: mixer.value_heads}
-        return fields | {
-            lt.F_GROUPS: mixer.norm_groups,
-            lt.F_WEIGHT_STEP: self._sizes.mixed // mixer.norm_groups,
-        }
+            return op._replace(groups=mixer.value_heads)
+        step = self._sizes.mixed // mixer.norm_groups
+        return op._replace(groups=mixer.norm_groups, weight_step=step)
 
 
 def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArray[np.float32]:

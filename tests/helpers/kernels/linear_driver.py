@@ -24,42 +24,40 @@ class Program:
 
     def __init__(self, tokens: int, matrix: int = 0) -> None:
         self.tokens = tokens
-        self.matrix = matrix
+        self.tile_registers = matrix
         self.buffers = np.zeros(lt.B_TABLES + 2, np.int64)
         self.arrays: list[npt.NDArray[np.generic]] = []
-        self.ops: list[npt.NDArray[np.int64]] = []
-        self.params: list[Floats] = []
+        self.ops: list[lt.Operation] = []
 
     def buffer(self, number: int, array: npt.NDArray[np.generic]) -> None:
         self.arrays.append(array)
         self.buffers[number] = array.ctypes.data
 
-    def add(
-        self, code: int, fields: dict[int, int], params: dict[int, float] | None = None
-    ) -> None:
-        row = np.zeros(lt.NUM_FIELDS, np.int64)
-        row[lt.F_OP] = code
-        floats = np.zeros(lt.NUM_PARAMS, np.float32)
-        floats[[lt.P_FACTOR, lt.P_SUM_FACTOR]] = 1.0
-        for field, value in fields.items():
-            row[field] = value
-        for field, number in (params or {}).items():
-            floats[field] = number
-        self.ops.append(row)
-        self.params.append(floats)
+    def matrix(self, kind: str, inputs: int, packed: PackedRows, **how: int) -> lt.PackedMatrix:
+        """Return a packed matrix, cut into units of 3 tiles, that reads B_PANEL."""
+        self.arrays += packed[:3]
+        addresses = (array.ctypes.data for array in packed[:3])
+        fields = {"unit": 3, "panel": lt.B_PANEL, **how}
+        return lt.PackedMatrix(NUMBERS[kind], inputs, *addresses, **fields)
 
     def kernels(self) -> npt.NDArray[np.int64]:
         """Of the kinds that the operations read."""
-        of = (lt.OP_LINEAR, lt.OP_GATED, lt.OP_EXPERTS_GATED, lt.OP_EXPERTS_DOWN)
-        kinds = [int(op[lt.F_KIND]) for op in self.ops if op[lt.F_OP] in of]
-        return kernel_table(kinds, [int(op[lt.F_OP]) for op in self.ops])
+        of = (lt.LinearOp, lt.GatedOp, lt.ExpertsGatedOp, lt.ExpertsDownOp)
+        kinds = [op.matrix.kind for op in self.ops if isinstance(op, of)]
+        return kernel_table(kinds, {type(op) for op in self.ops})
 
     def run(self, threads: int = 1) -> None:
         count = len(self.ops)
         counters = np.zeros(lt.COUNTERS_PER_OP * (count + 1), np.int64)
-        table = np.array(self.ops), np.array(self.params)
         job = lt.ProgramJob(
-            *table, self.buffers, counters, self.kernels(), 0, count, self.tokens, self.matrix
+            lt.table_of(self.ops),
+            self.buffers,
+            counters,
+            self.kernels(),
+            0,
+            count,
+            self.tokens,
+            self.tile_registers,
         )
         team = KernelTeam(threads)
         team.run(run_program, job, counters, lt.COUNTERS_PER_OP * count, threads)
@@ -87,13 +85,6 @@ def panel_sizes(tokens: int, extra: Extra) -> list[int]:
     return sizes
 
 
-def matrix_fields(program: Program, packed: PackedRows) -> dict[int, int]:
-    """Fields of an operation with a packed matrix."""
-    program.arrays += packed[:3]
-    addresses = [array.ctypes.data for array in packed[:3]]
-    return {lt.F_WEIGHT: addresses[0], lt.F_SCALE: addresses[1], lt.F_MINIMA: addresses[2]}
-
-
 def run_linear(
     kind: str, x: Floats, packed: PackedRows, rows: int, extra: Extra
 ) -> tuple[Floats, npt.NDArray[np.uint8]]:
@@ -114,28 +105,15 @@ def run_linear(
     program.buffer(lt.B_ATTENDED, wide)
     program.buffer(lt.B_PANEL, panel)
     program.buffer(lt.B_WIDE, out)
-    source = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: groups * 32}
+    source = lt.BufferRows(lt.B_ATTENDED, groups * 32)
     fine = int(extra.fine)
-    quantized = {lt.F_QUANT: NUMBERS[kind], lt.F_PANEL: lt.B_PANEL, lt.F_FINE: fine}
     if kind not in ("f32", "bf16"):
-        program.add(lt.OP_QUANT, {**source, **quantized, lt.F_COUNT: inputs})
-    weights = {
-        **matrix_fields(program, packed),
-        lt.F_KIND: NUMBERS[kind],
-        lt.F_UNIT: 3,
-        lt.F_PANEL_IN: lt.B_PANEL,
-    }
-    target = {
-        lt.F_DST: lt.B_WIDE,
-        lt.F_DST_STEP: padded,
-        lt.F_COUNT: rows,
-        lt.F_INPUTS: inputs,
-        lt.F_FINE_IN: fine,
-    }
-    rest = {
-        lt.F_BIAS: 0 if extra.bias is None else biases.ctypes.data,
-        lt.F_ADD: int(extra.add is not None),
-    }
-    program.add(lt.OP_LINEAR, {**source, **weights, **target, **rest}, {lt.P_FACTOR: extra.factor})
+        target = lt.PanelTarget(NUMBERS[kind], lt.B_PANEL, fine)
+        program.ops.append(lt.QuantizeOp(source, inputs, target))
+    bias = 0 if extra.bias is None else biases.ctypes.data
+    matrix = program.matrix(kind, inputs, packed, bias=bias, fine=fine)
+    add = int(extra.add is not None)
+    rows_out = lt.BufferRows(lt.B_WIDE, padded)
+    program.ops.append(lt.LinearOp(source, rows_out, matrix, rows, add, extra.factor))
     program.run(extra.threads)
     return out[:, :rows], panel

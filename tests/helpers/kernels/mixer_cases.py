@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ from kvboost_edge.kernels.reference.ssd import SsdSteps, ssd_rows, ssd_steps
 
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.floating[Any]]
-Fields = Mapping[int, int]
 DELTA_EPS = 1e-6
 SSD_EPS = 1e-5
 
@@ -92,14 +91,9 @@ class Mixer(abc.ABC):
         program.buffer(lt.B_WIDE, wide)
         program.buffer(lt.B_NORMED, out)
         add_states(program, pieces, pool)
-        fields = {
-            lt.F_SRC: lt.B_WIDE,
-            lt.F_SRC_STEP: step,
-            lt.F_DST: lt.B_NORMED,
-            lt.F_DST_STEP: out_step,
-        }
-        fields |= {lt.F_DRAFT: pool.draft_offset(1), lt.F_DRAFT_STEP: pool.draft_row_bytes}
-        self.mix(program, pool, fields)
+        conv = self.convolution(pool, lt.BufferRows(lt.B_WIDE, step))
+        conv = conv._replace(draft=pool.draft_offset(1), draft_step=pool.draft_row_bytes)
+        self.mix(program, pool, conv, lt.BufferRows(lt.B_NORMED, out_step))
         program.run(threads)
         assert np.isnan(out[:, self.width :]).all()
         np.testing.assert_array_equal(wide[:, : self.columns], rows)
@@ -119,25 +113,27 @@ class Mixer(abc.ABC):
         """
         program = accepting(pieces, pool, accepted, saves, written)
         first = pool.draft_offset(1) // 4
-        fields = {
-            lt.F_SRC: lt.B_DRAFTS,
-            lt.F_SRC_STEP: pool.draft_row_bytes // 4,
-            lt.F_SRC_FIRST: first,
-        }
-        self.turn(program, pool, {**fields, lt.F_BY_FIRST: first + self.channels})
+        rows = lt.BufferRows(lt.B_DRAFTS, pool.draft_row_bytes // 4, first)
+        gates = rows._replace(first=first + self.channels)
+        self.advance(program, pool, self.convolution(pool, rows), gates)
         program.run(threads)
 
     @abc.abstractmethod
-    def mix(self, program: Program, pool: StatePool, fields: Fields) -> None:
-        """Add what makes results of rows, and turns the state."""
+    def mix(
+        self, program: Program, pool: StatePool, conv: lt.ConvInputs, out: lt.BufferRows
+    ) -> None:
+        """Add what makes results of rows, and advances the state."""
 
     @abc.abstractmethod
-    def turn(self, program: Program, pool: StatePool, fields: Fields) -> None:
-        """Add what turns the state."""
+    def advance(
+        self, program: Program, pool: StatePool, conv: lt.ConvInputs, gates: lt.BufferRows
+    ) -> None:
+        """Add what advances the state."""
 
-    def convolution(self, pool: StatePool) -> dict[int, int]:
-        fields = {lt.F_COUNT: self.channels, lt.F_TAPS: self.taps, lt.F_STATE: pool.offset(1)}
-        return fields | {lt.F_WEIGHT: self.weights.ctypes.data, lt.F_BIAS: _address(self.bias)}
+    def convolution(self, pool: StatePool, rows: lt.BufferRows) -> lt.ConvInputs:
+        weights = self.weights.ctypes.data
+        bias = _address(self.bias)
+        return lt.ConvInputs(rows, self.channels, self.taps, pool.offset(1), weights, bias)
 
     def state(self, pool: StatePool, slot: int) -> State:
         """What a slot holds."""
@@ -170,13 +166,16 @@ class Conv(Mixer):
         sums, tail = conv_rows(b * x, tail, self.weights, self.bias)
         return c * sums, State(tail, matrices)
 
-    def mix(self, program: Program, pool: StatePool, fields: Fields) -> None:
-        fields = {**fields, **self.convolution(pool), lt.F_GATED: 1}
-        program.add(lt.OP_CONV, fields)
-        program.add(lt.OP_TAILS, fields)
+    def mix(
+        self, program: Program, pool: StatePool, conv: lt.ConvInputs, out: lt.BufferRows
+    ) -> None:
+        conv = conv._replace(gated=1)
+        program.ops += [lt.ConvOp(conv, out), lt.KeepConvOp(conv)]
 
-    def turn(self, program: Program, pool: StatePool, fields: Fields) -> None:
-        program.add(lt.OP_TAILS, {**fields, **self.convolution(pool)})
+    def advance(
+        self, program: Program, pool: StatePool, conv: lt.ConvInputs, gates: lt.BufferRows
+    ) -> None:
+        program.ops.append(lt.KeepConvOp(conv))
 
 
 class Scan(Mixer):
@@ -193,18 +192,26 @@ class Scan(Mixer):
         self.decay = -np.exp(self.rng.uniform(-3, 2, spec.heads)).astype(np.float32)
         self.dt_bias = self.rng.standard_normal(spec.heads).astype(np.float32)
 
+    def inputs(self) -> dict[str, Any]:
+        """Return fields of `ScanInputsOp` that no other rule has."""
+        return {}
+
+    skip: Floats | None = None
+
     @abc.abstractmethod
-    def own(self) -> dict[int, tuple[Fields, dict[int, float]]]:
-        """Fields and parameters of operations that no other rule has."""
+    def gate(self) -> dict[str, Any]:
+        """Return fields of `GateOp` that no other rule has."""
 
-    def mix(self, program: Program, pool: StatePool, fields: Fields) -> None:
-        self.turn(program, pool, {**fields, lt.F_BY_FIRST: self.gates})
-        own, params = self.own()[lt.OP_GATE]
-        program.add(
-            lt.OP_GATE, {**fields, **self.heads(), lt.F_SRC_FIRST: self.channels, **own}, params
-        )
+    def mix(
+        self, program: Program, pool: StatePool, conv: lt.ConvInputs, out: lt.BufferRows
+    ) -> None:
+        self.advance(program, pool, conv, conv.rows._replace(first=self.gates))
+        gates = conv.rows._replace(first=self.channels)
+        program.ops.append(lt.GateOp(gates, out, self.heads(), **self.gate()))
 
-    def turn(self, program: Program, pool: StatePool, fields: Fields) -> None:
+    def advance(
+        self, program: Program, pool: StatePool, conv: lt.ConvInputs, gates: lt.BufferRows
+    ) -> None:
         spec = self.specs[1]
         sizes = {
             lt.B_QUERY: self.shared,
@@ -213,21 +220,17 @@ class Scan(Mixer):
         }
         for number, size in sizes.items():
             program.buffer(number, np.full(program.tokens * size, np.nan, np.float32))
-        fields = {**fields, **self.convolution(pool)}
-        own = self.own()
-        (of_steps, params) = own[lt.OP_STEPS]
-        (of_scan, _) = own[lt.OP_SCAN]
-        decays = {lt.F_DECAY: self.decay.ctypes.data, lt.F_DT_BIAS: self.dt_bias.ctypes.data}
-        program.add(lt.OP_STEPS, {**fields, **self.heads(), **decays, **of_steps}, params)
-        program.add(lt.OP_TAILS, fields)
-        program.add(
-            lt.OP_SCAN, {**self.heads(), lt.F_STATE: pool.offset(1) + spec.tail_bytes, **of_scan}
-        )
+        heads = self.heads()
+        decays = (self.decay.ctypes.data, self.dt_bias.ctypes.data)
+        program.ops += [
+            lt.ScanInputsOp(conv, heads, gates, *decays, **self.inputs()),
+            lt.KeepConvOp(conv),
+            lt.ScanOp(heads, pool.offset(1) + spec.tail_bytes, _address(self.skip)),
+        ]
 
-    def heads(self) -> dict[int, int]:
+    def heads(self) -> lt.StateHeads:
         spec = self.specs[1]
-        fields = {lt.F_KEY_HEADS: self.key_heads, lt.F_KEY_DIM: spec.key_dim}
-        return fields | {lt.F_HEADS: spec.heads, lt.F_DIM: spec.value_dim}
+        return lt.StateHeads(self.key_heads, spec.key_dim, spec.heads, spec.value_dim)
 
 
 class DeltaShape(NamedTuple):
@@ -273,20 +276,16 @@ class Delta(Scan):
             normed = norm_rows_f32(out, self.norm, DELTA_EPS)
         return (silu_rows(gates) * normed).reshape(len(rows), self.width), State(tail, matrices)
 
-    def own(self) -> dict[int, tuple[Fields, dict[int, float]]]:
-        shape = self.shape
-        (q_norm, k_norm) = (norm.ctypes.data for norm in self.norms)
-        return {
-            lt.OP_STEPS: (
-                {lt.F_Q_NORM: q_norm, lt.F_K_NORM: k_norm},
-                {lt.P_EPS: DELTA_EPS / shape.key_dim},
-            ),
-            lt.OP_SCAN: ({lt.F_TILED: int(shape.tiled)}, {}),
-            lt.OP_GATE: (
-                {lt.F_WEIGHT: self.norm.ctypes.data, lt.F_GROUPS: shape.value_heads},
-                {lt.P_EPS: DELTA_EPS},
-            ),
-        }
+    def heads(self) -> lt.StateHeads:
+        return super().heads()._replace(tiled=int(self.shape.tiled))
+
+    def inputs(self) -> dict[str, Any]:
+        q_norm, k_norm = (norm.ctypes.data for norm in self.norms)
+        return {"q_norm": q_norm, "k_norm": k_norm, "eps": DELTA_EPS / self.shape.key_dim}
+
+    def gate(self) -> dict[str, Any]:
+        address = self.norm.ctypes.data
+        return {"weight": address, "groups": self.shape.value_heads, "eps": DELTA_EPS}
 
 
 class SsdShape(NamedTuple):
@@ -336,18 +335,20 @@ class Ssd(Scan):
             tail, matrices
         )
 
-    def own(self) -> dict[int, tuple[Fields, dict[int, float]]]:
+    def heads(self) -> lt.StateHeads:
+        return super().heads()._replace(rule=lt.RULES["ssd"])
+
+    def inputs(self) -> dict[str, Any]:
+        least, most = self.shape.limit
+        return {"least": least, "most": most}
+
+    def gate(self) -> dict[str, Any]:
         groups = self.shape.groups
         norm = self.shape.norm
-        (least, most) = self.shape.limit
-        rule = {lt.F_RULE: lt.RULES["ssd"]}
-        gate = {lt.F_WEIGHT: _address(self.norm), lt.F_WEIGHT_STEP: self.width // groups}
-        gate |= {
-            lt.F_GATE_FIRST: int(norm == "gated_before"),
-            lt.F_GROUPS: 0 if norm == "none" else groups,
-        }
         return {
-            lt.OP_STEPS: (rule, {lt.P_LEAST: least, lt.P_MOST: most}),
-            lt.OP_SCAN: ({**rule, lt.F_SKIP: self.skip.ctypes.data}, {}),
-            lt.OP_GATE: (gate, {lt.P_EPS: SSD_EPS}),
+            "weight": _address(self.norm),
+            "weight_step": self.width // groups,
+            "gate_first": int(norm == "gated_before"),
+            "groups": 0 if norm == "none" else groups,
+            "eps": SSD_EPS,
         }

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from helpers.kernels.linear_driver import Program, matrix_fields
+from helpers.kernels.linear_driver import Program
 from helpers.kernels.weight_formats import FORMATS, in_blocks, random_weights
-from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference.weights import unpack_rows
 
@@ -22,13 +21,8 @@ def test_embedding_rows_are_the_stored_weights(kind, factor):
     program = Program(3)
     program.buffer(lt.B_TOKENS, ids)
     program.buffer(lt.B_HIDDEN, out)
-    fields = {
-        lt.F_DST: lt.B_HIDDEN,
-        lt.F_DST_STEP: width,
-        lt.F_COUNT: inputs,
-        lt.F_KIND: NUMBERS[kind],
-    }
-    program.add(lt.OP_EMBED, {**fields, **matrix_fields(program, packed)}, {lt.P_FACTOR: factor})
+    rows = lt.BufferRows(lt.B_HIDDEN, width)
+    program.ops.append(lt.EmbedOp(rows, program.matrix(kind, inputs, packed), factor))
     program.run()
     expected = np.float32(factor) * unpack_rows(packed, 50, inputs, kind)[ids]
     off = 1e-6 if kind == "int4-asym" else 0

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.kernels.linear_driver import PLAIN, Extra, Program, matrix_fields, run_linear
+from helpers.kernels.linear_driver import PLAIN, Extra, Program, run_linear
 from helpers.kernels.weight_formats import FORMATS, in_blocks, random_weights
 from helpers.pairwise import pairwise
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
@@ -53,21 +53,22 @@ def _route(program, logits, routing, bias=None, factors=None):
     arrays = {lt.B_ROUTED: wide, lt.B_CHOSEN: chosen, lt.B_SHARES: shares, lt.B_DISPATCH: numbers}
     for number, array in arrays.items():
         program.buffer(number, array)
-    sizes = {lt.F_EXPERTS: experts, lt.F_USED: routing.used}
-    how = {
-        lt.F_SRC_STEP: padded,
-        lt.F_SCORE: lt.SCORES[routing.score],
-        lt.F_RENORM: lt.RENORMS[routing.renorm],
-    }
-    if bias is not None:
-        program.arrays.append(bias)
-        how[lt.F_BIAS] = bias.ctypes.data
-    if factors is not None:
-        program.arrays.append(factors)
-        how[lt.F_SCALE] = factors.ctypes.data
-    program.add(lt.OP_ROUTE, {**sizes, **how}, {lt.P_FACTOR: routing.scale, lt.P_EPS: routing.eps})
-    program.add(lt.OP_DISPATCH, sizes)
+    counts = lt.ExpertCounts(experts, routing.used)
+    how = (lt.SCORES[routing.score], lt.RENORMS[routing.renorm])
+    given = (_address(program, array) for array in (bias, factors))
+    program.ops += [
+        lt.RouteOp(counts, padded, *how, *given, routing.eps, routing.scale),
+        lt.DispatchOp(counts),
+    ]
     return Routed(chosen, shares, [(experts, numbers)])
+
+
+def _address(program, array):
+    """Address of an array that the program keeps; 0 for None."""
+    if array is None:
+        return 0
+    program.arrays.append(np.ascontiguousarray(array))
+    return program.arrays[-1].ctypes.data
 
 
 def _slots(routed):
@@ -229,9 +230,7 @@ def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
     add.
     """
     tokens = len(x)
-    kind = NUMBERS[layer.kind]
     used = ROUTING.used
-    is_float = layer.kind in ("f32", "bf16")
     program = Program(tokens, extra.matrix)
     routed = _route(program, logits, ROUTING)
     slots = tokens * used
@@ -247,59 +246,20 @@ def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
         lt.B_EXPERTS_INNER,
         np.full(slots * layer.inner * LARGEST_CELL // 8 + 64, np.nan, np.float32),
     )
-    sizes = {lt.F_EXPERTS: layer.experts, lt.F_USED: used}
-    quant = 0 if is_float else kind
-    program.add(
-        lt.OP_SPREAD,
-        {
-            **sizes,
-            lt.F_SRC: lt.B_NORMED,
-            lt.F_SRC_STEP: row,
-            lt.F_COUNT: layer.hidden,
-            lt.F_QUANT: quant,
-            lt.F_DST_STEP: row,
-        },
-    )
-    shared = {**sizes, lt.F_KIND: kind, lt.F_UNIT: 3}
-    program.add(
-        lt.OP_EXPERTS_GATED,
-        {
-            **shared,
-            **matrix_fields(program, layer.all_gate_up),
-            lt.F_COUNT: layer.inner,
-            lt.F_INPUTS: layer.hidden,
-            lt.F_SRC_STEP: row,
-            lt.F_DST_STEP: layer.inner,
-            lt.F_ACT: layer.act,
-            lt.F_QUANT: quant,
-            **_bias(program, layer, 0),
-        },
-    )
-    program.add(
-        lt.OP_EXPERTS_DOWN,
-        {
-            **shared,
-            **matrix_fields(program, layer.all_down),
-            lt.F_COUNT: layer.hidden,
-            lt.F_INPUTS: layer.inner,
-            lt.F_SRC_STEP: layer.inner,
-            lt.F_DST: lt.B_HIDDEN,
-            lt.F_DST_STEP: row,
-            lt.F_ADD: int(add),
-            **_bias(program, layer, 1),
-        },
-        {lt.P_FACTOR: extra.factor},
-    )
+    counts = lt.ExpertCounts(layer.experts, used)
+    read_by = 0 if layer.kind in ("f32", "bf16") else NUMBERS[layer.kind]
+    biases = [_address(program, bias) for bias in layer.biases or (None, None)]
+    way_in = program.matrix(layer.kind, layer.hidden, layer.all_gate_up, bias=biases[0])
+    down = program.matrix(layer.kind, layer.inner, layer.all_down, bias=biases[1])
+    inner = lt.InnerChannels(layer.inner, layer.act, read_by)
+    to = lt.BufferRows(lt.B_HIDDEN, row)
+    program.ops += [
+        lt.SpreadOp(counts, lt.BufferRows(lt.B_NORMED, row), layer.hidden, read_by),
+        lt.ExpertsGatedOp(counts, way_in, inner, row),
+        lt.ExpertsDownOp(counts, down, to, layer.hidden, int(add), extra.factor),
+    ]
     program.run(extra.threads)
     return out[:, : layer.hidden], routed
-
-
-def _bias(program, layer, which):
-    if layer.biases is None:
-        return {}
-    array = np.ascontiguousarray(layer.biases[which])
-    program.arrays.append(array)
-    return {lt.F_BIAS: array.ctypes.data}
 
 
 ROUTING = Routing(3, renorm="add")

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from helpers.kernels.linear_driver import Extra, Program, matrix_fields, run_linear
+from helpers.kernels.linear_driver import Extra, Program, run_linear
 from helpers.kernels.weight_formats import in_blocks, random_weights
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
 from kvboost_edge.kernels.linear.weights import NUMBERS
@@ -56,26 +56,18 @@ def test_gated_in_one_operation_is_the_three_apart(kinds, act, tokens):
     program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
     program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
     program.buffer(lt.B_LOGITS, apart)
-    rows = {lt.F_SRC: lt.B_ATTENDED, lt.F_SRC_STEP: hidden, lt.F_COUNT: hidden}
-    program.add(lt.OP_QUANT, {**rows, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
-    how = {lt.F_COUNT: inner, lt.F_QUANT: NUMBERS[kinds[1]], lt.F_ACT: act}
-    steps = {
-        lt.F_SRC: lt.B_WIDE,
-        lt.F_SRC_STEP: parts * inner,
-        lt.F_DST: lt.B_NORMED,
-        lt.F_DST_STEP: inner,
-    }
-    if parts == 1:
-        steps |= {lt.F_BY: lt.B_WIDE, lt.F_BY_STEP: inner}
-    program.add(lt.OP_ACT, {**how, **steps, lt.F_PANEL: lt.B_LOGITS})
-    matrix = {
-        **matrix_fields(program, packed),
-        lt.F_KIND: NUMBERS[kinds[0]],
-        lt.F_INPUTS: hidden,
-        lt.F_UNIT: 2,
-    }
-    target = {lt.F_PANEL_IN: lt.B_PANEL, lt.F_PANEL: lt.B_INNER, lt.F_BIAS: bias.ctypes.data}
-    program.add(lt.OP_GATED, {**how, **matrix, **target})
+    first, second = (NUMBERS[kind] for kind in kinds)
+    source = lt.BufferRows(lt.B_ATTENDED, hidden)
+    matrix = program.matrix(kinds[0], hidden, packed, unit=2, bias=bias.ctypes.data)
+    ways = lt.BufferRows(lt.B_WIDE, parts * inner)
+    by = ways if parts == 1 else lt.BufferRows()
+    normed = lt.BufferRows(lt.B_NORMED, inner)
+    alone = lt.PanelTarget(second, lt.B_LOGITS)
+    program.ops += [
+        lt.QuantizeOp(source, hidden, lt.PanelTarget(first, lt.B_PANEL)),
+        lt.ActivateOp(ways, normed, inner, act, by, alone),
+        lt.GatedOp(matrix, lt.InnerChannels(inner, act, second), lt.B_INNER),
+    ]
     program.run(2)
     assert apart.any()
     np.testing.assert_array_equal(together, apart)

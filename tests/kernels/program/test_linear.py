@@ -10,7 +10,6 @@ from helpers.kernels.linear_driver import (
     PLAIN,
     Extra,
     Program,
-    matrix_fields,
     panel_sizes,
     run_linear,
 )
@@ -168,30 +167,14 @@ def test_matrices_of_different_formats_read_one_panel(kinds, fine):
     program.buffer(lt.B_ATTENDED, x)
     program.buffer(lt.B_PANEL, panel)
     program.buffer(lt.B_WIDE, out)
-    source = {
-        lt.F_SRC: lt.B_ATTENDED,
-        lt.F_SRC_STEP: inputs,
-        lt.F_COUNT: inputs,
-        lt.F_FINE: int(fine),
-    }
-    program.add(lt.OP_QUANT, {**source, lt.F_QUANT: NUMBERS[kinds[0]], lt.F_PANEL: lt.B_PANEL})
+    source = lt.BufferRows(lt.B_ATTENDED, inputs)
+    target = lt.PanelTarget(NUMBERS[kinds[0]], lt.B_PANEL, int(fine))
+    program.ops.append(lt.QuantizeOp(source, inputs, target))
     for index, kind in enumerate(kinds):
         one = random_weights(kind, rows, inputs)
-        matrix = {
-            **matrix_fields(program, one),
-            lt.F_KIND: NUMBERS[kind],
-            lt.F_INPUTS: inputs,
-            lt.F_UNIT: 2,
-        }
-        target = {
-            lt.F_DST: lt.B_WIDE,
-            lt.F_DST_STEP: 2 * rows,
-            lt.F_DST_FIRST: index * rows,
-            lt.F_COUNT: rows,
-        }
-        program.add(
-            lt.OP_LINEAR, {**matrix, **target, lt.F_PANEL_IN: lt.B_PANEL, lt.F_FINE_IN: int(fine)}
-        )
+        matrix = program.matrix(kind, inputs, one, unit=2, fine=int(fine))
+        to = lt.BufferRows(lt.B_WIDE, 2 * rows, index * rows)
+        program.ops.append(lt.LinearOp(source, to, matrix, rows))
     program.run(2)
     alone = [_linear(kind, x, rows, Extra(fine=fine))[0] for kind in kinds]
     np.testing.assert_array_equal(out, np.concatenate(alone, axis=1))

@@ -6,7 +6,7 @@ import pytest
 from helpers.kernels.linear_driver import Program
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.program import table as lt
-from kvboost_edge.kernels.program.activations import ACT_RELU2
+from kvboost_edge.kernels.program.activations import ACT_GELU_TANH, ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.reference import linear as reference
 
 
@@ -21,8 +21,8 @@ def test_activation(gelu):
     wide[:, :2200] = both
     program.buffer(lt.B_WIDE, wide)
     program.buffer(lt.B_NORMED, out)
-    fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 2304, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 1120}
-    program.add(lt.OP_ACT, {**fields, lt.F_COUNT: 1100, lt.F_ACT: int(gelu)})
+    rows = (lt.BufferRows(lt.B_WIDE, 2304), lt.BufferRows(lt.B_NORMED, 1120))
+    program.ops.append(lt.ActivateOp(*rows, 1100, ACT_GELU_TANH if gelu else ACT_SILU))
     program.run()
     expected = reference.activate_rows(both[:, :1100], both[:, 1100:], gelu=gelu)
     np.testing.assert_allclose(out[:, :1100], expected, rtol=2e-6, atol=1e-5)
@@ -39,9 +39,10 @@ def test_the_activation_without_a_gate():
     program.buffer(lt.B_WIDE, x)
     program.buffer(lt.B_BESIDE, np.full((3, 1120), np.nan, np.float32))
     program.buffer(lt.B_NORMED, out)
-    fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: 1120, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 1120}
-    by = {lt.F_BY: lt.B_BESIDE, lt.F_BY_STEP: 1120}
-    program.add(lt.OP_ACT, {**fields, **by, lt.F_COUNT: 1100, lt.F_ACT: ACT_RELU2})
+    source, out_rows, by = (
+        lt.BufferRows(number, 1120) for number in (lt.B_WIDE, lt.B_NORMED, lt.B_BESIDE)
+    )
+    program.ops.append(lt.ActivateOp(source, out_rows, 1100, ACT_RELU2, by))
     program.run()
     np.testing.assert_array_equal(out[:, :1100], reference.squared_rows(x[:, :1100]))
     np.testing.assert_array_equal(out[:, 1100:], 0)
@@ -56,10 +57,8 @@ def test_norm(count):
     program = Program(2)
     program.buffer(lt.B_HIDDEN, x)
     program.buffer(lt.B_NORMED, out)
-    fields = {lt.F_SRC: lt.B_HIDDEN, lt.F_SRC_STEP: 96, lt.F_DST: lt.B_NORMED, lt.F_DST_STEP: 96}
-    program.add(
-        lt.OP_NORM, {**fields, lt.F_COUNT: count, lt.F_WEIGHT: weight.ctypes.data}, {lt.P_EPS: 1e-6}
-    )
+    rows = (lt.BufferRows(lt.B_HIDDEN, 96), lt.BufferRows(lt.B_NORMED, 96))
+    program.ops.append(lt.NormOp(*rows, count, weight.ctypes.data, 1e-6))
     program.run()
     expected = reference.norm_rows(x[:, :count], weight[:count], 1e-6)
     np.testing.assert_allclose(out[:, :count], expected, rtol=1e-6, atol=1e-6)
@@ -85,8 +84,8 @@ def test_rope_splits_and_rotates():
         program.buffer(number, array)
     program.buffer(lt.B_TABLES, table.cos)
     program.buffer(lt.B_TABLES + 1, table.sin)
-    fields = {lt.F_SRC: lt.B_WIDE, lt.F_SRC_STEP: row, lt.F_TABLE: lt.B_TABLES, lt.F_HALF: half}
-    program.add(lt.OP_ROPE, {**fields, lt.F_HEADS: heads, lt.F_KV_HEADS: kv_heads, lt.F_DIM: dim})
+    source = lt.BufferRows(lt.B_WIDE, row)
+    program.ops.append(lt.RopeOp(source, heads, kv_heads, dim, half, lt.B_TABLES))
     program.run()
     split = np.split(x.reshape(3, -1, dim), [heads, heads + kv_heads], axis=1)
     cos = table.cos[positions]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
@@ -79,31 +80,43 @@ def test_operations_of_few_models_have_entries_of_their_own(name, tmp_path):
     possible = possible_operations(runner._spec)
     assert (
         set(entries_of(possible))
-        == set(entries_of(runner._program.operations))
+        == set(entries_of(runner._program.kinds))
         == {lt.K_PROGRAM, *APART[name]}
     )
-    assert runner._program.operations <= set(possible)
+    assert runner._program.kinds <= set(possible)
     plain, own = (pass_entries([], operations, quantized=False) for operations in (PLAIN, possible))
     assert len(set(own) - set(plain)) == len(APART[name])
     runner.close()
 
 
 def test_each_operation_has_one_entry():
-    numbers = sorted(value for name, value in vars(lt).items() if name.startswith("OP_"))
-    assert sorted(operation for known in lt.OPERATIONS.values() for operation in known) == numbers
-    assert [entries_of([number]) for number in numbers] == [
-        [entry] for entry in lt.ENTRY_OF.tolist()
-    ]
+    kinds = {kind for name, kind in vars(lt).items() if name.endswith("Op")}
+    known = [kind for knows in lt.OPERATIONS.values() for kind in knows]
+    assert len(known) == len(kinds)
+    assert set(known) == kinds
+    assert [entries_of([kind]) for kind in known] == [[entry] for entry in lt.ENTRY_OF.tolist()]
+
+
+def test_an_operation_is_its_code_and_its_fields_in_order():
+    rows = lt.BufferRows(3, 64, 16)
+    norm = lt.NormOp(rows, lt.BufferRows(4, 96), 48, 1 << 40, 1e-6, lt.PanelTarget(5, 6, 1))
+    cap = lt.CapOp(rows, 7, 30.0)
+    table = lt.table_of([norm, cap])
+    codes = [kind for knows in lt.OPERATIONS.values() for kind in knows]
+    assert table[:, 0].tolist() == [codes.index(lt.NormOp), codes.index(lt.CapOp)]
+    assert table[0, 1:9].tolist() == [3, 64, 16, 4, 96, 0, 48, 1 << 40]
+    assert table[0, 10:].tolist() == [5, 6, 1] + [0] * (lt.OP_NUMBERS - 13)
+    floats = table.view(np.float32).reshape(2, -1, 2)[:, :, 0]
+    assert floats[0, 9] == np.float32(1e-6)
+    assert floats[1, 5] == 30.0
 
 
 def test_a_program_with_an_operation_that_no_entry_knows_is_refused(tmp_path, monkeypatch):
     model = save_tiny_checkpoint("llama", tmp_path)
-    known = [operation for operation in PLAIN if operation != lt.OP_GATED]
+    known = [operation for operation in PLAIN if operation is not lt.GatedOp]
     monkeypatch.setitem(lt.OPERATIONS, lt.K_PROGRAM, known)
-    assert lt.OP_GATED not in possible_operations(
+    assert lt.GatedOp not in possible_operations(
         describe_model(json.loads((model / "config.json").read_text()))
     )
-    with pytest.raises(
-        ConfigError, match=f"operation {lt.OP_GATED} of a program: no entry runs it"
-    ):
+    with pytest.raises(ConfigError, match="operation GatedOp of a program: no entry runs it"):
         NativeRunner.from_dir(model, weights="int8")

@@ -3,7 +3,7 @@ for the next pass.
 
 Inputs are rows of the pass, and before its first row those that the state holds. Nothing is written
 in their place, so that tokens may be computed in any order; the state is written when all are done,
-by OP_TAILS. The inputs of drafts are kept apart, see sequences.py.
+by `KeepConvOp`. The inputs of drafts are kept apart, see sequences.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import emit_silu
 from kvboost_edge.kernels.program.states import sequences as ls
-from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.table import ConvInputs, ConvOp, ProgramJob, row_at
 from kvboost_edge.kernels.vectors import (
     F32,
     I64,
@@ -36,7 +36,7 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["conv_gated", "conv_silu", "keep_draft", "store_tails", "tail_units", "window_of"]
 
-_RUN = 512  # channels of a unit of OP_TAILS
+_RUN = 512  # channels of a unit of `KeepConvOp`
 _LINE = 4 * LANES
 
 Value = Any
@@ -70,30 +70,21 @@ _WINDOW = BaseTuple.from_types([types.int64] * len(Window._fields), Window)
 
 
 @kernel
-def window_of(job: ProgramJob, op: Any, token: int) -> Window:
-    """The inputs of a token; there are F_TAPS before its own."""
+def window_of(job: ProgramJob, conv: ConvInputs, token: int) -> Window:
+    """The inputs of a token."""
     sequence = ls.sequence_of(job, token)
-    taps = op[lt.F_TAPS]
-    step = 4 * op[lt.F_SRC_STEP]
-    width = 4 * op[lt.F_COUNT]
+    step = 4 * conv.rows.step
+    width = 4 * conv.channels
     row = token - ls.of_sequence(job, sequence, ls.S_FIRST)
     before = ls.of_sequence(job, sequence, ls.S_IN)
-    missing = max(taps - row, 0)
-    tail = before + op[lt.F_STATE] + row * width
-    num_rows = taps + 1 - missing
-    rows = job.buffers[op[lt.F_SRC]] + (token + 1 - num_rows) * step + 4 * op[lt.F_SRC_FIRST]
+    missing = max(conv.width - row, 0)
+    tail = before + conv.state + row * width
+    num_rows = conv.width + 1 - missing
+    rows = row_at(job, conv.rows, token + 1 - num_rows)
     num_tail = missing if before != 0 else 0
-    weights = op[lt.F_WEIGHT]
+    rows_weights = conv.weights + missing * width
     return Window(
-        tail,
-        num_tail,
-        rows,
-        num_rows,
-        weights,
-        weights + missing * width,
-        op[lt.F_BIAS],
-        step,
-        width,
+        tail, num_tail, rows, num_rows, conv.weights, rows_weights, conv.bias, step, width
     )
 
 
@@ -192,17 +183,17 @@ def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
 
 
 @kernel
-def conv_gated(job: ProgramJob, op: Any, token: int) -> None:
+def conv_gated(job: ProgramJob, op: ConvOp, token: int) -> None:
     """A token's result, from a row [B | C | x]; if it is a draft its input is kept."""
-    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
-    _conv_gated(window_of(job, op, token), op[lt.F_COUNT] // LANES, out)
-    keep_draft(job, op, token, 0)
+    out = row_at(job, op.out, token)
+    _conv_gated(window_of(job, op.conv, token), op.conv.channels // LANES, out)
+    keep_draft(job, op.conv, token, 0, 0)
 
 
 @kernel
-def keep_draft(job: ProgramJob, op: Any, token: int, gates: int) -> None:
-    """If a token is a draft: its input, and so many floats from F_BY_FIRST on, to its sequence's
-    rows of drafts.
+def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_gates: int) -> None:
+    """If a token is a draft: its input, and `num_gates` floats at address `gates`, to its
+    sequence's rows of drafts.
     """
     sequence = ls.sequence_of(job, token)
     ahead = (
@@ -211,62 +202,62 @@ def keep_draft(job: ProgramJob, op: Any, token: int, gates: int) -> None:
         - ls.of_sequence(job, sequence, ls.S_CERTAIN)
     )
     drafts = ls.of_sequence(job, sequence, ls.S_DRAFTS)
-    channels = op[lt.F_COUNT]
+    channels = conv.channels
     if drafts == 0 or ahead < 0:
         return
-    row = job.buffers[op[lt.F_SRC]] + 4 * token * op[lt.F_SRC_STEP]
-    out = drafts + ahead * op[lt.F_DRAFT_STEP] + op[lt.F_DRAFT]
-    if op[lt.F_GATED] != 0:
+    row = row_at(job, conv.rows, token)
+    out = drafts + ahead * conv.draft_step + conv.draft
+    if conv.gated != 0:
         _multiply(row, row + 8 * channels, channels // LANES, out)
     else:
         copy_floats(row, channels, out)
-    copy_floats(row + 4 * op[lt.F_BY_FIRST], gates, out + 4 * channels)
+    copy_floats(gates, num_gates, out + 4 * channels)
 
 
 @kernel
-def tail_units(job: ProgramJob, op: Any) -> Any:
-    """Units of an OP_TAILS: runs of channels of one sequence, then those of the next."""
-    return job.buffers[lt.B_SEQUENCES] * ((op[lt.F_COUNT] + _RUN - 1) // _RUN)
+def tail_units(job: ProgramJob, conv: ConvInputs) -> Any:
+    """Units of a `KeepConvOp`: runs of channels of one sequence, then those of the next."""
+    return job.buffers[lt.B_SEQUENCES] * ((conv.channels + _RUN - 1) // _RUN)
 
 
 @kernel
-def _store_tail(job: ProgramJob, op: Any, sequence: int, rows: int, first: int, slot: int) -> None:
-    """The last inputs behind so many rows of a sequence to a slot, oldest first: it may be the one
+def _store_tail(
+    job: ProgramJob, conv: ConvInputs, sequence: int, rows: int, first: int, slot: int
+) -> None:
+    """The last inputs after so many rows of a sequence to a slot, oldest first: it may be the one
     that they are in.
     """
-    taps = op[lt.F_TAPS]
-    channels = op[lt.F_COUNT]
-    step = 4 * op[lt.F_SRC_STEP]
+    channels = conv.channels
+    step = 4 * conv.rows.step
     width = min(_RUN, channels - first)
-    place = op[lt.F_STATE] + 4 * first
-    start = job.buffers[op[lt.F_SRC]] + ls.of_sequence(job, sequence, ls.S_FIRST) * step
-    start += 4 * (op[lt.F_SRC_FIRST] + first)
+    place = conv.state + 4 * first
+    start = row_at(job, conv.rows, ls.of_sequence(job, sequence, ls.S_FIRST)) + 4 * first
     before = ls.of_sequence(job, sequence, ls.S_IN)
-    for tap in range(taps):
-        row = rows - taps + tap
+    for tap in range(conv.width):
+        row = rows - conv.width + tap
         out = slot + place + 4 * tap * channels
-        if row >= 0 and op[lt.F_GATED] != 0:
+        if row >= 0 and conv.gated != 0:
             _multiply(start + row * step, start + row * step + 8 * channels, width // LANES, out)
         elif row >= 0:
             copy_floats(start + row * step, width, out)
         elif before != 0:
-            copy_floats(before + place + 4 * (taps + row) * channels, width, out)
+            copy_floats(before + place + 4 * (conv.width + row) * channels, width, out)
         else:
             for index in range(width):
                 store_f32(out + 4 * index, np.float32(0.0))
 
 
 @kernel
-def store_tails(job: ProgramJob, op: Any, unit: int) -> None:
+def store_tails(job: ProgramJob, conv: ConvInputs, unit: int) -> None:
     """A run of channels of one sequence: the inputs that the next pass reads, none of a draft. What
     is saved comes first, because the state that the pass began with may be written over at last.
     """
-    runs = (op[lt.F_COUNT] + _RUN - 1) // _RUN
+    runs = (conv.channels + _RUN - 1) // _RUN
     sequence = unit // runs
     first = unit % runs * _RUN
     for index in range(ls.of_sequence(job, sequence, ls.S_NUM_SAVES)):
         rows = ls.saved_rows(job, sequence, index)
-        _store_tail(job, op, sequence, rows, first, ls.saved_at(job, sequence, index))
+        _store_tail(job, conv, sequence, rows, first, ls.saved_at(job, sequence, index))
     rows = ls.of_sequence(job, sequence, ls.S_CERTAIN)
     out = ls.of_sequence(job, sequence, ls.S_OUT)
-    _store_tail(job, op, sequence, rows, first, out)
+    _store_tail(job, conv, sequence, rows, first, out)

@@ -4,13 +4,13 @@ The gated delta rule, RULES["delta"]; the other rule is in ssd.py:
 
     S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
 
-OP_STEPS makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [key_heads, tokens,
-key_dim], B_VALUE is [value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens, 2]. So a
-unit of OP_SCAN reads what lies one behind another; in the rows that q, k and v come from it would
-lie 50 KB apart, which took six times as long. Such a unit is a tile of 16 value columns of one head
-of one sequence: 8 KB that stay in the first cache for the whole pass. Columns do not meet, and
-tokens follow one another in every lane, so the bits do not depend on where a text was cut. Drafts
-turn a copy of the tile.
+`ScanInputsOp` makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [key_heads,
+tokens, key_dim], B_VALUE is [value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens,
+2]. So a unit of `ScanOp` reads what lies one behind another; in the rows that q, k and v come from
+it would lie 50 KB apart, which took six times as long. Such a unit is a tile of 16 value columns of
+one head of one sequence: 8 KB that stay in the first cache for the whole pass. Columns do not meet,
+and tokens follow one another in every lane, so the bits do not depend on where a text was cut.
+Drafts turn a copy of the tile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,14 @@ from kvboost_edge.kernels.program.states.sums import (
     neighbours,
     tiles_at_once,
 )
-from kvboost_edge.kernels.program.table import ProgramJob
+from kvboost_edge.kernels.program.table import (
+    GateOp,
+    ProgramJob,
+    ScanInputsOp,
+    ScanOp,
+    StateHeads,
+    row_at,
+)
 from kvboost_edge.kernels.vectors import (
     LANES,
     V16,
@@ -89,24 +96,22 @@ def softplus_f32(x: Any) -> Any:
 
 
 @kernel
-def store_gates(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
     """(share, decay) of each head of values, made of a row [b | a]; of RULES["ssd"] (time, decay),
     of a row [dt].
     """
-    heads = op[lt.F_HEADS]
-    is_ssd = op[lt.F_RULE] == _SSD
-    source = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_BY_FIRST])
+    heads = op.heads.heads
+    is_ssd = op.heads.rule == _SSD
+    source = row_at(job, op.gates, token)
     wide_at = source if is_ssd else source + 4 * heads
-    least = params[lt.P_LEAST]
-    most = params[lt.P_MOST]
-    out = gates_at(job, op) + 8 * token
+    out = gates_at(job, op.heads) + 8 * token
     for head in range(heads):
-        first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op[lt.F_DT_BIAS] + 4 * head))
-        if is_ssd and first < least:  # and not min() and max(), which may lose a NaN
-            first = least
-        if is_ssd and first > most:
-            first = most
-        power = load_f32(op[lt.F_DECAY] + 4 * head) * first
+        first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op.dt_bias + 4 * head))
+        if is_ssd and first < op.least:  # and not min() and max(), which may lose a NaN
+            first = op.least
+        if is_ssd and first > op.most:
+            first = op.most
+        power = load_f32(op.decay + 4 * head) * first
         if power > _MAX_EXPONENT:
             power = _MAX_EXPONENT
         if not is_ssd:
@@ -117,28 +122,27 @@ def store_gates(job: ProgramJob, op: Any, params: Any, token: int) -> None:
 
 
 @kernel
-def gates_at(job: ProgramJob, op: Any) -> Any:
+def gates_at(job: ProgramJob, heads: StateHeads) -> Any:
     """Address of those of the first token."""
-    return job.buffers[lt.B_VALUE] + 4 * job.tokens * op[lt.F_HEADS] * op[lt.F_DIM]
+    return job.buffers[lt.B_VALUE] + 4 * job.tokens * heads.heads * heads.dim
 
 
 @kernel
-def gate(job: ProgramJob, op: Any, eps: float, token: int) -> None:
-    """A token's row of results, from where OP_SCAN left them and the gates in its source row."""
-    width = op[lt.F_HEADS] * op[lt.F_DIM]
-    groups = op[lt.F_GROUPS]
-    gates = job.buffers[op[lt.F_SRC]] + 4 * (token * op[lt.F_SRC_STEP] + op[lt.F_SRC_FIRST])
-    out = job.buffers[op[lt.F_DST]] + 4 * token * op[lt.F_DST_STEP]
+def gate(job: ProgramJob, op: GateOp, token: int) -> None:
+    """A token's row of results, from where `ScanOp` left them and the gates in its source row."""
+    width = op.heads.heads * op.heads.dim
+    gates = row_at(job, op.source, token)
+    out = row_at(job, op.out, token)
     for tile in range(width // LANES):
         copy_floats(value_at(job, tile, token), LANES, out + 4 * LANES * tile)
     for stage in range(2):
-        if stage != op[lt.F_GATE_FIRST]:
+        if stage != op.gate_first:
             activate_vectors(gates, out, ACT_SILU, width, width // LANES, out)
             continue
-        for group in range(groups):
-            count = width // groups
+        for group in range(op.groups):
+            count = width // op.groups
             at = out + 4 * group * count
-            norm_row(at, op[lt.F_WEIGHT] + 4 * group * op[lt.F_WEIGHT_STEP], count, eps, at)
+            norm_row(at, op.weight + 4 * group * op.weight_step, count, op.eps, at)
 
 
 @kernel
@@ -150,17 +154,17 @@ def value_at(job: ProgramJob, tile: int, token: int) -> Any:
 
 
 @kernel
-def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
+def steps(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
     """What a token does to the states: queries and keys, normed where the rule says so, values, and
     the gates.
 
     The convolution's channels are [q | k | v]; of RULES["ssd"] [v | k | q].
     """
-    heads = op[lt.F_KEY_HEADS]
-    dim = op[lt.F_KEY_DIM]
-    values = op[lt.F_HEADS] * op[lt.F_DIM]
-    is_ssd = op[lt.F_RULE] == _SSD
-    window = window_of(job, op, token)
+    heads = op.heads.key_heads
+    dim = op.heads.key_dim
+    values = op.heads.heads * op.heads.dim
+    is_ssd = op.heads.rule == _SSD
+    window = window_of(job, op.conv, token)
     first = 4 * values if is_ssd else 0
     for head in range(2 * heads):
         is_query = (head < heads) != is_ssd
@@ -169,9 +173,9 @@ def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
             + 4 * (head % heads * job.tokens + token) * dim
         )
         conv_silu(window, first + 4 * head * dim, dim // LANES, out, LINE)
-        weight = op[lt.F_Q_NORM] if is_query else op[lt.F_K_NORM]
+        weight = op.q_norm if is_query else op.k_norm
         if weight != 0:
-            norm_row(out, weight, dim, params[lt.P_EPS], out)
+            norm_row(out, weight, dim, op.eps, out)
     conv_silu(
         window,
         0 if is_ssd else 8 * heads * dim,
@@ -179,8 +183,9 @@ def steps(job: ProgramJob, op: Any, params: Any, token: int) -> None:
         value_at(job, 0, token),
         LINE * job.tokens,
     )
-    store_gates(job, op, params, token)
-    keep_draft(job, op, token, op[lt.F_HEADS] if is_ssd else 2 * op[lt.F_HEADS])
+    store_gates(job, op, token)
+    num_gates = op.heads.heads if is_ssd else 2 * op.heads.heads
+    keep_draft(job, op.conv, token, row_at(job, op.gates, token), num_gates)
 
 
 @intrinsic
@@ -288,9 +293,9 @@ def _turn_two(
 
 
 @kernel
-def _units_of_head(op: Any) -> Any:
-    size = tiles_at_once(op[lt.F_KEY_DIM])
-    return (op[lt.F_DIM] // LANES + size - 1) // size
+def _units_of_head(heads: StateHeads) -> Any:
+    size = tiles_at_once(heads.key_dim)
+    return (heads.dim // LANES + size - 1) // size
 
 
 @intrinsic
@@ -304,9 +309,9 @@ def _drafts_scratch(typing: Any) -> Any:
 
 
 @kernel
-def scan_units(job: ProgramJob, op: Any) -> Any:
-    """Units of an OP_SCAN: those of one sequence, then those of the next."""
-    return job.buffers[lt.B_SEQUENCES] * op[lt.F_HEADS] * _units_of_head(op)
+def scan_units(job: ProgramJob, heads: StateHeads) -> Any:
+    """Units of a `ScanOp`: those of one sequence, then those of the next."""
+    return job.buffers[lt.B_SEQUENCES] * heads.heads * _units_of_head(heads)
 
 
 @kernel
@@ -320,24 +325,24 @@ def _begin(state: int, before: int, floats: int) -> None:
 
 
 @kernel
-def scan(job: ProgramJob, op: Any, unit: int) -> None:
+def scan(job: ProgramJob, op: ScanOp, unit: int) -> None:
     """A tile, or two, of one head of one sequence: all rows of the pass. Values become results, in
     place.
     """
-    heads = op[lt.F_HEADS]
-    tiles = op[lt.F_DIM] // LANES
-    dim = op[lt.F_KEY_DIM]
+    heads = op.heads.heads
+    tiles = op.heads.dim // LANES
+    dim = op.heads.key_dim
     size = tiles_at_once(dim)
-    units = _units_of_head(op)
+    units = _units_of_head(op.heads)
     sequence = unit // (heads * units)
     head = unit // units % heads
     tile = unit % units * size
     count = min(size, tiles - tile)
-    shared = op[lt.F_KEY_HEADS]
-    key_head = head % shared if op[lt.F_TILED] != 0 else head // (heads // shared)
+    shared = op.heads.key_heads
+    key_head = head % shared if op.heads.tiled != 0 else head // (heads // shared)
     first = ls.of_sequence(job, sequence, ls.S_FIRST)
     rows = ls.of_sequence(job, sequence, ls.S_ROWS)
-    offset = op[lt.F_STATE] + (head * tiles + tile) * dim * LINE
+    offset = op.state + (head * tiles + tile) * dim * LINE
     floats = count * dim * LANES
     before = ls.of_sequence(job, sequence, ls.S_IN)
     state = ls.of_sequence(job, sequence, ls.S_OUT) + offset
@@ -345,13 +350,14 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
     start = 4 * (key_head * job.tokens + first) * dim
     query = job.buffers[lt.B_QUERY] + start
     key = job.buffers[lt.B_KEY] + start
-    gates = gates_at(job, op) + 8 * (head * job.tokens + first)
+    gates = gates_at(job, op.heads) + 8 * (head * job.tokens + first)
     values = value_at(job, head * tiles + tile, first)
     apart = LINE * job.tokens
     dots = tile_scratch()
     saved = 0
     save = ls.saved_rows(job, sequence, 0)
-    is_ssd = op[lt.F_RULE] == _SSD
+    is_ssd = op.heads.rule == _SSD
+    skip = op.skip + 4 * head
     certain = ls.of_sequence(job, sequence, ls.S_CERTAIN)
     if rows > 0 and not is_ssd:
         for index in range(count):
@@ -363,20 +369,11 @@ def scan(job: ProgramJob, op: Any, unit: int) -> None:
             state = drafted
         after = key if row + 1 == rows else key + 4 * dim
         if is_ssd and count == 2 and row > 0:
-            advance_two(state, dim, query, key, values, apart, gates, op[lt.F_SKIP] + 4 * head)
+            advance_two(state, dim, query, key, values, apart, gates, skip)
         elif is_ssd:  # from memory tiles come faster one after another
             for index in range(count):
                 place = state + index * dim * LINE
-                advance(
-                    place,
-                    dim,
-                    query,
-                    key,
-                    values + index * apart,
-                    apart,
-                    gates,
-                    op[lt.F_SKIP] + 4 * head,
-                )
+                advance(place, dim, query, key, values + index * apart, apart, gates, skip)
         elif count == 2:
             _turn_two(state, dim, query, key, after, values, apart, gates, dots)
         else:

@@ -2,8 +2,8 @@
 
 B_STATES is int64: a row of SEQUENCE_NUMBERS for each sequence, by the S_* constants; then of each
 token the number of its sequence; then of each of the saves a pair (rows, address): the state behind
-so many of the sequence's rows goes to the slot at this address, too. A layer's state begins F_STATE
-bytes behind a slot's address.
+so many of the sequence's rows goes to the slot at this address, too. A layer's state begins
+`ConvInputs.state`, its matrices `ScanOp.state` bytes after a slot's address.
 
 The last rows of a sequence may be drafts: tokens that are only guessed. They see the state behind
 all rows before them, and no slot sees them: what they bring to a state is kept in rows of drafts,
