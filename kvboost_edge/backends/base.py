@@ -1,10 +1,9 @@
-"""What a KV backend is: storage of keys and values in blocks, and attention that reads them in
-place.
+"""The contract of a KV backend: storage of KV in blocks, and attention that reads it in place.
 
-A backend knows nothing of requests or models. It owns one pool of `num_blocks` blocks for all
-layers. The engine moves whole blocks: `copy_blocks` before a pass, `read_blocks` and `write_blocks`
-for tiers. A runner computes: `prepare` once per forward pass, then per layer `write_kv` and
-`attention`.
+A backend knows neither requests nor models. It owns one pool of `num_blocks` blocks for all layers.
+The engine moves whole blocks: `copy_blocks` before a pass, `read_blocks` and `write_blocks` for
+tiers. A runner computes: `prepare` once for each forward pass, then `write_kv` and `attention` for
+each layer.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class LayerKVSpec:
     """Shape of one layer's KV: heads, and the dim of a key and of a value.
 
-    apart: 0, or a number that layers have whose keys and values later layers attend to as well.
-    What such a layer of a quantized pool writes is not written over before the pass ends; others
-    share the buffers of blocks that fill up.
+    apart  0, or a number shared by layers whose KV later layers attend to as well. In a quantized
+           pool, such a layer's open buffers are not overwritten before the pass ends; other layers
+           share theirs
     """
 
     num_kv_heads: int
@@ -60,15 +59,13 @@ class LayerKVSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Storage of all layers. `dtype` is "float32", "float16" or "bfloat16"; layers may differ in
-    shape.
+    """Storage of all layers, which may differ in shape.
 
-    `states`: of the layers that keep a state instead of keys and values, which are not among
-      `layers`.
-
-    `bits` = (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8) and
-    (4, 4) quantize full blocks, and `dtype` is then that of the open (not yet full) blocks,
-    "float16".
+    dtype   "float32", "float16" or "bfloat16"
+    bits    (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8) and
+            (4, 4) quantize full blocks, and `dtype` is then that of open (not yet full) blocks,
+            "float16"
+    states  layers with a recurrent state instead of KV, which are not among `layers`
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -79,15 +76,15 @@ class KVSpec:
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of one slot, the states of one sequence in all layers that keep some; 0 where none
-        does.
+        """Bytes of one slot, the recurrent states of one sequence in all layers; 0 without such
+        layers.
         """
         return sum(state.nbytes for state in self.states)
 
     @property
     def bytes_per_draft(self) -> int:
-        """Bytes of what a token that is only guessed brings to the states of all layers; 0 where
-        none keeps one.
+        """Bytes that one draft token needs for the recurrent states of all layers; 0 without such
+        layers.
         """
         return sum(state.draft_bytes for state in self.states)
 
@@ -97,7 +94,7 @@ class KVSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes one block takes over all layers, keys and values together, scales included."""
+        """Bytes of one block over all layers, keys, values and scales included."""
         if not self.is_quantized:
             return self._bytes_as_stored
         return sum(
@@ -107,9 +104,7 @@ class KVSpec:
 
     @property
     def bytes_per_open_block(self) -> int:
-        """Bytes of the buffer that one open block of a quantized pool takes beside the pool; 0
-        where none is needed.
-        """
+        """Bytes of one open block's buffer outside the pool; 0 if the pool is not quantized."""
         return self._bytes_as_stored if self.is_quantized else 0
 
     @property
@@ -119,20 +114,17 @@ class KVSpec:
 
 
 class PassStates(NamedTuple):
-    """Which slots of the states a pass reads and writes.
+    """Slots of recurrent states that a pass reads and writes.
 
-    state_in   int32 [num_seqs]  the state before each sequence's first row; -1: zeros, at the start
-               of a text
-    state_out  int32 [num_seqs]  where that behind its last certain row goes; may be the slot that
-               it reads
-    saves      int32 [n, 3]      (sequence, rows, slot): the state behind so many of the sequence's
-               rows of this pass
-                                 goes to the slot as well; ascending by sequence, then rows, from 1
-                                 to the certain ones
-    certain    int32 [num_seqs]  how many of its rows, the first ones, are certain. Those behind are
-               drafts: they see
-                                 all before them, no slot does them; see `Runner.accept_drafts`.
-                                 None: all are certain
+    state_in   int32 [num_seqs]  slot before each sequence's first row; -1: zeros, at the start of a
+               text
+    state_out  int32 [num_seqs]  slot for the state after its last certain row; may equal state_in
+    saves      int32 [n, 3]      (sequence, rows, slot): the state after that many of the sequence's
+               rows in this pass is also written to the slot; ascending by sequence, then by rows,
+               from 1 to the certain ones
+    certain    int32 [num_seqs]  number of certain rows, which come first. Later rows are drafts:
+               they see all rows before them, and no slot includes them; see `Runner.accept_drafts`.
+               None: all rows are certain
 
     No slot is written twice, and none that another sequence reads.
     """
@@ -145,8 +137,8 @@ class PassStates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where the tokens of one forward pass live. A flat batch: the tokens of all sequences one
-    after another.
+    """Positions and storage of the tokens of one forward pass, in a flat batch: the tokens of all
+    sequences one after another.
 
     Example, block_size 16: sequence 0 has 20 tokens of which the last 4 are computed now (positions
     16..19), sequence 1 decodes its 33rd token. Then num_tokens = 5, cu_seqlens_q = [0, 4, 5],
@@ -158,12 +150,12 @@ class BatchLayout:
                   this pass
     block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
     slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
-    parts         which positions the blocks of a table hold, see segments.py; None:
-                  all tables are plain, block i holds the positions from i * block_size on
-    states        the sequences' slots, where the model keeps states; None where it does not
+    parts         segments: positions that the blocks of a table hold, see segments.py; None: all
+                  tables are plain, block i holds the positions from i * block_size on
+    states        slots of recurrent states; None if the model has none
 
     The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s])
-    + i; its slot is that of its position in the sequence's last part.
+    + i; its slot is that of its position in the sequence's last segment.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -175,12 +167,12 @@ class BatchLayout:
 
 
 class AttentionParams(NamedTuple):
-    """Per-layer constants. A query at position p sees keys at positions (p - window, p]; window 0
-    means no window.
+    """Constants of one layer's attention. A query at position p sees keys at positions (p - window,
+    p]; window 0 means no window.
 
-    softcap 0 means none, else scores become softcap * tanh(scores / softcap) after scaling.
-    `sinks`, if given, is one extra logit per query head (float32 [num_q_heads]) that joins the
-    softmax denominator and has no value.
+    softcap  0: none; otherwise scores become softcap * tanh(scores / softcap) after scaling
+    sinks    float32 [num_q_heads] or None: an extra logit for each query head that joins the
+             softmax denominator and has no value
     """
 
     softmax_scale: float
@@ -190,12 +182,12 @@ class AttentionParams(NamedTuple):
 
 
 class BackendInfo(NamedTuple):
-    """What a backend says of itself.
+    """Description of a backend.
 
-    attention_path   form of the project's own attention kernels that runs; "none" where others do
-    threading_layer  whose threads compute attention; "none" where it has none but the caller's
-    num_threads      how many; None where the backend has no say in it
-    pool_regions     where the pool lies in this process's memory as of now; empty: not known
+    attention_path   variant of the project's own attention kernels; "none" if others run
+    threading_layer  owner of the threads that compute attention; "none" if the caller's only
+    num_threads      number of threads; None if the backend does not control it
+    pool_regions     current location of the pool in this process's memory; empty: not known
     """
 
     name: str
@@ -207,13 +199,12 @@ class BackendInfo(NamedTuple):
 
 
 class Backend(Protocol):
-    """KV storage plus paged attention. Arrays are NumPy arrays where `array_kind` is "numpy", else
+    """KV storage and paged attention. Arrays are NumPy arrays if `array_kind` is "numpy", otherwise
     torch tensors.
 
-    Queries, keys and values are [num_tokens, heads, head_dim]; numpy backends take and return
-    float32 and convert to the storage dtype on write, torch backends take and return the model's
-    dtype. `lse` is float32 [num_tokens, num_q_heads], the natural log of the sum of exp(scores),
-    sinks included.
+    Queries, keys and values are [num_tokens, heads, head_dim]. NumPy backends take and return
+    float32 and convert to the storage dtype on write; torch backends use the model's dtype. `lse`
+    is float32 [num_tokens, num_q_heads], the natural log of the sum of exp(scores), sinks included.
     """
 
     name: str
@@ -225,84 +216,87 @@ class Backend(Protocol):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the preallocated pool, as allocated; with the buffers of open blocks where it is
-        quantized. Without states, which have their own `nbytes`.
+        """Allocated bytes of the pool, including the buffers of open blocks of a quantized pool.
+        Recurrent states are not included; they have their own `nbytes`.
         """
         ...
 
     @property
     def kernel_access(self) -> KernelAccess | None:
-        """For runners that call the compiled kernels on this pool themselves; None where there are
-        others.
+        """Access for runners that call the compiled kernels on this pool themselves; None without
+        such kernels.
         """
         ...
 
     def describe(self) -> BackendInfo:
-        """Device, kernels and threads, as `paged_stats()` names them."""
+        """Describe device, kernels and threads, as `paged_stats()` names them."""
         ...
 
     def prepare(self, layout: BatchLayout) -> Any:
-        """Check the layout's shapes and turn it into what `write_kv` and `attention` take; valid
-        for one pass.
+        """Check the layout's shapes and convert it for `write_kv` and `attention`; valid for one
+        pass.
 
-        A quantized pool: a layout opens the blocks it begins to write, and closes those whose last
-        slot it writes. A block is begun at its first slot and written in order; ConfigError where
-        the open copy of a block is gone, or where more blocks would be open than there are buffers.
+        In a quantized pool, a layout opens the blocks that it begins to write, and closes those
+        whose last slot it writes. A block is begun at its first slot and written in order. Raises
+        ConfigError if the open copy of a block is gone, or if more blocks would be open than there
+        are buffers.
         """
         ...
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks (all layers, K and V) src -> dst, in order; a copy of an open block is
-        open too.
+        """Copy whole blocks (all layers, K and V) src -> dst, in order. A copy of an open block is
+        open.
         """
         ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """The bytes of whole blocks: uint8 [len(block_ids), spec.bytes_per_block], a copy in the
-        host's memory.
+        """Copy the bytes of whole blocks to host memory: uint8 [len(block_ids),
+        spec.bytes_per_block].
 
-        A row is layer 0, layer 1, ...; of a layer the keys, then the values, or the codes of all kv
-        heads where the pool is quantized: with their scales, as stored. Every backend of the same
-        name and spec reads and writes the same bytes. ConfigError for an id outside the pool, and
-        for an open block of a quantized pool, whose bytes are not what will be stored. Of other
-        pools the caller knows which blocks are full.
+        A row is layer 0, layer 1, ...; of each layer the keys, then the values. In a quantized pool
+        it is the codes of all KV heads with their scales, as stored. Every backend of the same name
+        and spec reads and writes the same bytes. Raises ConfigError for an id outside the pool, and
+        for an open block of a quantized pool, whose bytes are not final. In other pools, the caller
+        knows which blocks are full.
         """
         ...
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Put what `read_blocks` returned into these blocks, each named once; those of a quantized
-        pool are full then.
+        """Write the bytes of `read_blocks` into these blocks, each named once. In a quantized pool
+        they become full.
 
-        ConfigError for data of another shape or type, an id outside the pool or named twice, and an
-        open block; nothing is changed then. The bytes are not looked at.
+        Raises ConfigError for data of another shape or type, for an id outside the pool or named
+        twice, and for an open block; then nothing is changed. The bytes are not checked.
         """
         ...
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """These blocks were freed: give back the buffers of those among them that are open. Others
-        are passed over, and so is everything where the pool is not quantized.
+        """Return the buffers of those freed blocks that are open. Other blocks are ignored, as is
+        every block of a pool that is not quantized.
         """
         ...
 
     def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:
-        """Store the new tokens' keys and values at their slots."""
+        """Store the KV of the new tokens at their slots."""
         ...
 
     def attention(
         self, layer: int, queries: Any, batch: Any, params: AttentionParams
     ) -> tuple[Any, Any]:
-        """Causal attention of the new tokens over their sequences' blocks: (out like queries, lse).
-        Never reads past a sequence's seq_len nor before its window, so poisoned memory does not
-        matter.
+        """Compute causal attention of the new tokens over their sequences' blocks: (out like
+        queries, lse).
+
+        It never reads past a sequence's seq_len nor before its window, so poisoned memory is
+        harmless.
         """
         ...
 
     def poison_blocks(self, block_ids: Sequence[int]) -> None:
-        """Debug: fill blocks with NaN, so that a read of memory that was never written shows."""
+        """Fill blocks with NaN, to expose reads of unwritten memory. For debugging."""
         ...
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """Debug: a checksum of each block's content over all layers."""
+        """Compute a checksum of each block's content over all layers. For debugging."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,4 @@
-"""What every backend checks before it touches its pool: a pass's layout, and ids of blocks. Loads
-no Numba.
-"""
+"""Checks of a pass's layout and of block ids that all backends share. Loads no Numba."""
 
 from __future__ import annotations
 
@@ -28,9 +26,10 @@ def check_layout(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> None:
-    """ConfigError, naming what is wrong, unless the layout's shapes agree and every id and slot
-    lies in the pool, and it names slots of states where there are some, with no more drafts than
-    there are rows for.
+    """Raise ConfigError, naming the fault, unless the layout is consistent.
+
+    Shapes must agree, and every id and slot must be in the pool. If the model has recurrent states,
+    their slots must be named, with at most `num_draft_rows` draft tokens.
     """
     num_seqs = len(layout.seq_lens)
     cu_seqlens = layout.cu_seqlens_q
@@ -41,7 +40,7 @@ def check_layout(
             f"a layout of {num_seqs} sequences needs cu_seqlens_q of shape ({num_seqs + 1},) and "
             f"as many block tables; got {cu_seqlens.shape} and {tables.shape}"
         )
-    # Numbers of Python's: of a few sequences NumPy would take longer to begin than to be done.
+    # Python integers: for a few sequences, NumPy's overhead would exceed the work.
     starts = cu_seqlens.tolist()
     seq_lens = layout.seq_lens.tolist()
     lengths = [end - first for first, end in pairwise(starts)]
@@ -79,7 +78,10 @@ def check_layout(
 
 
 def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> list[int]:
-    """How many of each sequence's rows are certain. lengths: rows of each sequence in the pass."""
+    """Check the slots of recurrent states and return the number of certain rows of each sequence.
+
+    lengths  rows of each sequence in the pass
+    """
     num_seqs = len(lengths)
     shapes = states.state_in.shape, states.state_out.shape, states.saves.shape
     if shapes[:2] != ((num_seqs,), (num_seqs,)) or len(shapes[2]) != 2 or shapes[2][1] != 3:
@@ -130,8 +132,8 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
 
 
 def refuse_deltas(layout: BatchLayout, who: str) -> None:
-    """ConfigError in the name of `who`, which attends no keys that were computed at other
-    positions, where parts have a delta.
+    """Raise ConfigError in the name of `who` if a segment has a position delta, which it cannot
+    use.
     """
     if layout.parts is not None and has_delta(layout.parts):
         raise ConfigError(
@@ -180,12 +182,11 @@ def _bounds(ids: npt.NDArray[np.int32]) -> list[int]:
 
 
 class _CheckedParts(NamedTuple):
-    """What the layouts of a sequence's steps have in common; nobody writes into it.
+    """Facts common to the layouts of a sequence's steps; read only.
 
-    is_used, served   bool, int64 [num_seqs, width]: which entries serve positions, and from which
-                      on
-    room              int64 [num_seqs]: the position behind the last one that there is room for
-    written_from      int32 [num_seqs]: the first position of the part that is written
+    is_used, served  bool, int64 [num_seqs, width]: which entries serve positions, and from which on
+    room             int64 [num_seqs]: the first position beyond the available space
+    written_from     int32 [num_seqs]: the first position of the segment that is written
     """
 
     is_used: npt.NDArray[np.bool_]
@@ -204,8 +205,8 @@ def _checked(
 
 @lru_cache(maxsize=64)
 def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _CheckedParts:
-    """`_check_parts` for parts that were not met before the same: in a step of decoding they took
-    0.5 ms.
+    """Return `_check_parts` of segments, remembered if the previous ones were equal: in a decode
+    step the check took 0.5 ms.
     """
     parts = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Part._fields))
     _check_parts(parts, shape, block_size)
@@ -219,8 +220,10 @@ def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _Check
 
 
 def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> None:
-    """ConfigError unless each sequence's parts follow one another from position 0 on, the last one
-    at the positions it is computed at, and others none that were computed before position 0.
+    """Raise ConfigError unless each sequence's segments are consecutive from position 0 on.
+
+    The last one must be at the positions where it is computed. No other may hold KV that was
+    computed before position 0.
     """
     num_seqs, width = shape
     steps = np.diff(parts[:, 0])
@@ -249,7 +252,11 @@ def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_siz
 
 
 def _check_deltas(part: Part, last: npt.NDArray[np.bool_]) -> None:
-    """part: int64 [num_parts] each; last: which of them are written."""
+    """Check the position deltas of segments.
+
+    part  int64 [num_parts] each
+    last  marks the segments that are written
+    """
     if part.delta[last].any():
         raise ConfigError(
             f"last parts with delta {part.delta[last].tolist()}: new tokens are not written among "
@@ -266,6 +273,6 @@ def _check_deltas(part: Part, last: npt.NDArray[np.bool_]) -> None:
 
 
 def check_block(block_id: int, num_blocks: int) -> None:
-    """ConfigError unless the pool has this block."""
+    """Raise ConfigError unless the pool has this block."""
     if not 0 <= block_id < num_blocks:
         raise ConfigError(f"block id {block_id} must lie in the pool's 0..{num_blocks - 1}")

@@ -1,7 +1,7 @@
-"""Whole blocks as bytes, for what keeps them outside the pool. Plain memory copies, one for each
-array of a pool.
+"""Whole blocks as bytes, for storage outside the pool: plain memory copies, one for each array of a
+pool.
 
-A pool's arrays are seen as rows of bytes, uint8 [num_blocks, n]: row b holds what the array has of
+A pool's arrays are seen as rows of bytes, uint8 [num_blocks, n]: row b holds the array's part of
 block b. A block's bytes are its rows of all arrays one after another.
 """
 
@@ -21,18 +21,20 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def as_rows(array: npt.NDArray[np.generic]) -> Bytes:
-    """A view of a contiguous array [num_blocks, ...] as uint8 [num_blocks, n]."""
+    """View a contiguous array [num_blocks, ...] as uint8 [num_blocks, n]."""
     return array.reshape(len(array), -1).view(np.uint8)
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
-    """ConfigError unless all of the ids lie in the pool."""
+    """Raise ConfigError unless all of the ids are in the pool."""
     for block_id in block_ids:
         check_block(block_id, num_blocks)
 
 
 def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -> None:
-    """ConfigError unless `data` is what these blocks take, and each of them is named once."""
+    """Raise ConfigError unless `data` has the size of these blocks, and each of them is named
+    once.
+    """
     expected = (len(block_ids), bytes_per_block)
     if data.dtype != np.uint8 or data.shape != expected:
         raise ConfigError(
@@ -46,7 +48,7 @@ def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
-    """uint8 [len(block_ids), bytes of a block]: those rows of all arrays, side by side."""
+    """Collect the rows of all arrays, side by side: uint8 [len(block_ids), bytes of a block]."""
     ids = np.array(block_ids, dtype=np.intp)
     ends = np.cumsum([rows.shape[1] for rows in arrays])
     data = np.empty((len(ids), int(ends[-1])), dtype=np.uint8)
@@ -56,7 +58,7 @@ def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
 
 
 def scatter(arrays: Sequence[Bytes], block_ids: Sequence[int], data: Bytes) -> None:
-    """Put what `gather` returns into those rows."""
+    """Write the result of `gather` into those rows."""
     ids = np.array(block_ids, dtype=np.intp)
     end = 0
     for rows in arrays:

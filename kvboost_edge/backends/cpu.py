@@ -47,8 +47,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class PreparedBatch:
-    """A checked layout and the work plans of the layer kinds met so far (head counts and window);
-    for one pass.
+    """A checked layout and the attention schedules of the layer kinds met so far (head counts and
+    window); for one pass.
     """
 
     __slots__ = ("_num_threads", "_plans", "coded", "paged", "slot_mapping")
@@ -66,7 +66,7 @@ class PreparedBatch:
         self._plans: dict[tuple[int, int, int, int], WorkPlan] = {}
 
     def plan(self, heads_per_kv: int, num_kv_heads: int, window: int, ahead: int = 0) -> WorkPlan:
-        """The work plan of one kind of layer."""
+        """Return the attention schedule of one kind of layer."""
         key = (heads_per_kv, num_kv_heads, window, ahead)
         if key not in self._plans:
             self._plans[key] = plan_work(
@@ -75,9 +75,10 @@ class PreparedBatch:
         return self._plans[key]
 
     def narrowed(self, rows: npt.NDArray[np.int64]) -> PreparedBatch:
-        """The pass as some of its query rows see it, ascending: those that follow one another in a
-        sequence as a sequence of their own. Keys and values are written; each row attends to the
-        same as before.
+        """Return the pass for some of its query rows, in ascending order.
+
+        Consecutive rows of a sequence become a sequence of their own. KV is already written; each
+        row attends to the same keys as before.
         """
         paged = self.paged
         sequence = np.searchsorted(paged.cu_seqlens_q, rows, side="right") - 1
@@ -102,12 +103,13 @@ class PreparedBatch:
 
 
 class CPUBackend(NumpyBlocks):
-    """Implements `Backend`. Results of a row depend on its own sequence and position only, to the
-    bit.
+    """`Backend` of compiled CPU kernels. A row's results depend on its own sequence and position
+    only, bit for bit.
 
-    `num_threads` threads, the calling one included (None: all cores this process may use, at most
-    NUMBA_NUM_THREADS). One thread at a time may call it. `close` ends the threads and releases the
-    pool.
+    num_threads  threads, the calling one included; None: all cores this process may use, at most
+                 NUMBA_NUM_THREADS
+
+    One thread at a time may call it. `close` ends the threads and releases the pool.
     """
 
     name = "cpu"
@@ -136,24 +138,24 @@ class CPUBackend(NumpyBlocks):
 
     @property
     def num_threads(self) -> int:
-        """Threads that attention uses."""
+        """Number of threads that attention uses."""
         return self._workspace.num_threads
 
     @property
     def kernel_access(self) -> KernelAccess | None:
-        """Workspace and storage, for a runner that calls the kernels itself."""
+        """Workspace and storage for a runner that calls the kernels itself."""
         plain = () if self.spec.is_quantized else tuple(self._pools)
         return KernelAccess(self._workspace, plain, self._quant)
 
     def describe(self) -> BackendInfo:
-        """The compiled kernels and the threads of their own that run them."""
+        """Describe the compiled kernels and their threads."""
         path = attention_path(is_quantized=self.spec.is_quantized)
         return BackendInfo(
             self.name, self.device, path, THREADING_LAYER, self.num_threads, self._regions()
         )
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
-        """Check the layout; ConfigError says what is wrong."""
+        """Check the layout and prepare it; raise ConfigError naming the fault."""
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         batch = PreparedBatch(layout, self.num_threads)
         if self._quant is not None:
@@ -180,7 +182,7 @@ class CPUBackend(NumpyBlocks):
     def attention(
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Causal attention: (out like queries, lse), float32."""
+        """Compute causal attention: (out like queries, lse), float32."""
         num_tokens = int(batch.paged.cu_seqlens_q[-1])
         num_kv_heads = self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
@@ -212,7 +214,7 @@ class CPUBackend(NumpyBlocks):
 
 
 def attention_path(*, is_quantized: bool) -> str:
-    """The form of the attention kernels that runs: that of the integer dot product, or "float"."""
+    """Name the variant of the attention kernels: that of the integer dot product, or "float"."""
     return coded_dot_form() if is_quantized else "float"
 
 
@@ -226,7 +228,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> CPUBackend:
-    """See `select.BackendModule`."""
+    """Allocate the backend; see `select.BackendModule`."""
     return CPUBackend(
         spec,
         num_blocks,

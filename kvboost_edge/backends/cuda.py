@@ -1,11 +1,11 @@
 """The torch backend with the project's own CUDA kernels: they write KV by slot, copy blocks and
 attend in place.
 
-The pool lies as torch's does, so bytes, checksums and poison are torch's. The kernels come from the
+The pool is stored as torch's, so bytes, checksums and poison are torch's. The kernels come from the
 package `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`) and are compared with torch in
-float32 on the device before they are used. What they do not compute runs on torch's path, said
-once: KV in float32 (and bfloat16 below sm_80), head dims that are no multiple of 8, and passes
-whose tables have parts.
+float32 on the device before use. Work that they do not support runs on torch's path, with one
+warning: KV in float32 (and bfloat16 below sm_80), head dims that are not multiples of 8, and passes
+whose tables have segments.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash
 
 
 def extension() -> Any:
-    """The package `kvboost_edge_cuda`, its compiled part loaded. Raises BackendUnavailable with
-    what is missing.
+    """Load the compiled part of `kvboost_edge_cuda`, or raise BackendUnavailable with the missing
+    item.
     """
     if importlib.util.find_spec(_PACKAGE) is None:
         raise BackendUnavailable(f"{_PACKAGE} is not installed; {_INSTALL}")
@@ -62,8 +62,8 @@ def extension() -> Any:
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Why the kernels cannot run on a device here, or keep KV of this kind; None when they can. The
-    first answer for a device takes the test on it.
+    """Return the reason why the kernels cannot run on a device or store KV of this kind, or None.
+    The first call for a device runs its test.
     """
     if device.partition(":")[0] != "cuda":
         return f"{_PACKAGE} runs on CUDA devices"
@@ -84,8 +84,10 @@ def _untrusted_reason(device: str) -> str | None:
 
 
 def find_tier(device: torch.device | str = "cuda") -> str:
-    """The best flash attention on a device: "kvboost_cuda", this project's kernels; "torch_flash";
-    or "vanilla", neither, as on every device that is no CUDA device.
+    """Return the best flash attention on a device: "kvboost_cuda", "torch_flash", or "vanilla".
+
+    "kvboost_cuda" means this project's kernels. "vanilla" means neither, as on every device other
+    than CUDA.
     """
     at = torch.device(device)
     if at.type != "cuda" or not torch.cuda.is_available():
@@ -113,7 +115,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> CUDABackend:
-    """See `select.BackendModule`; no block of these pools is open."""
+    """Allocate the backend; see `select.BackendModule`. No block of these pools is open."""
     reason = unsupported_reason(device, spec)
     if reason is not None:
         raise BackendUnavailable(f"backend 'cuda' on device={device!r}: {reason}")
@@ -122,8 +124,13 @@ def make(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Tables:
-    """A pass as the kernels take it, int32 on the device: cu_seqlens_q [num_seqs + 1], seq_lens
-    [num_seqs], tables [num_seqs, max_blocks]; and the largest number of new tokens.
+    """A pass in the kernels' form, int32 on the device.
+
+    cu_seqlens_q  [num_seqs + 1]
+    seq_lens      [num_seqs]
+    tables        [num_seqs, max_blocks]
+
+    It also has the largest number of new tokens.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -134,7 +141,7 @@ class _Tables:
 
 
 class CUDABatch(TorchBatch):
-    """A prepared pass: torch's, and the tables of the kernels where these can run it."""
+    """A prepared pass: torch's, and the kernels' tables if they can run it."""
 
     def __init__(self, layout: BatchLayout, block_size: int, device: torch.device) -> None:
         super().__init__(layout, block_size, device)
@@ -159,10 +166,10 @@ def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
 
 
 class CUDABackend(TorchBackend):
-    """Implements `Backend`; queries, keys and values in the pool's dtype go to the kernels, others
-    to torch's path.
+    """`Backend` of CUDA kernels. Queries, keys and values in the pool's dtype go to the kernels,
+    others to torch's path.
 
-    Raises what `TorchBackend` raises. `kernels` is the package `kvboost_edge_cuda`.
+    Raises the exceptions of `TorchBackend`. `kernels` is the package `kvboost_edge_cuda`.
     """
 
     name = "cuda"
@@ -182,7 +189,7 @@ class CUDABackend(TorchBackend):
             _LOG.warning("backend 'cuda': %s", self._path())
 
     def describe(self) -> BackendInfo:
-        """The kernels, and the layers that they do not serve."""
+        """Describe the kernels, and the layers that they do not support."""
         return BackendInfo(
             self.name, self.device, attention_path=self._path(), threading_layer="torch"
         )
@@ -207,8 +214,8 @@ class CUDABackend(TorchBackend):
         return self._blocks
 
     def prepare(self, layout: BatchLayout) -> CUDABatch:
-        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for
-        one pass.
+        """Check the layout and bind it to the device; valid for one pass. Raises ConfigError naming
+        the fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         refuse_deltas(layout, f"backend {self.name!r}")
@@ -244,8 +251,9 @@ class CUDABackend(TorchBackend):
         params: AttentionParams,
         frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]). Tables with
-        parts are torch's: the kernels know one position for each slot.
+        """Compute causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
+
+        Tables with segments use torch's path: the kernels know one position for each slot.
         """
         pool = self._plain.of(layer)
         tables = batch.tables if isinstance(batch, CUDABatch) else None
@@ -268,7 +276,7 @@ class CUDABackend(TorchBackend):
         return out, lse.transpose(0, 1)
 
     def _on_device(self, layer: int, sinks: npt.NDArray[np.float32] | None) -> torch.Tensor | None:
-        """A layer's sinks on the device, copied once."""
+        """Return a layer's sinks on the device, copied once."""
         if sinks is None:
             return None
         held = self._sinks.get(layer)

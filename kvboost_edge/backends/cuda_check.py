@@ -1,6 +1,4 @@
-"""The CUDA kernels against torch in float32 on the device they are to run on, before anything
-relies on them.
-"""
+"""Comparison of the CUDA kernels with torch in float32 on their device, before they are used."""
 
 from __future__ import annotations
 
@@ -28,7 +26,10 @@ _FIRST_BF16 = (8, 0)
 
 
 class _Case(NamedTuple):
-    """lengths: (new tokens, all tokens) of each sequence."""
+    """Shape of one comparison.
+
+    lengths  (new tokens, all tokens) of each sequence
+    """
 
     head_dim: int
     num_kv_heads: int
@@ -50,9 +51,10 @@ _CASES = (
 
 
 def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -> str | None:
-    """What differs from torch, None where nothing does: tokens written, a block copied, attention
-    of a ragged batch, in float16 and, from sm_80 on, bfloat16. An error of the device is what
-    differs, too.
+    """Return the difference from torch, or None if there is none.
+
+    Compared are written tokens, a copied block, and attention of a ragged batch, in float16 and,
+    from sm_80 on, in bfloat16. An error of the device counts as a difference.
     """
     for dtype, case in itertools.product(kernel_dtypes(device), _CASES):
         try:
@@ -69,7 +71,7 @@ def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -
 
 @lru_cache
 def kernel_dtypes(device: torch.device) -> tuple[str, ...]:
-    """What the kernels compute in on a device: float16, and bfloat16 from sm_80 on."""
+    """List the dtypes of the kernels on a device: float16, and bfloat16 from sm_80 on."""
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_BF16
     return ("float16", "bfloat16") if has_bf16 else ("float16",)
 
@@ -105,7 +107,9 @@ def _compare(
 
 
 def _layouts(case: _Case, rng: np.random.Generator) -> tuple[BatchLayout, BatchLayout, int]:
-    """The new tokens, all tokens, and the blocks of the pool: scattered, one more than are used."""
+    """Make layouts of the new tokens and of all tokens, and count the pool's blocks: scattered, one
+    more than are used.
+    """
     needed = [-(-total // _BLOCK) for _, total in case.lengths]
     free = iter(rng.permutation(sum(needed)).tolist())
     tables = np.full((len(needed), max(needed)), -1, np.int32)

@@ -1,6 +1,4 @@
-"""What a runner needs that calls the compiled kernels on a backend's blocks itself, between kernels
-of its own.
-"""
+"""Access to a backend's storage for runners that call the compiled kernels themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """A pass's buffers as places in the arena, for each of the layers of one shape; otherwise as in
+    """A pass's buffers as places in the arena, for each layer of one shape; otherwise as in
     PassPlan.
 
     slots              int64 [num_layers, num_tokens]
@@ -39,24 +37,24 @@ class QuantizedStorage(Protocol):
 
     @property
     def codes(self) -> tuple[list[npt.NDArray[np.uint8]], list[CodeLayout]]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in
-        one of its blocks.
+        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layout in a
+        block.
         """
         ...
 
     def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
-        """What a prepared pass reads and writes of the layers of a shape, a LayerKVSpec: the own
-        blocks of the first of them, and the places of all, in order.
+        """Return the storage that a prepared pass reads and writes in layers of one shape, a
+        LayerKVSpec: the own blocks of the first, and the places of all, in order.
         """
         ...
 
 
 class KernelAccess(NamedTuple):
-    """The inside of a backend of compiled kernels.
+    """The storage and workspace of a backend of compiled kernels.
 
-    workspace     threads and buffers of attention; kernels that take turns with it use its team
-    plain_pools   the pools of all layers as they are stored; none where they are quantized
-    coded_blocks  the storage of a quantized pool; None where it is not quantized
+    workspace     threads and buffers of attention; kernels that alternate with it use its team
+    plain_pools   the pools of all layers as stored; empty if they are quantized
+    coded_blocks  the storage of a quantized pool; None if it is not quantized
     """
 
     workspace: AttentionWorkspace

@@ -1,6 +1,4 @@
-"""What the NumPy backends share: the pool of blocks, whole blocks as bytes, and the debug
-helpers.
-"""
+"""Common parts of the NumPy backends: the block pool, whole blocks as bytes, and debug helpers."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ __all__ = ["NumpyBlocks", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Why these pools cannot be on a device, or cannot store a spec; None when they can."""
+    """Return the reason why these pools cannot be on a device or store a spec, or None."""
     if device != "cpu":
         return f"NumPy arrays are on the CPU, not on device={device!r}"
     if spec is None:
@@ -49,8 +47,8 @@ def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
 
 
 class NumpyBlocks:
-    """The pools of all layers. ConfigError for a spec that cannot be stored, CapacityError when
-    memory is refused.
+    """The pools of all layers. Raises ConfigError for an unsupported spec, CapacityError if the
+    memory cannot be allocated.
     """
 
     name: str
@@ -89,7 +87,7 @@ class NumpyBlocks:
                 self._quant = QuantBlocks(spec, num_blocks, num_open, self.quant_kernels)
             else:
                 self._pools = [_layer_pool(spec, layer, num_blocks) for layer in spec.layers]
-            # How often each block was changed as a whole (copied to, written, poisoned): for
+            # Number of changes of each block as a whole (copied to, written, poisoned), for
             # runners that keep copies.
             self.changes = np.zeros(num_blocks, dtype=np.int64)
         except MemoryError as error:
@@ -101,20 +99,20 @@ class NumpyBlocks:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool, as allocated, with the buffers of open blocks."""
+        """Allocated bytes of the pool, with the buffers of open blocks."""
         if self._quant is not None:
             return self._quant.num_bytes
         return sum(array.nbytes for pool in self._pools for array in pool)
 
     @property
     def _state_rows(self) -> tuple[int, int]:
-        """Slots of states, and rows of drafts."""
+        """Number of slots for recurrent states, and of rows for drafts."""
         return (
             (0, 0) if self.states is None else (self.states.num_slots, self.states.num_draft_rows)
         )
 
     def _regions(self) -> tuple[Region, ...]:
-        """Where the arrays of `pool_bytes` lie."""
+        """List the memory regions of the arrays that `pool_bytes` counts."""
         arrays = (
             [array for pool in self._pools for array in pool]
             if self._quant is None
@@ -133,18 +131,20 @@ class NumpyBlocks:
                 array[ids] = to_storage(np.full(1, np.nan, dtype=np.float32), array.dtype)[0]
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """CRC-32 of each block's bytes over all layers; of its buffer where it is open."""
+        """Compute the CRC-32 of each block's bytes over all layers; of its buffer if it is open."""
         if self._quant is not None:
             return [self._quant.checksum(block_id) for block_id in block_ids]
         return [self._checksum(block_id) for block_id in block_ids]
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
+        """Copy the bytes of whole blocks, uint8 [len(block_ids), bytes_per_block]; see
+        `Backend`.
+        """
         self._check_whole(block_ids)
         return gather(self._byte_rows(), block_ids)
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Put bytes that were read into whole blocks; see `Backend`."""
+        """Write bytes of `read_blocks` into whole blocks; see `Backend`."""
         self._check_whole(block_ids)
         check_content(block_ids, data, self.spec.bytes_per_block)
         self.changes[list(block_ids)] += 1
@@ -153,8 +153,8 @@ class NumpyBlocks:
     def gather_kv(
         self, block_ids: npt.NDArray[np.int32]
     ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Keys and values of blocks in a row, layer by layer, each [num_kv_heads, blocks *
-        block_size, head_dim] in the dtype of the storage. ConfigError where the pool is quantized.
+        """Gather the KV of blocks in a row, layer by layer, each [num_kv_heads, blocks *
+        block_size, head_dim] in the storage dtype. Raises ConfigError if the pool is quantized.
         """
         if self.spec.is_quantized:
             raise ConfigError(
@@ -181,7 +181,7 @@ class NumpyBlocks:
         return [as_rows(array) for array in arrays]
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back the buffers of those of the blocks that are open; see `Backend`."""
+        """Return the buffers of those blocks that are open; see `Backend`."""
         if self._quant is not None:
             self._quant.release(block_ids)
 
@@ -207,7 +207,7 @@ class NumpyBlocks:
         return crc
 
     def _begin_copy(self, ops: Sequence[tuple[int, int]]) -> None:
-        """Check the blocks of a copy and count those that it changes."""
+        """Check the blocks of a copy and count the blocks that it changes."""
         for pair in ops:
             for block_id in pair:
                 check_block(block_id, self.num_blocks)
@@ -215,7 +215,7 @@ class NumpyBlocks:
 
 
 def _in_a_row(blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[blocks, heads, block_size, dim] -> [heads, blocks * block_size, dim]."""
+    """Reshape [blocks, heads, block_size, dim] to [heads, blocks * block_size, dim]."""
     count, heads, size, dim = blocks.shape
     return blocks.swapaxes(0, 1).reshape(heads, count * size, dim)
 

@@ -1,9 +1,8 @@
-"""Which blocks of a quantized pool are open (begun, not full), which buffer holds each, and what a
-pass does to them.
+"""Open blocks of a quantized pool (begun, not full), their buffers, and their changes in a pass.
 
-Integers only. A block that a pass fills lives in a temporary buffer for that pass, with what was
-written before copied into it: so its queries read it in float16 in every layer, and the buffer it
-had is free for the next block at once.
+Integers only. A block that a pass fills is in a temporary buffer for that pass, with its earlier
+content copied into it. So the pass's queries read it in float16 in every layer, and its old buffer
+is free for the next block at once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class PassPlan(NamedTuple):
-    """What one pass writes. Buffers from `num_open` on are the temporary ones.
+    """Writes of one pass. Buffers from `num_open` on are the temporary ones.
 
     slots       int64 [num_tokens]         buffer * block_size + offset of each new token
     tables      int32 [num_seqs, width]    buffers of the blocks that each sequence writes, in order
@@ -43,7 +42,7 @@ class PassPlan(NamedTuple):
 
 
 class OpenBlocks:
-    """`num_open` buffers and the open blocks that hold them."""
+    """`num_open` buffers and the open blocks in them."""
 
     def __init__(self, num_open: int, block_size: int) -> None:
         self.num_open = num_open
@@ -52,11 +51,11 @@ class OpenBlocks:
         self._free = list(range(num_open - 1, -1, -1))
 
     def buffer(self, block_id: int) -> int | None:
-        """The buffer of a block, None where it is not open."""
+        """Return the buffer of a block, or None if it is not open."""
         return self._buffers.get(block_id)
 
     def check_full(self, block_ids: Iterable[int]) -> None:
-        """ConfigError where one of the blocks is open."""
+        """Raise ConfigError if one of the blocks is open."""
         for block_id in block_ids:
             if block_id in self._buffers:
                 raise ConfigError(
@@ -65,15 +64,15 @@ class OpenBlocks:
                 )
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Give back the buffers of those blocks that are open."""
+        """Return the buffers of those blocks that are open."""
         for block_id in block_ids:
             buffer = self._buffers.pop(block_id, None)
             if buffer is not None:
                 self._free.append(buffer)
 
     def copied(self, src: int, dst: int) -> tuple[int, int] | None:
-        """`dst` becomes a copy of `src`: (buffer of src, buffer of dst) to copy where src is open,
-        else None.
+        """Make `dst` a copy of `src`; return (buffer of src, buffer of dst) to copy if src is
+        open.
         """
         if src == dst:
             return None
@@ -84,17 +83,17 @@ class OpenBlocks:
         return source, self._take(dst)
 
     def plan(self, layout: BatchLayout) -> PassPlan:
-        """Open and close blocks for the tokens of a layout; nothing changes where an error is
-        raised.
+        """Open and close blocks for the tokens of a layout; an error changes nothing.
 
-        ConfigError for a slot that is not the position's in the sequence's block table, for a block
-        that is written from its middle on and not open, or for one in an earlier part that is open
-        when all is written; CapacityError where too many blocks would be open.
+        Raises ConfigError for a slot that differs from its position in the sequence's block table,
+        for a block that is written from its middle on and not open, and for one in an earlier
+        segment that is still open when all is written. Raises CapacityError if too many blocks
+        would be open.
         """
         size = self._block_size
         lengths = np.diff(layout.cu_seqlens_q)
-        # Everything below counts from the slot 0 of each sequence's last part, where its new tokens
-        # go.
+        # Everything below counts from slot 0 of each sequence's last segment, which receives its
+        # new tokens.
         own_index, own_position = own_parts(len(lengths), layout.parts)
         ends = layout.seq_lens - own_position
         starts = ends - lengths
@@ -148,9 +147,10 @@ class OpenBlocks:
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
     def _check_closed(self, layout: BatchLayout, own_index: Longs, still_open: set[int]) -> None:
-        """ConfigError where an earlier part of a sequence holds a block that is open behind the
-        pass: attention finds no codes of it. Those of a block that the pass fills are there when
-        attention begins.
+        """Raise ConfigError if an earlier segment holds a block that is open after the pass.
+
+        Attention finds no codes of it. Codes of a block that the pass fills exist when attention
+        begins.
         """
         if layout.parts is None:
             return
@@ -187,9 +187,10 @@ class OpenBlocks:
 
 
 def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.int32]:
-    """The positions of slot 0 of each sequence's first written block. ConfigError where a
-    sequence's last part does not begin at the slot 0 of a block: a quantized block is written from
-    there on.
+    """Return the positions of slot 0 of each sequence's first written block.
+
+    Raises ConfigError if a sequence's last segment does not begin at slot 0 of a block: a quantized
+    block is written from there on.
     """
     if layout.parts is not None:
         last = Part(*layout.parts[is_last(layout.parts)].T)
@@ -204,10 +205,12 @@ def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.in
 def _check_slots(
     layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int
 ) -> None:
-    """ConfigError unless each token's slot is that of its position in its sequence's block table.
+    """Raise ConfigError unless each token's slot is that of its position in its sequence's block
+    table.
 
-    rows, numbers, offsets: sequence, entry of its block table, and offset in the block of each
-    token
+    rows     sequence of each token
+    numbers  entry of its block table
+    offsets  offset in the block
     """
     expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets
     wrong = np.flatnonzero(expected != layout.slot_mapping)

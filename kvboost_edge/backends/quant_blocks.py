@@ -1,9 +1,9 @@
-"""Storage of a quantized pool: codes of full blocks, float16 buffers of open ones, and the order a
-pass works in.
+"""Storage of a quantized pool: codes of full blocks, float16 buffers of open ones, and the order of
+work in a pass.
 
-`write_kv` of a layer copies what the filled blocks held before into the pass's temporary buffers,
-writes the new tokens in float16, and quantizes the blocks that are full now. Attention then reads a
-query's own block from its buffer and all blocks before it from their codes, so results do not
+`write_kv` of a layer copies the earlier content of filled blocks into the pass's temporary buffers,
+writes the new tokens in float16, and quantizes the blocks that are now full. Attention then reads a
+query's own block from its buffer and all blocks before it from their codes. So results do not
 depend on where a pass begins or ends.
 """
 
@@ -31,7 +31,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class QuantKernels(NamedTuple):
-    """The three functions that move keys and values: compiled, or of the specification."""
+    """The three functions that move KV: compiled, or of the reference."""
 
     write_kv: Callable[[Floats, Floats, KVPool, npt.NDArray[np.int64]], None]
     copy_blocks: Callable[[KVPool, Sequence[tuple[int, int]]], None]
@@ -39,7 +39,7 @@ class QuantKernels(NamedTuple):
 
 
 class QuantPass(NamedTuple):
-    """One pass over a quantized pool, as `prepare` made it."""
+    """One prepared pass over a quantized pool."""
 
     layout: BatchLayout
     plan: PassPlan
@@ -47,8 +47,8 @@ class QuantPass(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """What attention reads of one layer in one pass; codes uint8 [num_blocks, num_kv_heads,
-    bytes].
+    """Storage that attention reads for one layer in one pass; codes uint8 [num_blocks,
+    num_kv_heads, bytes].
     """
 
     codes: Bytes
@@ -57,7 +57,7 @@ class CodedLayer(NamedTuple):
 
 
 def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> QuantPass:
-    """What of a pass whose keys and values are written is read, for sequences `source` of it."""
+    """Return the readable part of a pass whose KV is written, for its sequences `source`."""
     places = {}
     for shape, one in batch.places.items():
         nothing = np.empty((len(one.tables), 0, 2), dtype=np.int64)
@@ -104,7 +104,9 @@ class _Arena:
         self.pool = larger
 
     def place(self, ordinal: Any, buffers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Index in the arena of a pass's buffers, for the ordinal-th layer of this shape."""
+        """Return the indices in the arena of a pass's buffers, for the ordinal-th layer of this
+        shape.
+        """
         kept = ordinal * self.num_open
         temporary = self.num_kept - self.num_open
         placed: npt.NDArray[Any] = buffers + np.where(
@@ -113,9 +115,9 @@ class _Arena:
         return placed
 
     def places(self, plan: PassPlan) -> Places:
-        """A plan's places for every layer of this shape, in order."""
+        """Return a plan's places for every layer of this shape, in order."""
         if not plan.closed:
-            # Most steps of decoding: buffers that are kept, and nothing else.
+            # Most decode steps: only buffers that are kept.
             slots = self._first_slots + plan.slots
             return Places(slots, self._first_buffers + plan.tables, self._no_pairs, self._no_pairs)
         layers = np.arange(self.num_layers)[:, None]
@@ -132,9 +134,7 @@ class _Arena:
 
 
 class QuantBlocks:
-    """Codes and open buffers of all layers of a spec that can be stored. MemoryError as it
-    comes.
-    """
+    """Codes and open buffers of all layers of a storable spec. Raises MemoryError unchanged."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, kernels: QuantKernels) -> None:
         if num_open < 1:
@@ -161,17 +161,17 @@ class QuantBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of `arrays`."""
+        """Total bytes of `arrays`."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Codes and open buffers; the temporary ones of a pass are workspace."""
+        """Codes and open buffers. Temporary buffers of a pass are workspace and not included."""
         kept = [array[: arena.num_kept] for arena in self._arenas.values() for array in arena.pool]
         return [*self._pools, *kept]
 
     def prepare(self, layout: BatchLayout) -> QuantPass:
-        """Open and close the blocks of a pass; the layout was checked."""
+        """Open and close the blocks of a pass whose layout was checked."""
         plan = self._open.plan(layout)
         for arena in self._arenas.values():
             arena.grow(plan.num_temporary)
@@ -183,7 +183,7 @@ class QuantBlocks:
         self._open.release(block_ids)
 
     def check_full(self, block_ids: Sequence[int]) -> None:
-        """ConfigError where one of the blocks is open."""
+        """Raise ConfigError if one of the blocks is open."""
         self._open.check_full(block_ids)
 
     def copy_blocks(self, ops: Sequence[tuple[int, int]]) -> None:
@@ -200,7 +200,7 @@ class QuantBlocks:
                 self._kernels.copy_blocks(arena.pool, [(pair[0], pair[1])])
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: QuantPass) -> None:
-        """Store new tokens and quantize what is full now."""
+        """Store new tokens and quantize the blocks that are now full."""
         shape = self._layers[layer]
         ordinal = self._ordinals[layer]
         arena = self._arenas[shape]
@@ -215,7 +215,7 @@ class QuantBlocks:
             )
 
     def layer(self, layer: int, batch: QuantPass) -> CodedLayer:
-        """What attention of a layer reads."""
+        """Return the storage that attention of a layer reads."""
         shape = self._layers[layer]
         ordinal = self._ordinals[layer]
         own = OwnBlocks(
@@ -224,21 +224,21 @@ class QuantBlocks:
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
     def same_shape(self, shape: LayerKVSpec, batch: QuantPass) -> tuple[OwnBlocks, Places]:
-        """What a pass reads and writes of the layers of a shape: the own blocks of the first of
-        them, and the places of all, in order.
+        """Return the storage that a pass reads and writes in layers of one shape: the own blocks of
+        the first, and the places of all, in order.
         """
         places = batch.places[shape]
         return OwnBlocks(self._arenas[shape].pool, places.tables[0], batch.plan.first), places
 
     @property
     def codes(self) -> tuple[list[Bytes], list[CodeLayout]]:
-        """The codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and where they lie in
-        one of its blocks.
+        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layout in a
+        block.
         """
         return self._pools, self._layouts
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Bytes of ones, which are NaN in every float16."""
+        """Fill blocks with bytes of ones, which are NaN in every float16."""
         ids = list(block_ids)
         for pool in self._pools:
             pool[ids] = 0xFF
@@ -247,8 +247,8 @@ class QuantBlocks:
                 array[place] = np.nan
 
     def checksum(self, block_id: int) -> int:
-        """CRC-32 of the block over all layers: of its buffer where it is open, else of its
-        codes.
+        """Compute the CRC-32 of the block over all layers: of its buffer if it is open, otherwise
+        of its codes.
         """
         crc = 0
         buffers = self._buffers([block_id])
@@ -261,7 +261,7 @@ class QuantBlocks:
         return crc
 
     def _buffers(self, block_ids: Sequence[int]) -> list[tuple[_Arena, int]]:
-        """Arena and place of every layer's buffer of those blocks that are open."""
+        """List the arena and place of every layer's buffer of those blocks that are open."""
         held = [buffer for buffer in map(self._open.buffer, block_ids) if buffer is not None]
         return [
             (self._arenas[layer], int(self._arenas[layer].place(ordinal, np.array(buffer))))

@@ -1,4 +1,4 @@
-"""The backend that is only the specification: plain NumPy, slow, for tests and for doubts."""
+"""The reference backend: plain NumPy, slow, for tests and comparisons."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class ReferenceBackend(NumpyBlocks):
-    """Implements `Backend` through kernels/reference/: sums in float64 where the pool is not
-    quantized, the kernels' own rounding steps where it is; one query row at a time.
+    """`Backend` of the reference kernels (kernels/reference/), one query row at a time.
+
+    Sums are float64 if the pool is not quantized; otherwise the kernels' own rounding steps apply.
     """
 
     name = "reference"
@@ -39,15 +40,15 @@ class ReferenceBackend(NumpyBlocks):
 
     @property
     def kernel_access(self) -> None:
-        """No compiled kernels run on this pool."""
+        """None: no compiled kernels run on this pool."""
         return None
 
     def describe(self) -> BackendInfo:
-        """A backend without kernels and threads of its own."""
+        """Describe a backend without kernels and threads of its own."""
         return BackendInfo(self.name, self.device, pool_regions=self._regions())
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
-        """Check the layout; ConfigError says what is wrong."""
+        """Check the layout and prepare it; raise ConfigError naming the fault."""
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         refuse_deltas(layout, f"backend {self.name!r}")
         return layout if self._quant is None else self._quant.prepare(layout)
@@ -74,7 +75,7 @@ class ReferenceBackend(NumpyBlocks):
     def attention(
         self, layer: int, queries: Floats, batch: BatchLayout | QuantPass, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Causal attention: (out like queries, lse), float32."""
+        """Compute causal attention: (out like queries, lse), float32."""
         layout = batch.layout if isinstance(batch, QuantPass) else batch
         paged = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
         options = AttentionOptions(*params)
@@ -96,7 +97,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> ReferenceBackend:
-    """See `select.BackendModule`; one thread does it all."""
+    """Allocate the backend; see `select.BackendModule`. It uses one thread."""
     return ReferenceBackend(
         spec,
         num_blocks,

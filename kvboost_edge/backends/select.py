@@ -1,8 +1,7 @@
-"""Which backend holds the KV and why. Nothing here falls back silently: what was asked for is used
+"""Choice of the backend, with the reason. Nothing falls back silently: a requested backend is used
 or refused.
 
-A backend is a module (`BackendModule`) and a row of the table; its module is imported when it is
-needed.
+A backend is a module (`BackendModule`) and a row of the table; its module is imported when needed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,11 @@ __all__ = [
 
 
 class _Row(NamedTuple):
-    """What is known of a backend before its module is imported. `devices`: kinds of torch devices,
-    the usual one first; `extra`: package that must be found, and the extra that installs it, empty
-    where every install has all.
+    """Facts about a backend that are known before its module is imported.
+
+    devices  kinds of torch devices, the usual one first
+    extra    package that must be installed, and the extra that installs it; empty if every install
+             has it
     """
 
     module: str
@@ -54,11 +55,11 @@ BACKEND_NAMES = tuple(dict.fromkeys(("auto", *BACKENDS, *_ACCELERATORS)))
 
 
 class BackendModule(Protocol):
-    """What a module of the table offers."""
+    """The functions of a module in the table."""
 
     def unsupported_reason(self, device: str, spec: KVSpec | None = None) -> str | None:
-        """Why the backend cannot use a device of this machine, or cannot keep KV of this kind; None
-        when it can.
+        """Return the reason why the backend cannot use a device of this machine or store KV of this
+        kind, or None.
         """
         ...
 
@@ -73,17 +74,22 @@ class BackendModule(Protocol):
         num_state_slots: int = ...,
         num_draft_rows: int = ...,
     ) -> Backend:
-        """Allocate the backend; what does not concern it is passed over. Raises ConfigError or
-        BackendUnavailable for what `unsupported_reason` names, CapacityError where memory is
-        refused.
+        """Allocate the backend; parameters that do not apply to it are ignored.
+
+        Raises ConfigError or BackendUnavailable for the reasons of `unsupported_reason`,
+        CapacityError if the memory cannot be allocated.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """`name` is a row of the table; `device` a torch device string; `reason` one sentence for
-    people; not `wanted`: a faster backend of the device could not be had.
+    """The selected backend.
+
+    name    a row of the table
+    device  a torch device string
+    reason  one sentence for people
+    wanted  False if a faster backend of the device was not available
     """
 
     name: str
@@ -95,9 +101,9 @@ class BackendChoice:
 def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoice:
     """Resolve the options `backend` and `device`.
 
-    "auto" takes an accelerator that a backend offers (or the one named by `device`), else the
+    "auto" selects an accelerator of a backend (or the one named by `device`), otherwise the
     compiled CPU kernels. Raises ConfigError for an unknown name or a contradiction,
-    BackendUnavailable for what is not on this machine.
+    BackendUnavailable for a device that this machine lacks.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"backend={name!r} is not one of {BACKEND_NAMES}")
@@ -138,13 +144,15 @@ def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
 
 
 def _serving(device: str) -> list[str]:
-    """The backends of a device, in order of preference; the last one needs least."""
+    """List the backends of a device in order of preference; the last one has the fewest
+    requirements.
+    """
     return [name for name, row in BACKENDS.items() if device.partition(":")[0] in row.devices]
 
 
 def _accelerated(device: str, reason: str) -> BackendChoice:
-    """The first backend that can use an accelerator; the reason says what is in the way of those
-    before it.
+    """Choose the first backend that can use an accelerator; the reason names the obstacles of
+    earlier ones.
     """
     *better, last = _serving(device)
     choice = _available(last, device, reason)
@@ -170,7 +178,7 @@ def _available(name: str, device: str, reason: str) -> BackendChoice:
 
 
 def _missing(name: str, device: str) -> str | None:
-    """Why a backend cannot use a device here, or None when it can."""
+    """Return the reason why a backend cannot use a device here, or None."""
     extra = BACKENDS[name].extra
     if not extra:
         return None  # everybody has what it needs; it is not imported only to be asked
@@ -180,8 +188,8 @@ def _missing(name: str, device: str) -> str | None:
 
 
 def array_kind_of(name: str) -> str:
-    """ "numpy" or "torch": the arrays of the backend that a name, or a device, stands for; "" where
-    that is open.
+    """Return the arrays of the backend that a name or device selects: "numpy" or "torch", or "" if
+    that is undecided.
     """
     kind = name.partition(":")[0]
     row = BACKENDS.get(_serving(kind)[0] if kind in _ACCELERATORS else kind)
@@ -203,10 +211,13 @@ def make_backend(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> Backend:
-    """Allocate the backend of a choice: a pool of `num_blocks` blocks, and one of `num_state_slots`
-    slots where there are states, with room for what `num_draft_rows` guessed tokens bring to them.
-    `num_threads` concerns the CPU kernels, `num_open` quantized pools: how many blocks may be
-    partly written at a time.
+    """Allocate the backend of a choice.
+
+    num_blocks       blocks of the pool
+    num_threads      threads of the CPU kernels
+    num_open         quantized pools: blocks that may be partly written at a time
+    num_state_slots  slots for recurrent states
+    num_draft_rows   draft tokens that can be held for recurrent states
     """
     make = load_module(choice.name).make
     return make(

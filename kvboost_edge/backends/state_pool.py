@@ -1,4 +1,4 @@
-"""The slots that hold sequences' states, for layers that keep one instead of keys and values."""
+"""Slots for the recurrent states of sequences, for layers that have one instead of KV."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _TILE_VALUES = 16  # value columns of a matrix that lie side by side
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStateSpec:
-    """Shape of the state that one layer without keys and values keeps of a sequence, float32
-    throughout.
+    """Shape of one layer's recurrent state of a sequence, float32 throughout.
 
-    First the tail of its convolution: the last inputs, [taps, channels], the oldest first. Then,
-    where the layer has heads, a matrix of each, as tiles of 16 value columns: [heads, value_dim /
-    16 rounded up, key_dim, 16]. Both begin at a cache line.
+    First the conv state: the last inputs, [taps, channels], the oldest first. Then, if the layer
+    has heads, a matrix for each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up,
+    key_dim, 16]. Both begin at a cache line.
 
     taps      inputs before a token that its convolution reads
-    channels  of an input
-    gates     numbers beside its input that a token brings to the matrices
+    channels  channels of an input
+    gates     numbers in addition to its input that a token contributes to the matrices
     """
 
     taps: int
@@ -54,9 +53,7 @@ class LayerStateSpec:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of what a token that is only guessed brings to the state: its input, then its
-        gates.
-        """
+        """Bytes that a draft token contributes to the state: its input, then its gates."""
         return _in_lines(4 * (self.channels + self.gates))
 
 
@@ -65,15 +62,14 @@ def _in_lines(num_bytes: int) -> int:
 
 
 class StatePool:
-    """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot is layer after layer what
-    LayerStateSpec says.
+    """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot holds the layers' states in order,
+    in the shape of LayerStateSpec.
 
-    Behind the slots are rows of drafts, uint8 [num_draft_rows, draft_row_bytes]: what the tokens
-    that the last pass was given as guesses brought to the state of each layer, which takes in those
-    that turn out right.
+    After the slots are rows of drafts, uint8 [num_draft_rows, draft_row_bytes]: the contributions
+    of the last pass's draft tokens to the state of each layer. The accepted ones are applied later.
 
-    What a slot or a row holds is undefined until a pass writes it. CapacityError when memory is
-    refused.
+    The content of a slot or row is undefined until a pass writes it. Raises CapacityError if the
+    memory cannot be allocated.
     """
 
     def __init__(
@@ -110,27 +106,29 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of the drafts behind them."""
+        """Bytes of all slots and of the drafts after them."""
         return self._slots.nbytes + self._drafts.nbytes
 
     @property
     def region(self) -> Region:
-        """Where all of it lies in this process's memory."""
+        """Memory region of slots and drafts."""
         return Region(self._slots.ctypes.data, self.nbytes)
 
     def address(self, slot: int) -> int:
-        """Address of a slot's first byte."""
+        """Return the address of a slot's first byte."""
         self._check([slot])
         return int(self._slots.ctypes.data) + slot * self.slot_bytes
 
     def offset(self, layer: int) -> int:
-        """First byte in a slot of the state of a layer, counted among those with one: the tail of
-        its convolution; its matrices begin `specs[layer].tail_bytes` further.
+        """Return the first byte of a layer's state in a slot, which is its conv state.
+
+        Layers are counted among those with a state. The matrices begin `specs[layer].tail_bytes`
+        further.
         """
         return self._offsets[layer]
 
     def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """The tail of a convolution, a view, float32 [taps, channels]."""
+        """View the conv state, float32 [taps, channels]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(
@@ -139,7 +137,7 @@ class StatePool:
         return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
 
     def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """The matrices of a layer's heads, a view, float32 [heads, tiles, key_dim, 16]."""
+        """View the matrices of a layer's heads, float32 [heads, tiles, key_dim, 16]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[
@@ -154,11 +152,13 @@ class StatePool:
         return int(self._slots.ctypes.data) + self._slots.nbytes
 
     def draft_offset(self, layer: int) -> int:
-        """First byte in a row of drafts of what it brings to a layer, counted as in `offset`."""
+        """Return the first byte of a layer's contribution in a row of drafts, counted as in
+        `offset`.
+        """
         return self._draft_offsets[layer]
 
     def draft(self, row: int, layer: int) -> npt.NDArray[np.float32]:
-        """What a draft brings to a layer, a view, float32 [channels + gates]."""
+        """View the contribution of a draft to a layer, float32 [channels + gates]."""
         spec = self.specs[layer]
         start = self._draft_offsets[layer]
         floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(
@@ -167,14 +167,15 @@ class StatePool:
         return floats[: spec.channels + spec.gates]
 
     def read_slots(self, slots: Sequence[int]) -> Bytes:
-        """The bytes of slots, uint8 [len(slots), slot_bytes], a copy."""
+        """Copy the bytes of slots, uint8 [len(slots), slot_bytes]."""
         self._check(slots)
         return self._slots.take(list(slots), axis=0)
 
     def write_slots(self, slots: Sequence[int], data: Bytes) -> None:
-        """Put what `read_slots` returned into these slots, each named once. ConfigError for data of
-        another shape or type, and for a slot outside the pool or named twice; nothing is changed
-        then.
+        """Write bytes of `read_slots` into these slots, each named once.
+
+        Raises ConfigError for data of another shape or type, and for a slot outside the pool or
+        named twice; then nothing is changed.
         """
         self._check(slots)
         expected = (len(slots), self.slot_bytes)
@@ -190,21 +191,23 @@ class StatePool:
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:
-        """Debug: fill slots with NaN, so that a read of a state that was never written shows."""
+        """Fill slots with NaN, to expose reads of unwritten states. For debugging."""
         self._check(slots)
         self._slots.view(np.float32)[list(slots)] = np.nan
 
     def poison_drafts(self) -> None:
-        """Debug: fill the rows of drafts with NaN, so that a read of another pass's shows."""
+        """Fill the rows of drafts with NaN, to expose reads of another pass's rows. For
+        debugging.
+        """
         self._drafts.view(np.float32)[:] = np.nan
 
     def checksums(self, slots: Sequence[int]) -> list[int]:
-        """Debug: CRC-32 of each slot's bytes."""
+        """Compute the CRC-32 of each slot's bytes. For debugging."""
         self._check(slots)
         return [zlib.crc32(self._slots[slot]) for slot in slots]
 
     def close(self) -> None:
-        """Release the memory; no slot is left."""
+        """Release the memory of all slots."""
         self._slots = np.empty((0, self.slot_bytes), dtype=np.uint8)
         self.num_slots = 0
         self._drafts = np.empty((0, self.draft_row_bytes), dtype=np.uint8)

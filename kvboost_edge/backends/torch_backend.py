@@ -3,7 +3,7 @@ cuda.
 
 Sequences with equally many new tokens are computed together: their blocks are gathered through the
 block tables into one padded tensor, and a masked softmax follows. Gather indices and masks are
-built once per pass and window and shared by all layers. There is no Python loop over tokens.
+built once for each pass and window and shared by all layers. There is no Python loop over tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ __all__ = ["TorchBackend", "make", "turn_keys", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Why torch cannot use a device here, or keep KV of this kind; None when it can. An Apple GPU
-    is tried, once in a process: its attention is compared with the CPU's.
+    """Return the reason why torch cannot use a device here or store KV of this kind, or None.
+
+    An Apple GPU is tested once in a process: its attention is compared with the CPU's.
     """
     problem = _refusal(device, spec)
     if problem is None and device.partition(":")[0] == "mps":
@@ -81,16 +82,15 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> TorchBackend:
-    """See `select.BackendModule`; torch has its own number of threads."""
+    """Allocate the backend; see `select.BackendModule`. torch has its own number of threads."""
     return TorchBackend(spec, num_blocks, device=device, num_open=num_open)
 
 
 class TorchBackend:
-    """Implements `Backend` with torch tensors in and out. Scores and softmax are float32 whatever
-    the storage.
+    """`Backend` of torch tensors. Scores and softmax are float32 for every storage dtype.
 
-    Raises BackendUnavailable for a device torch does not offer here and CapacityError when the pool
-    cannot be allocated.
+    Raises BackendUnavailable for a device that torch does not offer here and CapacityError if the
+    pool cannot be allocated.
     """
 
     name = "torch"
@@ -108,7 +108,7 @@ class TorchBackend:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device
-        # torch's own setting, which a thread takes over when it first computes.
+        # torch's own setting, which a thread adopts when it first computes.
         self._num_threads = torch.get_num_threads()
         if num_blocks < 1:
             raise ConfigError(f"num_blocks={num_blocks} must be at least 1")
@@ -123,7 +123,7 @@ class TorchBackend:
             self._most_slots = apple.most_slots(spec)
         try:
             self._device = torch.device(device)
-            # NumPy copies rows of bytes there some fifty times as fast as torch.
+            # NumPy copies rows of bytes there about fifty times as fast as torch.
             self._in_host_memory = self._device.type == "cpu"
             self._held = self._allocate(num_open)
         except torch.OutOfMemoryError as error:
@@ -154,24 +154,26 @@ class TorchBackend:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the preallocated pool, with the buffers of open blocks where it is quantized."""
+        """Allocated bytes of the pool, with the buffers of open blocks if it is quantized."""
         arrays = [] if self._held is None else self._held.arrays
         return sum(array.numel() * array.element_size() for array in arrays)
 
     @property
     def kernel_access(self) -> None:
-        """torch's kernels run on this pool."""
+        """None: torch's kernels run on this pool."""
         return None
 
     def describe(self) -> BackendInfo:
-        """torch's kernels and threads."""
+        """Describe torch's kernels and threads."""
         return BackendInfo(
             self.name, self.device, threading_layer="torch", num_threads=self._num_threads
         )
 
     def prepare(self, layout: BatchLayout) -> TorchBatch:
-        """Check the layout (ConfigError says what is wrong) and bind it to the device; valid for
-        one pass. Opens and closes blocks of a quantized pool, see `Backend`.
+        """Check the layout and bind it to the device; valid for one pass.
+
+        Opens and closes blocks of a quantized pool, see `Backend`. Raises ConfigError naming the
+        fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         plan = self._blocks.prepare(layout)
@@ -193,7 +195,7 @@ class TorchBackend:
                 )
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """The bytes of whole blocks, uint8 [len(block_ids), bytes_per_block], in the host's memory;
+        """Copy the bytes of whole blocks to host memory, uint8 [len(block_ids), bytes_per_block];
         see `Backend`.
         """
         rows = self._byte_rows(block_ids)
@@ -204,7 +206,7 @@ class TorchBackend:
         return data
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Put bytes that were read into whole blocks; see `Backend`."""
+        """Write bytes of `read_blocks` into whole blocks; see `Backend`."""
         rows = self._byte_rows(block_ids)
         check_content(block_ids, data, self.spec.bytes_per_block)
         if self._in_host_memory:
@@ -220,8 +222,9 @@ class TorchBackend:
             some[ids] = part
 
     def _byte_rows(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
-        """What holds whole blocks, as uint8 [num_blocks, n] each; ConfigError where these are not
-        all full blocks of the pool.
+        """List the tensors of whole blocks, as uint8 [num_blocks, n] each.
+
+        Raises ConfigError unless all of the blocks are full blocks of the pool.
         """
         rows = [half.flatten(1).view(torch.uint8) for half in self._blocks.whole_blocks]
         check_block_ids(block_ids, self.num_blocks)
@@ -229,7 +232,7 @@ class TorchBackend:
         return rows
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Give back the buffers of those of the blocks that are open; see `Backend`."""
+        """Return the buffers of those blocks that are open; see `Backend`."""
         self._blocks.release(block_ids)
 
     def write_kv(
@@ -248,10 +251,11 @@ class TorchBackend:
         params: AttentionParams,
         frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
+        """Compute causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
 
-        frequencies   of the layer's plain rope, see `turn_keys`, by which keys of parts with a
-                      delta are turned. ConfigError where there are such parts and no frequencies
+        frequencies  frequencies of the layer's plain RoPE, see `turn_keys`, which rotate the keys
+                     of segments with a delta. ConfigError if there are such segments and no
+                     frequencies
         """
         if len(batch.deltas) and frequencies is None:
             refuse_deltas(batch.layout, "backend 'torch', not told how rope turns keys,")
@@ -265,7 +269,7 @@ class TorchBackend:
             if group.k_turns is not None and frequencies is not None:
                 keys = turn_keys(keys, batch.deltas, group.k_turns[:, None], frequencies)
             for chosen in query_slices(group, queries.shape[1]):
-                # Later columns are in the future of every chosen query, unless buffers lie behind
+                # Later columns are in the future of every chosen query, unless buffers follow
                 # them.
                 seen = slice(group.lead + chosen.stop if group.buffers is None else None)
                 rows = group.rows.view(-1, group.q_len)[:, chosen]
@@ -278,7 +282,8 @@ class TorchBackend:
         return out, lse
 
     def _gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim].
+        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim].
+
         Values of slots that no query sees become 0: their weight is 0, but 0 x NaN of unwritten
         memory is NaN.
         """
@@ -286,7 +291,7 @@ class TorchBackend:
         return keys, torch.where(group.k_valid[:, None, :, None], values, 0.0)
 
     def stored(self, layer: int, slots: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
+        """Read the KV of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
         head_dim].
         """
         blocks, offsets = np.divmod(slots, self.spec.block_size)
@@ -301,7 +306,9 @@ class TorchBackend:
         self._blocks.poison(block_ids)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """CRC-32 of each block's bytes over all layers; of its buffers where it is open."""
+        """Compute the CRC-32 of each block's bytes over all layers; of its buffers if it is
+        open.
+        """
         return [self._checksum(block_id) for block_id in block_ids]
 
     def _checksum(self, block_id: int) -> int:
@@ -321,13 +328,13 @@ def turn_keys(
     which: torch.Tensor,
     frequencies: npt.NDArray[np.float64],
 ) -> torch.Tensor:
-    """Keys [..., head_dim] as they would be so many positions further on: by plain rope, which
-    turns channels i and i + n of a head by position x frequencies[i], for n frequencies, and leaves
-    channels from 2n on as they are.
+    """Rotate keys [..., head_dim] to later positions by plain RoPE.
 
-    deltas        int64 [num_deltas]
-    which         int64, which of them each key is turned by: broadcast to the keys' leading
-                  dimensions
+    It rotates channels i and i + n of a head by position x frequencies[i], for n frequencies, and
+    leaves channels from 2n on as they are.
+
+    deltas  int64 [num_deltas], in positions
+    which   int64, index of each key's delta: broadcast to the keys' leading dimensions
     """
     count = len(frequencies)
     if not count:

@@ -1,7 +1,7 @@
-"""Apple GPUs (MPS): whether there is one, how much it holds, and whether its attention is right.
+"""Apple GPUs (MPS): availability, memory, and a test of their attention.
 
-torch's MPS kernels have had silent faults that came and went with versions. No table of versions is
-kept: the attention is tried on a few shapes at start, beside the CPU's, and a device that fails is
+torch's MPS kernels have had silent faults that came and went with versions. There is no table of
+versions: at start, attention is compared with the CPU's on a few shapes, and a device that fails is
 refused.
 """
 
@@ -31,7 +31,7 @@ _LSE_ERROR = 5e-3
 
 
 def missing() -> str | None:
-    """Why torch has no Apple GPU here; None where it has."""
+    """Return the reason why torch has no Apple GPU here, or None."""
     if torch.backends.mps.is_available():
         return None
     if not torch.backends.mps.is_built():
@@ -43,16 +43,14 @@ def missing() -> str | None:
 
 
 def available_bytes() -> int:
-    """What the GPU may still take of the memory it shares with the machine, as torch and the
-    machine see it.
-    """
+    """Return the memory that the GPU may still use, by torch's and the machine's figures."""
     left = int(torch.mps.recommended_max_memory()) - int(torch.mps.current_allocated_memory())
     return max(0, min(left, memory.available_bytes()))
 
 
 def check_buffers(spec: KVSpec, num_blocks: int) -> None:
-    """CapacityError where a tensor of the pool, one of a layer's keys or values or of its codes,
-    would not fit into a buffer.
+    """Raise CapacityError if a tensor of the pool (a layer's keys, values or codes) does not fit
+    into a buffer.
     """
     per_block = max(_tensor_bytes(spec, layer) for layer in spec.layers)
     if num_blocks * per_block >= _BUFFER_BYTES:
@@ -72,14 +70,17 @@ def _tensor_bytes(spec: KVSpec, layer: LayerKVSpec) -> int:
 
 
 def most_slots(spec: KVSpec) -> int:
-    """Slots whose keys, in float32, fit into a buffer."""
+    """Return the number of slots whose float32 keys fit into a buffer."""
     return (_BUFFER_BYTES - 1) // max(
         4 * layer.num_kv_heads * layer.head_dim for layer in spec.layers
     )
 
 
 class _Trial(NamedTuple):
-    """lengths: (new tokens, all tokens) of each sequence."""
+    """Shape of one test.
+
+    lengths  (new tokens, all tokens) of each sequence
+    """
 
     dtype: str
     bits: tuple[int, int]
@@ -112,10 +113,11 @@ _TRIALS = (
 
 @functools.cache
 def find_fault(make: Callable[..., Any], device: str) -> str | None:
-    """Why attention on this device is not to be trusted: compared with the CPU's on a few shapes,
-    within 50 ms or so. None where they agree. Tried once.
+    """Compare attention on this device with the CPU's; return the difference, or None.
 
-    make   of (spec, num_blocks, device=): a backend with tensors in and out
+    It takes about 50 ms and runs once.
+
+    make  function of (spec, num_blocks, device=) that returns a backend with tensors in and out
     """
     with _one_thread():
         return _find_fault(make, device)
@@ -123,9 +125,10 @@ def find_fault(make: Callable[..., Any], device: str) -> str | None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch computes on the caller's thread alone: for small shapes its threads wait for one
-    another, where something else runs beside them forty times as long as the trials take (800 ms
-    for 20).
+    """Let torch compute on the caller's thread only.
+
+    For small shapes its threads wait for one another: next to other work, 40 times as long as the
+    trials take (800 ms for 20).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -162,7 +165,7 @@ def _refused(number: int, trial: _Trial, what: str) -> str:
 
 
 def _run(make: Callable[..., Any], device: str, trial: _Trial) -> tuple[np.ndarray, np.ndarray]:
-    """Two passes, what was there and what is new; out and lse of the second."""
+    """Run two passes, the earlier tokens and the new ones; return out and lse of the second."""
     rng = np.random.default_rng(trial.head_dim)
     blocks = [-(-total // _BLOCK) for _, total in trial.lengths]
     spec = KVSpec(

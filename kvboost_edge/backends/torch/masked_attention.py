@@ -1,10 +1,9 @@
-"""Masked attention of a group of sequences, in operations that the CPU, CUDA and Apple GPUs all
-have.
+"""Masked attention of a group of sequences, in operations that the CPU, CUDA and Apple GPUs share.
 
 torch's own scaled_dot_product_attention is not used: on MPS it was wrong for strided inputs (torch
-#181133), leaked the future with is_causal (#195910) and ran out of bounds with grouped heads
-(#174861). The mask is always explicit, and it replaces scores, for a sum of minus infinity and what
-an unwritten slot holds may be NaN. What a matrix product reads is contiguous.
+#181133), leaked later tokens with is_causal (#195910) and ran out of bounds with grouped heads
+(#174861). The mask is always explicit, and it replaces scores, because the sum of minus infinity
+and an unwritten slot may be NaN. Inputs of matrix products are contiguous.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ def query_slices(group: SameLength, num_q_heads: int) -> Iterator[slice]:
 
 
 def visible_slots(group: SameLength, chosen: slice, window: int) -> torch.Tensor:
-    """bool [num_seqs, q, num_slots]: which slots each chosen query sees: of a quantized pool its
-    own block in the buffer, and blocks before it as codes.
+    """Return which slots each chosen query sees, bool [num_seqs, q, num_slots].
+
+    In a quantized pool, a query sees its own block in the buffer, and earlier blocks as codes.
     """
     queries = group.q_positions[:, chosen, None]
     keys = group.k_positions[:, None, :]
@@ -52,11 +52,14 @@ def attend(
     params: AttentionParams,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masked attention of padded sequences in float32.
+    """Compute masked attention of padded sequences in float32.
 
-    queries [s, q, num_q_heads, d]; keys, values float32 [s, num_kv_heads, k, d]; visible bool [s,
-    q, k]; sinks [heads]. Returns out float32 like queries and lse float32 [s, q, num_q_heads].
-    Every query sees at least itself.
+    queries   [s, q, num_q_heads, d]
+    keys      float32 [s, num_kv_heads, k, d]; values likewise
+    visible   bool [s, q, k]; every query sees at least itself
+    sinks     [heads]
+
+    Returns out float32 like queries and lse float32 [s, q, num_q_heads].
     """
     num_seqs, q_len, num_q_heads, _ = queries.shape
     num_kv_heads = keys.shape[1]
@@ -87,8 +90,8 @@ def attend(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right; on Apple GPUs of contiguous copies, elsewhere as they are: the product itself
-    packs them.
+    """Multiply left @ right; on Apple GPUs with contiguous copies, elsewhere as they are, because
+    the product packs them.
     """
     if left.device.type == "mps":
         left = left.contiguous()

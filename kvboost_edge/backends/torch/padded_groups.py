@@ -1,8 +1,7 @@
-"""A pass as the torch backend computes it: sequences with equally many new tokens, padded to one
+"""A pass in the torch backend's form: sequences with equally many new tokens, padded to one
 another.
 
-Positions are int32 and ids of blocks, rows and slots int64, which on a device are used as indices
-alone.
+Positions are int32. Ids of blocks, rows and slots are int64, which devices use only as indices.
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ Longs = npt.NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SameLength:
-    """Sequences with the same number of new tokens, padded to the longest KV among them. Slots are
-    those of the blocks gathered, then, of a quantized pool, those of the buffers gathered: float16
-    copies of blocks that the pass writes.
+    """Sequences with the same number of new tokens, padded to the longest KV among them.
 
-    rows        int64 [num_seqs * q_len]              rows of the flat batch
-    blocks      int64 [num_seqs, max_blocks]          block ids to gather; 0 where masked
-    buffers     int64 [num_seqs, max_buffers]         buffers to gather, as in PassPlan; None: the
-                pool is not quantized q_positions int32 [num_seqs, q_len]
-    q_starts    int32 [num_seqs, q_len]               where the block that holds a query begins;
-                None without buffers
-    k_positions int32 [num_seqs, num_slots]           absolute positions of the gathered slots
-    k_valid     bool, like k_positions                slots that some query of the sequence sees
-    k_own       bool [num_slots]                      slots of buffers; None without
-    k_turns     int64, like k_positions               which of the batch's deltas; None where it has
-                none
-    lead        the gathered slot of the first query, in the sequence where it is largest
+    Slots are those of the gathered blocks, then, in a quantized pool, those of the gathered
+    buffers: float16 copies of blocks that the pass writes.
+
+    rows         int64 [num_seqs * q_len]        rows of the flat batch
+    blocks       int64 [num_seqs, max_blocks]    block ids to gather; 0 where masked
+    buffers      int64 [num_seqs, max_buffers]   buffers to gather, as in PassPlan; None if the pool
+                 is not quantized
+    q_positions  int32 [num_seqs, q_len]
+    q_starts     int32 [num_seqs, q_len]         start of the block that holds a query; None without
+                 buffers
+    k_positions  int32 [num_seqs, num_slots]     absolute positions of the gathered slots
+    k_valid      bool, like k_positions          slots that some query of the sequence sees
+    k_own        bool [num_slots]                slots of buffers; None without
+    k_turns      int64, like k_positions         index of the batch's delta; None without deltas
+    lead         gathered slot of the first query, in the sequence where it is largest
     """
 
     q_len: int
@@ -71,7 +71,11 @@ class TorchBatch:
         plan: PassPlan | None = None,
         most_slots: int | None = None,
     ) -> None:
-        """plan: of a quantized pool's buffers; most_slots: gathered at once, None: no limit."""
+        """Bind a checked layout to a device.
+
+        plan        the buffers of a quantized pool
+        most_slots  slots gathered at once; None: no limit
+        """
         self.layout = layout
         self.plan = plan
         self.device = device
@@ -81,8 +85,8 @@ class TorchBatch:
         self._most_slots = most_slots
         self._groups: dict[int, list[SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
-        # By how much keys are turned: int64 [num_deltas], and which of those each entry has; none
-        # where there are none.
+        # Position deltas of keys: int64 [num_deltas], and the index of each entry's delta; empty
+        # without deltas.
         self.deltas = np.zeros(0, np.int64)
         self._turns = None
         if layout.parts is not None and has_delta(layout.parts):
@@ -91,8 +95,9 @@ class TorchBatch:
             self._turns = turns.reshape(deltas.shape)
 
     def groups(self, window: int) -> list[SameLength]:
-        """The groups for a window (0: none); the window bounds the blocks that are gathered.
-        CapacityError where one sequence has more slots than are gathered at once.
+        """Return the groups for a window (0: none), which bounds the gathered blocks.
+
+        Raises CapacityError if one sequence has more slots than can be gathered at once.
         """
         if window not in self._groups:
             q_lens = np.diff(self.layout.cu_seqlens_q)
@@ -104,7 +109,7 @@ class TorchBatch:
         return self._groups[window]
 
     def _fitting(self, seqs: Longs) -> list[Longs]:
-        """Cut sequences so that what is gathered of some at once stays within the limit."""
+        """Divide sequences so that each part's gathered slots stay within the limit."""
         width = self.layout.block_tables.shape[1] * self._block_size
         if self._most_slots is None:
             return [seqs]
@@ -124,7 +129,7 @@ class TorchBatch:
         q_first = seq_lens - q_len
         q_positions = q_first[:, None] + np.arange(q_len)
         k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
-        # A quantized block is read as codes by the queries behind it.
+        # Queries after a quantized block read it as codes.
         first_own = (
             np.zeros_like(seq_lens) if self.plan is None else self.plan.first[seqs].astype(np.int64)
         )
@@ -185,9 +190,11 @@ class TorchBatch:
 
 
 class PlannedWrites:
-    """What a pass writes of a quantized pool, int64 each: `buffers` and `offsets` of the new
-    tokens; buffers that are copied before, `continued_from` `continued_to`; buffers quantized
-    after, `closed`, into blocks `targets`.
+    """Writes of a pass in a quantized pool, int64 each.
+
+    buffers, offsets              of the new tokens
+    continued_from, continued_to  buffers copied before
+    closed, targets               buffers quantized after, and their blocks
     """
 
     def __init__(self, plan: PassPlan, block_size: int, device: torch.device) -> None:

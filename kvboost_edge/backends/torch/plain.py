@@ -1,4 +1,4 @@
-"""Keys and values as they are, in torch tensors."""
+"""KV storage in torch tensors without quantization."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ class PlainBlocks:
         ]
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, all blocks."""
+        """Return keys and values of a layer, all blocks."""
         keys, values = self._pools[layer]
         return keys, values
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """What `pool_bytes` counts."""
+        """Tensors that `pool_bytes` counts."""
         return self.whole_blocks
 
     @property
     def whole_blocks(self) -> list[torch.Tensor]:
-        """[num_blocks, ...] each: what the bytes of a block are rows of, in order."""
+        """Tensors [num_blocks, ...] whose rows are the bytes of a block, in order."""
         return [half for pool in self._pools for half in pool]
 
     def prepare(self, layout: BatchLayout) -> None:
-        """There is nothing to plan."""
+        """Do nothing: there is no plan."""
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """No block is open."""
+        """Do nothing: no block is open."""
 
     def check_full(self, block_ids: Sequence[int]) -> None:
-        """The caller knows which blocks are full."""
+        """Do nothing: the caller knows which blocks are full."""
 
     def copy(self, src: int, dst: int) -> None:
         """Copy a whole block over all layers."""
@@ -71,7 +71,7 @@ class PlainBlocks:
             half.flatten(0, 1).index_copy_(0, batch.slots, tokens.to(half.dtype))
 
     def gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]."""
+        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]."""
         num_seqs = len(group.blocks)
         keys, values = (
             half[group.blocks]
@@ -86,8 +86,9 @@ class PlainBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim];
-        `which` of the blocks each slot is in.
+        """Read KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
+
+        which  index of each slot's block
         """
         keys, values = (half[blocks][which, offsets].float() for half in self._pools[layer])
         return keys, values
@@ -98,5 +99,5 @@ class PlainBlocks:
             half[torch.tensor(list(block_ids), dtype=torch.int64).to(half.device)] = float("nan")
 
     def content(self, block_id: int) -> list[torch.Tensor]:
-        """What a checksum of the block covers."""
+        """List the tensors that a checksum of the block covers."""
         return [half[block_id] for half in self.whole_blocks]

@@ -1,12 +1,12 @@
-"""Keys and values of full blocks at 8 bits, in torch tensors.
+"""KV of full blocks at 8 bits, in torch tensors.
 
-The bytes are those of kernels/quantized_kv/code_layout.py, packed and unpacked where the tensors
-are, so that an Apple GPU holds half of what 16 bits take.
+The bytes are those of kernels/quantized_kv/code_layout.py, packed and unpacked on the tensors'
+device, so that an Apple GPU holds half the bytes of 16 bits.
 
-As in the other quantized pools a query reads its own block from a float16 buffer and all blocks
-before it from their codes, so that results do not depend on where a pass begins or ends. What codes
-stand for is computed in float32 as the specification does; sums of attention are in float32 too,
-where the kernels round weights to bytes.
+As in the other quantized pools, a query reads its own block from a float16 buffer and all blocks
+before it from their codes, so that results do not depend on where a pass begins or ends. Codes are
+decoded in float32 as in the reference. Sums of attention are in float32 too, while the kernels
+round weights to bytes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _STEPS = np.ldexp(1 + np.arange(256) % 8 / 8, np.arange(256) // 8 - STEP_BIAS).a
 def encode(
     keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: torch.Tensor
 ) -> torch.Tensor:
-    """Codes uint8 [n, num_kv_heads, bytes] of float16 blocks, keys and values [n, block,
-    num_kv_heads, head_dim].
+    """Quantize float16 blocks, keys and values [n, block, num_kv_heads, head_dim], to codes uint8
+    [n, num_kv_heads, bytes].
 
-    steps   float32 [256], what each byte of a key step stands for
+    steps  float32 [256], the value of each byte of a key step
     """
     num, size, heads, head_dim = keys.shape
     dim = layout.dim
@@ -78,7 +78,7 @@ def encode(
 def decode(
     codes: torch.Tensor, layout: CodeLayout, steps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What codes uint8 [..., bytes] stand for: keys and values, float32 [..., block, head_dim]."""
+    """Decode codes uint8 [..., bytes] to keys and values, float32 [..., block, head_dim]."""
     lead = codes.shape[:-1]
     size = layout.block_size
     dim = layout.dim
@@ -110,11 +110,11 @@ class _Half(NamedTuple):
 
 
 class _Arena:
-    """Buffers of all layers of one shape: `num_open` for each layer, then the temporary ones,
-    shared.
+    """Buffers of all layers of one shape: `num_open` for each layer, then the shared temporary
+    ones.
 
-    index   int64 [num_layers, num_open + num_temporary], where a plan's buffers are for each layer
-            of this shape
+    index  int64 [num_layers, num_open + num_temporary], location of a plan's buffers for each layer
+           of this shape
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class _Arena:
 
 class TorchQuantBlocks:
     """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes] each, and the buffers of open
-    blocks. ConfigError for a spec whose blocks cannot be coded.
+    blocks. Raises ConfigError for a spec whose blocks cannot be quantized.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, device: torch.device) -> None:
@@ -189,7 +189,7 @@ class TorchQuantBlocks:
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """What `pool_bytes` counts: codes and open buffers; the temporary ones of a pass are
+        """Tensors that `pool_bytes` counts: codes and open buffers. Temporary buffers of a pass are
         workspace.
         """
         arenas = list(dict.fromkeys(self._arenas))
@@ -200,22 +200,22 @@ class TorchQuantBlocks:
 
     @property
     def whole_blocks(self) -> list[torch.Tensor]:
-        """[num_blocks, ...] each: what the bytes of a block are rows of, in order."""
+        """Tensors [num_blocks, ...] whose rows are the bytes of a block, in order."""
         return self._pools
 
     def prepare(self, layout: BatchLayout) -> PassPlan:
-        """Open and close the blocks of a pass; the layout was checked."""
+        """Open and close the blocks of a pass whose layout was checked."""
         plan = self._open.plan(layout)
         for arena in dict.fromkeys(self._arenas):
             arena.grow(plan.num_temporary)
         return plan
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back the buffers of those of the blocks that are open."""
+        """Return the buffers of those blocks that are open."""
         self._open.release(block_ids)
 
     def check_full(self, block_ids: Sequence[int]) -> None:
-        """ConfigError where one of the blocks is open."""
+        """Raise ConfigError if one of the blocks is open."""
         self._open.check_full(block_ids)
 
     def copy(self, src: int, dst: int) -> None:
@@ -231,7 +231,7 @@ class TorchQuantBlocks:
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
     ) -> None:
-        """Store new tokens and quantize what is full now."""
+        """Store new tokens and quantize the blocks that are now full."""
         writes = batch.writes
         assert writes is not None
         arena = self._arenas[layer]
@@ -248,8 +248,8 @@ class TorchQuantBlocks:
             self._pools[layer][writes.targets] = codes
 
     def gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]:
-        what codes stand for, then buffers.
+        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]:
+        decoded codes, then buffers.
         """
         assert group.buffers is not None
         arena = self._arenas[layer]
@@ -267,15 +267,16 @@ class TorchQuantBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim];
-        `which` of the blocks each slot is in.
+        """Read KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
+
+        which  index of each slot's block
         """
         decoded = decode(self._pools[layer][blocks], self._layouts[layer], self._steps)
         keys, values = (half.transpose(1, 2)[which, offsets] for half in decoded)
         return keys, values
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Bytes of ones, which are NaN in every float16."""
+        """Fill blocks with bytes of ones, which are NaN in every float16."""
         for pool in self._pools:
             pool[torch.tensor(list(block_ids), dtype=torch.int64).to(pool.device)] = 0xFF
         for block_id in block_ids:
@@ -284,12 +285,14 @@ class TorchQuantBlocks:
                 half.fill_(float("nan"))
 
     def content(self, block_id: int) -> list[torch.Tensor]:
-        """What a checksum of the block covers: its buffers where it is open, else its codes."""
+        """List the tensors that a checksum of the block covers: its buffers if it is open,
+        otherwise its codes.
+        """
         buffer = self._open.buffer(block_id)
         return [pool[block_id] for pool in self._pools] if buffer is None else self._halves(buffer)
 
     def _halves(self, buffer: int) -> list[torch.Tensor]:
-        """Keys and values of an open block's buffer, layer by layer."""
+        """List keys and values of an open block's buffer, layer by layer."""
         return [
             half[ordinal * self._open.num_open + buffer]
             for arena, ordinal in zip(self._arenas, self._ordinals, strict=True)
