@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
 
 __all__ = ["TenantLRU"]
 
@@ -17,12 +18,17 @@ _ROOT_BYTES = 1000  # about what Python's objects take around the values of a ro
 V = TypeVar("V")
 
 
+class _Entry(NamedTuple, Generic[V]):
+    value: V
+    size: int
+
+
 class _Root(Generic[V]):
     """Values by key with their sizes, the one that was not used for longest first."""
 
-    def __init__(self, owner: bytes) -> None:
+    def __init__(self, owner: Hashable) -> None:
         self.owner = owner
-        self.values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self.entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
         self.num_bytes = 0
 
 
@@ -30,7 +36,7 @@ class _Owner:
     """The roots of a tenant, the one that was not used for longest first."""
 
     def __init__(self) -> None:
-        self.roots: OrderedDict[bytes, None] = OrderedDict()
+        self.roots: OrderedDict[Hashable, None] = OrderedDict()
         self.num_bytes = 0
 
 
@@ -41,17 +47,37 @@ class TenantLRU(Generic[V]):
     found under another one.
 
     Evicted are:
-    - the oldest values of a root that has more than `max_root_bytes`;
+    - values that were kept more than `seconds` ago, though they were used since (None: never);
+    - the oldest values of a root that has more than `max_root_bytes` or `max_root_values`;
     - where all values take more than `max_bytes`, the oldest root of the owner with the most bytes.
       So an owner with no more than an equal part loses nothing, however many salts others use;
-    - beyond 4096 owners, the owner that was used least recently.
+    - beyond `max_owners`, the owner that was used least recently.
+
+    root_bytes    counted for each root besides its values
+    clock         seconds; for tests
     """
 
-    def __init__(self, max_root_bytes: int = _MAX_ROOT_BYTES, max_bytes: int = _MAX_BYTES) -> None:
-        self._max_root_bytes = max_root_bytes
+    def __init__(
+        self,
+        max_root_bytes: int = _MAX_ROOT_BYTES,
+        max_bytes: int = _MAX_BYTES,
+        *,
+        max_root_values: int | None = None,
+        max_owners: int = _MAX_OWNERS,
+        root_bytes: int = _ROOT_BYTES,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_root_bytes = max_root_bytes
+        self.seconds = seconds
         self._max_bytes = max_bytes
-        self._roots: dict[bytes, _Root[V]] = {}
-        self._owners: OrderedDict[bytes, _Owner] = OrderedDict()
+        self._max_root_values = max_root_values
+        self._max_owners = max_owners
+        self._root_bytes = root_bytes
+        self._clock = clock
+        self._roots: dict[Hashable, _Root[V]] = {}
+        self._owners: OrderedDict[Hashable, _Owner] = OrderedDict()
+        self._kept_at: dict[tuple[Hashable, Hashable], float] = {}  # by root and key, oldest first
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -60,48 +86,111 @@ class TenantLRU(Generic[V]):
         """Bytes that all values take, approximately."""
         return self._num_bytes
 
-    def keep(self, owner: bytes, root: bytes, key: Hashable, value: V, size: int) -> None:
+    def keep(self, owner: Hashable, root: Hashable, key: Hashable, value: V, size: int) -> bool:
         """Keep a value of `size` bytes in place of an older one of its key.
 
-        A value that is too large for a root is not kept. A root has the same owner each time.
+        Return False for a value that is too large for a root, which is not kept. A root has the
+        same owner each time.
         """
-        if size + _ROOT_BYTES > min(self._max_root_bytes, self._max_bytes):
-            return
+        if size + self._root_bytes > min(self.max_root_bytes, self._max_bytes):
+            return False
         with self._lock:
+            self._expire()
             if root not in self._roots:
                 self._roots[root] = _Root(owner)
                 self._owners.setdefault(owner, _Owner())
-                self._grow(self._roots[root], _ROOT_BYTES)
+                self._grow(self._roots[root], self._root_bytes)
             found = self._used(root)
-            old = found.values.pop(key, None)
-            found.values[key] = value, size
-            self._grow(found, size - (0 if old is None else old[1]))
-            while found.num_bytes > self._max_root_bytes:
-                self._drop_oldest(root)
-            while self._num_bytes > self._max_bytes:
-                most = max(self._owners.values(), key=lambda one: one.num_bytes)
-                self._drop_oldest(next(iter(most.roots)))
-            while len(self._owners) > _MAX_OWNERS:
-                for one in list(next(iter(self._owners.values())).roots):
-                    self._forget(one)
+            old = found.entries.pop(key, None)
+            found.entries[key] = _Entry(value, size)
+            self._kept_at.pop((root, key), None)
+            self._kept_at[root, key] = self._clock()
+            self._grow(found, size - (0 if old is None else old.size))
+            self._evict(root)
+            return True
 
-    def find(self, root: bytes, key: Hashable) -> V | None:
+    def resize(self, root: Hashable, key: Hashable, size: int) -> None:
+        """Count other bytes for a value that changed, if it is still kept."""
+        with self._lock:
+            found = self._roots.get(root)
+            if found is not None and key in found.entries:
+                old = found.entries[key]
+                found.entries[key] = old._replace(size=size)
+                self._grow(found, size - old.size)
+                self._evict(root)
+
+    def find(self, root: Hashable, key: Hashable) -> V | None:
         """Return the value of a key, which counts as used now; None if there is none."""
         with self._lock:
-            found = None if root not in self._roots else self._roots[root].values.get(key)
+            self._expire()
+            found = None if root not in self._roots else self._roots[root].entries.get(key)
             if found is None:
                 return None
-            self._used(root).values.move_to_end(key)
-            return found[0]
+            self._used(root).entries.move_to_end(key)
+            return found.value
 
-    def forget(self, *roots: bytes) -> None:
+    def peek(self, root: Hashable, key: Hashable) -> V | None:
+        """Return the value of a key, which does not count as used; None if there is none."""
+        with self._lock:
+            self._expire()
+            found = None if root not in self._roots else self._roots[root].entries.get(key)
+            return None if found is None else found.value
+
+    def values(self, root: Hashable) -> list[V]:
+        """Return the values of a root, the one that was not used for longest first."""
+        with self._lock:
+            self._expire()
+            found = self._roots.get(root)
+            return [] if found is None else [entry.value for entry in found.entries.values()]
+
+    def drop(self, root: Hashable, key: Hashable) -> bool:
+        """Drop the value of a key; return whether there was one."""
+        with self._lock:
+            self._expire()
+            if root not in self._roots or key not in self._roots[root].entries:
+                return False
+            self._drop(root, key)
+            return True
+
+    def forget(self, *roots: Hashable) -> None:
         """Drop all values of these roots."""
         with self._lock:
             for root in roots:
                 if root in self._roots:
                     self._forget(root)
 
-    def _used(self, root: bytes) -> _Root[V]:
+    def clear(self) -> None:
+        """Drop all values."""
+        with self._lock:
+            for root in list(self._roots):
+                self._forget(root)
+
+    def expire(self) -> None:
+        """Drop the values whose time is over; every other call does it too."""
+        with self._lock:
+            self._expire()
+
+    def _expire(self) -> None:
+        if self.seconds is None:
+            return
+        before = self._clock() - self.seconds
+        while self._kept_at and next(iter(self._kept_at.values())) < before:
+            self._drop(*next(iter(self._kept_at)))
+
+    def _evict(self, root: Hashable) -> None:
+        """Drop what is too much after a root has grown."""
+        found = self._roots[root]
+        most = self._max_root_values
+        while found.num_bytes > self.max_root_bytes or (most and len(found.entries) > most):
+            self._drop_oldest(root)
+        while self._num_bytes > self._max_bytes:
+            largest = max(self._owners.values(), key=lambda one: one.num_bytes)
+            self._drop_oldest(next(iter(largest.roots)))
+        while len(self._owners) > self._max_owners:
+            for one in list(next(iter(self._owners.values())).roots):
+                self._forget(one)
+
+    def _used(self, root: Hashable) -> _Root[V]:
         found = self._roots[root]
         owner = self._owners[found.owner]
         owner.roots[root] = None
@@ -114,15 +203,20 @@ class TenantLRU(Generic[V]):
         self._owners[root.owner].num_bytes += num_bytes
         self._num_bytes += num_bytes
 
-    def _drop_oldest(self, root: bytes) -> None:
+    def _drop_oldest(self, root: Hashable) -> None:
+        self._drop(root, next(iter(self._roots[root].entries)))
+
+    def _drop(self, root: Hashable, key: Hashable) -> None:
         found = self._roots[root]
-        _, (_, size) = found.values.popitem(last=False)
-        self._grow(found, -size)
-        if not found.values:
+        self._grow(found, -found.entries.pop(key).size)
+        del self._kept_at[root, key]
+        if not found.entries:
             self._forget(root)
 
-    def _forget(self, root: bytes) -> None:
+    def _forget(self, root: Hashable) -> None:
         found = self._roots.pop(root)
+        for key in found.entries:
+            del self._kept_at[root, key]
         owner = self._owners[found.owner]
         owner.roots.pop(root, None)
         owner.num_bytes -= found.num_bytes

@@ -296,15 +296,16 @@ _APART = (
     fault(
         "a remembered response is shown to whoever knows its id",
         "server/work/remembered.py",
-        "            return self._turns.get(tenant, OrderedDict()).get(name)\n",
-        "            return next((t[name] for t in self._turns.values() if name in t), None)\n",
+        "        return self.kept.peek(tenant, name)\n",
+        "        return next(filter(None, (self.kept.peek(t, name) for t in list(self.kept._roots))), None)\n",
         f"{_TENANTS}::test_requests_and_responses_of_another_key_are_as_if_they_never_were",
     ),
     fault(
         "the cache report of a request is shown to whoever knows its id",
         "server/cache_report/records.py",
-        "self._tenants[tenant].get(request_id) if tenant in self._tenants else None",
-        "next((k[request_id] for k in self._tenants.values() if request_id in k), None)",
+        "        found = self.kept.peek(tenant, request_id)\n",
+        "        whoever = (self.kept.peek(one, request_id) for one in list(self.kept._roots))\n"
+        "        found = next(filter(None, whoever), None)\n",
         f"{_TENANTS}::test_requests_and_responses_of_another_key_are_as_if_they_never_were",
     ),
     fault(
@@ -497,8 +498,8 @@ _FIGURES = (
     fault(
         "the report keeps any number of a key's requests",
         "server/cache_report/records.py",
-        "while len(kept) > _MAX_REQUESTS or (kept and",
-        "while (kept and",
+        "            max_root_values=_MAX_REQUESTS,\n",
+        "",
         f"{_RECORDS}::test_many_small_requests_are_bounded_in_number",
     ),
     fault(

@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from kvboost_edge.host import tenant_lru as fair_store
+from kvboost_edge.host import tenant_lru
 from kvboost_edge.host.tenant_lru import TenantLRU
 
-ROOT_BYTES = fair_store._ROOT_BYTES
+ROOT_BYTES = tenant_lru._ROOT_BYTES
 Store = TenantLRU[int]
 
 
@@ -68,9 +68,8 @@ def test_a_third_one_finds_its_part_and_those_with_more_give():
     assert held == {"one": 10, "two": 10, "three": 10}
 
 
-def test_of_too_many_owners_the_one_that_came_longest_ago_goes(monkeypatch):
-    monkeypatch.setattr(fair_store, "_MAX_OWNERS", 3)
-    store = Store()
+def test_of_too_many_owners_the_one_that_came_longest_ago_goes():
+    store = Store(max_owners=3)
     for owner in (b"a", b"b", b"a", b"c", b"d"):
         for salt in (b"1", b"2"):
             store.keep(owner, owner + salt, "key", 1, 10)
@@ -81,6 +80,50 @@ def test_of_too_many_owners_the_one_that_came_longest_ago_goes(monkeypatch):
         1,
     ]
     assert store.num_bytes == 6 * (ROOT_BYTES + 10)
+
+
+def test_a_value_leaves_after_its_time_though_it_was_used():
+    now = 0.0
+    store = Store(seconds=10, clock=lambda: now)
+    store.keep(b"me", b"root", "a", 1, 10)
+    now = 6.0
+    store.keep(b"me", b"root", "b", 2, 10)
+    assert (store.find(b"root", "a"), store.values(b"root")) == (1, [2, 1])
+    now = 11.0
+    assert (store.values(b"root"), store.num_bytes) == ([2], ROOT_BYTES + 10)
+    store.keep(b"me", b"root", "b", 3, 10)
+    now = 17.0
+    assert store.peek(b"root", "b") == 3, "it was kept once more"
+    now = 22.0
+    store.expire()
+    assert store.num_bytes == 0
+
+
+def test_a_root_keeps_as_many_values_as_it_may():
+    store = Store(max_root_values=2)
+    for number in range(3):
+        store.keep(b"me", b"root", number, number, 10)
+        assert store.peek(b"root", 0) in (0, None), "that is no use of it"
+    assert store.values(b"root") == [1, 2]
+    assert store.drop(b"root", 1)
+    assert not store.drop(b"root", 1)
+    assert not store.drop(b"other", 2)
+    assert (store.values(b"root"), store.num_bytes) == ([2], ROOT_BYTES + 10)
+    store.clear()
+    assert (store.values(b"root"), store.num_bytes) == ([], 0)
+
+
+def test_a_value_that_grew_counts_with_its_new_size():
+    store = Store(max_root_bytes=ROOT_BYTES + 100)
+    for key in "ab":
+        assert store.keep(b"me", b"root", key, 1, 40)
+    store.resize(b"root", "b", 60)
+    assert (store.values(b"root"), store.num_bytes) == ([1, 1], ROOT_BYTES + 100)
+    store.resize(b"root", "b", 61)
+    assert (store.peek(b"root", "a"), store.num_bytes) == (None, ROOT_BYTES + 61)
+    store.resize(b"root", "gone", 1000)
+    store.resize(b"root", "b", 101)
+    assert store.num_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -116,7 +159,7 @@ def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed)
         gone = {
             at
             for at in known
-            if bytes(at[:2]) not in roots or at[2] not in roots[bytes(at[:2])].values
+            if bytes(at[:2]) not in roots or at[2] not in roots[bytes(at[:2])].entries
         }
         for at in gone:
             same_root = at[:2] == (owner, root)
@@ -124,5 +167,5 @@ def test_bytes_are_those_of_what_is_kept_and_nobody_with_a_fair_part_loses(seed)
                 "it had less than an equal part"
             )
             del known[at]
-        assert {at: store._roots[bytes(at[:2])].values[at[2]] for at in known} == known
+        assert {at: store._roots[bytes(at[:2])].entries[at[2]] for at in known} == known
         assert sum(held().values()) == store.num_bytes <= most

@@ -115,14 +115,14 @@ def forget(server):
     """As if a day had gone by: what is remembered for a time is due, and the next request finds
     that out.
     """
-    remembered = server.state.remembered
-    doctor = server.state.doctor
-    remembered.seconds = doctor.history.seconds = -1.0
+    remembered = server.state.remembered.kept
+    history = server.state.doctor.history.kept
+    remembered.seconds = history.seconds = -1.0
     with server.client() as client:
         assert client.get("/v1/responses/resp_0").status_code == 404
         assert client.get("/v1/requests").json()["data"] == []
     remembered.seconds = 24 * 3600.0
-    doctor.history.seconds = server.state.settings.request_history
+    history.seconds = server.state.settings.request_history
 
 
 def test_a_storm_of_leaving_clients_leaves_nothing(server, scale):

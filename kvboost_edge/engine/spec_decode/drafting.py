@@ -11,12 +11,12 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from kvboost_edge.host.tenant_lru import TenantLRU
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.ngram_cache import (
     GRAM,
@@ -44,7 +44,9 @@ _LEAST_MATCH = 3  # tokens: shorter ends of a text stand in it by chance
 _ASTRAY = 3  # drafts in a row of which nothing was right: what was followed so far ends there
 _LONGEST_TAIL = 64  # tokens that are compared with the ring: a longer match says no more
 _LEAST_ROOM = 1024  # tokens an automaton begins with
+_RING = "ring"
 _RING_TOKENS = 1 << 17  # 1.6 MB a tenant
+_MOST_RING_BYTES = 2 << 20
 _MOST_TENANTS = 32
 _MOST_AUTOMATA_BYTES = 64 << 20  # of all sequences of an engine: texts of 350,000 to 700,000 tokens
 
@@ -88,14 +90,16 @@ class TenantHistory:
     """
 
     def __init__(self, most_automata_bytes: int = _MOST_AUTOMATA_BYTES) -> None:
-        self._rings: OrderedDict[bytes, Ring] = OrderedDict()
+        self._rings: TenantLRU[Ring] = TenantLRU(
+            _MOST_RING_BYTES, max_owners=_MOST_TENANTS, root_bytes=0
+        )
         self._most_automata_bytes = most_automata_bytes
         self._automata_bytes = 0
 
     @property
     def nbytes(self) -> int:
         """Of rings and automata."""
-        return sum(ring.nbytes for ring in list(self._rings.values())) + self._automata_bytes
+        return self._rings.num_bytes + self._automata_bytes
 
     def reserve(self, nbytes: int) -> bool:
         """Take bytes for automata, or give some back (below 0); whether they were there."""
@@ -106,17 +110,15 @@ class TenantHistory:
 
     def keep(self, tenant: bytes, token_ids: Sequence[int]) -> None:
         """Remember tokens that belong together."""
-        ring = self._rings.pop(tenant, None) or new_ring(_RING_TOKENS)
-        self._rings[tenant] = ring
-        while len(self._rings) > _MOST_TENANTS:
-            self._rings.popitem(last=False)
+        ring = self._rings.peek(tenant, _RING) or new_ring(_RING_TOKENS)
+        self._rings.keep(tenant, tenant, _RING, ring, ring.nbytes)
         append_tokens(np.array(token_ids[-_RING_TOKENS:], np.int32), *ring)
 
     def find(self, tenant: bytes, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
         """How many of the last tokens of `tail` stood there one behind another, and up to `most`
         that followed.
         """
-        ring = self._rings.get(tenant)
+        ring = self._rings.peek(tenant, _RING)
         if ring is None or len(tail) < GRAM:
             return 0, []
         found = np.empty(2, np.int64)

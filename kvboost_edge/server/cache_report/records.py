@@ -10,13 +10,13 @@ import asyncio
 import dataclasses
 import itertools
 import time
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kvboost_edge.host.tenant_lru import TenantLRU
 from kvboost_edge.server.response_types import Cause, PromptCache
 
 __all__ = ["NOT_SAID", "Diagnosis", "History", "PromptField", "PromptInputs", "RequestRecord"]
@@ -162,54 +162,55 @@ class History:
     salts together, so that no number of salts makes the others' records leave, or what is done here
     slow.
 
-    `seconds`: how long a record is kept, 0: nothing is.
+    seconds   how long a record is kept, 0: nothing is
+    kept      the records of each tenant, the oldest first
     """
 
     def __init__(
-        self, seconds: float, max_bytes: int = _MAX_BYTES, max_tenant_bytes: int = _MAX_TENANT_BYTES
+        self,
+        seconds: float,
+        max_bytes: int = _MAX_BYTES,
+        max_tenant_bytes: int = _MAX_TENANT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds = seconds
-        self.nbytes = 0  # that all records take, about
-        self._max_bytes = max_bytes
-        self._max_tenant_bytes = max_tenant_bytes
-        self._tenants: OrderedDict[str | None, OrderedDict[str, _Kept]] = OrderedDict()
-        self._sizes: dict[str | None, int] = {}
+        self.kept: TenantLRU[_Kept] = TenantLRU(
+            max_tenant_bytes,
+            max_bytes,
+            max_root_values=_MAX_REQUESTS,
+            root_bytes=0,
+            seconds=seconds,
+            clock=clock,
+        )
         self._sweep: asyncio.TimerHandle | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all records take, approximately."""
+        return self.kept.num_bytes
+
     def add(self, tenant: str | None, salt: str | None, record: RequestRecord) -> None:
-        """Keep a record, of an id that is new; the oldest of the tenant, and then the tenant that
-        asked longest ago, make room.
-        """
-        if not self.seconds:
-            return
-        kept = self._tenants.setdefault(tenant, OrderedDict())
-        self._tenants.move_to_end(tenant)
-        kept[record.request_id] = _Kept(salt, record)
-        self._grow(tenant, record.nbytes)
-        self.forget_old()
-        while len(kept) > _MAX_REQUESTS or (kept and self._sizes[tenant] > self._max_tenant_bytes):
-            self._drop(tenant, next(iter(kept)))
-        while self.nbytes > self._max_bytes:
-            oldest = next(iter(self._tenants))
-            self._drop(oldest, next(iter(self._tenants[oldest])))
+        """Keep a record, of an id that is new."""
+        if self.seconds:
+            self.kept.keep(tenant, tenant, record.request_id, _Kept(salt, record), record.nbytes)
 
     def extend(self, tenant: str | None, record: RequestRecord, answer: Sequence[int]) -> None:
-        """What was computed of a record's answer, if it is still kept."""
+        """Add what was computed of a record's answer, if it is still kept."""
         if self._keeps(tenant, record):
-            self._grow(tenant, 4 * len(answer))
             record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
+            self.kept.resize(tenant, record.request_id, record.nbytes)
 
     def closest(
         self, tenant: str | None, salt: str | None, record: RequestRecord
     ) -> tuple[RequestRecord | None, int]:
-        """The earlier record of the same salt that begins like this one for the most tokens, of
-        equal ones the latest, and how many.
+        """Return the earlier record of the same salt that has the longest common prefix with this
+        one, the latest of equal ones, and the length of that prefix.
         """
         best = None
         most = 0
         ids = record.ids[: record.num_prompt]
         earlier = list(
-            itertools.takewhile(lambda kept: kept.record is not record, self._of(tenant))
+            itertools.takewhile(lambda kept: kept.record is not record, self.kept.values(tenant))
         )
         for other in (kept.record for kept in reversed(earlier) if kept.salt == salt):
             # One token tells most that cannot be better, without reading all before it.
@@ -221,21 +222,12 @@ class History:
         return best, most
 
     def remove(self, tenant: str | None, record: RequestRecord) -> None:
-        """Forget a record, if it is still kept."""
+        """Drop a record, if it is still kept."""
         if self._keeps(tenant, record):
-            self._drop(tenant, record.request_id)
-
-    def forget_old(self) -> None:
-        """Forget what is older than `seconds`."""
-        before = time.time() - self.seconds
-        for tenant in list(self._tenants):
-            for kept in list(
-                itertools.takewhile(lambda kept: kept.record.at < before, self._of(tenant))
-            ):
-                self._drop(tenant, kept.record.request_id)
+            self.kept.drop(tenant, record.request_id)
 
     def sweep_later(self) -> None:
-        """Records end in time where no request comes either, and whether or not their model is
+        """Drop records in time where no request comes either, and whether or not their model is
         still loaded.
         """
         if self.seconds and self._sweep is None:
@@ -243,35 +235,19 @@ class History:
 
     def _swept(self) -> None:
         self._sweep = None
-        self.forget_old()
+        self.kept.expire()
         if self.nbytes:
             self.sweep_later()
 
     def find(self, tenant: str | None, request_id: str) -> RequestRecord | None:
-        """The tenant's record of a request, under any salt."""
-        self.forget_old()
-        found = self._tenants[tenant].get(request_id) if tenant in self._tenants else None
+        """Return the tenant's record of a request, under any salt."""
+        found = self.kept.peek(tenant, request_id)
         return None if found is None else found.record
 
     def latest(self, tenant: str | None) -> list[RequestRecord]:
-        """The tenant's requests, the latest first."""
-        self.forget_old()
-        return sorted(
-            (kept.record for kept in self._of(tenant)), key=lambda record: record.at, reverse=True
-        )
-
-    def _of(self, tenant: str | None) -> Iterable[_Kept]:
-        """What is kept of a tenant, the oldest first."""
-        return self._tenants[tenant].values() if tenant in self._tenants else ()
+        """Return the tenant's records, the latest first."""
+        records = [kept.record for kept in self.kept.values(tenant)]
+        return sorted(records, key=lambda record: record.at, reverse=True)
 
     def _keeps(self, tenant: str | None, record: RequestRecord) -> bool:
-        return any(kept.record is record for kept in self._of(tenant))
-
-    def _grow(self, tenant: str | None, num_bytes: int) -> None:
-        self.nbytes += num_bytes
-        self._sizes[tenant] = self._sizes.get(tenant, 0) + num_bytes
-
-    def _drop(self, tenant: str | None, request_id: str) -> None:
-        self._grow(tenant, -self._tenants[tenant].pop(request_id).record.nbytes)
-        if not self._tenants[tenant]:
-            del self._tenants[tenant], self._sizes[tenant]
+        return self.find(tenant, record.request_id) is record

@@ -14,7 +14,7 @@ from kvboost_edge.engine.spec_decode.drafting import (
     most_drafted,
 )
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.kernels.ngram_cache import append_entry, find_entry
+from kvboost_edge.kernels.ngram_cache import append_entry, find_entry, new_ring
 from kvboost_edge.kernels.suffix_automaton import automaton_bytes, extend_entry
 
 SAID = list(range(100, 140))
@@ -183,13 +183,15 @@ def test_what_one_tenant_said_is_not_guessed_for_another(engines):
     engine.reset_cache()
     memory = engine._scheduler.speculation.memory
     engine.generate(QUESTION, max_new_tokens=40, tenant="a")
-    roots = set(memory._rings)
+    roots = set(memory._rings._roots)
     engine.generate(QUESTION, max_new_tokens=40, tenant="a", cache_salt="s")
-    assert len(set(memory._rings) - roots) == 1, "a salt narrows this as it narrows the cache"
+    assert len(set(memory._rings._roots) - roots) == 1, (
+        "a salt narrows this as it narrows the cache"
+    )
     engine.generate(QUESTION, max_new_tokens=40, tenant="b", mode="baseline")
-    assert len(memory._rings) == 2, "who bypasses the cache leaves nothing"
+    assert len(memory._rings._roots) == 2, "who bypasses the cache leaves nothing"
     assert engine.reset_cache() >= 0
-    assert not memory._rings
+    assert not memory._rings._roots
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_automata_are_bounded_together_and_who_has_none_is_guessed_for_from_the_
     first.release()
     assert second.propose(text, 4) is not None
     second.release()
-    assert memory.nbytes == sum(ring.nbytes for ring in memory._rings.values())
+    assert memory.nbytes == new_ring(1 << 17).nbytes
 
 
 def test_the_figures_of_a_running_engine_have_what_drafts_are_guessed_from():
@@ -254,7 +256,7 @@ def test_the_figures_of_a_running_engine_have_what_drafts_are_guessed_from():
         assert engine.paged_stats()["draft_bytes"] == 0
         engine.generate([1, 2, 3], max_new_tokens=20, temperature=0, ignore_eos=True)
         assert max(seen) == automaton_bytes(1024), "while it runs"
-        rings = sum(ring.nbytes for ring in engine._scheduler.speculation.memory._rings.values())
+        rings = engine._scheduler.speculation.memory._rings.num_bytes
         assert engine.paged_stats()["draft_bytes"] == rings > 0, (
             "what is done has given its own back"
         )

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from kvboost_edge.server.cache_report import records
 from kvboost_edge.server.cache_report.records import (
     History,
     PromptField,
@@ -12,13 +11,10 @@ from kvboost_edge.server.cache_report.records import (
 )
 
 
-def record(name, ids, *, text="", at=None):
-    made = RequestRecord(
+def record(name, ids, *, text=""):
+    return RequestRecord(
         name, PromptInputs((PromptField("prompt", text),)), np.array(ids, np.int32), len(ids)
     )
-    if at is not None:
-        made.at = at
-    return made
 
 
 def test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt():
@@ -86,19 +82,30 @@ def test_many_salts_of_one_tenant_take_no_more_room_than_one():
     assert (history.find("one", "0"), history.find("one", "999")) == (None, kept[1])
 
 
+def test_a_tenant_with_no_more_than_an_equal_part_loses_nothing():
+    history = History(60, max_bytes=40_000, max_tenant_bytes=20_000)
+    for number in range(3):
+        history.add("quiet", None, record(f"mine {number}", list(range(500))))
+    for number in range(300):
+        for loud in ("one", "two"):
+            history.add(loud, None, record(f"{loud} {number}", list(range(500))))
+    assert len(history.latest("quiet")) == 3
+    assert history.nbytes <= 40_000
+    assert all(history.find(loud, f"{loud} 299") for loud in ("one", "two"))
+
+
 def test_a_request_too_large_to_keep_leaves_nothing_behind():
     history = History(60, max_tenant_bytes=2_000)
     history.add(None, None, record("large", list(range(1000))))
     assert (history.nbytes, history.latest(None)) == (0, [])
 
 
-def test_old_ones_are_forgotten_and_0_seconds_keep_nothing(monkeypatch):
+def test_old_ones_are_forgotten_and_0_seconds_keep_nothing():
     now = 1000.0
-    monkeypatch.setattr(records.time, "time", lambda: now)
-    history = History(10)
-    history.add("a", None, record("old", [1], at=now))
+    history = History(10, clock=lambda: now)
+    history.add("a", None, record("old", [1]))
     now = 1011.0
-    history.add("b", None, record("new", [1], at=now))
+    history.add("b", None, record("new", [1]))
     assert history.find("a", "old") is None
     assert history.find("b", "new") is not None
     nothing = History(0)

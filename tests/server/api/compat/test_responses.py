@@ -132,7 +132,7 @@ async def test_a_response_of_another_key_is_not_there(keyed_app, speaker):
 
 async def test_a_response_larger_than_the_memory_says_that_it_is_not_kept(app, speaker):
     remembered = app.state.remembered
-    remembered.max_bytes = 100
+    remembered.kept.max_root_bytes = 100
     assert (await ask(app, store=True))["store"] is False
     assert remembered.num_bytes == 0
 
