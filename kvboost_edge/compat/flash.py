@@ -1,8 +1,7 @@
-"""Which flash-attention kernels this machine has, and putting them into a transformers model
-outside the engine.
+"""Flash attention for transformers models outside the engine.
 
-The names are those users know. torch and transformers are loaded on first use. The engine needs
-none of this: its backends choose their kernels themselves.
+The names are those of KVBoost. torch and transformers are loaded on first use. The engine does not
+use this module: its backends choose their kernels themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +20,19 @@ __all__ = [
 
 
 def flash_attention_available() -> bool:
-    """Whether a GPU is here with a flash-attention kernel for it. False on every machine without a
+    """Tell whether there is a GPU with a flash-attention kernel. False on every machine without a
     CUDA device.
     """
     return get_flash_attn_tier() != "vanilla"
 
 
 def get_flash_attn_tier() -> str:
-    """ "kvboost_cuda": the project's kernels are installed and passed their test on the first CUDA
-    device; "torch_flash": torch's own; "vanilla": neither.
+    """Return the best flash attention of this machine.
+
+    - "kvboost_cuda": the project's kernels are installed and passed their test on the first CUDA
+      device
+    - "torch_flash": torch's own
+    - "vanilla": neither
     """
     if importlib.util.find_spec("torch") is None:
         return "vanilla"
@@ -39,13 +42,13 @@ def get_flash_attn_tier() -> str:
 
 
 def install_flash_attention(model: Any) -> int:
-    """Make a transformers model call the best kernel of the device it is on; how many attention
-    modules do so now.
+    """Make a transformers model call the best kernel of its device; return the number of attention
+    modules that now do.
 
-    0, with nothing changed, on a CPU, on a GPU without a kernel, and where it is installed already.
-    Calls whose mask is not plainly causal (padding, packed sequences) are computed by torch with
-    that mask, so results stay right. Raises RequestError for what is no transformers model,
-    ModelFormatError for one that does not run with it.
+    Returns 0 and changes nothing on a CPU, on a GPU without a kernel, and if it is installed
+    already. Calls whose mask is not plainly causal (padding, packed sequences) are computed by
+    torch with that mask, so results stay right. Raises RequestError for an object other than a
+    transformers model, ModelFormatError for a model that does not run with it.
     """
     from kvboost_edge.runners.torch import flash
 
@@ -53,7 +56,7 @@ def install_flash_attention(model: Any) -> int:
 
 
 def uninstall_flash_attention(model: Any) -> int:
-    """Give the model back what it called before; how many attention modules changed. 0 where
+    """Restore the model's own attention; return the number of attention modules changed, 0 if
     nothing was installed.
     """
     from kvboost_edge.runners.torch import flash

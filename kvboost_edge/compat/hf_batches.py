@@ -30,8 +30,8 @@ __all__ = [
 
 
 def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
-    """Keys and values [1, heads, tokens, dim] of each layer as [batch_size, heads, tokens, dim]:
-    views, no copy.
+    """Expand KV [1, heads, tokens, dim] of each layer to [batch_size, heads, tokens, dim]: views,
+    no copy.
     """
     return tuple(
         (k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv
@@ -44,10 +44,10 @@ def pad_and_mask(
     """Left-pad: (ids, masks), both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on
     padding.
 
-    Left, so that the last column holds each row's last token. Behind a shared prefix of P tokens
-    the attention mask is P ones followed by the row's mask, and the positions are P + cumsum(mask)
-    - 1. transformers measures a sliding window in slots, padding included: for models that have
-    one, pad whole prompts, not what follows a prefix.
+    Padding is on the left so that the last column holds each row's last token. After a shared
+    prefix of P tokens, the attention mask is P ones followed by the row's mask, and the positions
+    are P + cumsum(mask) - 1. transformers measures a sliding window in slots, padding included: for
+    models with one, pad whole prompts, not suffixes of a prefix.
     """
     import torch
 
@@ -72,19 +72,20 @@ def batched_decode(
     *,
     attention_mask: torch.Tensor | None = None,
 ) -> tuple[list[list[int]], LegacyKV]:
-    """Decode a batch whose prompts are already in `past_kv`; returns (token ids of each row, grown
+    """Decode a batch whose prompts are already in `past_kv`; return (token ids of each row, grown
     KV).
 
-    past_kv          per layer (keys, values) [batch, kv_heads, slots, dim]; a sliding window's
-                     cache may be cut to it
-    first_tokens     [batch] the first new token of each row, counted in max_new_tokens and part of
-                     the output
-    start_pos        the position of the first new token; per row if their lengths differ
-    attention_mask   int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos
-                     slots hold tokens, as left padding leaves them. Rows that share a prefix need
-                     it, since padding may stand behind that
+    past_kv         (keys, values) of each layer, [batch, kv_heads, slots, dim]; the cache of a
+                    sliding window may be cut to it
+    first_tokens    [batch] the first new token of each row, counted in max_new_tokens and part of
+                    the output
+    start_pos       position of the first new token; one for each row if their lengths differ
+    attention_mask  int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos
+                    slots hold tokens, as left padding leaves them. Rows that share a prefix need
+                    it, because padding may follow the prefix
+
     A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
-    generator. Raises RequestError where the arguments leave open which slots hold tokens.
+    generator. Raises RequestError if the arguments leave open which slots hold tokens.
     """
     import torch
     from transformers import DynamicCache
@@ -138,8 +139,9 @@ def batched_decode(
 
 
 def _check_no_shared_prefix(kv: LegacyKV) -> None:
-    """Rows whose first slots are equal share a prefix. Whether their suffixes were padded, between
-    it and themselves, nothing but the mask tells.
+    """Raise RequestError if rows have equal first slots, hence a shared prefix.
+
+    Only a mask could tell whether padding follows the prefix.
     """
     first = kv[0][0][:, :, 0]
     if len(first) > 1 and bool((first == first[:1]).all()):
@@ -157,8 +159,10 @@ def _check_temperature(temperature: object) -> None:
 
 
 def _left_padded(kv: LegacyKV, mask: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The KV with each row's hidden slots moved to its front: distances in slots are then distances
-    in positions, which sliding windows count on. A copy only where something moves.
+    """Return the KV with each row's hidden slots moved to its front.
+
+    Distances in slots are then distances in positions, as sliding windows require. Tensors are
+    copied only if something moves.
     """
     order = mask.argsort(dim=1, stable=True)
     if bool((order[:, 1:] > order[:, :-1]).all()):

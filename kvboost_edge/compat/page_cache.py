@@ -1,9 +1,9 @@
-"""A page cache for payloads of any kind, with prefix sharing and copy-on-write, over the integer
+"""llmds' page cache: payloads of any kind, with prefix sharing and copy-on-write, over the integer
 block pool.
 
-Sequences are attached and detached as a whole; `get` gives back what was attached. Pages whose
-prefix tokens and payloads are equal are held once. The bookkeeping is `KVCacheManager`'s; the
-payloads stand beside it, by page.
+Sequences are attached and detached as a whole; `get` returns the attached payloads. Pages with
+equal prefix tokens and payloads are held once. `KVCacheManager` does the bookkeeping; the payloads
+are kept separately, by page.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class KVCache:
     first one keyed by the four tokens; attach("b", [k0 .. k3, x], prefix_tokens=[7, 8, 9, 10])
     shares that page and takes one of its own.
 
-    Payloads are deep-copied on the way in and out, so no caller can change what another sequence
-    sees; what Python cannot copy (a lock, a generator) is kept by reference. Two payloads are equal
-    when `==` says so and their types and signs are, inside them too; for arrays and tensors shape,
-    dtype and every element. In doubt they differ and nothing is shared.
+    Payloads are deep-copied on the way in and out, so no caller can change those of another
+    sequence; objects that Python cannot copy (a lock, a generator) are kept by reference. Two
+    payloads are equal if `==` says so and their types and signs are equal, inside them too; for
+    arrays and tensors shape, dtype and every element. If in doubt, they differ and nothing is
+    shared.
 
-    The prefix pages of a detached sequence are free, yet stay matchable until they are taken again.
+    The prefix pages of a detached sequence are free, yet stay matchable until they are reused.
     """
 
     def __init__(
@@ -66,14 +67,15 @@ class KVCache:
     def attach(
         self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None
     ) -> None:
-        """Store a sequence's payloads; a live `seq_id` is replaced, its open drafts are rejected.
+        """Store a sequence's payloads; a live `seq_id` is replaced, and its open drafts are
+        rejected.
 
-        `prefix_tokens` are the token ids of the first payloads (ids beyond the last payload are
-        ignored). The pages they reach into are shared with sequences of the same prefix and the
-        same payloads; from the first page whose payloads differ on, the sequence has its own.
+        prefix_tokens  token ids of the first payloads; ids beyond the last payload are ignored.
+                       Their pages are shared with sequences of the same prefix and payloads. From
+                       the first page with other payloads on, the sequence has its own
 
-        Raises CapacityError when the pages do not suffice even after the replaced sequence is gone,
-        RequestError for prefix tokens that are no token ids; the cache is then as it was before.
+        Raises CapacityError if the pages do not suffice even without the replaced sequence,
+        RequestError for prefix tokens that are not token ids; the cache is then unchanged.
         """
         _check_hashable(seq_id)
         payloads = _copies("kv_tokens", kv_tokens)
@@ -105,21 +107,19 @@ class KVCache:
         self._prefix_shares += num_shared > 0
 
     def detach(self, seq_id: Hashable) -> None:
-        """Give back a sequence's pages and reject its open drafts; nothing happens for an unknown
-        id.
-        """
+        """Release a sequence's pages and reject its open drafts; ignore an unknown id."""
         table = self._sequences.pop(seq_id, None)
         if table is not None:
             self._close_drafts(seq_id)
             self._free(table)
 
     def get(self, seq_id: Hashable) -> list[Any] | None:
-        """A copy of the sequence's payloads, in order; None for an unknown id."""
+        """Copy the sequence's payloads, in order; None for an unknown id."""
         table = self._sequences.get(seq_id)
         return None if table is None else self._read(table)
 
     def stats(self) -> dict[str, int]:
-        """Counts of the moment.
+        """Return the current counts.
 
         total_sequences     sequences attached
         total_pages         max_pages
@@ -142,12 +142,12 @@ class KVCache:
         }
 
     def hook_speculative_decode(self, seq_id: Hashable, draft_tokens: Sequence[Any]) -> Draft:
-        """Append draft payloads behind a sequence, copy-on-write, and return the handle that
-        decides on them.
+        """Append draft payloads to a sequence, copy-on-write, and return the handle that decides on
+        them.
 
         The sequence itself is unchanged until the draft is accepted; several drafts may be open at
-        once. Raises RequestError for an unknown id, CapacityError (nothing changed) when the pages
-        do not suffice.
+        once. Raises RequestError for an unknown id, CapacityError (nothing changed) if the pages do
+        not suffice.
         """
         table = self._sequences.get(seq_id)
         if table is None:
@@ -164,15 +164,17 @@ class KVCache:
         return draft
 
     def check_invariants(self) -> None:
-        """Recompute the bookkeeping from scratch; CacheCorruption on the first contradiction."""
+        """Recompute the bookkeeping from scratch; raise CacheCorruption on the first
+        contradiction.
+        """
         drafts = [draft._table for drafts in self._drafts.values() for draft in drafts]
         self._manager.check_invariants([*self._sequences.values(), *drafts])
 
     # ---- drafts
 
     def _accept(self, draft: Draft, payloads: list[Any]) -> None:
-        # The drafts go first: the pages they held cover what is appended here, so this cannot fail
-        # half way.
+        # Drop the drafts before appending: their pages cover the new payloads, so this cannot
+        # fail halfway.
         self._close_drafts(draft._seq_id)
         self._append(self._sequences[draft._seq_id], payloads)
 
@@ -195,8 +197,8 @@ class KVCache:
         return -(-num_payloads // self._page_size)
 
     def _key(self, prefix_tokens: Sequence[int] | None, num_payloads: int) -> list[int]:
-        """Token ids of the pages the prefix reaches into, filled up to whole pages; empty where
-        nothing is shared.
+        """Return the token ids of the prefix's pages, filled up to whole pages; empty if nothing is
+        shared.
         """
         if not self._enable_prefix_sharing or prefix_tokens is None:
             return []
@@ -213,9 +215,7 @@ class KVCache:
         return key + [_FILLER] * (-len(key) % self._page_size)
 
     def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
-        """How many of the matched pages hold exactly these payloads, up to the first that does
-        not.
-        """
+        """Count the matched pages with exactly these payloads, up to the first that differs."""
         for index, page_id in enumerate(table.block_ids):
             if not _equal(
                 self._payloads[page_id],
@@ -225,7 +225,7 @@ class KVCache:
         return len(table)
 
     def _available_for(self, seq_id: Hashable, table: BlockTable, num_shared: int) -> int:
-        """Pages free once what is attached under `seq_id` is gone, while `table` keeps its first
+        """Count the pages that are free without `seq_id` while `table` keeps its first
         `num_shared`.
         """
         leaving = [draft._table for draft in self._drafts.get(seq_id, [])]
@@ -251,14 +251,14 @@ class KVCache:
         self._seal(table)
 
     def _seal(self, table: BlockTable) -> None:
-        """Count all pages as written: they hold payloads that no token ids stand for, so they are
-        never published.
+        """Count all pages as written: no token ids stand for their payloads, so they are never
+        published.
         """
         num_slots = len(table) * self._page_size
         self._manager.commit(table, range(num_slots), num_slots, publish=False)
 
     def _write(self, table: BlockTable, start: int, payloads: list[Any]) -> None:
-        """Put payloads at positions from `start` on; what a page held behind them is dropped."""
+        """Write payloads at positions from `start` on; later content of a page is dropped."""
         position = start
         while position < start + len(payloads):
             index, offset = divmod(position, self._page_size)
@@ -284,7 +284,7 @@ class KVCache:
 
 
 class Draft:
-    """Draft payloads behind a sequence: `accept(n)` keeps the first n of them, `reject()` none.
+    """Draft payloads after a sequence: `accept(n)` keeps the first n of them, `reject()` none.
 
     A draft closes when it is decided, when another draft of its sequence is accepted, and when the
     sequence is detached or replaced.
@@ -303,11 +303,11 @@ class Draft:
 
     @property
     def is_open(self) -> bool:
-        """Whether the draft can still be accepted."""
+        """True while the draft can be accepted."""
         return self._open
 
     def get(self) -> list[Any]:
-        """A copy of the sequence's payloads with the drafts behind them; RequestError on a closed
+        """Copy the sequence's payloads with the drafts after them; raise RequestError on a closed
         draft.
         """
         self._check_open()
@@ -327,7 +327,7 @@ class Draft:
         self._cache._accept(self, self._payloads[:count])
 
     def reject(self) -> None:
-        """Drop the drafts and leave the sequence as it is; nothing happens on a closed draft."""
+        """Drop the drafts and leave the sequence unchanged; do nothing on a closed draft."""
         if self._open:
             self._cache._reject(self)
 
@@ -349,7 +349,7 @@ def _check_hashable(seq_id: Hashable) -> None:
 
 
 def _integer(value: object) -> int | None:
-    """`value` as an int; NumPy's integers are such, booleans and floats are not."""
+    """Convert `value` to an int. NumPy's integers are accepted; booleans and floats give None."""
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         return None
     try:
@@ -381,7 +381,9 @@ def _copied(payload: Any) -> Any:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether two payloads (or lists of them) are surely equal, types included. Never raises."""
+    """Tell whether two payloads (or lists of them) are surely equal, types included. Never
+    raises.
+    """
     try:
         return _compared(left, right)
     except Exception:  # a foreign object that cannot say it is equal is taken for different
@@ -410,12 +412,12 @@ def _compared(left: Any, right: Any) -> bool:
         return bool(same_kind and result.all() and _bits(left) == _bits(right))
     if not result or isinstance(left, (int, str, bytes, bytearray)):
         return result
-    # What makes an object up may differ in a type or a sign where the object says it is equal.
+    # Parts of equal objects may differ in a type or a sign.
     return _compared(left.__reduce_ex__(4), right.__reduce_ex__(4))
 
 
 def _bits(array: Any) -> bytes:
-    """The elements of an array or tensor as bytes."""
+    """Return the elements of an array or tensor as bytes."""
     if hasattr(array, "untyped_storage"):  # a tensor; not every type of torch's is one of NumPy's
         array = array.detach().cpu().contiguous().reshape(-1)
         array = array.view(sys.modules["torch"].uint8).numpy()

@@ -1,9 +1,8 @@
-"""Keys and values as users give them, and as the bytes of a chunk: NumPy arrays or torch tensors of
-any real type.
+"""KV as users pass it, and as the bytes of a chunk: NumPy arrays or torch tensors of any real type.
 
 A chunk's bytes are one blob [num_layers, 2, …] of its tokens, k before v, in the format of the
-engine. A `ChunkShape` says how to read them, and whether arrays or tensors were stored: they come
-back as such, on the CPU.
+engine. A `ChunkShape` says how to read them, and whether arrays or tensors were stored: the same
+kind is returned, on the CPU.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ _TOKEN_AXIS = {"huggingface": 1, "vllm": 0}
 
 
 class ChunkShape(NamedTuple):
-    """What a chunk's bytes are. library: "numpy" or "torch"; dtype: by that library's name;
-    itemsize: bytes of it.
+    """Description of a chunk's bytes.
+
+    library   "numpy" or "torch"
+    dtype     type by that library's name
+    itemsize  bytes of the type
     """
 
     library: str
@@ -46,26 +48,26 @@ class ChunkShape(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length of the chunk."""
+        """Length of the chunk in bytes."""
         return (
             self.itemsize * self.num_layers * 2 * self.num_heads * self.head_size * self.num_tokens
         )
 
     def encode(self) -> bytes:
-        """The shape in `SHAPE_BYTES` bytes."""
+        """Encode the shape in `SHAPE_BYTES` bytes."""
         return _PACKED.pack(_MAGIC[self.library], self.dtype.encode(), *self[2:])
 
 
 class KeysAndValues(NamedTuple):
-    """layers: k and v of each layer, three axes as the format has them, elements as unsigned words;
-    a view.
+    """A view of k and v of each layer, three axes in the engine's format, elements as unsigned
+    words.
     """
 
     shape: ChunkShape
     layers: list[tuple[NDArray[Any], NDArray[Any]]]
 
     def chunk(self, start: int, end: int, fmt: str) -> tuple[ChunkShape, NDArray[np.uint8]]:
-        """A copy of the tokens [start, end)."""
+        """Copy the tokens [start, end)."""
         shape = self.shape._replace(num_tokens=end - start)
         blob = np.empty(_blob_shape(shape, fmt), _WORDS[shape.itemsize])
         window = (slice(None),) * _TOKEN_AXIS[fmt] + (slice(start, end),)
@@ -76,8 +78,7 @@ class KeysAndValues(NamedTuple):
 
 
 def read_kv(kv: Any, fmt: str) -> KeysAndValues:
-    """Check what was given: (k, v) of each layer, or a blob [num_layers, 2, …]; all of one shape
-    and type.
+    """Check (k, v) of each layer, or a blob [num_layers, 2, …]; all must have one shape and type.
 
     Raises RequestError.
     """
@@ -116,10 +117,10 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
 
 
 def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
-    """One blob [num_layers, 2, …] of the chunks' tokens but the first `skip`, a copy, as what was
-    stored.
+    """Copy the chunks' tokens without the first `skip` into one blob [num_layers, 2, …] of the
+    stored kind.
 
-    Raises BackendUnavailable where tensors were stored and torch is missing.
+    Raises BackendUnavailable if tensors were stored and torch is missing.
     """
     first = chunks[0][0]
     total = sum(shape.num_tokens for shape, _ in chunks) - skip
@@ -147,7 +148,9 @@ def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, 
 
 
 def decode_shape(data: bytes, num_tokens: int) -> ChunkShape | None:
-    """The shape of a chunk of so many tokens; None for what this version does not know."""
+    """Decode the shape of a chunk of `num_tokens` tokens; None for a shape unknown to this
+    version.
+    """
     magic, name, *numbers = _PACKED.unpack(data)
     library = next((library for library, own in _MAGIC.items() if own == magic), None)
     dtype = name.rstrip(b"\0").decode("ascii", "replace")
@@ -171,7 +174,7 @@ def _blob_shape(shape: ChunkShape, fmt: str) -> tuple[int, ...]:
 
 
 def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
-    """Library, type and item size, and the same elements as unsigned words, uncopied where they are
+    """Return library, type and item size, and the same elements as unsigned words, without a copy
     on the CPU.
     """
     if is_tensor(array):
@@ -203,6 +206,6 @@ def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
 
 
 def _is_numpy_type(name: str, itemsize: int) -> bool:
-    """Numbers alone: an object's bytes would be an address."""
+    """Tell whether a type is a number: an object's bytes would be an address."""
     found = re.fullmatch(r"[<>|][fiub]([1248])", name)
     return found is not None and int(found[1]) == itemsize

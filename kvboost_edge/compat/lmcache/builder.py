@@ -12,18 +12,19 @@ __all__ = ["LMCacheEngineBuilder"]
 
 
 class LMCacheEngineBuilder:
-    """One engine per `instance_id` in this process. Any thread may call."""
+    """One engine for each `instance_id` in this process. Any thread may call."""
 
     _lock = threading.Lock()
-    # One table for the whole process is what is promised.
+    # The interface guarantees one table for the whole process.
     _engines: dict[str, LMCacheEngine] = {}  # noqa: RUF012
 
     @classmethod
     def get_or_create(
         cls, instance_id: str, config: LMCacheEngineConfig, metadata: LMCacheEngineMetadata
     ) -> LMCacheEngine:
-        """The engine of that name, made if there is none. ConfigError, a ValueError: it has another
-        configuration.
+        """Return the engine of that name, creating it if needed.
+
+        Raises ConfigError, a ValueError, if it has another configuration.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
@@ -38,13 +39,13 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def get(cls, instance_id: str) -> LMCacheEngine | None:
-        """The engine of that name, or None."""
+        """Return the engine of that name, or None."""
         with cls._lock:
             return cls._engines.get(instance_id)
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close the engine of that name and forget it; an unknown name is passed over."""
+        """Close the engine of that name and forget it; ignore an unknown name."""
         with cls._lock:
             engine = cls._engines.pop(instance_id, None)
         if engine is not None:

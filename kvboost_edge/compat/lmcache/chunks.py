@@ -1,4 +1,4 @@
-"""Tokens and masks as users give them, and the chunks that a sequence is cut into."""
+"""Tokens and masks as users pass them, and the chunks of a sequence."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MAX_TOKEN_ID = 2**32 - 1
 
 
 def is_tensor(value: object) -> bool:
-    """Whether this is a torch tensor; torch is not loaded to find out."""
+    """Tell whether this is a torch tensor, without loading torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def token_bytes(tokens: Any) -> bytes:
-    """Token ids [num_tokens], of any integer type, as little-endian u32: equal ids are equal
+    """Encode token ids [num_tokens], of any integer type, as little-endian u32: equal ids are equal
     bytes.
     """
     array = _array(tokens)
@@ -37,7 +37,7 @@ def token_bytes(tokens: Any) -> bytes:
 
 
 def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockAddress]:
-    """Chunks of a sequence from its first token on; the last may hold fewer tokens."""
+    """List the chunks of a sequence from its first token on; the last may hold fewer tokens."""
     addresses: list[BlockAddress] = []
     parent = space
     step = chunk_size * TOKEN_BYTES
@@ -49,7 +49,7 @@ def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockA
 
 
 def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
-    """How many tokens a mask False* True* leaves out at the front; None leaves out none."""
+    """Count the tokens that a mask False* True* leaves out at the front; None leaves out none."""
     if mask is None:
         return 0
     array = _array(mask)
@@ -64,7 +64,7 @@ def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
 
 
 def mask_like(tokens: Any, start: int, end: int, num_tokens: int) -> Any:
-    """A mask [num_tokens], True in [start, end): a tensor where the tokens are one, else an
+    """Make a mask [num_tokens], True in [start, end): a tensor if the tokens are one, otherwise an
     array.
     """
     mask: NDArray[np.bool_] = np.zeros(num_tokens, np.bool_)

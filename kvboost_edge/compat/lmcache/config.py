@@ -1,4 +1,4 @@
-"""What an engine is made from, by LMCache's names."""
+"""Configuration and metadata of an engine, by LMCache's names."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ _REDIS = ("redis://", "rediss://", "unix://", "valkey://")
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheEngineConfig:
-    """How chunks are cut and where they are kept.
+    """Chunk size and backends of an engine.
 
     chunk_size         tokens in a chunk, at least 1
-    save_decode_cache  kept for connectors, which read it: whether they store what decoding adds;
-                       the engine stores whatever it is given
+    save_decode_cache  kept for connectors, which read it: whether they store the KV of decoding;
+                       the engine itself stores everything it is given
     backend            "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
                        valkey:// URL; or several, the nearest first: all are written, the first that
                        has a chunk serves it
-    max_memory_bytes   cap of "memory"; the least recently used chains go first, tails before heads
-    max_disk_bytes     cap of the directory; None: the smaller of 16 GiB and a fifth of what is free
-    redis_secret       what values are sealed with; None: the environment variable
+    max_memory_bytes   cap of "memory"; least recently used chains are evicted first, tails before
+                       heads
+    max_disk_bytes     cap of the directory; None: the smaller of 16 GiB and a fifth of the free
+                       space
+    redis_secret       secret that seals values; None: the environment variable
                        KVBOOST_EDGE_REDIS_SECRET
-    redis_trust        without a secret, believe whatever the server holds
+    redis_trust        without a secret, trust every value on the server
     redis_ttl_s        seconds that a chunk lives in Redis after its last use
     save_unfull_chunk  whether the last chunk of fewer tokens is stored
 
@@ -85,13 +87,12 @@ class LMCacheEngineConfig:
 
     @classmethod
     def from_defaults(cls, **options: Any) -> LMCacheEngineConfig:
-        """By the later engine's names and defaults; sizes in GiB. An option that is not offered is
-        refused by name.
+        """Make a configuration by the later engine's names and defaults; sizes in GiB.
 
-        chunk_size=256, local_cpu=True, max_local_cpu_size=5.0, local_disk=None (a directory or
-        file:// URL), max_local_disk_size=0.0, remote_url=None (Redis), remote_serde="naive",
-        cache_policy="LRU", save_decode_cache=False, save_unfull_chunk=False; redis_secret,
-        redis_trust and redis_ttl_s as above.
+        The options are chunk_size=256, local_cpu=True, max_local_cpu_size=5.0, local_disk=None (a
+        directory or file:// URL), max_local_disk_size=0.0, remote_url=None (Redis),
+        remote_serde="naive", cache_policy="LRU", save_decode_cache=False, save_unfull_chunk=False;
+        redis_secret, redis_trust and redis_ttl_s as above. Other options are refused by name.
         """
         unknown = sorted(options.keys() - _LATER.keys() - _OWN)
         if unknown:
@@ -120,8 +121,10 @@ class LMCacheEngineConfig:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """`from_defaults` with the environment variables LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU and
-        so on; one that is not offered is refused by name. Secrets: KVBOOST_EDGE_REDIS_SECRET.
+        """Call `from_defaults` with the environment variables LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU
+        and so on.
+
+        Unsupported ones are refused by name. The secret is KVBOOST_EDGE_REDIS_SECRET.
         """
         environment = os.environ if environment is None else environment
         options: dict[str, Any] = {}
@@ -143,13 +146,13 @@ class LMCacheEngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheEngineMetadata:
-    """Whose keys and values these are; engines of equal metadata share, all others do not.
+    """Identity of the KV; engines of equal metadata share it, all others do not.
 
-    model_name   any text that names the model
-    world_size   number of workers the model is split over, and
-    worker_id    which of them this is
-    fmt          axes of k and v: "huggingface" is [num_heads, num_tokens, head_size],
-                 "vllm" is [num_tokens, num_heads, head_size]
+    model_name  any text that names the model
+    world_size  number of workers of the model
+    worker_id   this worker
+    fmt         axes of k and v: "huggingface" is [num_heads, num_tokens, head_size], "vllm" is
+                [num_tokens, num_heads, head_size]
     """
 
     model_name: str
@@ -169,13 +172,13 @@ class LMCacheEngineMetadata:
 
     @property
     def space(self) -> bytes:
-        """Where the chains of its chunks start from."""
+        """Root hash of its chunk chains."""
         return space_of(self.model_name, self.world_size, self.worker_id, self.fmt)
 
 
 class Metadata(Protocol):
-    """What an engine asks of its metadata: the axes of k and v, and where the chains of its chunks
-    start from.
+    """The metadata that an engine uses: the axes of k and v, and the root hash of its chunk
+    chains.
     """
 
     @property
@@ -186,7 +189,9 @@ class Metadata(Protocol):
 
 
 def space_of(*fields: object) -> bytes:
-    """32 bytes that only equal fields in equal order have: where chains of chunks start from."""
+    """Hash fields to 32 bytes, the root of chunk chains; only equal fields in equal order have
+    them.
+    """
     root = b"kvboost-edge lmcache space 1"
     for index, field in enumerate(fields):
         root = narrowed_root(root, f"{index} {type(field).__name__}", repr(field))
@@ -200,7 +205,7 @@ def _gib(name: str, value: object) -> int:
 
 
 def _parsed(variable: str, text: str, default: object) -> object:
-    """The text as the type of the option's default."""
+    """Convert the text to the type of the option's default."""
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
         if isinstance(default, bool):

@@ -1,6 +1,4 @@
-"""`LMCacheEngine`: stores keys and values by the tokens they belong to, and finds the longest
-stored prefix.
-"""
+"""`LMCacheEngine`: stores KV by the tokens it belongs to, and finds the longest stored prefix."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ _MOST_PENDING_BYTES = 256 << 20  # of stores that nobody waits for
 
 
 class LMCacheEngine:
-    """A cache of keys and values by chunks of `chunk_size` tokens. Any thread may call any method.
+    """A cache of KV in chunks of `chunk_size` tokens. Any thread may call any method.
 
-    Tokens are one row of integers of any type: list, NumPy array or torch tensor. Masks follow
-    them: one comes back as a tensor where the tokens were one. Keys and values come back as they
-    were stored, NumPy or torch, type and bits, as copies on the CPU. What a device, file or server
-    does is never an error here: it is a miss.
+    Tokens are one row of integers of any type: list, NumPy array or torch tensor. A mask is
+    returned as a tensor if the tokens were one. KV is returned as stored, NumPy or torch, type and
+    bits, as copies on the CPU. A failure of a device, file or server is never an error here: it is
+    a miss.
 
-    Bad arguments are a ValueError (`RequestError`) and change nothing.
+    Invalid arguments are a ValueError (`RequestError`) and change nothing.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: Metadata) -> None:
@@ -53,7 +51,7 @@ class LMCacheEngine:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the tokens that `retrieve` was asked for and found; 0.0 before the first."""
+        """Share of requested tokens that `retrieve` found; 0.0 before the first call."""
         with self._lock:
             asked = self.hit_tokens_count + self.miss_tokens_count
             return self.hit_tokens_count / asked if asked else 0.0
@@ -66,17 +64,17 @@ class LMCacheEngine:
         skip_existing: bool = True,
         blocking: bool = True,
     ) -> None:
-        """Store the keys and values of a sequence.
+        """Store the KV of a sequence.
 
         tokens           [num_tokens], the whole sequence from its first token on
         kv_tensors_raw   (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens where
                          the mask is True
         kv_tensors_mask  booleans False* True*; the number of False is a multiple of chunk_size
-        skip_existing    chunks that are there stay as they are; False: they are replaced
-        blocking         False: disk and Redis are written by a thread of the engine's, from a copy
-                         made here, and waited for only when more than 256 MiB are under way
+        skip_existing    True: existing chunks stay; False: they are replaced
+        blocking         False: a thread of the engine writes disk and Redis from a copy made here;
+                         the call waits only if more than 256 MiB are pending
 
-        What could not be stored is not there afterwards; `stats` counts it.
+        Data that could not be stored is missing afterwards; `stats` counts it.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -106,16 +104,16 @@ class LMCacheEngine:
                     self._put(store, chunks, chain, replace=not skip_existing, wait=blocking)
 
     def retrieve(self, tokens: Any, mask: Any = None, return_tuple: bool = True) -> tuple[Any, Any]:
-        """The keys and values of the longest stored prefix, without the tokens that the mask leaves
-        out at its front.
+        """Return the KV of the longest stored prefix, without the tokens that the mask leaves out
+        at its front.
 
         tokens        [num_tokens], the whole sequence
         mask          booleans False* True*, any number of False; None asks for all
         return_tuple  False: one blob [num_layers, 2, …] instead of (k, v) of each layer
 
-        Returns (kv, ret_mask): ret_mask [num_tokens] is True for the tokens whose keys and values
-        kv holds. Where nothing is found, kv is () and ret_mask all False. Tokens asked for and not
-        found are counted as missed.
+        Returns (kv, ret_mask): ret_mask [num_tokens] is True for the tokens in kv. If nothing is
+        found, kv is () and ret_mask all False. Requested tokens that were not found count as
+        missed.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -146,15 +144,18 @@ class LMCacheEngine:
         return kv, mask_like(tokens, start, end, num_tokens)
 
     def lookup(self, tokens: Any) -> int:
-        """Length of the longest stored prefix, in tokens. Counts neither hits nor misses."""
+        """Return the length of the longest stored prefix, in tokens. Counts neither hits nor
+        misses.
+        """
         return self.find_prefix(tokens, None)
 
     def find_prefix(
         self, tokens: Any, kinds: Sequence[str] | None, pin: list[bytes] | None = None
     ) -> int:
-        """`lookup` in stores of these kinds alone ("memory", "disk", "redis"; None: all), one
-        taking over where another ends. `pin`: what of it is in memory stays there, and its keys are
-        added to the list.
+        """Look up the longest prefix in some kinds of stores, one continuing where another ends.
+
+        kinds  "memory", "disk", "redis"; None: all
+        pin    list that receives the keys of chunks in memory, which stay there; None: no pins
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -173,14 +174,15 @@ class LMCacheEngine:
         return min(held * self.chunk_size, num_tokens)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Give up what `find_prefix` pinned."""
+        """Release the pins of `find_prefix`."""
         for store in self._stores:
             if isinstance(store, MemoryStore):
                 store.unpin(keys)
 
     def forget(self, tokens: Any, kinds: Sequence[str] | None) -> int:
-        """Drop the chunks of a sequence, or all of them in memory where `tokens` is None, from
-        stores of these kinds; how many there were.
+        """Drop the chunks of a sequence from stores of these kinds; return their number.
+
+        tokens  the sequence; None: all chunks in memory
         """
         self._check_open()
         stores = [store for store in self._stores if kinds is None or store.name in kinds]
@@ -196,12 +198,14 @@ class LMCacheEngine:
         return sum(store.drop(addresses) for store in stores)
 
     def stats(self) -> dict[str, TierStats]:
-        """Counters by kind of store; a block is a chunk in memory, and half of one in a tier."""
+        """Return counters by kind of store. A block is a chunk in memory, and half of one in a
+        tier.
+        """
         return {store.name: store.stat() for store in self._stores}
 
     def close(self) -> None:
-        """Finish what is being stored and let go of memory, files and connections. A second call
-        does nothing.
+        """Finish pending writes and release memory, files and connections. A second call does
+        nothing.
         """
         with self._lock:
             was_closed = self._closed
@@ -227,8 +231,8 @@ class LMCacheEngine:
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool
     ) -> Iterator[tuple[int, list[StoredChunk]]]:
-        """Chunks from number `first` on that some store lacks, copied, with the number of each
-        batch's first.
+        """Yield batches of copied chunks, from number `first` on, that some store lacks, with each
+        batch's first number.
         """
         here = addresses[first:]
         held = 0 if replace else min((store.holds(here) for store in self._stores), default=0)
@@ -246,8 +250,8 @@ class LMCacheEngine:
             yield len(addresses) - len(batch), batch
 
     def _find(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
-        """Chunks of one kind from the first on, each from the nearest store that has it, then in
-        memory too.
+        """Find chunks of one kind from the first on, each in the nearest store that has it, and
+        copy them to memory.
         """
         found: list[StoredChunk] = []
         before = -1
@@ -274,8 +278,9 @@ class LMCacheEngine:
         replace: bool,
         wait: bool,
     ) -> None:
-        """In the order of the calls: once a store is not waited for, all go by the writing
-        thread.
+        """Store chunks in the order of the calls.
+
+        After the first write without waiting, all writes to a store go through the writing thread.
         """
         nbytes = sum(chunk.nbytes for chunk in chunks)
         with self._lock:
@@ -301,7 +306,7 @@ class LMCacheEngine:
         replace: bool,
         nbytes: int,
     ) -> None:
-        """On the writing thread."""
+        """Store chunks on the writing thread."""
         try:
             store.put(chunks, chain, replace=replace)
         finally:
@@ -310,8 +315,9 @@ class LMCacheEngine:
 
 
 def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
-    """The stores that a configuration names, the nearest first. Raises ConfigError,
-    BackendUnavailable.
+    """Open the stores that a configuration names, the nearest first.
+
+    Raises ConfigError and BackendUnavailable.
     """
     stores: list[ChunkStore] = []
     try:
@@ -337,5 +343,5 @@ def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
 
 
 def _kind(shape: ChunkShape) -> ChunkShape:
-    """What chunks that make up one blob have in common."""
+    """Return the properties that all chunks of one blob share."""
     return shape._replace(num_tokens=0)

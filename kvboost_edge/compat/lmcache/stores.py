@@ -1,9 +1,9 @@
-"""Where chunks are: in this process's memory, or in a tier as two blocks each, its shape and its
-bytes.
+"""Chunk stores: in this process's memory, or in a tier as two blocks for each chunk, its shape and
+its bytes.
 
-In a tier the block at a chunk's own address is its shape; its bytes lie at an address that the
-shape is part of. So bytes are never read in another shape than they were written in, whoever
-overwrites what meanwhile.
+In a tier, the block at a chunk's own address is its shape. Its bytes are at an address that
+includes the shape. So bytes are never read in another shape than they were written in, whatever is
+overwritten meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ChunkStore", "MemoryStore", "StoredChunk", "TierStore"]
 
 
 class StoredChunk(NamedTuple):
-    """Keys and values of one chunk; `data` belongs to the stores and is never written again."""
+    """KV of one chunk; `data` belongs to the stores and is never changed."""
 
     address: BlockAddress
     shape: ChunkShape
@@ -33,47 +33,49 @@ class StoredChunk(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes in memory."""
         return self.data.nbytes + len(self.address.tokens)
 
 
 class ChunkStore(Protocol):
-    """Any thread may call any method. `addresses` are consecutive chunks of a sequence."""
+    """A store of chunks. Any thread may call any method. `addresses` are consecutive chunks of a
+    sequence.
+    """
 
     name: str
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
-        """How many are there, from the first on."""
+        """Count the stored chunks from the first on."""
         ...
 
     def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
-        """Those that are there, from the first on; they were used just now."""
+        """Return the stored chunks from the first on and mark them as used."""
         ...
 
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """Store chunks of a sequence whose chunks so far are `chain`; how many are there
+        """Store chunks of a sequence whose earlier chunks are `chain`; return the number stored
         afterwards.
         """
         ...
 
     def drop(self, addresses: Sequence[BlockAddress]) -> int:
-        """Forget these; how many were there, as far as is known."""
+        """Forget these chunks; return their number, as far as known."""
         ...
 
     def stat(self) -> TierStats:
-        """Counters and sizes."""
+        """Return counters and sizes."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         ...
 
 
 class MemoryStore:
-    """Chunks in a bounded number of bytes; the least recently used go first, of a chain its tail
-    before its head.
+    """Chunks in a bounded number of bytes; least recently used chains are evicted first, tails
+    before heads.
     """
 
     name = "memory"
@@ -105,8 +107,8 @@ class MemoryStore:
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """See ChunkStore. A chunk for which only its own chain or pins would have to go is not
-        stored.
+        """See ChunkStore. A chunk is not stored if only its own chain or pinned chunks could be
+        evicted for it.
         """
         kept = {address.prefix_hash for address in chain}
         there = 0
@@ -126,14 +128,14 @@ class MemoryStore:
         return there
 
     def drop(self, addresses: Sequence[BlockAddress]) -> int:
-        """See ChunkStore. Pins go with their chunks."""
+        """See ChunkStore. Pins are dropped with their chunks."""
         with self._lock:
             for address in addresses:
                 self._pins.pop(address.prefix_hash, None)
             return sum(self._remove(address.prefix_hash) for address in addresses)
 
     def clear(self) -> int:
-        """Forget all chunks and pins; how many chunks there were."""
+        """Forget all chunks and pins; return the number of chunks."""
         with self._lock:
             count = len(self._chunks)
             self._chunks.clear()
@@ -142,7 +144,7 @@ class MemoryStore:
             return count
 
     def pin(self, addresses: Sequence[BlockAddress]) -> list[bytes]:
-        """Keep these whatever room is needed, as far as they are here; what `unpin` takes."""
+        """Protect the chunks that are here from eviction; return the keys for `unpin`."""
         with self._lock:
             pinned = [
                 address.prefix_hash for address in addresses if address.prefix_hash in self._chunks
@@ -151,7 +153,7 @@ class MemoryStore:
             return pinned
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Give up pins, once for each time that they were taken."""
+        """Release pins, once for each time they were taken."""
         with self._lock:
             for key in keys:
                 self._pins[key] -= 1
@@ -241,7 +243,7 @@ class TierStore:
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """See ChunkStore. Bytes first, so that whoever finds a shape finds them, too."""
+        """See ChunkStore. Bytes are written first, so that every visible shape has its bytes."""
         if replace:
             self.drop([chunk.address for chunk in chunks])
         with self._lock:

@@ -1,9 +1,9 @@
-"""The names of LMCache's later engine (lmcache.v1), as far as they mean something without a GPU
+"""The names of LMCache's later engine (lmcache.v1), as far as they make sense without a GPU
 connector.
 
-A connector moves keys and values between the cache and a GPU's paged memory. Here the caller's own
-arrays stand for it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row
-per token of the whole sequence. What has no meaning then is refused by name.
+A connector moves KV between the cache and a GPU's paged memory. Here the caller's own arrays
+replace it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row for each
+token of the whole sequence. Features that need a connector are refused by name.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheMetadata:
-    """Whose keys and values these are. model_name, world_size, worker_id, kv_dtype and kv_shape
-    without its chunk are part of the key; the others say where an engine runs, and engines that
-    differ in them alone share.
+    """Identity of the KV. model_name, world_size, worker_id, kv_dtype and kv_shape without its
+    chunk are part of the key; the other fields say where an engine runs, and engines that differ
+    only in them share.
 
-    kv_dtype   type of what is stored, as text or by its library; None: any
-    kv_shape   (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any
-    use_mla    only False: keys and values are two tensors
+    kv_dtype  type of the stored KV, as text or by its library; None: any
+    kv_shape  (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any
+    use_mla   only False: keys and values are two tensors
     """
 
     model_name: str
@@ -80,15 +80,15 @@ class LMCacheMetadata:
 
     @property
     def space(self) -> bytes:
-        """Where the chains of its chunks start from."""
+        """Root hash of its chunk chains."""
         shape = None if self.kv_shape is None else (*self.kv_shape[:2], *self.kv_shape[3:])
         dtype = "" if self.kv_dtype is None else str(self.kv_dtype)
         return space_of("v1", self.model_name, self.world_size, self.worker_id, dtype, shape)
 
 
 class LMCacheEngine:
-    """lmcache.v1's engine without a connector. Any thread may call any method. Bad arguments are a
-    ValueError.
+    """lmcache.v1's engine without a connector. Any thread may call any method. Invalid arguments
+    are a ValueError.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
@@ -104,7 +104,7 @@ class LMCacheEngine:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def post_init(self, **_: Any) -> None:
-        """Nothing is left to do after the constructor."""
+        """Do nothing: the constructor does everything."""
 
     def store(
         self,
@@ -125,7 +125,7 @@ class LMCacheEngine:
         self._engine.store(ids, tuple((k[start:], v[start:]) for k, v in layers), mask)
 
     def retrieve(self, tokens: Any, mask: Any = None, *, kvcaches: Any = None) -> Any:
-        """Write what is stored of the tokens where `mask` is True into `kvcaches`; a mask of the
+        """Write the stored KV of tokens where `mask` is True into `kvcaches`; return a mask of the
         tokens written.
         """
         ids = self._tokens("retrieve", tokens)
@@ -157,11 +157,11 @@ class LMCacheEngine:
         pin: bool = False,
         request_configs: Any = None,
     ) -> int:
-        """Length of the longest stored prefix, in tokens.
+        """Return the length of the longest stored prefix, in tokens.
 
         search_range  of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that the
                       engine has
-        pin           what of it is in memory stays there until `lookup_unpin(lookup_id)`
+        pin           whether its chunks in memory stay there until `lookup_unpin(lookup_id)`
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:
@@ -176,7 +176,7 @@ class LMCacheEngine:
         return length
 
     def lookup_unpin(self, lookup_ids: Sequence[str] | str) -> None:
-        """Give up the pins of these lookups; unknown ones are passed over."""
+        """Release the pins of these lookups; ignore unknown ones."""
         with self._lock:
             names = [lookup_ids] if isinstance(lookup_ids, str) else list(lookup_ids)
             keys = [key for name in names for key in self._pins.pop(name, [])]
@@ -188,19 +188,20 @@ class LMCacheEngine:
         locations: Sequence[str] | None = None,
         request_configs: Any = None,
     ) -> int:
-        """Drop the chunks of a sequence; without tokens all that is in memory, the one location
-        that can be cleared so. Returns how many chunks there were, each location for itself.
+        """Drop the chunks of a sequence; return their number, summed over the locations.
+
+        Without tokens, all chunks in memory are dropped, the only location that can be cleared so.
         """
         if request_configs is not None:
             raise RequestError("clear(request_configs=) is not offered")
         return self._engine.forget(tokens, _kinds("locations", locations))
 
     def health(self) -> bool:
-        """Whether every backend works, as far as was seen."""
+        """Tell whether every backend works, as far as observed."""
         return not any(stat.state for stat in self._engine.stats().values())
 
     def close(self) -> None:
-        """Let go of memory, files and connections. A second call does nothing."""
+        """Release memory, files and connections. A second call does nothing."""
         self._engine.close()
 
     def _tokens(self, method: str, tokens: Any, **refused: Any) -> Any:
@@ -226,7 +227,7 @@ class LMCacheEngine:
 
 
 def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
-    """(k, v) of each layer, every one of `num_tokens` rows."""
+    """Return (k, v) of each layer, every one of `num_tokens` rows."""
     if not isinstance(kvcaches, Sequence) or not kvcaches:
         raise RequestError(
             "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; no "
@@ -254,7 +255,7 @@ def _is_cache(array: Any, num_tokens: int) -> bool:
 
 
 def _kind(array: Any) -> tuple[str, tuple[int, ...]]:
-    """Type and axes behind the tokens."""
+    """Return the type, and the axes after the tokens."""
     return str(array.dtype), tuple(array.shape[1:])
 
 
