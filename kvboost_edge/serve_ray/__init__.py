@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: several engines, on one or more machines, behind one server."""
+"""Replicas on Ray Serve: several engines, on one or more machines, with one server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ __all__ = ["app"]
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application for `serve run kvboost_edge.serve_ray:app` and for the `import_path` of a
-    serve.yaml; `args` are the flags of `kvboost-edge serve` by name, see `start.flags_of`.
+    """Build the application for `serve run kvboost_edge.serve_ray:app` and for a serve.yaml's
+    `import_path`.
+
+    args  flags of `kvboost-edge serve` by name, see `start.flags_of`
     """
     from kvboost_edge.serve_ray.ingress import application
 

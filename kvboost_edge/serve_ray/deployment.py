@@ -1,4 +1,4 @@
-"""The replicas as Ray Serve knows them. Loads Ray."""
+"""The Ray Serve deployment of the replicas. Loads Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_AT_ONCE = 1_000_000  # the ingress bounds what is in flight; the engine qu
 
 
 class RayReplica(EngineReplica):
-    """A replica in a process that Ray has made for it."""
+    """A replica in a process that Ray started."""
 
     def __init__(self, options: ReplicaOptions) -> None:
         configure_logging(ServerSettings())
@@ -46,9 +46,10 @@ class RayReplica(EngineReplica):
         super().__init__(options._replace(engine=engine), name, ready)
 
     async def check_health(self) -> None:
-        """As any replica's; where the engine is stuck this process ends at once, as there is
-        nothing that Ray could wait for: its requests are computed elsewhere, or their clients are
-        told.
+        """Check the replica; end this process at once if its engine is stuck.
+
+        Ray would have nothing to wait for: the requests are computed elsewhere, or their clients
+        are notified.
         """
         try:
             await super().check_health()
@@ -57,14 +58,16 @@ class RayReplica(EngineReplica):
             os._exit(1)
 
     def __del__(self) -> None:
-        """Ray calls it when the replica's requests are done, or had their time."""
+        """Close the engine; Ray calls this when the replica's requests are done or have timed
+        out.
+        """
         if hasattr(self, "_engine"):
             self.close()
 
 
 def _share(cpus: float, memory: int) -> float:
-    """The part of this machine's memory that a replica may count on: what was reserved for it, else
-    as much as of the machine's CPUs.
+    """Return the fraction of this machine's memory for a replica: its reservation, otherwise its
+    fraction of the CPUs.
     """
     if memory:
         return min(1.0, memory / available_bytes())
@@ -78,7 +81,10 @@ def _share(cpus: float, memory: int) -> float:
 def replica_deployment(
     options: ReplicaOptions, *, workers: int, cpus: int, ingress: str, drain_seconds: float
 ) -> serve.Application:
-    """The deployment of `workers` replicas with `cpus` each. ingress: see `TargetRouter`."""
+    """Build the deployment of `workers` replicas with `cpus` each.
+
+    ingress  see `TargetRouter`
+    """
     made = serve.deployment(
         RayReplica,
         name=NAME,

@@ -1,4 +1,4 @@
-"""Where a Ray of the server's own has its files."""
+"""Directory for the files of the server's own Ray."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ _SESSION_PATH = 70  # what Ray puts behind it
 
 @contextlib.contextmanager
 def ray_directory() -> Iterator[str]:
-    """A directory for the files of one Ray, removed in the end; what servers that were killed have
-    left is removed first. Ray lets everybody into the directory that it is given: it lies in one
-    that is the user's alone.
+    """Provide a directory for the files of one Ray, and remove it in the end.
 
-    ConfigError where its path is too long for Ray.
+    Directories of killed servers are removed first. Ray opens its directory to every user, so it is
+    inside one that only its user may enter. Raises ConfigError if its path is too long for Ray.
     """
     _remove_abandoned()
     outer = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_place()))
@@ -58,8 +57,10 @@ def ray_directory() -> Iterator[str]:
 
 
 def _prefix() -> str:
-    """Of this machine since it was started: others may put theirs into the same directory, on a
-    file system that does not tell them of the locks here.
+    """Return the prefix of directory names for this machine since its start.
+
+    Other machines may use the same directory, on a file system that does not show them the locks
+    here.
     """
     boot = b""
     with contextlib.suppress(OSError):
@@ -68,8 +69,10 @@ def _prefix() -> str:
 
 
 def _place() -> str:
-    """In memory where the system has a place for that with room, else where temporary files are:
-    prompts that Ray's store cannot hold are among them.
+    """Choose the parent directory: in memory if the system has one with enough space, otherwise
+    that for temporary files.
+
+    Prompts that exceed Ray's object store are among the files.
     """
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_PLACE).free >= _MEMORY_BYTES:
@@ -78,8 +81,8 @@ def _place() -> str:
 
 
 def _remove_abandoned() -> None:
-    """Directories of this user's servers on this machine that had no time to remove them. Where
-    that fails nothing is lost but room.
+    """Remove directories of this user's killed servers on this machine. A failure costs only disk
+    space.
     """
     for place in (MEMORY_PLACE, tempfile.gettempdir()):
         for path in Path(place).glob(f"{_prefix()}*"):
@@ -94,8 +97,8 @@ def _remove_abandoned() -> None:
 
 
 def _remove(outer: Path) -> None:
-    """What is locked in it goes last: without that nobody would know later that what could not be
-    removed may be.
+    """Remove a directory, its locked file last: without the lock, a later server could not tell
+    that the rest may be removed.
     """
     shutil.rmtree(outer / _INSIDE, ignore_errors=True)
     if not (outer / _INSIDE).exists():
@@ -103,5 +106,5 @@ def _remove(outer: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """What others put there is not even opened."""
+    """Tell whether a path belongs to this user. Files of others are not even opened."""
     return sys.platform != "win32" and path.lstat().st_uid == os.getuid() and path.is_dir()

@@ -1,4 +1,4 @@
-"""One request on its way to a replica and back; everything here runs on the pool's event loop."""
+"""One request from the ingress to a replica and back. All of it runs on the pool's event loop."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ENDING_SECONDS = 5.0  # a cancelled request that has not ended by then is given
 
 
 class ReplicaLost(ApiError):
-    """503: the replica that computed an answer ended in the middle of it. Asked again, another one
-    computes it.
+    """503: the replica ended in the middle of an answer. If the request is sent again, another
+    replica computes it.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class ReplicaLost(ApiError):
 
 
 class Cancelled(KVBoostError):
-    """The request was cancelled before a replica began it, or its replica did not say what became
-    of it.
+    """The request was cancelled before a replica began it, or its replica did not report an
+    outcome.
     """
 
 
 class Stream(Protocol):
-    """What Ray gives for a call that answers in pieces."""
+    """The stream that Ray returns for a streaming call."""
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
 
@@ -49,7 +49,7 @@ class Stream(Protocol):
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error of a call means that its replica, or the way to it, is gone."""
+    """Tell whether an error of a call means that its replica, or the connection to it, is lost."""
     from ray import exceptions
     from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -63,14 +63,13 @@ def is_loss(error: BaseException) -> bool:
 
 
 class Flight:
-    """Brings the answer of one request into its handle.
+    """Transport of one request's answer into its handle.
 
-    choices  at most so many replicas for a prompt, the best first
-    call     sends it and gives the stream of what comes
-    end      asks the replicas to cancel it
-    keep     is told the token ids of the answer's text
-
-    `progress`: how far the prompt is, as far as its replica has told.
+    choices   returns at most that many replicas for a prompt, the best first
+    call      sends the request and returns the stream of its answer
+    end       asks the replicas to cancel it
+    keep      receives the token ids of the answer's text
+    progress  progress of the prompt, as far as the replica reported it
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Flight:
         self._task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until the handle has its result or its error."""
+        """Run until the handle has its result or error."""
         self._task = asyncio.current_task()
         try:
             if self._is_cancelled:  # before this began
@@ -120,7 +119,7 @@ class Flight:
                 self._ending.cancel()
 
     def cancel(self) -> None:
-        """Have it end: by the replica if it has begun there, else here."""
+        """Cancel the request: in the replica if it has begun there, otherwise here."""
         self._is_cancelled = True
         if self._ending is None and self._task is not None and not self._task.done():
             if self._has_begun:
@@ -169,15 +168,15 @@ class Flight:
         raise NoReplica if refusal is None else refusal
 
     def _settle(self) -> None:
-        """Its tokens wait nowhere any more: the router need not learn that from the next report."""
+        """Tell the router that the request's tokens no longer wait, without waiting for the next
+        report.
+        """
         if self._queued is not None:
             self._router.note_not_started(self._queued)
             self._queued = None
 
     def _placed(self, lost: set[str]) -> tuple[RoutingDecision | None, Sent]:
-        """The request with the replicas it shall go to. Those that were lost are tried last, by Ray
-        alone.
-        """
+        """Return the request with its target replicas. Lost ones are tried last, by Ray only."""
         now = time.monotonic()
         choices = [
             choice
@@ -199,7 +198,7 @@ class Flight:
         return choices[0], sent
 
     async def _follow(self, sent: Sent) -> bool:
-        """Pass on what comes; False if the replica ended before the answer did."""
+        """Pass the answer on; return False if the replica ended before the answer did."""
         handle = self._handle
         self._stream = self._call(sent)
         async for came in self._stream:

@@ -1,4 +1,4 @@
-"""The server as a Ray Serve deployment, for `serve run` and clusters: one application over the
+"""The server as a Ray Serve deployment, for `serve run` and clusters: one application with the
 replicas. Loads Ray.
 """
 
@@ -27,7 +27,7 @@ _OPENING_SECONDS = 3600.0  # a large model is packed once; Ray's own limits end 
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """The whole application: replicas, and the server before them."""
+    """Build the complete application: the server and its replicas."""
     flags = flags_of(arguments)
     options = _parsed(flags)
     cpus = options.engine.get("num_threads") or 1
@@ -44,9 +44,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def _parsed(flags: Sequence[str]) -> ServeOptions:
-    """ConfigError for flags that there are not, in place of the end of a process that Ray has
-    made.
-    """
+    """Parse flags; raise ConfigError for unknown ones instead of ending a process of Ray's."""
     try:
         return parse_flags(flags, _PROG)
     except SystemExit as error:
@@ -58,8 +56,8 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
 
 
 def _is_settled() -> bool:
-    """Whether all replicas are of this version: while Ray brings a new one there are those of the
-    version before, whose model may be another.
+    """Tell whether all replicas have this version. During an update, earlier replicas may have
+    another model.
     """
     status = serve.status().applications.get(serve.get_replica_context().app_name)
     engines = None if status is None else status.deployments.get(NAME)
@@ -98,7 +96,7 @@ class Server:
         return create_app(self._pool, self._settings)
 
     def check_health(self) -> None:
-        """Without replicas the server still answers: that there are none."""
+        """Pass: without replicas the server still answers, with that error."""
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):

@@ -1,6 +1,4 @@
-"""The model's files as ingress and replicas both open them: the ingress needs the tokenizer, and no
-weights.
-"""
+"""The model's files for ingress and replicas; the ingress needs the tokenizer, and no weights."""
 
 from __future__ import annotations
 
@@ -15,15 +13,16 @@ __all__ = ["model_digest", "open_tokenizer"]
 
 
 def open_tokenizer(path_or_id: str, config: EngineConfig) -> tuple[Tokenizer, str]:
-    """Tokenizer and chat template of a model, and the digest of all its files. Raises what loading
-    the model does for files that are missing or wrong.
+    """Open tokenizer and chat template of a model, and compute the digest of all its files.
+
+    Raises the exceptions of loading the model for files that are missing or wrong.
     """
     checkpoint = _open(path_or_id, config)
     return load_tokenizer(checkpoint), checkpoint.fingerprint()
 
 
 def model_digest(path_or_id: str, config: EngineConfig) -> str:
-    """The digest of all files of a model; each is read once, and again when it has changed."""
+    """Compute the digest of all files of a model; each is read once, and again after a change."""
     return _open(path_or_id, config).fingerprint()
 
 

@@ -1,4 +1,4 @@
-"""Where replicas can run: the machines of a cluster and its address."""
+"""Machines for replicas, and the address of a cluster."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _FRAME_HEAD = 9  # bytes
 def cpus_of_each(
     workers: int, num_threads: int | None, machines: Sequence[int], free: int | None = None
 ) -> int:
-    """CPUs that each replica reserves: its threads, or the most with which all replicas fit.
+    """Return the CPUs that each replica reserves: its threads, or the most with which all replicas
+    fit.
 
-    machines   CPUs of each machine; one replica is on one machine
-    free       those of them all that nothing else has reserved; None: all
+    machines  CPUs of each machine; one replica is on one machine
+    free      CPUs on all machines that are not reserved; None: all
 
-    ConfigError for too few.
+    Raises ConfigError if there are too few.
     """
     free = sum(machines) if free is None else free
     most = max(machines, default=0)
@@ -59,14 +60,15 @@ def cpus_of_each(
 
 
 def _places(machines: Sequence[int], each: int) -> int:
-    """Replicas of so many CPUs that fit on these machines."""
+    """Count the replicas of `each` CPUs that fit on these machines."""
     return sum(cpus // each for cpus in machines)
 
 
 def check_address(address: str) -> None:
-    """ConfigError for what is no address of a cluster, BackendUnavailable where no cluster's head
-    answers: Ray would wait for minutes. Behind Ray's TLS, which Ray alone has the keys of, it is
-    enough that somebody listens.
+    """Check the address of a cluster; Ray would wait for minutes.
+
+    Raises ConfigError for an invalid address, BackendUnavailable if no cluster's head answers. With
+    Ray's TLS, whose keys only Ray has, an open port is enough.
     """
     if address == "auto":
         return

@@ -1,6 +1,4 @@
-"""One engine as a Ray Serve deployment: a replica. Ray makes it, asks for its health and ends
-it.
-"""
+"""A replica: one engine as a Ray Serve deployment. Ray starts it, checks its health and ends it."""
 
 from __future__ import annotations
 
@@ -61,8 +59,8 @@ _GUESSED_SPEEDS = {
 
 
 class ReplicaOptions(NamedTuple):
-    """What every replica is made of: the model, the engine's options, and what it computes before
-    it takes requests, for each tenant its own copy.
+    """Parameters of every replica: the model, the engine's options, and the texts that it computes
+    before it takes requests, a copy for each tenant.
     """
 
     model: str
@@ -72,14 +70,18 @@ class ReplicaOptions(NamedTuple):
     tenants: tuple[str | None, ...] = (None,)
 
     def __repr__(self) -> str:
-        """Without the engine's options, which may hold a password: Ray logs what it is given."""
+        """Represent it without the engine's options, which may hold a password: Ray logs its
+        arguments.
+        """
         return f"ReplicaOptions({self.model!r})"
 
 
 def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
-    """An engine's options in a replica that Ray has reserved so many CPUs and, unless 0, bytes of
-    memory for: threads are the CPUs, unless something else is given. CapacityError where more
-    memory is reserved than there is.
+    """Return an engine's options for a replica's reserved CPUs and bytes of memory (0: none
+    reserved).
+
+    The number of threads is that of the CPUs unless given. Raises CapacityError if more memory is
+    reserved than exists.
     """
     options = dict(engine)
     if cpus >= 1:
@@ -93,14 +95,14 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
 
 
 class EngineStuck(KVBoostError):
-    """An engine computes no more, and its requests will never end."""
+    """An engine that computes no more; its requests will never end."""
 
 
 class EngineReplica:
-    """Holds one engine. Its methods run on one event loop; what waits for the engine does so in
+    """The owner of one engine. Its methods run on one event loop; waits for the engine run in
     threads.
 
-    name   how the router knows it; "" outside of Ray
+    name  name for the router; "" outside of Ray
     """
 
     still_seconds = 120.0  # an engine that does nothing for so long though it has work is given up
@@ -144,9 +146,10 @@ class EngineReplica:
     # What Ray asks.
 
     async def check_health(self) -> None:
-        """KVBoostError once the engine's thread has died: Ray then ends this process and starts
-        another replica. EngineStuck once it has done nothing for minutes although there are
-        requests.
+        """Raise KVBoostError if the engine's thread has died: Ray then ends this process and starts
+        another.
+
+        Raises EngineStuck if the engine has done nothing for minutes although there are requests.
         """
         engine = self._engine
         if not engine.is_alive():
@@ -162,25 +165,25 @@ class EngineReplica:
             )
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Told to every ingress as soon as this replica is there."""
+        """Return the metadata that every ingress receives when this replica starts."""
         return {"model": self._model, "root": self._engine.cache_root.hex()}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """How busy it is, for other routers than ours and for Ray's own pages."""
+        """Return the load, for other routers and for Ray's own pages."""
         return dataclasses.asdict(
             self._meter.report(time.monotonic(), free_blocks=await self._free_blocks())
         )
 
     def close(self) -> None:
-        """End the engine; what its tiers are still to store is stored."""
+        """End the engine after its tiers have stored pending blocks."""
         self._engine.close()
         self._computing.shutdown(wait=False)
 
     # Requests.
 
     async def generate(self, sent: Sent) -> AsyncIterator[Came]:
-        """The answer to a request, in pieces; see `Came`. Leaving it, as Ray does when it is
-        cancelled, cancels the request.
+        """Answer a request in pieces, see `Came`. Closing the stream, as Ray does to cancel it,
+        cancels the request.
         """
         now = time.monotonic()
         terms = {
@@ -250,7 +253,7 @@ class EngineReplica:
         )
 
     def _note_restored(self, result: GenerationResult) -> None:
-        """What came from one tier alone says how fast it is."""
+        """Measure a tier's speed from a result whose restored tokens all came from it."""
         read = [
             (name, tokens)
             for name, tokens in result.hit_tokens.items()
@@ -265,8 +268,8 @@ class EngineReplica:
     async def compute(
         self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> AsyncIterator[Computed | None]:
-        """The engine's `embed`, `rerank` or `warm`: None at once, then what became of it. Leaving
-        it ends the work.
+        """Run the engine's `embed`, `rerank` or `warm`: yield None at once, then the outcome.
+        Closing the stream ends the work.
         """
         handles = Handles()
         deadline = None if sent.left is None else time.monotonic() + sent.left
@@ -306,8 +309,8 @@ class EngineReplica:
     # What an ingress asks of this replica alone.
 
     async def ask(self, asked: ReplicaCall) -> Any:
-        """The answer of one of the methods below; an error of ours as a `Failure`; None where
-        another one is meant.
+        """Answer by one of the methods below; return an error of ours as a `Failure`, and None if
+        the call is for another replica.
         """
         if self.name not in asked.targets:
             return None
@@ -317,7 +320,7 @@ class EngineReplica:
             return self._failure(error)
 
     async def _cancel(self, request: str) -> bool:
-        """End a request; False if it is not here, or is done."""
+        """Cancel a request; return False if it is unknown or done."""
         handle = self._handles.get(request)
         if handle is not None:
             handle.cancel()
@@ -338,7 +341,7 @@ class EngineReplica:
         )
 
     async def _tell(self, cursor: Cursor) -> ReplicaUpdate:
-        """How busy this replica is, and what of its cache an ingress does not know yet."""
+        """Report this replica's load, and the cache events that an ingress does not know yet."""
         alive = self._engine.is_alive()
         if alive:
             # A task of its own: what the engine has told once it does not tell again, though nobody
@@ -351,7 +354,7 @@ class EngineReplica:
         return ReplicaUpdate(self.name, alive, report, self._journal.since(cursor))
 
     async def _learn(self) -> None:
-        """Note what came to the engine's cache and left it."""
+        """Record the blocks that were added to the engine's cache and evicted from it."""
         engine = self._engine
         with contextlib.suppress(KVBoostError):  # it may stop meanwhile
             pool, tiers = await asyncio.to_thread(
@@ -417,8 +420,8 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 def _measured_speed(engine: CPUPagedEngine) -> float:
-    """Seconds per prompt token of one prompt that nothing is kept of: of replicas on unlike
-    machines it is known from the first request on.
+    """Measure the seconds for each prompt token with one uncached prompt, so that unequal machines
+    are known from the first request on.
     """
     capacity = int(engine.paged_stats()["num_blocks"]) * engine.config.block_size
     prompt = [0] * max(1, min(_MEASURED_TOKENS, engine.runner_info.max_context - 1, capacity - 1))
@@ -431,13 +434,13 @@ def _measured_speed(engine: CPUPagedEngine) -> float:
 
 
 def _cancel_submitted(submitting: asyncio.Future[RequestHandle]) -> None:
-    """End a request that nobody waits for any more."""
+    """Cancel a request that has no waiting client any more."""
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()
 
 
 def _results_of(handles: Sequence[RequestHandle]) -> tuple[GenerationResult, ...]:
-    """Those that there are; an error of one is the call's."""
+    """Collect the available results; an error of one is the call's."""
     found = []
     for handle in handles:
         with contextlib.suppress(Exception):

@@ -1,5 +1,4 @@
-"""The replicas of a deployment as an ingress reaches them: who is there, how busy they are, and
-calls to them.
+"""The replicas of a deployment for an ingress: membership, load, and calls to them.
 
 One thread with an event loop does all of it, so the router needs no lock.
 """
@@ -49,9 +48,13 @@ _TRIES = 3
 
 
 class Replicas:
-    """handle: Ray's, of the deployment; model: the digest of the files that the ingress reads the
-    tokenizer from; about: what the replicas are, once `open` has returned, by one that may be used
-    or was the last to be used; router: which of them a request goes to.
+    """The replicas of a deployment.
+
+    handle  Ray's handle of the deployment
+    model   digest of the files from which the ingress reads the tokenizer
+    about   description of the replicas after `open`, by one that is usable or was the last usable
+            one
+    router  chooses the replica of a request
     """
 
     about: Description
@@ -78,11 +81,12 @@ class Replicas:
         self._thread.start()
 
     def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
-        """Wait for the first replica, and begin to look after all of them.
+        """Wait for the first replica, and begin to monitor all of them.
 
-        ConfigError where those there are have another model or other settings, BackendUnavailable
-        after `seconds`. is_settled: false while other replicas may still come, such as those of a
-        newer version.
+        is_settled  False while other replicas may still come, such as those of a newer version
+
+        Raises ConfigError if the existing replicas have another model or other settings,
+        BackendUnavailable after `seconds`.
         """
         end = time.monotonic() + seconds
         pause = 0.05
@@ -108,7 +112,7 @@ class Replicas:
             pause = min(1.2 * pause, 1.0)
 
     def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-        """Ray's replicas as of now, with what each says of its model; those that may be used. From
+        """Take Ray's current replicas with their metadata; return the usable ones. Callable from
         any thread.
         """
         with self._lock:
@@ -137,12 +141,12 @@ class Replicas:
 
     @property
     def talking(self) -> frozenset[str]:
-        """Those that may be used and answer; all that may be used while none does."""
+        """Usable replicas that answer; all usable ones while none answers."""
         return self.usable - self._silent or self.usable
 
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
-        """Why a replica cannot stand beside the others, or None. The first one that can says what
-        is right.
+        """Return the reason why a replica cannot join the others, or None. The first accepted one
+        defines the settings.
         """
         model = str(about.get("model"))
         root = str(about.get("root"))
@@ -167,21 +171,22 @@ class Replicas:
         self._changed.set()
 
     def choices(self, chain: PromptChain, count: int) -> list[RoutingDecision]:
-        """Where a request may go, the best first; not to who is silent, unless all are. What is
-        known of those is kept: they may be busy and nothing more.
+        """List replicas for a request, the best first, without silent ones unless all are silent.
+
+        Knowledge about silent ones is kept: they may only be busy.
         """
         return self.router.choose(chain, time.monotonic(), among=self.talking or None, count=count)
 
     # Calls.
 
     def generate(self, sent: Sent) -> Stream:
-        """Send a request; what comes of it."""
+        """Send a request and return the stream of its answer."""
         self._busy_until = time.monotonic() + _WATCHED_SECONDS
         stream: Stream = self._generate.remote(sent)
         return stream
 
     async def cancel(self, sent: Sent) -> None:
-        """Have whichever replica computes it end it."""
+        """Ask the replica that computes a request to cancel it."""
         await self._gather("cancel", (sent.request,), self.usable, _TELLING_SECONDS)
 
     async def compute(
@@ -192,8 +197,8 @@ class Replicas:
         options: Mapping[str, Any],
         everywhere: bool,
     ) -> Computed:
-        """A call of the engine in one replica, or in all: then what the one that found the most
-        says.
+        """Make an engine call in one replica, or in all; then return the answer of the one that
+        found the most.
         """
         if everywhere:
             names = sorted(self.usable)
@@ -218,7 +223,7 @@ class Replicas:
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> Computed | None:
-        """None where the replica ended meanwhile."""
+        """Make an engine call at targets; return None if the replica ended meanwhile."""
         self._busy_until = time.monotonic() + _WATCHED_SECONDS
         stream = self._computing.remote(
             sent._replace(targets=targets), call, arguments, dict(options)
@@ -240,9 +245,10 @@ class Replicas:
     def ask(
         self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None
     ) -> list[Any]:
-        """What each usable replica answers, in the order of their names, those left out that do not
-        within `seconds`. Waits: not for the event loop. KVBoostError and its kinds are raised as a
-        replica raised them.
+        """Collect the answers of usable replicas, in the order of their names.
+
+        Replicas that do not answer within `seconds` are left out. The call blocks, so it is not for
+        the event loop. KVBoostError and its subclasses are raised as by the replica.
         """
         if not self.is_open:
             raise KVBoostError("the pool of replicas is closed")
@@ -262,7 +268,7 @@ class Replicas:
         return [answer for answer in answers if answer is not None]
 
     async def _ask_one(self, asked: ReplicaCall, seconds: float) -> Any:
-        """None where nothing came in time."""
+        """Ask one replica; return None if it does not answer in time."""
         response = self._asking.remote(asked)
         try:
             return await asyncio.wait_for(_answer(response), seconds)
@@ -277,7 +283,7 @@ class Replicas:
     # Looking after them.
 
     async def _look_after(self) -> None:
-        """Learn again and again how busy each replica is and what it holds."""
+        """Poll the load and the cache events of each replica."""
         try:
             while True:
                 self._looks.begin(self._looked_at())
@@ -291,7 +297,7 @@ class Replicas:
             await self._looks.end()
 
     async def _look_at_all(self) -> None:
-        """Once; until all have answered, or had their time to."""
+        """Poll all replicas once, until they have answered or timed out."""
         self._looks.begin(self._looked_at())
         await self._looks.settle()
 
@@ -313,8 +319,9 @@ class Replicas:
             await self._learn_from(name)
 
     def _is_about_gone(self) -> bool:
-        """Whether the one that said what replicas are is. Then others say it: they may be of a
-        newer version, with other settings.
+        """Tell whether the replica that defined the settings is gone.
+
+        Then another one defines them: it may have a newer version with other settings.
         """
         return self.about.replica not in self.usable
 
@@ -328,8 +335,8 @@ class Replicas:
             self.about = found
 
     async def _ask_quietly(self, name: str, method: str, *arguments: Any) -> Any:
-        """What a replica answers in time, else None: one replica's trouble is no reason to look
-        after none.
+        """Ask a replica; return None if it fails or times out, because one failure must not stop
+        the polling of others.
         """
         try:
             return await self._ask_one(ReplicaCall((name,), method, arguments), _TELLING_SECONDS)
@@ -342,8 +349,10 @@ class Replicas:
     # The loop.
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it on the loop, outside of any request of Ray's: in one all calls would have the same
-        id, by which Ray's router knows them apart.
+        """Run work on the loop, outside of any request of Ray's.
+
+        Inside a request, all calls would have the same id, by which Ray's router distinguishes
+        them.
         """
         with self._lock:  # nothing may come behind the last that runs there
             if not self.is_open:
@@ -354,7 +363,7 @@ class Replicas:
             )
 
     def call_soon(self, work: Callable[[], object]) -> None:
-        """Call it on the loop; nothing happens once that is closed."""
+        """Call work on the loop; do nothing once it is closed."""
         try:
             self._loop.call_soon_threadsafe(work, context=contextvars.Context())
         except RuntimeError:
@@ -362,7 +371,7 @@ class Replicas:
                 raise
 
     def close(self) -> None:
-        """End everything that runs here, and the thread."""
+        """End all work and the thread."""
         with self._lock:
             if not self.is_open:
                 return

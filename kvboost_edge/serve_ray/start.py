@@ -1,5 +1,5 @@
-"""`kvboost-edge serve --workers N`: replicas on a Ray of this machine's own, or on a cluster,
-behind one server.
+"""`kvboost-edge serve --workers N`: replicas on this machine's own Ray or on a cluster, with one
+server.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _LINE = re.compile(r"(?:[\w.]+\.)?(?P<kind>[A-Z]\w+): (?P<text>.*)")
 
 
 def replica_options(options: ServeOptions) -> ReplicaOptions:
-    """What every replica is made of."""
+    """Return the parameters of every replica."""
     tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
     return ReplicaOptions(
         options.model, options.engine, options.warm, options.warm_documents, tenants or (None,)
@@ -79,10 +79,12 @@ def replica_options(options: ServeOptions) -> ReplicaOptions:
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """The flags of `kvboost-edge serve` that arguments by name stand for, as `serve.yaml` and
-    `serve run` give them: `num_threads: 4`, a list for what may be given again, true for what has
-    no value. Without any, those of the environment variable KVBOOST_EDGE_SERVE_FLAGS. ConfigError
-    for what has no place here.
+    """Convert arguments by name, as in `serve.yaml` and `serve run`, to flags of `kvboost-edge
+    serve`.
+
+    Examples: `num_threads: 4`, a list for a repeatable flag, true for a flag without a value.
+    Without arguments, the environment variable KVBOOST_EDGE_SERVE_FLAGS is used. Raises ConfigError
+    for unknown arguments.
     """
     if not arguments:
         return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
@@ -103,9 +105,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
-    """Replicas as the options want them, as one engine; all of it is ended when the block is
-    left.
-    """
+    """Start the replicas of the options as one engine; end all of them when the block is left."""
     config = EngineConfig.from_options(**options.engine)
     # Before Ray is started: wrong options and files are told at once.
     tokenizer, digest = open_tokenizer(options.model, config)
@@ -130,9 +130,12 @@ def pooled(
     seconds: float = _OPENING_SECONDS,
     is_settled: Callable[[], bool] = lambda: True,
 ) -> Iterator[ReplicatedEngine]:
-    """The replicas of a handle as one engine, once the first of them is there. name: see
-    `TargetRouter`; digest: of the model's files, see `open_tokenizer`; the rest, and errors: see
-    `Replicas.open`.
+    """Provide the replicas of a handle as one engine, once the first of them exists.
+
+    name    see `TargetRouter`
+    digest  digest of the model's files, see `open_tokenizer`
+
+    The other parameters, and errors, are those of `Replicas.open`.
     """
     from kvboost_edge.serve_ray.pool import ReplicatedEngine
     from kvboost_edge.serve_ray.replicas import Replicas
@@ -149,8 +152,8 @@ def pooled(
 
 @contextlib.contextmanager
 def cluster(address: str | None, workers: int, num_threads: int | None) -> Iterator[int]:
-    """Ray for so many replicas: the cluster at the address, or one of this process; gives the CPUs
-    of each replica.
+    """Start Ray for that many replicas, or connect to the cluster at the address; yield the CPUs of
+    each replica.
     """
     if address is None:
         each = cpus_of_each(workers, num_threads, [default_num_threads()])
@@ -179,9 +182,10 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
 
 @contextlib.contextmanager
 def own_cluster(num_cpus: int) -> Iterator[None]:
-    """Ray on this machine alone: on loopback, behind a token of its own, without dashboard and
-    usage reports, its files in a directory that is removed in the end. BackendUnavailable where it
-    does not start.
+    """Start Ray on this machine only.
+
+    It listens on loopback with a token of its own, without dashboard and usage reports, its files
+    in a directory that is removed in the end. Raises BackendUnavailable if it does not start.
     """
     with ray_directory() as directory, _environment(_OWN):
         import ray
@@ -220,7 +224,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
 
 
 def _end_processes(directory: str) -> None:
-    """Of a Ray with its files there, that did not start whole: what did start would run as long as
+    """End the processes of a partly started Ray with its files there; they would run as long as
     this process.
     """
     import psutil
@@ -236,8 +240,9 @@ def _end_processes(directory: str) -> None:
 
 @contextlib.contextmanager
 def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
-    """The replicas, all loaded; gives Ray's handle of them. Raises what a replica raised that could
-    not load.
+    """Deploy the replicas and wait until all are loaded; yield Ray's handle.
+
+    Raises the error of a replica that could not load.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
@@ -268,9 +273,10 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
 
 
 def _wait_for(name: str) -> None:
-    """Until all replicas of an application are there. Ray waits as long as it takes, such as for
-    CPUs that somebody else has reserved meanwhile: the log tells what for. Raises what a replica
-    raised that could not load.
+    """Wait until all replicas of an application exist.
+
+    Ray waits indefinitely, such as for CPUs that were reserved by others meanwhile; the log says
+    for what. Raises the error of a replica that could not load.
     """
     from ray import serve
 
@@ -291,7 +297,7 @@ def _wait_for(name: str) -> None:
 
 
 def _messages(name: str) -> str:
-    """What Ray Serve says of the application's deployments."""
+    """Return Ray Serve's messages about the application's deployments."""
     from ray import serve
 
     status = serve.status().applications.get(name)
@@ -299,7 +305,7 @@ def _messages(name: str) -> str:
 
 
 def loading_error(text: str) -> KVBoostError:
-    """What a replica raised, found in what Ray says of it: that is a traceback as text."""
+    """Find a replica's error in Ray's message, which is a traceback as text."""
     found = [
         match
         for line in text.splitlines()
@@ -322,7 +328,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """These variables for this process and those it starts, while the block runs; None: not set."""
+    """Set variables for this process and its children while the block runs; None removes one."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -333,9 +339,11 @@ def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """While the block runs, Ray takes loopback for the address of this machine, and any free port
-    for its node's agent: by default that is the same for every Ray, and a second one would not
-    start. `ray.init` has no arguments for it.
+    """Make Ray use loopback as this machine's address, and any free port for its node's agent,
+    while the block runs.
+
+    By default every Ray uses the same port, and a second one would not start. `ray.init` has no
+    arguments for it.
     """
     from ray._private import parameter, ray_constants
 
@@ -352,7 +360,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """No message below an error of this logger, while the block runs."""
+    """Suppress messages below an error of this logger while the block runs."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -372,8 +380,9 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """While the block runs, Ray does not take SIGTERM for itself, which it would for good: what
-    ends this process, and with which status, is not Ray's to say while it starts either.
+    """Keep Ray from taking SIGTERM, which it would do for good, while the block runs.
+
+    What ends this process, and with which status, is not Ray's decision even while it starts.
     """
     from ray._private import utils
 
@@ -386,7 +395,7 @@ def _kept_signals() -> Iterator[None]:
 
 
 def log_replicas(pool: ReplicatedEngine) -> None:
-    """Say which replicas there are."""
+    """Log the replicas."""
     for name, view in pool.replicas().items():
         stats = view.paged_stats()
         shown = {

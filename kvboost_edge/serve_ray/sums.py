@@ -13,7 +13,7 @@ _SIZES = ("blocks", "bytes", "max_bytes")
 
 
 def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of several `paged_stats`: numbers added up, names of one replica, shares computed anew."""
+    """Combine several `paged_stats`: numbers added up, names of one replica, ratios recomputed."""
     summed: dict[str, Any] = dict(stats[0])
     for name, value in summed.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
@@ -31,7 +31,7 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summed_cache(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of several `cache_stats`."""
+    """Combine several `cache_stats`."""
     summed = {name: sum(one.get(name, 0) for one in stats) for name in stats[0]}
     summed["budget_utilization"] = (
         summed["hot_memory_mb"] / summed["budget_mb"] if summed["budget_mb"] else 0.0

@@ -1,9 +1,8 @@
-"""Ray's router of an ingress: it sends a request where the ingress wants it to go. Ray calls it in
-the process of the ingress, in a thread of its own, and keeps it up to date with the replicas there
-are.
+"""Ray's router of an ingress: it sends a request to the replica that the ingress selected.
 
-Ray makes the class anew from a copy of this module's code, so nothing may be kept here; see
-members.py.
+Ray calls it in the process of the ingress, in a thread of its own, and updates its list of
+replicas. Ray creates the class from a copy of this module's code, so nothing may be stored here;
+see members.py.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ __all__ = ["TargetRouter"]
 
 
 class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are not checked
-    """Tries a request's `targets` in their order, then any other replica that may be used, the
-    least busy first. What is asked of one replica (`ReplicaCall`) goes nowhere else.
+    """A router that tries a request's `targets` in order, then any other usable replica, the least
+    busy first. A call to one replica (`ReplicaCall`) goes nowhere else.
 
-    ingress   which of a process's ingresses this router belongs to, see `members.watch_members`
+    ingress  the ingress of a process that this router belongs to, see `members.watch_members`
     """
 
     def initialize_state(self, ingress: str = "") -> None:
         self._ingress = ingress
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray's replicas as of now."""
+        """Take Ray's current replicas."""
         found = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
         # First: requests that wait are sent from within the next call.
         tell_members(self._ingress, found)
@@ -38,8 +37,9 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The targets that are there, each a rank of its own, then all others as one rank. What has
-        no targets of its own may go anywhere.
+        """Return the available targets, each a rank of its own, then all others as one rank.
+
+        A request without targets may go anywhere.
         """
         targets: tuple[str, ...] = ()
         is_strict = False

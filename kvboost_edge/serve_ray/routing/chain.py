@@ -1,4 +1,4 @@
-"""A prompt as the router sees it: the prefix hashes of its full blocks, made by the engine's own
+"""A prompt in the router's form: the prefix hashes of its full blocks, computed by the engine's
 code.
 """
 
@@ -24,13 +24,13 @@ __all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
 
 
 def key_of(prefix_hash: bytes, place: Place = Place.POOL) -> int:
-    """The part of a hash that the router remembers of a block at that place."""
+    """Return the part of a hash by which the router remembers a block at a place."""
     return int.from_bytes(prefix_hash[place * KEY_BYTES : (place + 1) * KEY_BYTES], "little")
 
 
 class Outside(NamedTuple):
-    """Those blocks of a chain that are told of at a place outside of pools (`OUTSIDE_MASK`): their
-    keys there, in order, and how many blocks of the chain end with each.
+    """The blocks of a chain that are reported at a place outside of pools (`OUTSIDE_MASK`): their
+    keys there, in order, and the number of blocks of the chain up to each.
     """
 
     keys: tuple[int, ...] = ()
@@ -38,16 +38,15 @@ class Outside(NamedTuple):
 
 
 class PromptChain(NamedTuple):
-    """A prompt to be routed. Nothing of its text or tokens is in it.
+    """A prompt to be routed, without its text and tokens.
 
-    keys         of its full blocks, in order
-    num_tokens   of the whole prompt, at least 1
-    block_size   tokens of a block
-    cache_key    of the caller's `prompt_cache_key`, None without one: such prompts lean to one
-                 replica
-    disk, shared   of the same blocks, in those places
-    states       of a model that keeps some: by `Place`, the keys of the states behind all these
-                 blocks; else ()
+    keys          keys of its full blocks, in order
+    num_tokens    tokens of the prompt, at least 1
+    block_size    tokens of a block
+    cache_key     hash of the caller's `prompt_cache_key`, or None; such prompts favour one replica
+    disk, shared  the same blocks in those places
+    states        for models with recurrent state: by `Place`, the keys of the states after all
+                  these blocks; otherwise ()
     """
 
     keys: tuple[int, ...]
@@ -68,8 +67,9 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """From a prompt's tokens. `root`: where the chains of its tenant and salt start, see
-        `hashing.shared_root`.
+        """Build it from a prompt's tokens.
+
+        root  root hash of its tenant and salt, see `hashing.shared_root`
         """
         hashes = prefix_hashes(token_ids, root, block_size)
         return cls.of_hashes(
@@ -87,8 +87,10 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """From hashes that are known already; `root` matters for a `prompt_cache_key` alone: it is
-        the tenant's own. has_states: the model keeps states, without which blocks cannot be used.
+        """Build it from known hashes.
+
+        root        the tenant's own root; used only for a `prompt_cache_key`
+        has_states  whether the model has recurrent state, without which blocks cannot be used
         """
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
             raise RequestError(
@@ -107,8 +109,9 @@ class PromptChain(NamedTuple):
         return cls(keys, num_tokens, block_size, cache_key, disk, shared, states)
 
     def servable_states(self, place: Place) -> tuple[int, ...]:
-        """The keys at a place of those states that this prompt could go on from: at least its last
-        token is computed, so that the state behind that is of no use.
+        """Return the keys at a place of the states that this prompt could continue from.
+
+        At least its last token is computed, so the state after that token is useless.
         """
         return self.states[place][: (self.num_tokens - 1) // self.block_size]
 

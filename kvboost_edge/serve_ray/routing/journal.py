@@ -1,5 +1,5 @@
-"""A replica's side of the events: numbered batches, kept for a while, so that several routers can
-ask each at its own pace, and late ones be told all there is.
+"""A replica's journal of cache events: numbered batches, kept for a while, so that several routers
+can poll at their own pace, and late ones receive everything.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """The batches of one replica's life. Not for several threads at once.
+    """The event batches of one replica's lifetime. Not thread-safe.
 
-    max_changes   most keys of old batches kept; who asks from before them gets one whole batch
-    epoch         a random number that no other life of a replica has, never 0
+    max_changes  most keys of old batches kept; a router that is further behind gets one whole batch
+    epoch        a random number of this lifetime, never 0
     """
 
     def __init__(self, max_changes: int = 100_000, epoch: int | None = None) -> None:
@@ -36,8 +36,10 @@ class Journal:
         self._held: dict[Place, set[bytes]] = {place: set() for place in Place}
 
     def add(self, events: CacheEvents, place: Place = Place.POOL) -> EventBatch | None:
-        """What the engine's `take_cache_events` gave, or its `take_tier_events` of the tier at a
-        place; the batch it became, None where nothing changed.
+        """Add the events of the engine's `take_cache_events`, or of `take_tier_events` for a tier
+        at a place.
+
+        Returns the new batch, or None if nothing changed.
         """
         held = self._held[place]
         published = _keys(events.published, place)
@@ -62,8 +64,9 @@ class Journal:
         return batch
 
     def since(self, cursor: Cursor) -> list[EventBatch]:
-        """The batches after those somebody knows, in order; one whole batch where those are not
-        kept, or the cursor is of another epoch; [] where nothing is new.
+        """Return the batches after a cursor, in order, [] if there are none.
+
+        One whole batch is returned if they are no longer kept, or if the cursor has another epoch.
         """
         if self._serial < 0:
             return []
@@ -77,7 +80,7 @@ class Journal:
 
 
 def _keys(prefix_hashes: Iterable[bytes], place: Place) -> set[bytes]:
-    """What of these hashes is told of a place."""
+    """Return the keys of the hashes that are reported for a place."""
     start = place * KEY_BYTES
     keys = {prefix_hash[start : start + KEY_BYTES] for prefix_hash in prefix_hashes}
     return keys if place is Place.POOL else {key for key in keys if not key[0] & OUTSIDE_MASK}

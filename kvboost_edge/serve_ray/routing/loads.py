@@ -1,5 +1,5 @@
-"""How busy each replica is, and what a first token would cost there: one number a replica in each
-array.
+"""Load of each replica, and the cost of a first token there: arrays with one number for each
+replica.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ max_running free_blocks answer_seconds disk_token_seconds shared_token_seconds""
 
 
 class ReplicaLoads:
-    """Figures of the replicas in slots 0, 1, ..., brought forward from each report by what was
-    routed since.
+    """Load of the replicas in slots 0, 1, ..., updated from each report by the requests routed
+    since.
 
-    A replica works through its queue by itself: what is kept is not its length but the time at
-    which it is empty, so that it needs no report to grow shorter.
+    A replica works through its queue by itself. So the time at which it is empty is kept, not its
+    length, and it needs no report to become shorter.
 
-    report_seconds   how old a report may be when it arrives: what was routed since then is not in
-                     it
-
-    usable           bool [slots]: there, and not draining
+    report_seconds  possible age of a report on arrival: requests routed since then are not in it
+    usable          bool [slots]: present, and not draining
     """
 
     def __init__(self, report_seconds: float) -> None:
@@ -43,7 +41,7 @@ class ReplicaLoads:
         self._figures: dict[str, Vector] = {name: np.zeros(0) for name in _FIGURES}
 
     def open(self, slot: int) -> None:
-        """A replica of which nothing is known: idle, as fast as the others."""
+        """Add a replica without known figures: idle, and as fast as the others."""
         if slot >= len(self.usable):
             more = max(64, slot)
             self.usable = np.concatenate([self.usable, np.zeros(more, bool)])
@@ -60,7 +58,7 @@ class ReplicaLoads:
         self._figures["busy_until"][slot] = -np.inf
 
     def close(self, slot: int) -> None:
-        """A replica is gone."""
+        """Remove a replica."""
         self.usable[slot] = False
         del self._serials[slot], self._underway[slot]
 
@@ -70,8 +68,8 @@ class ReplicaLoads:
         self.usable[slot] = not report.is_draining
 
     def take(self, slot: int, report: ReplicaReport, now: float) -> None:
-        """A replica's own figures, and on top of them what it cannot have seen. Late reports change
-        nothing.
+        """Take a replica's own figures and add the requests that it cannot have seen. Late reports
+        change nothing.
         """
         if report.serial <= self._serials[slot]:
             return
@@ -85,12 +83,12 @@ class ReplicaLoads:
             self._add(slot, tokens, blocks, now)
 
     def note_routed(self, slot: int, num_tokens: int, num_blocks: int, now: float) -> None:
-        """So many prompt tokens are on their way there, and need so many free blocks."""
+        """Note prompt tokens sent to a replica, and the free blocks that they need."""
         self._underway[slot].append((now, num_tokens, num_blocks))
         self._add(slot, num_tokens, num_blocks, now)
 
     def note_not_started(self, slot: int, num_tokens: int) -> None:
-        """So many are not, after all."""
+        """Take back tokens that were noted."""
         for one in self._underway[slot]:
             if one[1] == num_tokens:
                 self._underway[slot].remove(one)
@@ -105,8 +103,8 @@ class ReplicaLoads:
         figures["free_blocks"][slot] -= num_blocks
 
     def token_seconds(self, place: Place) -> Vector:
-        """A token that is read from a disk or a shared server, [slots]; 0: that replica reads
-        nothing there.
+        """Return the seconds to read a token from a disk or a shared server, [slots]; 0: the
+        replica reads nothing there.
         """
         return self._figures[
             "disk_token_seconds" if place is Place.DISK else "shared_token_seconds"
@@ -119,10 +117,15 @@ class ReplicaLoads:
         now: float,
         restoring: Vector | float = 0.0,
     ) -> tuple[Vector, Vector]:
-        """(expected time to the first token, the part of it for its own tokens) in each slot,
-        [slots], of a prompt that lacks so much there. The rest is the queue before it, the step
-        that runs, and where the replica is full the time until somebody leaves. While blocks are
-        read, which takes `restoring` seconds, those in the queue are computed.
+        """Return (expected time to first token, the part of it for its own tokens) in each slot,
+        [slots].
+
+        missing_tokens, missing_blocks  to compute, in each slot
+        restoring                       seconds of reading blocks, during which the queue is
+                                        computed
+
+        The rest is the queue, the running step, and in a full replica the time until a request
+        ends.
         """
         figures = self._figures
         running = figures["num_running"]

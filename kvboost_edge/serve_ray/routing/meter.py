@@ -1,4 +1,4 @@
-"""A replica's own figures, from the moments at which its requests begin, answer and end."""
+"""A replica's own figures, measured from the times at which its requests begin, answer and end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ _REMEMBERED_ANSWERS = 20.0
 
 
 class Meter:
-    """Counts and measures what a `ReplicaReport` says. Not for several threads at once; `now` as in
-    `PrefixRouter`.
+    """Measurements for a `ReplicaReport`. Not thread-safe; `now` as in `PrefixRouter`.
 
-    Prompts are taken as computed one after the other: a request's tokens took the time from its
-    beginning, or from the first token before its own where that was later.
+    Prompts count as computed one after another: a request's tokens took the time from its
+    beginning, or from the previous first token if that was later.
 
-    seconds_per_token   what is taken as known before anything was measured
-    step_tokens, max_running   see ReplicaReport
-    tiers               places outside the pool that are read, and what a token takes from there
-                        before one was measured
+    seconds_per_token         assumed before the first measurement
+    step_tokens, max_running  see ReplicaReport
+    tiers                     places outside the pool that are read, with the time for a token that
+                              is assumed before the first measurement
     """
 
     def __init__(
@@ -62,8 +61,10 @@ class Meter:
     def begin(
         self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0
     ) -> None:
-        """A request arrived that has so many prompt tokens to compute, and to read first (see
-        `RoutingDecision`). One that had begun before begins anew.
+        """Note a request with that many prompt tokens to compute, and to read first (see
+        `RoutingDecision`).
+
+        A known request begins again.
         """
         before = self._begun.pop(request, None)
         self._queued_tokens -= 0 if before is None else before[1]
@@ -72,7 +73,7 @@ class Meter:
         self._queued_tokens += missing_tokens
 
     def first_token(self, request: Hashable, now: float) -> None:
-        """It gave its first token; later calls for the same request do nothing."""
+        """Note a request's first token; later calls for the same request do nothing."""
         begun = self._begun.pop(request, None)
         if begun is None:
             return
@@ -85,12 +86,14 @@ class Meter:
         self._running[request] = now
 
     def restored(self, place: Place, num_tokens: int, seconds: float) -> None:
-        """So many prompt tokens were read from there for one request, and from nowhere else."""
+        """Note prompt tokens that were read for one request from this place only."""
         if place in self._read and num_tokens > 0:
             self._read[place] = _faded(*self._read[place], num_tokens, seconds)
 
     def end(self, request: Hashable, now: float, num_tokens: int = 0) -> None:
-        """It is done, cancelled or failed, after so many tokens of answer."""
+        """Note that a request is done, cancelled or failed, after that many tokens of its
+        answer.
+        """
         begun = self._begun.pop(request, None)
         if begun is not None:
             self._queued_tokens -= begun[1]
@@ -104,7 +107,7 @@ class Meter:
             self._step_seconds = _moved(self._step_seconds, (now - since) / (num_tokens - 1))
 
     def report(self, now: float, *, free_blocks: int, is_draining: bool = False) -> ReplicaReport:
-        """The figures of this moment."""
+        """Return the current figures."""
         self._serial += 1
         return ReplicaReport(
             serial=self._serial,
@@ -131,11 +134,11 @@ class Meter:
 def _faded(
     tokens: float, seconds: float, more_tokens: int, more_seconds: float
 ) -> tuple[float, float]:
-    """Sums of tokens and of the time they took, in which what is older counts for less."""
+    """Add tokens and their time to sums in which older values count less."""
     fades = math.exp(-more_tokens / _REMEMBERED_TOKENS)
     return tokens * fades + more_tokens, seconds * fades + more_seconds
 
 
 def _moved(mean: float, value: float) -> float:
-    """A mean that follows, from the first value on."""
+    """Update a moving average, from the first value on."""
     return value if mean == 0.0 else mean + (value - mean) / _REMEMBERED_ANSWERS

@@ -1,6 +1,4 @@
-"""What replicas and the router tell each other: small frozen records of integers, floats and
-bytes.
-"""
+"""Messages between replicas and the router: small frozen records of integers, floats and bytes."""
 
 from __future__ import annotations
 
@@ -34,8 +32,10 @@ more of them, and a few blocks that are read or not make little difference.
 
 
 class Place(enum.IntEnum):
-    """Where a block is: a replica's pool, a disk that it can read, a server that all replicas
-    share. Of each the hash has another key: its bytes from 8 times the number on.
+    """Location of a block: a replica's pool, a disk that it can read, or a server that all replicas
+    share.
+
+    Each has its own key of a hash: its bytes from 8 times the number on.
     """
 
     POOL = 0
@@ -44,8 +44,8 @@ class Place(enum.IntEnum):
 
 
 class Cursor(NamedTuple):
-    """How much of a replica's events somebody knows: all batches of `epoch` up to `serial`; (0,
-    -1): none.
+    """Position in a replica's events: all batches of `epoch` up to `serial` are known; (0, -1):
+    none.
     """
 
     epoch: int
@@ -56,16 +56,16 @@ NOTHING_KNOWN = Cursor(0, -1)
 
 
 class EventBatch(NamedTuple):
-    """What changed in a replica's pool and in what it knows of tiers since the batch before it, or
-    all there is.
+    """Changes in a replica's pool, and in its knowledge of tiers, since the previous batch; or
+    everything.
 
-    epoch      a random number of the replica's process, never 0: another one means an empty cache
-               and new serials
-    serial     counts the batches of an epoch from 0
-    is_whole   `published` is all there is after batch `serial`; whatever was known before is
-               forgotten
-    published, evicted   keys of blocks at a `Place`, KEY_BYTES each, in one piece; each is in at
-                         most one of the two
+    epoch               a random number of the replica's process, never 0: another one means an
+                        empty cache and new serials
+    serial              counts the batches of an epoch from 0
+    is_whole            `published` is everything after batch `serial`; earlier knowledge is
+                        forgotten
+    published, evicted  keys of blocks at a `Place`, KEY_BYTES each, concatenated; each key is in at
+                        most one of the two
     """
 
     epoch: int
@@ -77,24 +77,24 @@ class EventBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A replica's figures at one moment. ConfigError for a figure that is none.
+    """A replica's figures at one moment. Raises ConfigError for an invalid figure.
 
-    serial              counts a replica's reports; one that comes late is ignored
-    seconds_per_token   measured: a prompt token to be computed, alone in its batch of prompt
-                        tokens; above 0
+    serial              counts a replica's reports; a late one is ignored
+    seconds_per_token   measured time of a prompt token, alone in its batch of prompt tokens; above
+                        0
     queued_tokens       prompt tokens that wait or are being computed
-    num_running         requests that have had their first token and are not done
-    decode_seconds      a step of those takes so long now; 0 with none
-    step_tokens         most tokens in a step (`max_batch_tokens`): those running leave the rest to
+    num_running         requests after their first token and not done
+    decode_seconds      current time of a decode step; 0 without running requests
+    step_tokens         most tokens in a step (`max_batch_tokens`), shared by running requests and
                         prompts
-    num_waiting         requests that have had no token yet
+    num_waiting         requests before their first token
     max_running         most requests that run together (`max_num_seqs`)
-    free_blocks         blocks nobody references, idle cached ones included
-    answer_seconds      how long a request holds its place from its first token on, on average; 0:
-                        not known
+    free_blocks         blocks without references, idle cached ones included
+    answer_seconds      average time that a request holds its place after its first token; 0:
+                        unknown
     is_draining         it takes no more requests
-    disk_token_seconds, shared_token_seconds   measured: a prompt token that is read from there; 0:
-                                               it reads nothing
+    disk_token_seconds, shared_token_seconds  measured time to read a prompt token there; 0: it
+                                              reads nothing
     """
 
     serial: int
@@ -134,16 +134,16 @@ class ReplicaReport:
 
 
 class RoutingDecision(NamedTuple):
-    """Where a request may go.
+    """A replica for a request.
 
-    replica_id        the name it was added by
-    matched_tokens    of the prompt, believed to be in its pool
-    missing_tokens    to be computed, at least 1; tell the replica: its `Meter` counts them as
+    replica_id        name of the replica
+    matched_tokens    prompt tokens believed to be in its pool
+    missing_tokens    tokens to compute, at least 1; tell the replica, whose `Meter` counts them as
                       queued
-    expected_seconds  until the first token, as far as the router knows
+    expected_seconds  expected time to first token
     restored_tokens   the rest of the prompt: believed to be in a tier that the replica reads
-    present_tokens    of those: believed to be in its pool too, where the state alone behind them is
-                      read
+    present_tokens    of those, tokens believed to be in its pool too, so that only the recurrent
+                      state after them is read
     """
 
     replica_id: str

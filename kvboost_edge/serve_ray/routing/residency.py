@@ -1,16 +1,16 @@
-"""What each replica is believed to hold: a bounded map from keys of blocks to the replicas that
-have them.
+"""Believed content of each replica: a bounded map from keys of blocks to the replicas that have
+them.
 
 Replicas are numbers here, their slots. The holders of a block are one integer with a bit for each
-slot, so that "who holds all blocks up to here" is an `and` of two integers, however many replicas
-there are.
+slot. So the holders of all blocks up to here are an `and` of two integers, for any number of
+replicas.
 
-Beliefs come from the replicas' events, in order and without gaps, or from what was sent there and
-expires. After a gap all that a replica told becomes such a belief, until it has told everything
-anew. A wrong belief costs time only.
+Beliefs come from the replicas' events, in order and without gaps, or from prompts sent there, and
+then expire. After a gap, all reported content becomes such a belief until the replica has reported
+everything again. A wrong belief costs only time.
 
-States have keys beside those of the blocks they are behind (`hashing.state_hash`), and are held as
-these are.
+Recurrent states have their own keys next to those of the blocks before them (`hashing.state_hash`)
+and are held likewise.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Level(NamedTuple):
 
 
 class _Known:
-    """Of one replica.
+    """Knowledge about one replica.
 
-    until       keys it is believed to hold -> until when
-    cursor      the last batch that was applied, or seen
-    is_synced   no batch is missing
+    until      keys that it is believed to hold, with the time of expiry
+    cursor     the last batch applied or seen
+    is_synced  whether no batch is missing
     """
 
     __slots__ = ("cursor", "is_synced", "until")
@@ -59,8 +59,8 @@ class _Known:
 
 
 class _Expiry(NamedTuple):
-    """At `at` the beliefs in `keys` end that were not renewed; None: all of that replica that it
-    did not tell since.
+    """Expiry at time `at` of the beliefs in `keys` that were not renewed; None: of all content that
+    the replica did not report since.
     """
 
     at: float
@@ -70,14 +70,14 @@ class _Expiry(NamedTuple):
 
 
 class Residency:
-    """Beliefs about the replicas in slots 0, 1, ... Not for several threads at once.
+    """Beliefs about the replicas in slots 0, 1, ... Not thread-safe.
 
-    max_entries        most (replica, block) pairs. With more, blocks whose key has one more zero
-                       bit at its end are kept alone: half of them, the same ones for all replicas,
-                       so that matches lose precision and nothing is forgotten from a prompt's
-                       beginning. The others go little by little; states, of which 8 bits are zero,
-                       when one block in 256 is left
-    believed_seconds   so long a belief lasts that no replica told
+    max_entries       most (replica, block) pairs. Beyond it, only blocks whose key has one more
+                      zero bit at its end are kept: half of them, the same ones for all replicas. So
+                      matches lose precision, and no beginning of a prompt is forgotten. The others
+                      are dropped gradually; states, of which 8 bits are zero, when one block in 256
+                      is left
+    believed_seconds  lifetime of a belief that no replica reported
     """
 
     def __init__(self, max_entries: int, believed_seconds: float) -> None:
@@ -96,25 +96,27 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that somebody is believed to hold."""
+        """Number of blocks with a believed holder."""
         return len(self._holders)
 
     def open(self, slot: int) -> None:
-        """A replica that holds nothing, in a free slot."""
+        """Add a replica that holds nothing, in a free slot."""
         self._known[slot] = _Known()
 
     def close(self, slot: int) -> None:
-        """A replica is gone, and all that was believed of it."""
+        """Remove a replica and all beliefs about it."""
         self._forget(slot)
         del self._known[slot]
 
     def cursor(self, slot: int) -> Cursor:
-        """From where to ask the replica on; NOTHING_KNOWN where batches are missing."""
+        """Return the position in the replica's events from which to poll; NOTHING_KNOWN if batches
+        are missing.
+        """
         known = self._known[slot]
         return known.cursor if known.is_synced else NOTHING_KNOWN
 
     def apply(self, slot: int, batch: EventBatch, now: float) -> bool:
-        """Believe a batch; False where others are missing before it. Repeated and late ones change
+        """Apply a batch; return False if earlier ones are missing. Repeated and late ones change
         nothing.
         """
         known = self._known[slot]
@@ -147,15 +149,15 @@ class Residency:
         return known.is_synced
 
     def _expire_at(self, slot: int, batch: EventBatch, now: float) -> float:
-        """What a replica tells while batches are missing is true now, and no later batch may say
-        when it ends.
+        """Let a batch's content expire while batches are missing: it is true now, and no later
+        batch may tell when it ends.
         """
         at = now + self._believed_seconds
         self._expiries.append(_Expiry(at, slot, self._known[slot], tuple(_keys(batch.published))))
         return at
 
     def _doubt(self, slot: int, now: float) -> None:
-        """Batches are missing: what was told before them expires unless it is told again."""
+        """Let earlier content expire unless it is reported again, because batches are missing."""
         known = self._known[slot]
         known.is_synced = False
         at = now + self._believed_seconds
@@ -165,8 +167,10 @@ class Residency:
         self._expiries.append(_Expiry(at, slot, known, None))
 
     def believe(self, slot: int, keys: Sequence[int], num_matched: int, now: float) -> None:
-        """These blocks of a prompt are about to be there: it was sent there. `num_matched` were
-        believed to be: they are looked at only if the last of them is about to expire.
+        """Believe that these blocks of a prompt sent there will exist.
+
+        `num_matched` of them were believed already: they are renewed only if the last one is about
+        to expire.
         """
         until = self._known[slot].until
         at = now + self._believed_seconds
@@ -180,7 +184,7 @@ class Residency:
         self._bound()
 
     def expire(self, now: float) -> None:
-        """End the beliefs whose time is over."""
+        """Remove expired beliefs."""
         while self._expiries and self._expiries[0].at <= now:
             _, slot, known, keys = self._expiries.popleft()
             if self._known.get(slot) is known:
@@ -195,11 +199,11 @@ class Residency:
                 )
 
     def levels(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
-        """Who holds how much of a chain, from its beginning: ever more blocks, ever fewer holders;
-        [] if nobody does. At most `most` levels: finer differences between replicas are that part
-        of the chain.
+        """Return the holders of a chain by length, from its beginning: ever more blocks, ever fewer
+        holders.
 
-        Blocks are looked up by halving, as if a replica that holds a block held all before it.
+        Returns [] without holders, and at most `most` levels: finer differences are ignored. Blocks
+        are looked up by bisection, as if a replica that holds a block held all earlier ones.
         """
         places = self._places(keys)
         found: list[Level] = []
@@ -227,9 +231,10 @@ class Residency:
         return found
 
     def deepest(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
-        """Of the states behind a chain's blocks, which is the last that each replica has: as
-        `levels`, where nobody need have those before it. The deepest of all is exact; others in the
-        same of `most` parts of the chain count as the first one there.
+        """Return the last state along a chain that each replica has, like `levels`.
+
+        Earlier states need not exist. The deepest of all is exact; others in the same of `most`
+        parts of the chain count as the first one there.
         """
         found: list[Level] = []
         seen = 0
@@ -248,7 +253,7 @@ class Residency:
         return found[::-1]
 
     def _places(self, keys: Sequence[int]) -> Sequence[int]:
-        """Which of some keys are remembered if anybody told of them."""
+        """Return the indices of keys that are remembered if reported."""
         return (
             range(len(keys))
             if not self._coarse
@@ -256,8 +261,8 @@ class Residency:
         )
 
     def reach(self, keys: Sequence[int]) -> int:
-        """How many blocks of a chain somebody told of, whoever it was, from its beginning; looked
-        up as `levels`.
+        """Count the blocks of a chain, from its beginning, that any replica reported; by bisection
+        as in `levels`.
         """
         places = self._places(keys)
         holders = self._holders
@@ -265,7 +270,7 @@ class Residency:
         return places[held - 1] + 1 if held else 0
 
     def keys_of(self, slot: int) -> dict[int, bool]:
-        """What a replica is believed to hold, and whether it told so."""
+        """Return the keys that a replica is believed to hold, and whether it reported each."""
         return {
             key: until == _TOLD
             for key, until in self._known[slot].until.items()
@@ -273,9 +278,7 @@ class Residency:
         }
 
     def num_bytes(self) -> int:
-        """Memory of what is believed and of what expires, object by object: walks through all of
-        it.
-        """
+        """Compute the memory of beliefs and expiries, object by object: walks through all of it."""
         tables: list[Mapping[int, object]] = [
             self._holders,
             *(known.until for known in self._known.values()),
@@ -286,7 +289,7 @@ class Residency:
         return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
 
     def check(self) -> None:
-        """Recompute the map from what is known of each replica; AssertionError on any
+        """Recompute the map from the knowledge about each replica; raise AssertionError on any
         difference.
         """
         holders: dict[int, int] = {}
@@ -331,7 +334,7 @@ class Residency:
         self._known[slot] = _Known()
 
     def _bound(self) -> None:
-        """Keep to `max_entries`: one slot's worth of work at a time."""
+        """Keep within `max_entries`, one slot at a time."""
         if self._unswept:
             slot = self._unswept.pop()
             if slot in self._known:

@@ -1,6 +1,4 @@
-"""The router's one face: replicas come and go, tell what they hold and how busy they are, and
-requests are placed.
-"""
+"""The router: members, their content and load, and the placement of requests."""
 
 from __future__ import annotations
 
@@ -39,14 +37,14 @@ Slots = npt.NDArray[np.intp]
 
 
 def seed_of(replica_id: str) -> int:
-    """What stands for a replica in rendezvous hashing, the same in every process."""
+    """Return a replica's number for rendezvous hashing, the same in every process."""
     return int.from_bytes(
         hashlib.sha256(replica_id.encode("utf-8", "surrogatepass")).digest()[:8], "little"
     )
 
 
 def home(key: int, slots: Slots, seeds: Seeds) -> int:
-    """The one of some slots that a key belongs to: another one only if that slot is not there."""
+    """Return the slot of a key by rendezvous hashing: it changes only if that slot disappears."""
     mixed = seeds[slots] ^ np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -56,8 +54,9 @@ def home(key: int, slots: Slots, seeds: Seeds) -> int:
 def choose(
     seconds: npt.NDArray[np.float64], depths: npt.NDArray[np.int64], key: int, seeds: Seeds
 ) -> int:
-    """The slot of the least `seconds`, inf where it may not be used; of those that take hardly
-    longer the one that holds most, and of equals the home of `key`.
+    """Return the slot with the least `seconds`; inf means unusable.
+
+    Among nearly equal ones it is the one that holds most, and among equals the home of `key`.
     """
     least = float(seconds.min())
     near = np.flatnonzero(seconds <= least * (1 + _TIE_SHARE) + _TIE_SECONDS)
@@ -68,18 +67,18 @@ def choose(
 
 
 class PrefixRouter:
-    """Chooses replicas by the expected time to the first token: what is in no pool and no tier is
-    computed, what is in a tier is read. Of a model with states, what is behind the deepest state
-    that a replica has is computed too. Not for several threads at once.
+    """Choice of replicas by the expected time to first token.
 
-    `now` is seconds of one clock that never goes back (`time.monotonic`). What the router believes
-    may be wrong: that costs time. Which replica may be used at all is never a belief: only those
-    added, not removed, not draining.
+    Blocks in no pool and no tier are computed, those in a tier are read. For a model with recurrent
+    state, blocks after a replica's deepest state are computed too. Not thread-safe.
 
-    max_entries        most (replica, block) pairs remembered, see `Residency`
-    believed_seconds   so long a replica is believed to hold what was sent there, unless it says
-                       otherwise
-    report_seconds     how old a report may be when it arrives
+    `now` is in seconds of a monotonic clock (`time.monotonic`). The router's beliefs may be wrong,
+    which costs time. The set of usable replicas is never a belief: only those added, not removed,
+    not draining.
+
+    max_entries       most (replica, block) pairs remembered, see `Residency`
+    believed_seconds  lifetime of the belief that a replica holds a prompt sent there
+    report_seconds    possible age of a report on arrival
     """
 
     def __init__(
@@ -98,8 +97,8 @@ class PrefixRouter:
         self._num_routed = 0
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
-        """These replicas there are; others are forgotten with all that was known of them, new ones
-        hold nothing.
+        """Set the replicas; others are forgotten with all knowledge about them, new ones hold
+        nothing.
         """
         members = dict.fromkeys(replica_ids)
         for replica_id in self._slots.keys() - members.keys():
@@ -108,11 +107,11 @@ class PrefixRouter:
             self.add(replica_id)
 
     def members(self) -> list[str]:
-        """The replicas there are."""
+        """List the replicas."""
         return list(self._slots)
 
     def add(self, replica_id: str) -> None:
-        """A replica is there; no change if it was."""
+        """Add a replica; a known one is unchanged."""
         if replica_id in self._slots:
             return
         slot = self._free.pop() if self._free else len(self._ids)
@@ -128,7 +127,7 @@ class PrefixRouter:
         self._seeds[slot] = seed_of(replica_id)
 
     def remove(self, replica_id: str) -> None:
-        """A replica is gone; no change if it was not there."""
+        """Remove a replica; ignore an unknown one."""
         slot = self._slots.pop(replica_id, None)
         if slot is None:
             return
@@ -138,17 +137,16 @@ class PrefixRouter:
         self._free.append(slot)
 
     def cursor(self, replica_id: str) -> Cursor:
-        """What of a replica's events is known: ask its `Journal.since` from here. After a gap,
+        """Return the known position in a replica's events, for its `Journal.since`; after a gap
         NOTHING_KNOWN.
         """
         return self._residency.cursor(self._slots[replica_id])
 
     def take_events(self, replica_id: str, batches: Iterable[EventBatch], now: float) -> bool:
-        """Believe what a replica tells; False where batches are missing, and `cursor` says from
-        where to ask again.
+        """Apply a replica's event batches; return False if some are missing, then poll again from
+        `cursor`.
 
-        Repeated and late batches change nothing. Of a replica that is not there they are ignored
-        (True).
+        Repeated and late batches change nothing. Those of an unknown replica are ignored (True).
         """
         slot = self._slots.get(replica_id)
         if slot is None:
@@ -159,7 +157,7 @@ class PrefixRouter:
         return is_synced
 
     def take_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        """A replica's figures; late ones and those of a replica that is not there are ignored."""
+        """Take a replica's figures; ignore late ones and those of an unknown replica."""
         slot = self._slots.get(replica_id)
         if slot is not None:
             self._loads.take(slot, report, now)
@@ -167,8 +165,10 @@ class PrefixRouter:
     def choose(
         self, chain: PromptChain, now: float, among: Collection[str] | None = None, count: int = 1
     ) -> list[RoutingDecision]:
-        """At most `count` replicas, the best first; of those `among` if given. [] where none takes
-        requests. Changes nothing but what has expired.
+        """List at most `count` replicas, the best first, of `among` if given; [] if none takes
+        requests.
+
+        Changes nothing except expired beliefs.
         """
         self._residency.expire(now)
         usable = self._usable(among)
@@ -222,9 +222,11 @@ class PrefixRouter:
     def _restoring(
         self, chain: PromptChain, depths: Depths, held: Depths
     ) -> tuple[Depths, npt.NDArray[np.float64] | float]:
-        """(blocks of a chain that each slot will have once its tiers were read, [slots], seconds
-        that takes). A disk is read before a shared server, and each from where the blocks `held` in
-        the pool, or the disk, end. Of states the deepest alone is read, as long as a block.
+        """Return (blocks of a chain that each slot has after reading its tiers, [slots], seconds
+        for that).
+
+        A disk is read before a shared server, and each from the end of the blocks `held` in the
+        pool, or on the disk. Only the deepest state is read, which takes as long as a block.
         """
         on_disk, on_server = (
             self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED)
@@ -253,8 +255,9 @@ class PrefixRouter:
         )
 
     def _on_disk(self, chain: PromptChain, num_slots: int) -> Depths:
-        """Blocks of a chain that each slot's disk has, as far as they can be used, [num_slots]. No
-        block leaves a disk before what is behind it.
+        """Count the usable blocks of a chain on each slot's disk, [num_slots].
+
+        A block is evicted from a disk only after all later ones.
         """
         if chain.states:
             return self._state_ends(chain, Place.DISK, num_slots)
@@ -263,9 +266,10 @@ class PrefixRouter:
         return ends[told]
 
     def _on_server(self, chain: PromptChain) -> int:
-        """Blocks of a chain that the shared server has, as far as they can be used. A state was
-        written behind its blocks and gets more time to live with them; blocks nobody saw lately are
-        no longer told of, and are there.
+        """Count the usable blocks of a chain on the shared server.
+
+        A state was written after its blocks and lives as long as they do. Blocks that were not used
+        lately are no longer reported, but exist.
         """
         if not chain.states:
             return (0, *chain.shared.ends)[self._residency.reach(chain.shared.keys)]
@@ -273,7 +277,9 @@ class PrefixRouter:
         return levels[-1].num_blocks if levels else 0
 
     def _state_ends(self, chain: PromptChain, place: Place, num_slots: int) -> Depths:
-        """Blocks of a chain before the last state that each slot has at a place, [num_slots]."""
+        """Count the blocks of a chain before the last state of each slot at a place,
+        [num_slots].
+        """
         return _depths(self._residency.deepest(chain.servable_states(place)), num_slots)
 
     def _usable(self, among: Collection[str] | None) -> npt.NDArray[np.bool_]:
@@ -284,8 +290,8 @@ class PrefixRouter:
         return asked & self._loads.usable
 
     def _tie_key(self, chain: PromptChain, levels: Sequence[Level]) -> int:
-        """What of the prompt is new has a home: prompts that go on alike behind what is known meet
-        there.
+        """Return a key of the prompt's new part: prompts that continue alike after the known part
+        meet at its home.
         """
         if chain.cache_key is not None:
             return chain.cache_key
@@ -297,8 +303,10 @@ class PrefixRouter:
         return chain.keys[min(known, len(chain.keys) - 1)]
 
     def note_routed(self, choice: RoutingDecision, chain: PromptChain, now: float) -> None:
-        """The request went there: until the next report its tokens count as queued, and its blocks
-        are believed to be there for `believed_seconds`.
+        """Note that a request was sent to a replica.
+
+        Its tokens count as queued until the next report, and its blocks as present for
+        `believed_seconds`.
         """
         self._num_routed += 1
         slot = self._slots.get(choice.replica_id)
@@ -313,27 +321,27 @@ class PrefixRouter:
             self._residency.believe(slot, tuple(ends), 0, now)
 
     def note_not_started(self, choice: RoutingDecision) -> None:
-        """A request that was noted never reached the replica: its tokens do not wait there."""
+        """Take back a request that never reached the replica."""
         slot = self._slots.get(choice.replica_id)
         if slot is not None:
             self._loads.note_not_started(slot, choice.missing_tokens)
 
     def num_entries(self) -> int:
-        """(replica, block) pairs remembered."""
+        """Count the remembered (replica, block) pairs."""
         return self._residency.num_entries
 
     def num_bytes(self) -> int:
-        """Memory of what is believed, nearly: the map, its keys and holders."""
+        """Estimate the memory of the beliefs: the map, its keys and holders."""
         return self._residency.num_bytes()
 
     def beliefs(self, replica_id: str) -> dict[int, bool]:
-        """Keys of the blocks, at any `Place`, that a replica is believed to hold, and whether it
-        told so.
+        """Return the keys of blocks, at any `Place`, that a replica is believed to hold, and
+        whether it reported each.
         """
         return self._residency.keys_of(self._slots[replica_id])
 
     def check(self) -> None:
-        """Recompute all bookkeeping; AssertionError on the first contradiction."""
+        """Recompute all bookkeeping; raise AssertionError on the first contradiction."""
         self._residency.check()
         assert all(self._ids[slot] == replica_id for replica_id, slot in self._slots.items())
         assert len(self._slots) + len(self._free) == len(self._ids)
@@ -341,7 +349,7 @@ class PrefixRouter:
 
 
 def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
-    """Blocks of a chain that each slot holds, [num_slots]."""
+    """Count the blocks of a chain that each slot holds, [num_slots]."""
     depths = np.zeros(num_slots, np.int64)
     many = [level for level in levels if level.holders.bit_count() > _FEW_HOLDERS]
     if many:

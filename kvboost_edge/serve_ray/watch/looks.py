@@ -1,4 +1,4 @@
-"""Looks at replicas, each by itself: one that hangs keeps nobody else from being looked at."""
+"""Health checks of replicas, each on its own: a hanging replica delays no other's check."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["HealthChecks"]
 
 
 class HealthChecks:
-    """At most one look at each replica at a time; all on one event loop.
+    """At most one check of each replica at a time; all on one event loop.
 
-    look   looks at the replica of a name, in bounded time; what it raises is logged and ends that
-           look alone
+    look  checks the replica of a name, in bounded time; its exceptions are logged and end only that
+          check
     """
 
     def __init__(self, look: Callable[[str], Awaitable[None]]) -> None:
@@ -23,17 +23,17 @@ class HealthChecks:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, names: Iterable[str]) -> None:
-        """Begin a look at each of them that none is under way at."""
+        """Begin a check of each replica that has none in progress."""
         for name in names:
             if name not in self._under_way:
                 self._under_way[name] = asyncio.ensure_future(self._look_at(name))
 
     async def settle(self) -> None:
-        """Wait until those under way now have ended."""
+        """Wait until the checks in progress have ended."""
         await asyncio.gather(*self._under_way.values())
 
     async def end(self) -> None:
-        """End all of them."""
+        """Cancel all checks."""
         tasks = list(self._under_way.values())
         for task in tasks:
             task.cancel()

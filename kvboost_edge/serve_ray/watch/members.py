@@ -1,4 +1,4 @@
-"""The replicas that Ray tells its routers of, for the ingresses of this process."""
+"""The replicas that Ray reports to its routers, for the ingresses of this process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _watchers: dict[str, Callable[[Members], frozenset[str]]] = {}
 
 
 def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | None) -> None:
-    """Have `watcher` told of all replicas and their metadata, now if they are known and whenever
-    they change; it says which of them may be used. It is called in any thread, by one at a time,
-    and must not wait. None: nobody watches any more.
+    """Call `watcher` with all replicas and their metadata, now if known and on every change.
+
+    It returns the usable ones. It is called in any thread, one call at a time, and must not block.
+    None ends the watching.
     """
     with _lock:
         if watcher is None:
@@ -33,7 +34,7 @@ def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | N
 
 
 def tell_members(ingress: str, members: Members) -> None:
-    """All replicas of an ingress as of now."""
+    """Take all current replicas of an ingress."""
     with _lock:
         _members[ingress] = members
         watcher = _watchers.get(ingress)
@@ -41,7 +42,7 @@ def tell_members(ingress: str, members: Members) -> None:
 
 
 def usable_members(ingress: str) -> frozenset[str]:
-    """Those that may be used. Without a watcher none is refused: one that comes later may yet do
+    """Return the usable replicas. Without a watcher none is refused: a later watcher may still do
     so.
     """
     return _usable.get(ingress, frozenset())

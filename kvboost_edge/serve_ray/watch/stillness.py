@@ -1,4 +1,4 @@
-"""Whether an engine stands still although it has work."""
+"""Stall detection: an engine that has work and makes no progress."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _UNWATCHED_SECONDS = 60.0  # looks that far apart: the process itself was stoppe
 
 
 def major_faults() -> int:
-    """Pages that this process has waited for a disk for since it began: an engine that waits for
-    its weights uses no processor. 0 where the system does not tell.
+    """Return the pages for which this process has waited for a disk: an engine that waits for its
+    weights uses no CPU time. 0 if the system does not tell.
     """
     try:
         import resource
@@ -22,12 +22,10 @@ def major_faults() -> int:
 
 
 class Stillness:
-    """Told again and again how far an engine is, it knows for how long nothing has happened there.
-    Not for several threads at once.
+    """Duration without progress, from repeated figures of an engine. Not thread-safe.
 
-    A slow engine is not a still one: where a step takes minutes, its process uses processor time.
-    Nor is one that was frozen with its whole process: after a long time without a look everything
-    begins anew.
+    A slow engine is not stalled: a step of minutes uses CPU time. Nor is an engine that was frozen
+    with its whole process: after a long time without figures, the measurement starts again.
     """
 
     def __init__(self) -> None:
@@ -35,11 +33,11 @@ class Stillness:
         self._since = self._cpu_seconds = self._looked = 0.0
 
     def look(self, figures: Hashable, has_work: bool, cpu_seconds: float, now: float) -> float:
-        """Seconds up to `now` in which there was work, no figure moved and the process computed
-        next to nothing.
+        """Return the seconds up to `now` with work, without a change of figures, and with almost no
+        CPU time.
 
-        figures       whatever moves when an engine computes
-        cpu_seconds   processor time that the process has used since it began
+        figures      figures that change when an engine computes
+        cpu_seconds  CPU time of the process since its start
         """
         used = cpu_seconds - self._cpu_seconds
         was_frozen = now - self._looked > _UNWATCHED_SECONDS
