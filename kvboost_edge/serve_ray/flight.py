@@ -158,7 +158,7 @@ class Flight:
                 tries += 1
             if self._has_events or self._ending is not None:
                 raise ReplicaLost
-            # Nobody has seen anything of it, so another replica may compute it.
+            # No client has seen any of it, so another replica may compute it.
             if self._stream is not None:
                 self._stream.cancel()
             self._settle()

@@ -38,7 +38,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         ingress=NAME,
         drain_seconds=options.settings.drain_seconds,
     )
-    # Made by the decorator.
+    # Created by the decorator.
     bound: serve.Application = Server.bind(flags, engines)  # type: ignore[attr-defined]
     return bound
 
@@ -48,7 +48,7 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
     try:
         return parse_flags(flags, _PROG)
     except SystemExit as error:
-        # Values may be secrets, and Ray shows this.
+        # Values may be secrets, and Ray logs this.
         named = " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
         raise ConfigError(
             f"wrong flags or values: {named}; those of `kvboost-edge serve` are known"

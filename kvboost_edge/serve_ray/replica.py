@@ -120,8 +120,8 @@ class EngineReplica:
         self._handles: dict[str, RequestHandle] = {}
         self._stillness = Stillness()
         self._learning: asyncio.Task[None] | None = None
-        # Of its own: in the loop's threads long calls would keep health checks and new requests
-        # waiting.
+        # A pool of its own: in the loop's threads, long calls would delay health checks and new
+        # requests.
         self._computing = ThreadPoolExecutor(
             _COMPUTING_THREADS, thread_name_prefix="kvboost-compute"
         )
@@ -143,7 +143,7 @@ class EngineReplica:
             self._engine.close()
             raise
 
-    # What Ray asks.
+    # Calls of Ray.
 
     async def check_health(self) -> None:
         """Raise KVBoostError if the engine's thread has died: Ray then ends this process and starts
@@ -192,8 +192,8 @@ class EngineReplica:
         terms["deadline"] = None if sent.left is None else now + sent.left
         try:
             ids = decode_tokens(sent.tokens)
-            # An ingress that has not heard yet of other blocks than before: without hashes nothing
-            # is found by them.
+            # The ingress does not know yet of this replica's new blocks: without hashes, nothing is
+            # found by them.
             full = len(ids) // self._engine.config.block_size
             hashes = sent.hashes if len(sent.hashes) == full * HASH_BYTES else b""
             entry = RequestArrival(time.perf_counter() - sent.since, sent.prompt_text, hashes)
@@ -306,7 +306,7 @@ class EngineReplica:
             task.exception()
             self._meter.end(sent.request, time.monotonic())
 
-    # What an ingress asks of this replica alone.
+    # Calls of an ingress to this replica.
 
     async def ask(self, asked: ReplicaCall) -> Any:
         """Answer by one of the methods below; return an error of ours as a `Failure`, and None if
@@ -334,7 +334,7 @@ class EngineReplica:
             model=self._model,
             root=engine.cache_root,
             block_size=engine.config.block_size,
-            # Where the weights lie in this process is of no use in another one.
+            # Addresses of the weights mean nothing in another process.
             info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
             reuse_refusal=engine.reuse_refusal,
             embedding_size=engine.embedding_size,
@@ -344,8 +344,8 @@ class EngineReplica:
         """Report this replica's load, and the cache events that an ingress does not know yet."""
         alive = self._engine.is_alive()
         if alive:
-            # A task of its own: what the engine has told once it does not tell again, though nobody
-            # waits any more.
+            # A task of its own: the engine reports each event once, even if no caller waits any
+            # more.
             if self._learning is None or self._learning.done():
                 self._learning = asyncio.ensure_future(self._learn())
             await asyncio.shield(self._learning)

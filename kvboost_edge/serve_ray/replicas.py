@@ -98,7 +98,7 @@ class Replicas:
             ]
             if found:
                 self.about = found[0]
-                # First: what they hold already is known before the first request comes.
+                # Poll first, so that their cached blocks are known before the first request.
                 self.start(self._look_at_all()).result()
                 self.start(self._look_after())
                 return
@@ -280,7 +280,7 @@ class Replicas:
                 raise
             return None
 
-    # Looking after them.
+    # Polling.
 
     async def _look_after(self) -> None:
         """Poll the load and the cache events of each replica."""

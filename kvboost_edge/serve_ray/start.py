@@ -107,7 +107,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
     """Start the replicas of the options as one engine; end all of them when the block is left."""
     config = EngineConfig.from_options(**options.engine)
-    # Before Ray is started: wrong options and files are told at once.
+    # Before Ray starts, so that wrong options and files are reported at once.
     tokenizer, digest = open_tokenizer(options.model, config)
     threads = options.engine.get("num_threads")
     with cluster(options.ray_address, options.workers, threads) as each:
@@ -191,7 +191,7 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
         import ray
 
         try:
-            # Quiet: what it would say is that tokens are asked for.
+            # Quiet: Ray would only log that tokens are required.
             with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
                 ray.init(
                     address="local",

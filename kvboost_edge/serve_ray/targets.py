@@ -28,7 +28,7 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take Ray's current replicas."""
         found = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
-        # First: requests that wait are sent from within the next call.
+        # First, because the next call sends waiting requests.
         tell_members(self._ingress, found)
         super().update_replicas(replicas)
 

@@ -46,8 +46,8 @@ class Journal:
         if events.is_whole:
             evicted = held - published
         else:
-            # Of two hashes with one key, one that came outweighs one that left: a belief too many
-            # costs time only.
+            # If two hashes share a key, an added one outweighs an evicted one: a false belief costs
+            # only time.
             evicted = (_keys(events.evicted, place) - published) & held
         published -= held
         if not published and not evicted and self._serial >= 0:

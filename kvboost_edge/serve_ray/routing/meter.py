@@ -34,7 +34,7 @@ class Meter:
         max_running: int,
         tiers: Mapping[Place, float] | None = None,
     ) -> None:
-        # ConfigError for figures that are none.
+        # Raises ConfigError for invalid figures.
         ReplicaReport(
             serial=0,
             seconds_per_token=seconds_per_token,
@@ -45,12 +45,13 @@ class Meter:
         self._max_running = max_running
         self._tokens = _PRIOR_TOKENS
         self._seconds = _PRIOR_TOKENS * seconds_per_token
-        # Of each place read: (tokens, the seconds they took).
+        # For each place read: (tokens, their seconds).
         self._read = {
             place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds)
             for place, seconds in (tiers or {}).items()
         }
-        # Without a first token: (since when, missing tokens, whether its time is theirs alone).
+        # Requests before their first token: (start, missing tokens, whether the time is theirs
+        # only).
         self._begun: dict[Hashable, tuple[float, int, bool]] = {}
         self._running: dict[Hashable, float] = {}  # since their first token
         self._queued_tokens = 0
@@ -111,7 +112,7 @@ class Meter:
         self._serial += 1
         return ReplicaReport(
             serial=self._serial,
-            # A clock too coarse to see a step would make a token free.
+            # With a clock too coarse for a step, a token would be free.
             seconds_per_token=max(self._seconds / self._tokens, 1e-9),
             queued_tokens=self._queued_tokens,
             num_running=len(self._running),

@@ -178,8 +178,7 @@ class PrefixRouter:
         levels = self._residency.levels(chain.keys)
         depths = ties = held = _depths(levels, len(usable))
         if chain.states:
-            # Of equals the one that holds more blocks all the same: their end is where the next
-            # state is to be kept.
+            # Among equals, prefer the one with more blocks: the next state belongs at their end.
             depths = self._state_ends(chain, Place.POOL, len(usable))
             ties = depths * (len(chain.keys) + 1) + held
         most = chain.num_tokens - 1  # the last token of a prompt is always computed
@@ -191,8 +190,7 @@ class PrefixRouter:
         missing_blocks = (-(-chain.num_tokens // chain.block_size) - shared).astype(np.float64)
         missing_tokens = (chain.num_tokens - served).astype(np.float64)
         seconds, own = self._loads.seconds(missing_tokens, missing_blocks, now, restoring)
-        # What is computed here keeps others waiting too: a token to be computed weighs more than a
-        # moment of waiting.
+        # Computing here delays others too, so a token to compute weighs more than waiting.
         ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
             ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
@@ -361,7 +359,7 @@ def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
             packed.reshape(len(many), size), axis=1, count=num_slots, bitorder="little"
         )
         ends = np.array([0, *(level.num_blocks for level in many)])
-        # Who holds a level holds those before it: how many there are says which is the last.
+        # A holder of a level holds all earlier levels, so their count gives the last one.
         depths = ends[bits.sum(axis=0, dtype=np.uint8)]
     for num_blocks, holders in levels[len(many) :]:
         while holders:
