@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvboost_edge.tiers.disk.capacity import Room
 from kvboost_edge.tiers.disk.files import passes
 from kvboost_edge.tiers.disk.index import Index, IndexEntry
-from kvboost_edge.tiers.disk.segment_files import Segment, Segments
+from kvboost_edge.tiers.disk.segment_files import SegmentFile, SegmentFiles
 from kvboost_edge.tiers.record import decode_header, is_intact
 
 __all__ = ["Cleaner"]
@@ -29,7 +29,7 @@ class Cleaner:
     `evicted` and `refused` blocks, `copied_bytes`.
     """
 
-    def __init__(self, index: Index, segments: Segments, room: Room) -> None:
+    def __init__(self, index: Index, segments: SegmentFiles, room: Room) -> None:
         self._index = index
         self._segments = segments
         self._room = room
@@ -70,7 +70,7 @@ class Cleaner:
         own = self._segments.nbytes
         return own + nbytes - self._room.allowed(own)
 
-    def _emptiest(self) -> Segment | None:
+    def _emptiest(self) -> SegmentFile | None:
         """The settled segment with the least that counts, the oldest of several."""
         return min(
             self._segments.settled(),
@@ -78,7 +78,7 @@ class Cleaner:
             default=None,
         )
 
-    def _evict_down_to(self, nbytes: int, victim: Segment) -> Segment:
+    def _evict_down_to(self, nbytes: int, victim: SegmentFile) -> SegmentFile:
         """Forget the least used blocks until at most so many bytes of some settled segment count:
         that one.
         """
@@ -97,11 +97,11 @@ class Cleaner:
             self.evicted += 1
         return entry
 
-    def _delete(self, victim: Segment) -> None:
+    def _delete(self, victim: SegmentFile) -> None:
         self.evicted += self._index.drop_segment(victim.number)
         self._segments.remove(victim.number)
 
-    def _copy(self, victim: Segment) -> None:
+    def _copy(self, victim: SegmentFile) -> None:
         """Write what counts of a segment again, byte by byte; a damaged record is left behind."""
         for record in self._segments.records(victim.number):
             entry = self._index.get(record.prefix_hash)

@@ -34,7 +34,7 @@ from kvboost_edge.tiers.disk.sidecar import (
     read_file,
 )
 
-__all__ = ["Segment", "Segments"]
+__all__ = ["SegmentFile", "SegmentFiles"]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -46,7 +46,7 @@ last reader's end.
 
 
 @dataclasses.dataclass(slots=True)
-class Segment:
+class SegmentFile:
     """nbytes: what it takes on the disk; end: behind its last record; settled: sealed, or failed to
     be.
     """
@@ -58,7 +58,7 @@ class Segment:
     records: list[SegmentRecord] = dataclasses.field(default_factory=list)
 
 
-class Segments:
+class SegmentFiles:
     """`owned`: whether this process may write. For owners only: append, begin, retire, seal,
     remove.
     """
@@ -68,17 +68,17 @@ class Segments:
         self._space = space
         self._files = files
         self._owned = owned
-        self._all: dict[int, Segment] = {}
+        self._all: dict[int, SegmentFile] = {}
         self._handles: OrderedDict[int, int] = OrderedDict()
         self._last = 0
-        self.active: Segment | None = None
+        self.active: SegmentFile | None = None
 
     @property
     def nbytes(self) -> int:
         """What the segments take on the disk."""
         return sum(segment.nbytes for segment in list(self._all.values()))
 
-    def settled(self) -> list[Segment]:
+    def settled(self) -> list[SegmentFile]:
         """The segments that nothing is written to any more, oldest first."""
         return [segment for segment in self._all.values() if segment.settled]
 
@@ -95,7 +95,7 @@ class Segments:
         for number in segment_ids(sizes):
             self._last = max(self._last, number)
             size = sizes[segment_path(self._directory, number).name]
-            segment = self._all[number] = Segment(number, size, settled=True)
+            segment = self._all[number] = SegmentFile(number, size, settled=True)
             records = self._sidecar(number, size)
             if records is None:
                 found = self._scanned(number, size)
@@ -115,7 +115,7 @@ class Segments:
         found = self._scanned(number, size)
         return [] if found is None else found.records
 
-    def begin(self, nbytes: int) -> Segment:
+    def begin(self, nbytes: int) -> SegmentFile:
         """A new active segment with room for so many bytes. Raises OSError."""
         number, handle = self._new_file()
         try:
@@ -126,7 +126,7 @@ class Segments:
                 self._files.unlink(segment_path(self._directory, number))
             raise
         self._keep(number, handle)
-        self.active = self._all[number] = Segment(number, nbytes)
+        self.active = self._all[number] = SegmentFile(number, nbytes)
         return self.active
 
     def append(
@@ -156,7 +156,7 @@ class Segments:
             raise FileNotFoundError(f"segment {number} was removed by its owner")
         return transferred(self._files.read, handle, buffers, offset)
 
-    def retire(self) -> Segment | None:
+    def retire(self) -> SegmentFile | None:
         """Nothing more is written to the active segment: the one to be sealed; None where it is
         empty and removed.
         """
@@ -167,7 +167,7 @@ class Segments:
             return None
         return segment
 
-    def seal(self, segment: Segment) -> None:
+    def seal(self, segment: SegmentFile) -> None:
         """Cut a retired segment to its length, bring it to the device, then write its sidecar. A
         failure is logged: then the segment is scanned at the next opening.
         """
@@ -268,7 +268,7 @@ class Segments:
         finally:
             self._files.close(handle)
 
-    def _settle(self, segment: Segment, records: list[SegmentRecord]) -> None:
+    def _settle(self, segment: SegmentFile, records: list[SegmentRecord]) -> None:
         """What a process that did not come to its end left: sealed, or removed if nothing in it
         counts.
         """
@@ -279,14 +279,14 @@ class Segments:
         else:
             self._remove_empty(segment)
 
-    def _remove_empty(self, segment: Segment) -> None:
+    def _remove_empty(self, segment: SegmentFile) -> None:
         try:
             self.remove(segment.number)
         except OSError as error:
             segment.settled = True  # its turn comes again when room is made
             _LOG.warning("segment %s of the disk tier cannot be removed: %s", segment.number, error)
 
-    def _write_sidecar(self, segment: Segment) -> None:
+    def _write_sidecar(self, segment: SegmentFile) -> None:
         data = encode_sidecar(self._space, segment.number, segment.records)
         write_whole(self._files, sidecar_path(self._directory, segment.number), data)
         self._files.sync_directory(self._directory)

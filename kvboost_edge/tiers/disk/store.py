@@ -23,7 +23,7 @@ from kvboost_edge.tiers.disk.files import Files, passes
 from kvboost_edge.tiers.disk.index import Index, IndexEntry
 from kvboost_edge.tiers.disk.manifest import decode_manifest, encode_manifest
 from kvboost_edge.tiers.disk.sealing import Sealer
-from kvboost_edge.tiers.disk.segment_files import Segment, Segments
+from kvboost_edge.tiers.disk.segment_files import SegmentFile, SegmentFiles
 from kvboost_edge.tiers.disk.sidecar import padded, read_file
 from kvboost_edge.tiers.record import decode_header, encode_header, header_bytes, is_intact
 
@@ -78,7 +78,7 @@ class Store:
     def _load(self) -> None:
         """Find what the directory holds. Raises OSError."""
         path = self.directory.path
-        segments = Segments(path, self._space, self._files, owned=self.directory.owned)
+        segments = SegmentFiles(path, self._space, self._files, owned=self.directory.owned)
         index = Index()
         uses, frontier = decode_manifest(read_file(self._files, path / ORDER) or b"", self._space)
         with uncollected():
@@ -309,7 +309,7 @@ class Store:
         if segment is not None:
             self._sealer.start(lambda: self._seal(segment))
 
-    def _seal(self, segment: Segment) -> None:
+    def _seal(self, segment: SegmentFile) -> None:
         """On the sealing thread. The order of use is saved as often as that is little beside what
         was written.
         """
