@@ -16,6 +16,7 @@ __all__ = [
     "CHOICES",
     "DEFAULT_DRAFT_TOKENS",
     "KV_BIT_PAIRS",
+    "MAX_RECOMPUTE_OVERLAP",
     "MAX_WEIGHT",
     "MOST_DRAFT_TOKENS",
     "ChunkStrategy",
@@ -25,6 +26,7 @@ __all__ = [
     "kv_bits_from_text",
 ]
 
+MAX_RECOMPUTE_OVERLAP = 4096
 MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 
 
@@ -332,7 +334,13 @@ class EngineConfig:
         group=_REUSE,
     )
     recompute_overlap: int = option(
-        16, "Tokens recomputed after each chunk boundary", int, group=_REUSE, unit="tokens", low=0
+        16,
+        "Tokens recomputed after each chunk boundary",
+        int,
+        group=_REUSE,
+        unit="tokens",
+        low=0,
+        high=MAX_RECOMPUTE_OVERLAP,
     )
     recompute_ratio: float = option(
         0.10,

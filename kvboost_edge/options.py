@@ -16,6 +16,8 @@ import operator
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
+from kvboost_edge.errors import RequestError
+
 __all__ = ["Option", "as_float", "as_int", "check_options", "option", "option_of", "options_of"]
 
 T = TypeVar("T")
@@ -30,7 +32,8 @@ class Option:
     kind         type of the value: int, float, bool, str, a StrEnum; object: its class checks it
     group        heading in help and reference page
     unit         of a number, such as tokens or seconds
-    low, high    bounds, allowed themselves; `open_low` excludes the lower one
+    low, high    bounds, allowed themselves; `open_low` excludes the lower one. Of a text: its
+                 length in characters
     multiple     number that divides the value
     choices      the texts allowed
     unset        meaning of None
@@ -148,6 +151,9 @@ class Option:
             raise error(f"{said}must be a string{self.advice}{listed}{also}")
         if self.choices and value not in self.choices:
             self._refuse_choice(name, value, error, self.choices)
+        if self.high is not None and not (self.low or 0) <= len(value) <= self.high:
+            allowed = f"{self.low} to {self.high}" if self.low else f"at most {self.high}"
+            raise error(f"{name} has {len(value)} characters; {allowed} are allowed")
         return value
 
     def _refuse_choice(
@@ -198,7 +204,7 @@ def check_options(instance: Any, error: type[Exception]) -> None:
             object.__setattr__(instance, name, checked)
 
 
-def as_int(name: str, value: object, error: type[Exception]) -> int:
+def as_int(name: str, value: object, error: type[Exception] = RequestError) -> int:
     """Return `value` as int.
 
     NumPy integers pass; booleans, floats and strings raise `error`.
@@ -211,7 +217,7 @@ def as_int(name: str, value: object, error: type[Exception]) -> int:
         raise error(f"{name}={value!r} must be an integer") from None
 
 
-def as_float(name: str, value: object, error: type[Exception]) -> float:
+def as_float(name: str, value: object, error: type[Exception] = RequestError) -> float:
     """Return `value` as float.
 
     NumPy's scalars pass; booleans, strings and arrays raise `error`. An integer too large for a

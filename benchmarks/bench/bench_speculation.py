@@ -31,7 +31,7 @@ from benchmarks.data.shapes import SHAPES
 from benchmarks.data.speculation_tasks import TASKS, Task
 from kvboost_edge import CPUPagedEngine, GenerationResult
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule import sequence as running_state
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.runners.base import ForwardBatch

@@ -36,7 +36,7 @@ from benchmarks.data.reuse_prompts import Asked, Round
 from benchmarks.harness import parser, report
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.models.locate.stores import real_model
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_search import prepare_search

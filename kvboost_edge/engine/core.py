@@ -478,8 +478,8 @@ class EngineCore:
         if isinstance(message, Submit):
             sequence = message.sequence
             self.scheduler.add(sequence)
-            if sequence.request.deadline is not None:
-                self._deadlines.add(sequence.request.deadline, sequence.index, self._live)
+            if sequence.request.terms.deadline is not None:
+                self._deadlines.add(sequence.request.terms.deadline, sequence.index, self._live)
         elif isinstance(message, Cancel):
             if message.request_index in self._live:
                 self._end(self._live[message.request_index], reason="cancelled")

@@ -23,9 +23,10 @@ from kvboost_edge.engine.memory.state_budget import states_refusal
 from kvboost_edge.engine.offload.tiering import make_tiering
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.prompts import Document, Prompt
-from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams, as_int
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
-from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.calls import Calls
@@ -36,6 +37,7 @@ from kvboost_edge.engine.tasks.verify import verify
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.prompt_groups import group_by_prefix
+from kvboost_edge.options import as_int
 from kvboost_edge.reuse.quality_gate import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from kvboost_edge.engine.memory.selection import usable_context
 from kvboost_edge.engine.request.grammar import KINDS, read_grammar
 from kvboost_edge.engine.request.prompts import LIMIT_ADVICE
 from kvboost_edge.engine.request.request import resolve_sampling
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint

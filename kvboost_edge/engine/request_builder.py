@@ -8,19 +8,12 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvboost_edge.config import (
-    MAX_WEIGHT,
-    MOST_DRAFT_TOKENS,
-    EngineConfig,
-    GenerationMode,
-    RecomputeStrategy,
-)
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.memory.state_budget import (
     most_draft_tokens,
@@ -34,11 +27,9 @@ from kvboost_edge.engine.request.request import (
     Request,
     RequestArrival,
     SamplingParams,
-    as_float,
-    as_int,
-    check_mode,
     resolve_sampling,
 )
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.spec_decode.drafting import prepare_drafts
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
@@ -46,13 +37,10 @@ from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_search import prepare_search
 from kvboost_edge.text.message_boundaries import user_starts
 
-__all__ = ["Intake", "Seeds", "Terms"]
+__all__ = ["Intake", "Seeds"]
 
-_MAX_PRIORITY = 2**31 - 1
-_MAX_NAME = 1024
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
 _GATES = {"auto": "passed", "off": "off"}  # nothing runs untested unless the test is off
-_MAX_TTL = 1e9  # some 30 years: what no clock's arithmetic minds
 
 
 class Seeds:
@@ -81,161 +69,6 @@ class Seeds:
             tenant + number.to_bytes(8, "little"), digest_size=8, key=self._key
         ).digest()
         return int.from_bytes(digest, "little")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """How a request runs, apart from prompt and sampling. Checked on construction (RequestError).
-
-    mode         how it may use the cache
-    tenant       whose prefixes it shares; None or "": the engine's own. What one tenant cached no
-                 other can find out
-    cache_salt   narrows further: only requests of the same tenant and salt share prefixes
-    priority     lower runs earlier, then the tenants' shares and the order of arrival decide;
-                 -(2^31 - 1) .. 2^31 - 1
-    weight       the tenant's share beside other tenants', in [0.001, 1000]; the same for all its
-                 requests
-    deadline     seconds of `time.monotonic`; past it the request ends with finish_reason "timeout"
-    expect_reuse   it will come again: its blocks are kept like those that came again, not like
-                   those seen once
-    cache_key    a name for prompts of this tenant and salt that begin alike: what two calls under
-                 it have in common outlives the tenant's other blocks for an hour. A digest of it is
-                 kept, never the name
-    retention    seconds for which the full blocks of its prompt outlive the tenant's other blocks
-                 once it is done: they are given up last, and all the same when room is needed.
-                 Nobody waits for it; `pin` is a promise
-    pin          once it is done, the full blocks of its prompt stay in the pool; only the same
-                 tenant can unpin them
-    ttl          seconds after which that ends by itself, counted from the end of the request; None:
-                 never
-    pins         (tokens, seconds): of the prompt's first tokens the full blocks stay in the pool
-                 for so long once it is done, where other pins leave room; where not, nothing fails,
-                 and the handle says what was pinned
-    pin_share    the part of `max_pinned_blocks` that the tenant's pins may take, in (0, 1]; the
-                 same for all its requests. Below 1 there are other tenants, and no error tells of
-                 what they pinned
-    snapshot_hints   positions of the prompt, in tokens, where others that begin alike may go on
-                     differently, such as
-                 starts of messages: a model that keeps states beside keys and values keeps one
-                 before each. None given:
-                 where the chat template begins messages of the user
-    recompute_strategy, recompute_overlap, recompute_ratio   with mode="chunk_kv_reuse", in place of
-                                                             the engine's
-    speculation, max_draft_tokens   in place of the engine's
-    """
-
-    mode: GenerationMode | str = GenerationMode.PREFIX_CACHE
-    tenant: str | None = None
-    cache_salt: str | None = None
-    priority: int = 0
-    weight: float = 1.0
-    deadline: float | None = None
-    expect_reuse: bool = False
-    cache_key: str | None = dataclasses.field(default=None, repr=False)
-    retention: float | None = None
-    pin: bool = False
-    ttl: float | None = None
-    pins: tuple[tuple[int, float], ...] = ()
-    pin_share: float = 1.0
-    snapshot_hints: tuple[int, ...] = ()
-    recompute_strategy: RecomputeStrategy | str | None = None
-    recompute_overlap: int | None = None
-    recompute_ratio: float | None = None
-    speculation: str | None = None
-    max_draft_tokens: int | None = None
-
-    @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> Terms:
-        """Take the fields out of keyword options; what is left are sampling options."""
-        given = {
-            field.name: options.pop(field.name)
-            for field in dataclasses.fields(cls)
-            if field.name in options
-        }
-        return cls(**given)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", check_mode(self.mode))
-        for name in ("tenant", "cache_salt"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise RequestError(f"{name}={value!r} must be a string or None")
-            if value is not None and len(value) > _MAX_NAME:
-                raise RequestError(
-                    f"{name} has {len(value)} characters; at most {_MAX_NAME} are allowed"
-                )
-        if self.cache_salt == "":
-            raise RequestError(
-                "cache_salt='' must have at least one character; leave it out to share with your "
-                "own"
-            )
-        self._check_key()
-        self._check_drafts()
-        for num_tokens, seconds in self.pins:
-            if as_int("pins", num_tokens) < 0 or not 0 < as_float("pins", seconds) <= _MAX_TTL:
-                raise RequestError(
-                    f"pins={self.pins!r} must be pairs of tokens and of (0, {_MAX_TTL:g}] seconds"
-                )
-        if any(as_int("snapshot_hints", position) < 0 for position in self.snapshot_hints):
-            raise RequestError(
-                f"snapshot_hints={self.snapshot_hints!r} must be positions in the prompt, from 0 on"
-            )
-        priority = as_int("priority", self.priority)
-        if abs(priority) > _MAX_PRIORITY:
-            raise RequestError(
-                f"priority={self.priority!r} must be in {-_MAX_PRIORITY}..{_MAX_PRIORITY}"
-            )
-        object.__setattr__(self, "priority", priority)
-        weight = as_float("weight", self.weight)
-        if not 1 / MAX_WEIGHT <= weight <= MAX_WEIGHT:
-            raise RequestError(
-                f"weight={self.weight!r} must be in [{1 / MAX_WEIGHT:g}, {MAX_WEIGHT:g}]"
-            )
-        object.__setattr__(self, "weight", weight)
-        pin_share = as_float("pin_share", self.pin_share)
-        if not 0 < pin_share <= 1:
-            raise RequestError(f"pin_share={self.pin_share!r} must be in (0, 1]")
-        object.__setattr__(self, "pin_share", pin_share)
-        if self.deadline is not None:
-            deadline = as_float("deadline", self.deadline)
-            if not math.isfinite(deadline):
-                raise RequestError(
-                    f"deadline={self.deadline!r} must be finite seconds of time.monotonic()"
-                )
-            object.__setattr__(self, "deadline", deadline)
-        for name in ("expect_reuse", "pin"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.ttl is not None and not self.pin:
-            raise RequestError(f"ttl={self.ttl!r} is how long a pin lasts; give pin=True with it")
-        for name in ("ttl", "retention"):
-            value = getattr(self, name)
-            if value is not None:
-                seconds = as_float(name, value)
-                if not 0 < seconds <= _MAX_TTL:
-                    raise RequestError(f"{name}={value!r} must be in (0, {_MAX_TTL:g}] seconds")
-                object.__setattr__(self, name, seconds)
-
-    def _check_drafts(self) -> None:
-        if self.speculation not in (None, "auto", "on", "off"):
-            raise RequestError(
-                f"speculation={self.speculation!r} is not one of 'auto', 'on', 'off'"
-            )
-        if self.max_draft_tokens is not None:
-            most = as_int("max_draft_tokens", self.max_draft_tokens)
-            if not 1 <= most <= MOST_DRAFT_TOKENS:
-                raise RequestError(
-                    f"max_draft_tokens={self.max_draft_tokens!r} must be in 1..{MOST_DRAFT_TOKENS}"
-                )
-            object.__setattr__(self, "max_draft_tokens", most)
-
-    def _check_key(self) -> None:
-        """The key itself stays out of every message."""
-        key = self.cache_key
-        if key is not None and not isinstance(key, str):
-            raise RequestError(f"cache_key must be a string or None, not {type(key).__name__}")
-        if key is not None and not 1 <= len(key) <= _MAX_NAME:
-            raise RequestError(f"cache_key has {len(key)} characters; 1 to {_MAX_NAME} are allowed")
 
 
 class Intake:
@@ -327,7 +160,7 @@ class Intake:
             prompt=shown,
             prompt_ids=tuple(ids),
             params=params,
-            mode=GenerationMode(terms.mode),
+            terms=terms,
             max_tokens=max_tokens,
             seed=self._seeds.draw(tenant) if params.seed is None else params.seed,
             stop_ids=eos | frozenset(params.stop_token_ids),
@@ -340,18 +173,9 @@ class Intake:
             root=root,
             suppressed=self._parts.suppressed,
             tenant=tenant,
-            weight=terms.weight,
-            priority=terms.priority,
-            deadline=terms.deadline,
-            expect_reuse=terms.expect_reuse or terms.retention is not None,
             cache_key=narrowed_root(root, "cache_key", terms.cache_key)
             if terms.cache_key
             else None,
-            retention=terms.retention,
-            pin=terms.pin,
-            ttl=terms.ttl,
-            pins=terms.pins,
-            pin_share=terms.pin_share,
             snapshot_hints=self._hints(terms, ids),
             repair=repair,
             gate="" if repair is None else _GATES[self._config.reuse_gate],
@@ -475,7 +299,10 @@ class Intake:
         if refusal is not None:
             raise RequestError(f"mode='chunk_kv_reuse' is refused: {refusal}")
         prepare_search()
-        return Repair.checked(*(given.get(name, getattr(self._config, name)) for name in _REPAIRS))
+        strategy, overlap, ratio = (
+            given.get(name, getattr(self._config, name)) for name in _REPAIRS
+        )
+        return Repair(strategy=RecomputeStrategy(strategy), overlap=overlap, ratio=ratio)
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
         """The ids a request with this prompt would have; draws no seed and no number."""

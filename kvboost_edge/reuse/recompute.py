@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from kvboost_edge.config import RecomputeStrategy
-from kvboost_edge.errors import RequestError
 
 __all__ = ["Repair"]
 
-_MAX_OVERLAP = 4096
 _TESTED_OVERLAPS = (0, 8, 16, 64)
 _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """How reuse is repaired. Checked on construction (RequestError).
+    """How reuse is repaired.
 
     strategy   NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and the
                blocks whose values deviate most; QUERY: those, and the blocks that the end of the
@@ -30,26 +27,6 @@ class Repair:
     strategy: RecomputeStrategy = RecomputeStrategy.CACHEBLEND
     overlap: int = 16
     ratio: float = 0.10
-
-    @classmethod
-    def checked(cls, strategy: Any, overlap: Any, ratio: Any) -> Repair:
-        """Of values as a caller gave them."""
-        try:
-            known = RecomputeStrategy(strategy)
-        except ValueError:
-            names = ", ".join(repr(one.value) for one in RecomputeStrategy)
-            raise RequestError(f"recompute_strategy={strategy!r} is not one of {names}") from None
-        if (
-            isinstance(overlap, bool)
-            or not isinstance(overlap, int)
-            or not 0 <= overlap <= _MAX_OVERLAP
-        ):
-            raise RequestError(
-                f"recompute_overlap={overlap!r} must be an integer in 0..{_MAX_OVERLAP}"
-            )
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise RequestError(f"recompute_ratio={ratio!r} must be a number in [0, 1]")
-        return cls(strategy=known, overlap=overlap, ratio=float(ratio))
 
     @property
     def tested(self) -> Repair:

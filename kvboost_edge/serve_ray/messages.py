@@ -12,7 +12,7 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.serve_ray.routing.records import EventBatch, ReplicaReport

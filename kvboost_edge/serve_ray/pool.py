@@ -21,7 +21,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import RequestArrival, SamplingParams, resolve_sampling
 from kvboost_edge.engine.request.results import WarmResult
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes, shared_root

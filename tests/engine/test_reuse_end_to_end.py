@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge import CPUPagedEngine, GenerationMode
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.builtin_texts import INTRODUCTION, PASSAGES, QUESTIONS
 

@@ -16,7 +16,7 @@ from helpers.distance import distance
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.reuse.deviation_scoring import NUM_ASKING
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_search import prepare_search
@@ -139,7 +139,8 @@ class Seen:
         request = engine._intake.make(
             ids, Terms(), SamplingParams(), logits_start=len(ids) - NUM_ROWS
         )
-        request = dataclasses.replace(request, mode=GenerationMode.CHUNK_KV_REUSE, repair=repair)
+        terms = dataclasses.replace(request.terms, mode=GenerationMode.CHUNK_KV_REUSE)
+        request = dataclasses.replace(request, terms=terms, repair=repair)
         handle, rows = engine._core.submit_logits(request)
         self.result = handle.result()
         self.logits = np.concatenate(rows)

@@ -7,7 +7,7 @@ import pytest
 
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.request import SamplingParams
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError
 from kvboost_edge.serve_ray.flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of

@@ -13,7 +13,7 @@ from helpers.tiers.redis_servers import running_redis
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.kvcache.hashing import encode_tokens, prefix_hashes
 from kvboost_edge.serve_ray.messages import Computed, ReplicaCall, ReplicaUpdate, Sent
 from kvboost_edge.serve_ray.replica import EngineReplica, ReplicaOptions

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.engine.request.request import SamplingParams, as_int
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.errors import KVBoostError, RequestError
+from kvboost_edge.options import as_int
 
 if TYPE_CHECKING:
     from kvboost_edge.text.rendered_chat import FindAnswer

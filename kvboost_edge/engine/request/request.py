@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.grammar import Grammar
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
+from kvboost_edge.options import as_float, as_int, check_options, option
 from kvboost_edge.reuse.recompute import Repair
 
 __all__ = [
     "Request",
     "RequestArrival",
     "SamplingParams",
-    "as_float",
-    "as_int",
     "check_mode",
     "resolve_sampling",
 ]
@@ -35,52 +32,121 @@ _MAX_LOGIT_BIAS = 1e4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Every range is checked on construction
-    (RequestError).
+    """How tokens are chosen and when to stop. Checked on construction (RequestError).
 
-    `temperature`, `top_p`, `top_k`, `min_p` and `seed` are "not given" when None and then mean 1.0,
-    1.0, 0 (off), 0.0 (off) and a seed drawn by the engine. `do_sample=None` samples if any of the
-    five is given and the temperature is above 0; temperature 0 is greedy. `max_new_tokens=None`
-    fills the context, 0 only computes the prompt.
-
-    temperature          [0, 1000]
-    repetition_penalty   [0.001, 1000]; over prompt and output; logits above 0 are divided by it,
-                         others multiplied
-    presence_penalty, frequency_penalty   [-2, 2]; over the output only, subtracted once / per
-                                          occurrence
-    logit_bias           token id -> value in [-10000, 10000] added to its logit
-    logprobs             None, or how many of the most likely tokens to report beside the chosen one
-                         (0-100), from the model's own logits before penalties and temperature
-    prompt_logprobs      the same for the prompt's tokens; the prompt is then computed, not taken
-                         from the cache
-    stop                 strings that end the output; they are not part of it
-    stop_token_ids       tokens that end the output like EOS; they end even when `ignore_eos` is set
-    json_schema, regex, grammar, choice   one of them, which the whole output fits: a JSON schema (a
-                                          dict, or its JSON),
-                         a regular expression, a grammar in Lark or GBNF, a list of strings; extra
-                         [structured]
+    docs/reference/options.md lists the fields.
     """
 
-    temperature: float | None = None
-    do_sample: bool | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    max_new_tokens: int | None = 64
-    json_schema: Mapping[str, Any] | str | bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: tuple[str, ...] | None = None
+    temperature: float | None = option(
+        None,
+        "Divides the logits; 0 takes the most likely token",
+        float,
+        low=0,
+        high=_MAX_TEMPERATURE,
+        unset="1",
+    )
+    do_sample: bool | None = option(
+        None,
+        "Draw tokens at random",
+        bool,
+        unset="yes if temperature, top_p, top_k, min_p or seed is given and the temperature is "
+        "above 0",
+    )
+    top_p: float | None = option(
+        None,
+        "Draw from the most likely tokens of this total probability",
+        float,
+        low=0,
+        high=1,
+        open_low=True,
+        unset="1",
+    )
+    top_k: int | None = option(
+        None, "Draw from this many most likely tokens; 0: all", int, low=0, unset="0"
+    )
+    min_p: float | None = option(
+        None,
+        "Draw from tokens at least this likely relative to the most likely one",
+        float,
+        low=0,
+        high=1,
+        unset="0",
+    )
+    seed: int | None = option(
+        None,
+        "Seed of the random numbers",
+        int,
+        low=0,
+        high=2**64 - 1,
+        unset="one drawn by the engine",
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Logits of tokens in the prompt and the output are divided by it if above 0, else "
+        "multiplied",
+        float,
+        low=1 / _MAX_REPETITION_PENALTY,
+        high=_MAX_REPETITION_PENALTY,
+    )
+    presence_penalty: float = option(
+        0.0, "Subtracted from the logits of tokens in the output", float, low=-2, high=2
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "Subtracted from the logits of tokens in the output, for each occurrence",
+        float,
+        low=-2,
+        high=2,
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        f"Values in [{-_MAX_LOGIT_BIAS:g}, {_MAX_LOGIT_BIAS:g}] added to logits, by token id",
+        unset="none",
+    )
+    logprobs: int | None = option(
+        None,
+        "Most likely tokens reported with each chosen one, before penalties and temperature",
+        int,
+        low=0,
+        high=_MAX_LOGPROBS,
+        unset="no log probabilities",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "The same for the prompt's tokens; the prompt is then not taken from the cache",
+        int,
+        low=0,
+        high=_MAX_LOGPROBS,
+        unset="no log probabilities",
+    )
+    stop: tuple[str, ...] = option(
+        (), f"Strings that end the output and are not part of it, at most {_MAX_STOPS}"
+    )
+    stop_token_ids: tuple[int, ...] = option(
+        (), "Token ids that end the output like EOS, with ignore_eos too"
+    )
+    ignore_eos: bool = option(False, "Continue after an EOS token", bool)
+    max_new_tokens: int | None = option(
+        64,
+        "Most tokens generated; None fills the context, 0 only computes the prompt",
+        int,
+        unit="tokens",
+        low=0,
+        optional=True,
+    )
+    json_schema: Mapping[str, Any] | str | bool | None = option(
+        None,
+        "JSON schema that the output matches, as a dict or as JSON. At most one of json_schema, "
+        "regex, grammar and choice is given (extra [structured])",
+        unset="none",
+    )
+    regex: str | None = option(None, "Regular expression that the output matches", unset="none")
+    grammar: str | None = option(
+        None, "Grammar in Lark or GBNF that the output matches", unset="none"
+    )
+    choice: tuple[str, ...] | None = option(
+        None, "Strings of which the output is one", unset="none"
+    )
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingParams:
@@ -96,26 +162,7 @@ class SamplingParams:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        _real(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
-        _real(self, "top_p", low=0.0, high=1.0, open_low=True)
-        _real(self, "min_p", low=0.0, high=1.0)
-        _real(
-            self,
-            "repetition_penalty",
-            low=1 / _MAX_REPETITION_PENALTY,
-            high=_MAX_REPETITION_PENALTY,
-        )
-        _real(self, "presence_penalty", low=-2.0, high=2.0)
-        _real(self, "frequency_penalty", low=-2.0, high=2.0)
-        _integer(self, "top_k", low=0)
-        _integer(self, "seed", low=0, high=2**64 - 1)
-        _integer(self, "logprobs", low=0, high=_MAX_LOGPROBS)
-        _integer(self, "prompt_logprobs", low=0, high=_MAX_LOGPROBS)
-        _integer(self, "max_new_tokens", low=0)
-        if self.do_sample is not None and not isinstance(self.do_sample, bool):
-            raise RequestError(f"do_sample={self.do_sample!r} must be True, False or None")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        check_options(self, RequestError)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(
             self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)
@@ -172,48 +219,33 @@ class Request:
 
     index            arrival number in this engine; earlier requests are served first
     prompt_ids       the prompt's token ids
+    terms            how it runs
     max_tokens       longest the sequence may become, prompt included
     seed             the seed in use: the caller's, or one drawn for it, see `Seeds`
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus
                      `stop_token_ids`
+    root             where its prefix hashes start; tenant and salt are in it
     logits_start     None for generation; else the request returns the logits of tokens
                      [logits_start, n)
-    wants_states     of those tokens the hidden states behind the last norm instead
-    stores_nothing   all of it is one pass whose keys and values nobody finds
+    wants_states     of those tokens the hidden states after the last norm instead
+    stores_nothing   the whole request is one pass, and its KV cannot be found
     prefill_only     the prompt is computed and nothing is generated
-    root             where its prefix hashes start; tenant and salt are in it
-    prefix_hashes    of the prompt's first full blocks, as the caller gave them (`RequestArrival`)
-    tenant           whose it is: the root without the salt
-    weight           the tenant's share beside other tenants'
-    priority         lower runs earlier
-    deadline         seconds of `time.monotonic` past which it ends with finish_reason "timeout"
-    expect_reuse     its blocks are kept as if they had been used again
-    cache_key        digest of the caller's key for prompts that begin alike, see
-                     engine/schedule/retention.py; None without one
-    retention        seconds that its prompt outlives the tenant's other blocks, as long as there is
-                     room
-    snapshot_hints   positions of the prompt behind which others may go on differently: states are
-                     kept there
-    repair           how what it shares at other positions is repaired; None: its mode shares
-                     nothing there
+    suppressed       tokens that the model's files exclude from answers
+    tenant           digest of the tenant: the root without the salt
+    cache_key        digest of the terms' key, see engine/schedule/retention.py; None without one
+    snapshot_hints   positions of the prompt at which snapshots of recurrent state are kept
+    repair           how reuse at other positions is repaired; None: the mode has none
     gate             whether that was tested on this model before, see `GenerationResult`
-    max_draft_tokens   most tokens guessed ahead in a step, 0: none; always_drafts: whatever that
-                       costs
-    grammar          what its answer fits
-    pin              its prompt stays in the pool once it is done, for `ttl` seconds; None: until it
-                     is unpinned
-    pins             beginnings of the prompt, (tokens, seconds), that stay so where other pins
-                     leave room
-    suppressed       tokens that the model's files say are never an answer's
-    pin_share        the part of `max_pinned_blocks` that the tenant's pins may take; below 1 there
-                     are other tenants
+    max_draft_tokens   most draft tokens in a step, 0: none; always_drafts: at any cost
+    grammar          what its answer matches
+    prefix_hashes    of the prompt's first full blocks, as the caller gave them (`RequestArrival`)
     """
 
     index: int
     prompt: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    mode: GenerationMode
+    terms: Terms
     max_tokens: int
     seed: int
     stop_ids: frozenset[int]
@@ -226,16 +258,7 @@ class Request:
     prefill_only: bool = False
     suppressed: tuple[int, ...] = ()
     tenant: bytes = b""
-    weight: float = 1.0
-    priority: int = 0
-    deadline: float | None = None
-    expect_reuse: bool = False
     cache_key: bytes | None = None
-    retention: float | None = None
-    pin: bool = False
-    ttl: float | None = None
-    pins: tuple[tuple[int, float], ...] = ()
-    pin_share: float = 1.0
     snapshot_hints: tuple[int, ...] = ()
     repair: Repair | None = None
     gate: str = ""
@@ -247,7 +270,12 @@ class Request:
     @property
     def rank(self) -> tuple[int, int]:
         """Who goes first: the smaller one."""
-        return self.priority, self.index
+        return self.terms.priority, self.index
+
+    @property
+    def mode(self) -> GenerationMode:
+        """How it may use the cache."""
+        return GenerationMode(self.terms.mode)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -299,54 +327,6 @@ def check_mode(mode: GenerationMode | str) -> GenerationMode:
     except ValueError:
         names = ", ".join(repr(m.value) for m in GenerationMode)
         raise RequestError(f"mode={mode!r} is not one of {names}") from None
-
-
-def _real(
-    params: SamplingParams, name: str, *, low: float, high: float, open_low: bool = False
-) -> None:
-    value = getattr(params, name)
-    if value is None and name in _SAMPLING_KEYWORDS:
-        return
-    number = as_float(name, value)
-    inside = (number > low if open_low else number >= low) and number <= high  # NaN is never inside
-    if not inside:
-        raise RequestError(
-            f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]"
-        )
-    object.__setattr__(params, name, number)
-
-
-def as_float(name: str, value: object) -> float:
-    """`value` as float; NumPy's scalars pass, booleans, strings and arrays raise RequestError. An
-    integer too large for a float counts as infinite, which is outside of every range.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RequestError(f"{name}={value!r} must be a number")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _integer(params: SamplingParams, name: str, *, low: int, high: int | None = None) -> None:
-    value = getattr(params, name)
-    if value is None:
-        return
-    number = as_int(name, value)
-    if number < low or (high is not None and number > high):
-        bounds = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise RequestError(f"{name}={value!r} must be {bounds}")
-    object.__setattr__(params, name, number)
-
-
-def as_int(name: str, value: object) -> int:
-    """`value` as int; NumPy integers pass, booleans, floats and strings raise RequestError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"{name}={value!r} must be an integer")
-    try:
-        return operator.index(value)
-    except TypeError:  # an array of one element has __index__ but is no integer
-        raise RequestError(f"{name}={value!r} must be an integer") from None
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:

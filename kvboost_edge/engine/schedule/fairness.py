@@ -36,7 +36,7 @@ class Fairness:
 
     def update(self, live: Iterable[running_state.Sequence]) -> None:
         """Who has requests now, and the weights that the latest of them give."""
-        self._weights = {sequence.tenant: sequence.request.weight for sequence in live}
+        self._weights = {sequence.tenant: sequence.request.terms.weight for sequence in live}
         self.is_shared = len(self._weights) > 1
         if not self.is_shared:
             self._served.clear()

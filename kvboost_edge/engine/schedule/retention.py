@@ -136,7 +136,7 @@ class Retention:
         """
         request = sequence.request
         manager = self._manager
-        if request.cache_key is None and request.retention is None:
+        if request.cache_key is None and request.terms.retention is None:
             return []
         block_ids = manager.pins.published(
             sequence.token_ids[: sequence.num_computed_tokens], request.root
@@ -146,9 +146,9 @@ class Retention:
             hashes = manager.content.hashes(block_ids)
             common = self.keys.note(request.cache_key, request.tenant, request.entered_at, hashes)
             manager.pins.retain(block_ids[:common], request.tenant, now + KEY_SECONDS)
-        if request.retention is not None:
+        if request.terms.retention is not None:
             kept = min(len(block_ids), request.num_prompt_tokens // manager.block_size)
-            manager.pins.retain(block_ids[:kept], request.tenant, now + request.retention)
+            manager.pins.retain(block_ids[:kept], request.tenant, now + request.terms.retention)
         return block_ids[: max(kept, common)]
 
 
@@ -158,7 +158,8 @@ def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityErr
     error.
     """
     request = sequence.request
-    for num_tokens, seconds in request.pins:
+    terms = request.terms
+    for num_tokens, seconds in terms.pins:
         with contextlib.suppress(CapacityError, RequestError):
             ids = request.prompt_ids[:num_tokens]
             pins.add(
@@ -166,19 +167,19 @@ def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityErr
                 request.root,
                 owner=request.tenant,
                 until=now + seconds,
-                share=request.pin_share,
+                share=terms.pin_share,
             )
             sequence.handle.pinned_tokens = max(sequence.handle.pinned_tokens, num_tokens)
-    if not request.pin:
+    if not terms.pin:
         return None
-    until = None if request.ttl is None else now + request.ttl
+    until = None if terms.ttl is None else now + terms.ttl
     try:
         pins.add(
             request.prompt_ids,
             request.root,
             owner=request.tenant,
             until=until,
-            share=request.pin_share,
+            share=terms.pin_share,
         )
     except CapacityError as error:
         return error

@@ -108,8 +108,8 @@ class Scheduler:
         """
         manager = self.manager
         usable = self.manager.usable_block_count
-        if request.pin:
-            manager.pins.check_size(request.num_prompt_tokens, request.pin_share)
+        if request.terms.pin:
+            manager.pins.check_size(request.num_prompt_tokens, request.terms.pin_share)
         needed = manager.blocks_for(request.max_slots)
         if needed <= usable:
             return
@@ -127,7 +127,11 @@ class Scheduler:
         needed = self.manager.blocks_for(request.max_slots)
         held = num_blocks - self.manager.usable_block_count
         room = f"the pool has {num_blocks}"
-        if held and request.pin_share == 1 and self.manager.pins.num_owned(request.tenant) == held:
+        if (
+            held
+            and request.terms.pin_share == 1
+            and self.manager.pins.num_owned(request.tenant) == held
+        ):
             room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
         elif held and needed <= num_blocks:  # how many others pinned is not this tenant's to know
             room = "which is more than pinned prompts leave (max_pinned_blocks)"
@@ -273,7 +277,7 @@ class Scheduler:
                 use_cache=use_cache,
                 count=first,
                 owner=sequence.tenant,
-                again=sequence.request.expect_reuse,
+                again=sequence.request.terms.is_kept_longer,
                 known=sequence.request.prefix_hashes,
                 hints=sequence.request.snapshot_hints,
             )

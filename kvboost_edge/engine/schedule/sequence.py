@@ -138,7 +138,7 @@ class Sequence:
 
     @property
     def priority(self) -> int:
-        return self.request.priority
+        return self.request.terms.priority
 
     @property
     def features(self) -> tuple[Feature, ...]:

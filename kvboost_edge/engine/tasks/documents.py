@@ -22,12 +22,14 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.prompts import Document, Prompt, encode_document, encode_prompt
-from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams, as_int
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import WarmResult
-from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.errors import ConfigError, KVBoostError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
+from kvboost_edge.options import as_int
 from kvboost_edge.reuse.builtin_texts import PRIMER
 from kvboost_edge.reuse.chunking import CHUNK_OPTIONS, Chunk, ChunkOptions, chunk_options, cut
 

@@ -15,12 +15,14 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.prompts import Document
-from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams, as_int
-from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.errors import RequestError
 from kvboost_edge.models.config.pooling import Pooling
+from kvboost_edge.options import as_int
 
 __all__ = ["Embedding", "Embeds"]
 

@@ -20,7 +20,8 @@ from kvboost_edge.engine.build import EngineParts
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents, LoneText
@@ -287,8 +288,10 @@ class QualityGate:
 
 
 def _reusing(request: Request, repair: Repair | None) -> Request:
-    mode = GenerationMode.CHUNK_KV_REUSE
-    return request if repair is None else dataclasses.replace(request, mode=mode, repair=repair)
+    if repair is None:
+        return request
+    terms = dataclasses.replace(request.terms, mode=GenerationMode.CHUNK_KV_REUSE)
+    return dataclasses.replace(request, terms=terms, repair=repair)
 
 
 def _word(verdict: Verdict) -> str:

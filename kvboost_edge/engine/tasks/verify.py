@@ -17,7 +17,8 @@ from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.request.prompts import Prompt, encode_prompt
 from kvboost_edge.engine.request.request import SamplingParams, check_mode
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, PromptCheck
-from kvboost_edge.engine.request_builder import Intake, Terms
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.sampling import sampling_distribution
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import RequestError

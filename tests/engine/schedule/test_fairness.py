@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.engine.fake_runner import Bench, expected_tokens
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule.sequence import SequenceStatus
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.errors import RequestError

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import ROOT, fake_tokenizer
-from kvboost_edge.config import GenerationMode
+from helpers.engine.requests import make_request
 from kvboost_edge.engine.handle import RequestHandle
-from kvboost_edge.engine.request.request import Request, SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 
@@ -15,18 +15,12 @@ VOCAB = 64
 
 def running(prompt, max_new_tokens=8, **fields):
     params = fields.pop("params", SamplingParams(max_new_tokens=max_new_tokens))
-    request = Request(
-        index=0,
-        prompt="",
+    request = make_request(
         prompt_ids=tuple(prompt),
         params=params,
-        mode=GenerationMode.PREFIX_CACHE,
         max_tokens=len(prompt) + max_new_tokens,
-        seed=0,
         stop_ids=frozenset({63}),
         root=ROOT,
-        entered_at=0.0,
-        tokenized_at=0.0,
         **fields,
     )
     return Sequence(request, RequestHandle(0, lambda index: None), fake_tokenizer())

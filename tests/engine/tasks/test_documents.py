@@ -17,7 +17,7 @@ from helpers.engine.fake_runner import (
 )
 from helpers.engine.hand_mover import DictTier
 from kvboost_edge.engine.engine import CPUPagedEngine
-from kvboost_edge.engine.request_builder import Terms
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kvcache.hashing import LoneRoot
 

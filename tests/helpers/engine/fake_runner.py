@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.engine.hand_mover import HandMover
+from helpers.engine.requests import make_request
 from kvboost_edge.backends.base import (
     AttentionParams,
     Backend,
@@ -37,7 +38,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.memory.report import MemoryLedger
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.offload.tiering import Tiering
-from kvboost_edge.engine.request.request import Request, SamplingParams
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
 from kvboost_edge.kvcache.block_table import CopyOp
@@ -372,13 +373,13 @@ class Bench:
         repair: Repair | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """terms: other fields of the `Request`, such as its cache_key."""
+        """terms: other fields of `Request` and `Terms`, such as cache_key."""
         params = SamplingParams(max_new_tokens=max_new_tokens, **options)
         self.num_requests += 1
         self._asked[self.num_requests] = prompt_ids, max_new_tokens, stop_ids
-        request = Request(
+        root = narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT
+        request = make_request(
             index=self.num_requests,
-            prompt="",
             prompt_ids=tuple(prompt_ids),
             params=params,
             mode=mode,
@@ -387,17 +388,12 @@ class Bench:
             stop_ids=stop_ids,
             tenant=tenant.encode(),
             weight=weight,
-            tokenized_at=0.0,
             priority=priority,
             deadline=deadline,
             pin=pin,
             ttl=ttl,
-            **{
-                "entered_at": 0.0,
-                "root": narrowed_root(ROOT, "tenant", tenant) if tenant else ROOT,
-                **(terms or {}),
-            },
             repair=repair,
+            **{"root": root, **(terms or {})},
         )
         return self.core.submit(request)
 
@@ -429,19 +425,14 @@ class Bench:
         done. terms: as above.
         """
         self.num_requests += 1
-        request = Request(
+        request = make_request(
             index=self.num_requests,
-            prompt="",
             prompt_ids=tuple(token_ids),
             params=SamplingParams(),
             max_tokens=len(token_ids),
-            seed=0,
-            stop_ids=frozenset(),
-            root=ROOT,
-            entered_at=0.0,
-            tokenized_at=0.0,
             logits_start=start,
-            **{"mode": GenerationMode.PREFIX_CACHE, **(terms or {})},
+            root=ROOT,
+            **(terms or {}),
         )
         return self.core.submit_logits(request)
 

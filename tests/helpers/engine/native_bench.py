@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from helpers.engine.fake_runner import fake_tokenizer
 from helpers.engine.hand_mover import HandMover
+from helpers.engine.requests import make_request
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.core import EngineCore
@@ -141,18 +142,14 @@ class NativeBench:
     ) -> Request:
         self._num_requests += 1
         count = params.max_new_tokens or 0
-        return Request(
+        return make_request(
             index=self._num_requests,
-            prompt="",
             prompt_ids=tuple(prompt_ids),
             params=params,
             mode=mode,
             max_tokens=len(prompt_ids) + count,
             seed=params.seed or 0,
-            stop_ids=frozenset(),
             root=ROOT,
-            entered_at=0.0,
-            tokenized_at=0.0,
             prefill_only=count == 0,
             **fields,
         )

@@ -323,7 +323,7 @@ def test_a_keys_weight_is_its_requests(tiny_engine, held):
         for number, key in enumerate(("heavy", "light"), start=1):
             stack.enter_context(posting(server, TEXT, headers={"x-api-key": key}))
             wait_until(lambda: len(tiny_engine._core._live) == number, "the request to be queued")  # noqa: B023
-        weights = [sequence.request.weight for sequence in tiny_engine._core._live.values()]
+        weights = [sequence.request.terms.weight for sequence in tiny_engine._core._live.values()]
         held.release()
     assert weights == [4.0, 1.0]
 
