@@ -22,7 +22,7 @@ import time
 
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.entry import KernelEntry
-from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import pass_entries
 
@@ -68,7 +68,7 @@ def entries(options: argparse.Namespace) -> list[KernelEntry]:
     found = {lt.K_PROGRAM}.union(*(_LAYERS[layers] for layers in options.layers))
     operations = [operation for entry in found for operation in lt.OPERATIONS[entry]]
     return pass_entries(
-        {NUMBERS[kind] for kind in options.kinds}, operations, quantized=options.quantized
+        {FORMATS[kind].kind for kind in options.kinds}, operations, quantized=options.quantized
     )
 
 
@@ -89,7 +89,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(NUMBERS)
+        "--kinds", nargs="+", default=["int4-asym", "int8"], choices=sorted(FORMATS)
     )
     parser.add_argument(
         "--layers", nargs="+", default=[], choices=sorted(_LAYERS), help="beside plain ones"

@@ -29,19 +29,14 @@ from benchmarks.harness import alternate, parser, report
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.linear.amx_choice import amx_choice
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import (
-    BLOCK_FORMATS,
-    NUMBERS,
-    QUANTIZED,
-    TABLE_FORMATS,
-    packed_sizes,
-)
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
+from kvboost_edge.kernels.linear.weights import packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
 from kvboost_edge.kernels.team import KernelTeam
 
-FORMATS = (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)
+QUANTIZED = tuple(name for name, form in FORMATS.items() if not form.is_float)
 MEMORY = 200 << 20
 MANY = 256
 
@@ -55,7 +50,7 @@ class Matrices:
         rows = options.rows
         inputs = options.inputs
         rng = np.random.default_rng(0)
-        sizes = packed_sizes(rows, inputs, NUMBERS[kind])
+        sizes = packed_sizes(rows, inputs, kind)
         self.nbytes = sum(sizes)
         halves = (rng.random(max(sizes[1:]) // 2 + 1) / 100).astype(np.float16).view(np.uint8)
         one = [
@@ -74,11 +69,11 @@ class Matrices:
             self._held.append([array])
             self._buffers[number] = array.ctypes.data
         source = lt.BufferRows(lt.B_ATTENDED, inputs)
-        target = lt.PanelTarget(NUMBERS[kind], lt.B_PANEL, int(fine))
+        target = lt.PanelTarget(FORMATS[kind].kind, lt.B_PANEL, int(fine))
         table: list[lt.Operation] = [lt.QuantizeOp(source, inputs, target)]
         for arrays in self._held[:copies]:
             matrix = lt.PackedMatrix(
-                NUMBERS[kind],
+                FORMATS[kind].kind,
                 inputs,
                 *(array.ctypes.data for array in arrays),
                 unit=rows // 16 // (2 * options.threads),
@@ -89,7 +84,7 @@ class Matrices:
         self._ops = lt.table_of(table)
         self._tokens = tokens
         self._copies = copies
-        self._kernels = kernel_table([NUMBERS[kind]], [lt.LinearOp])
+        self._kernels = kernel_table([FORMATS[kind].kind], [lt.LinearOp])
 
     def run(self, team: KernelTeam) -> None:
         count = len(self._ops)
@@ -106,7 +101,7 @@ def measure(
     """Microseconds of a matrix, GB/s of its bytes, TOPS, and the time relative to int4's."""
     weights = options.rows * options.inputs
     copies = max(1, MEMORY // weights * 2) if tokens == 1 else 1
-    formats = [kind for kind in FORMATS if kind in ("int4", *options.formats)]
+    formats = [kind for kind in QUANTIZED if kind in ("int4", *options.formats)]
     found = {kind: Matrices(kind, options, tokens, fine=fine, copies=copies) for kind in formats}
     contenders: dict[str, Callable[[], object]] = {
         kind: lambda one=one: one.run(team) for kind, one in found.items()
@@ -134,7 +129,7 @@ def measure(
 def main() -> None:
     options_parser = parser(__doc__ or "")
     options_parser.add_argument(
-        "--formats", nargs="+", default=FORMATS, choices=FORMATS, help="beside int4"
+        "--formats", nargs="+", default=QUANTIZED, choices=QUANTIZED, help="beside int4"
     )
     options_parser.add_argument("--rows", type=int, default=17920, help="a multiple of 16")
     options_parser.add_argument("--inputs", type=int, default=1536, help="a multiple of 256")

@@ -32,7 +32,7 @@ sys.path.append(
 import demo_corpus as corpus
 from benchmarks import harness
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.weights import round_to_nearest, unpack_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
@@ -52,7 +52,7 @@ def fitted(kind: str) -> Change:
     def change(name: str, weights: Floats) -> Floats:
         if "_proj" not in name:
             return weights
-        return unpack_rows(pack_rows(weights, KINDS[kind]), *weights.shape, kind)
+        return unpack_rows(pack_rows(weights, kind), *weights.shape, kind)
 
     return change
 

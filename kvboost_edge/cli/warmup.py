@@ -108,12 +108,14 @@ def _compile_rest() -> None:
 
     from kvboost_edge.host.cpu import default_num_threads
     from kvboost_edge.kernels.aot import compile_ahead
-    from kvboost_edge.kernels.linear.k_blocks import BLOCK_BYTES, pack_blocks
+    from kvboost_edge.kernels.linear.k_blocks import pack_blocks
+    from kvboost_edge.kernels.linear.weight_formats import FORMATS
     from kvboost_edge.kernels.program.run import apart_entries
 
     compile_ahead(list(apart_entries.values()), default_num_threads())
-    for kind, nbytes in BLOCK_BYTES.items():
-        pack_blocks(np.zeros((1, nbytes), dtype=np.uint8), kind)
+    for name, form in FORMATS.items():
+        if form.block_bytes:
+            pack_blocks(np.zeros((1, form.block_bytes), dtype=np.uint8), name)
 
 
 def _answer(engine: CPUPagedEngine) -> None:

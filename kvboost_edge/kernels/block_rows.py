@@ -16,7 +16,7 @@ from numba.core import types
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
 
-__all__ = ["FORMATS", "decode_rows", "decode_rows_entry"]
+__all__ = ["DECODED", "decode_rows", "decode_rows_entry"]
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K, _F16, _Q3_K, _IQ4_NL, _IQ4_XS, _MXFP4 = (
     range(13)
 )
-FORMATS: dict[str, int] = {
+DECODED: dict[str, int] = {
     "Q4_0": _Q4_0,
     "Q4_1": _Q4_1,
     "Q5_0": _Q5_0,
@@ -55,9 +55,9 @@ _POWERS = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
 
 def decode_rows(name: str, data: Bytes, out: Floats) -> None:
     """Into out float32 [rows, weights]: data uint8 [rows, bytes], both contiguous, in one of
-    FORMATS.
+    DECODED.
     """
-    _decode(FORMATS[name], data.reshape(-1), _HALVES, out.reshape(-1))
+    _decode(DECODED[name], data.reshape(-1), _HALVES, out.reshape(-1))
 
 
 @kernel

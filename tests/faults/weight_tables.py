@@ -5,7 +5,6 @@ from __future__ import annotations
 from faults.fault import faults
 
 _MXFP4 = "models/weights/mxfp4.py"
-_TABLES = "models/gguf/tables.py"
 _BLOCKS = "models/gguf/blocks.py"
 _SOURCE = "models/gguf/source.py"
 _LOADS = "kernels/linear/simd_loads.py"
@@ -23,17 +22,23 @@ _OF_EMBED = "tests/kernels/program/test_embed.py"
 _OF_FORMS = "tests/kernels/linear/test_every_form.py"
 
 FAULTS = faults(
-    ("table of another type", _TABLES, "np.array(_NL, dtype=np.int8)", "mxfp4.TABLE", _OF_BLOCKS),
+    (
+        "table of another type",
+        _BLOCKS,
+        "_iq4_xs_codes, _NL,",
+        "_iq4_xs_codes, mxfp4.TABLE,",
+        _OF_BLOCKS,
+    ),
     (
         "table: nibbles of a file in the other order",
-        _TABLES,
+        _BLOCKS,
         "[packed & np.uint8(15), packed >> np.uint8(4)]",
         "[packed >> np.uint8(4), packed & np.uint8(15)]",
         _OF_BLOCKS,
     ),
     (
         "table: scales of IQ4_XS in the other order",
-        _TABLES,
+        _BLOCKS,
         "& np.uint8(15), blocks[:, 4:8] >> np.uint8(4)]",
         ">> np.uint8(4), blocks[:, 4:8] & np.uint8(15)]",
         _OF_BLOCKS,
@@ -55,8 +60,8 @@ FAULTS = faults(
     (
         "table: scales above float16 are taken",
         _SOURCE,
-        "if tensor.type in WORKED_OUT and not",
-        "if tensor.type == 'Q8_0' and not",
+        "if not np.isfinite(found.scales).all():",
+        "if tensor.type == 'Q8_0':",
         _OF_FILES,
     ),
     ("Q3_K: codes off by one", _BLOCKS, "codes + np.uint8(28)", "codes + np.uint8(27)", _OF_BLOCKS),
@@ -89,11 +94,17 @@ FAULTS = faults(
         "code -= 0",
         _OF_EMBED,
     ),
-    ("table: tensors share a tile", _PLAN, 'if in_tiles or kind != "int4t"', "if True", _OF_STREAM),
+    (
+        "table: tensors share a tile",
+        _PLAN,
+        "if in_tiles or not FORMATS[kind].table]",
+        "if True]",
+        _OF_STREAM,
+    ),
     (
         "table: bytes of int8 without their offset",
         _STREAM,
-        "[rows.codes] ^ np.uint8(128)",
+        "[rows.codes] + np.uint8(form.offset)",
         "[rows.codes]",
         _OF_STREAM,
     ),

@@ -84,16 +84,16 @@ def test_it_gives_back_once_for_each_growth(monkeypatch):
 _GIVE_BACK = """
 import numpy as np
 from kvboost_edge.host.memory import give_back, process_rss
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 weights = np.random.default_rng(0).standard_normal((64, 64), np.float32)
-first = pack_rows(weights, KINDS["int8"]).codes
+first = pack_rows(weights, "int8").codes
 kept = [bytearray(b"x") * 100_000 for _ in range(1000)]
 last = kept[-1]
 del kept  # the heap ends with `last`, so that all before it stays
 before = process_rss()
 give_back()
 after = process_rss()
-assert np.array_equal(pack_rows(weights, KINDS["int8"]).codes, first)
+assert np.array_equal(pack_rows(weights, "int8").codes, first)
 print(before, after)
 """
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.kernels import block_rows
-from kvboost_edge.kernels.block_rows import FORMATS, decode_rows, decode_rows_entry
+from kvboost_edge.kernels.block_rows import DECODED, decode_rows, decode_rows_entry
 from kvboost_edge.models.gguf.blocks import BLOCKS
 
 
@@ -25,7 +25,7 @@ def _random(name, rows, width):
     return raw.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize(("rows", "width"), [(1, 256), (1, 8960), (5, 1536)])
 def test_every_bit_is_the_packages(name, rows, width):
     raw = _random(name, rows, width)

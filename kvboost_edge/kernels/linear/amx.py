@@ -24,10 +24,9 @@ from kvboost_edge.kernels.integers import V16I, emit_load_bytes, int_constant
 from kvboost_edge.kernels.jit import intrinsic
 from kvboost_edge.kernels.linear.panel import MATRIX_FINE_TOKENS, MATRIX_TOKENS
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
-from kvboost_edge.kernels.linear.weight_dot import GROUP, GroupDot
-from kvboost_edge.kernels.linear.weight_layout import SCALE_BYTES
+from kvboost_edge.kernels.linear.weight_dot import GroupDot
+from kvboost_edge.kernels.linear.weight_formats import GROUP, INT_KINDS, SCALE_BYTES
 from kvboost_edge.kernels.linear.weight_tiles import (
-    INT_KINDS,
     IntTiles,
     Target,
     Tile,
@@ -99,7 +98,7 @@ def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> N
 
 class _Source(NamedTuple):
     """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the
-    panel itself. And what each tile's codes are looked up in, of KIND_INT4T.
+    panel itself. And what each tile's codes are looked up in, if in a table.
     """
 
     weights: Sequence[Value]
@@ -222,7 +221,7 @@ class AmxTiles(IntTiles):
     def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
         """The float epilogue of a part for one weight tile; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
-        scales = emit_scales(b, self.kind, source.scales[t], source.minima[t], part)
+        scales = emit_scales(b, self.format, source.scales[t], source.minima[t], part)
         sums_at = [
             _SUMS_AT + (t * _CELL_ROWS + plane * self.tokens) * _LINE
             for plane in range(self.planes)

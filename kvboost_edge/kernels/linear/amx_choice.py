@@ -27,7 +27,7 @@ from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.amx import amx_tile
 from kvboost_edge.kernels.linear.dispatch import TARGET_TYPE
 from kvboost_edge.kernels.linear.panel import MATRIX_TOKENS, TILES_AT_ONCE, WIDE_TOKENS
-from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_INT4, KIND_INT8, OFFSET
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
 from kvboost_edge.kernels.tuples import numbers_type
 from kvboost_edge.kernels.vectors import LANES
@@ -47,10 +47,12 @@ _TIMES = 8
 _ROUNDS = 10
 _OPERATIONS = 2 * (_PANELS * MATRIX_TOKENS) * 2 * LANES * _GROUPS * GROUP
 
-_AMX_INT4 = amx_tile[KIND_INT4, False]
-_AMX_INT8 = amx_tile[KIND_INT8, False]
+_INT4 = FORMATS["int4"].kind
+_INT8 = FORMATS["int8"].kind
+_AMX_INT4 = amx_tile[_INT4, False]
+_AMX_INT8 = amx_tile[_INT8, False]
 _VNNI_INT4, _VNNI_INT8 = (
-    int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (KIND_INT4, KIND_INT8)
+    int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False] for kind in (_INT4, _INT8)
 )
 
 
@@ -95,7 +97,7 @@ def _ask_for_tiles() -> str:
 @kernel
 def _amx_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -> None:
     for _ in range(times):
-        if kind == KIND_INT4:
+        if kind == _INT4:
             _AMX_INT4(tile, panel, target)
         else:
             _AMX_INT8(tile, panel, target)
@@ -104,7 +106,7 @@ def _amx_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) ->
 @kernel
 def _vnni_trial(kind: int, times: int, tile: Tile, panel: int, target: Target) -> None:
     for _ in range(times):
-        if kind == KIND_INT4:
+        if kind == _INT4:
             _VNNI_INT4(tile, panel, target)
         else:
             _VNNI_INT8(tile, panel, target)
@@ -122,7 +124,7 @@ trial_entries = (
 class _Trial:
     """Random tokens and weights of a kind, multiplied by a kernel in panels of `size` tokens."""
 
-    def __init__(self, kind: int, function: Any, size: int) -> None:
+    def __init__(self, name: str, function: Any, size: int) -> None:
         rng = np.random.default_rng(0)
         tokens = _PANELS * MATRIX_TOKENS
         codes = rng.integers(-127, 128, (tokens, _GROUPS, GROUP), dtype=np.int8)
@@ -130,7 +132,7 @@ class _Trial:
         scales = rng.random((tokens, _GROUPS), dtype=np.float32)
         weights = rng.integers(0, 256, (2, _GROUPS, LANES * GROUP), dtype=np.uint8)
         row_scales = rng.random((2, _GROUPS, LANES)).astype(np.float16)
-        panel = _panel(codes, scales, OFFSET[kind], size)
+        panel = _panel(codes, scales, FORMATS[name].offset, size)
         self._out = np.zeros((tokens, 2 * LANES), np.float32)
         self._held = weights, row_scales, panel
         where = Tile(
@@ -149,7 +151,7 @@ class _Trial:
         )
         self._function = function
         self._arguments = (where, panel.ctypes.data, target)
-        self._kind = kind
+        self._kind = FORMATS[name].kind
 
     def result(self) -> npt.NDArray[np.float32]:
         """float32 [tokens, 32]."""
@@ -176,9 +178,9 @@ def _panel(
 
 
 def _try() -> AmxChoice:
-    for kind in (KIND_INT8, KIND_INT4):
-        amx = _Trial(kind, _amx_trial, MATRIX_TOKENS)
-        vnni = _Trial(kind, _vnni_trial, WIDE_TOKENS)
+    for name in ("int8", "int4"):
+        amx = _Trial(name, _amx_trial, MATRIX_TOKENS)
+        vnni = _Trial(name, _vnni_trial, WIDE_TOKENS)
         if amx.result().tobytes() != vnni.result().tobytes():
             _LOG.warning("AMX of this machine gives other results than AVX512-VNNI: it is not used")
             return AmxChoice(False, "it gives other results than AVX512-VNNI here")

@@ -22,16 +22,15 @@ from kvboost_edge.kernels.linear.panel import (
     WIDE_FINE_TOKENS,
     WIDE_TOKENS,
 )
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF
 from kvboost_edge.kernels.linear.weight_tiles import (
     FLOAT_TOKENS,
-    INT_KINDS,
     Target,
     Tile,
     float_tile,
     int_tile,
 )
 from kvboost_edge.kernels.tuples import numbers_type
-from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F32
 
 __all__ = ["TARGET_TYPE", "float_rows", "int_panel", "ladders"]
 
@@ -110,9 +109,11 @@ TARGET_TYPE = BaseTuple.from_types([*[_I64] * 5, types.float32], Target)
 _INT_ARGUMENTS = (_I64, _I64, _TILE, _I64, TARGET_TYPE)
 _FLOAT_ARGUMENTS = (_I64, _TILE, _I64, _I64, TARGET_TYPE)
 
-ladders = {kind: KernelEntry(_int_ladder(kind), *_INT_ARGUMENTS) for kind in INT_KINDS}
-ladders |= {
-    kind: KernelEntry(_float_ladder(kind), *_FLOAT_ARGUMENTS) for kind in (KIND_F32, KIND_BF16)
+ladders = {
+    kind: KernelEntry(_float_ladder(kind), *_FLOAT_ARGUMENTS)
+    if form.is_float
+    else KernelEntry(_int_ladder(kind), *_INT_ARGUMENTS)
+    for kind, form in FORMAT_OF.items()
 }
 """Kind of weights -> the kernel that multiplies with them, to be called by one of:"""
 

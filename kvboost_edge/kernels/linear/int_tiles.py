@@ -28,8 +28,8 @@ from kvboost_edge.kernels.linear.simd_loads import (
     emit_table,
     emit_table_pair,
 )
-from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_INT4T, KIND_Q4K, OFFSET, GroupDot
-from kvboost_edge.kernels.linear.weight_layout import PARTS, SCALE_BYTES, group_bytes
+from kvboost_edge.kernels.linear.weight_dot import GroupDot
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP, SCALE_BYTES
 from kvboost_edge.kernels.vectors import (
     F32,
     LANES,
@@ -71,8 +71,8 @@ _I32 = ir.IntType(32)
 class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
-    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise (int4-asym
-                             only); of block kinds and int4t see weight_layout.py
+    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise; of
+                             formats with blocks or a table see weight_formats.py
     weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
     groups                   groups of 32 inputs, or inputs for float formats
     runs                     tiles, or pairs of tiles where a microkernel takes two at once; float
@@ -187,14 +187,15 @@ class IntTiles:
         self, kind: int, tiles: int, tokens: int, fine: bool, form: str | None = None
     ) -> None:
         self.kind = kind
+        self.format = FORMAT_OF[kind]
         self.tiles = tiles
         self.tokens = tokens
         self.fine = fine
         self.form = form
-        self.group_bytes = group_bytes(kind)
+        self.group_bytes = self.format.group_bytes
         self.planes = 2 if fine else 1
         # A part of a group has its own scales and its own sums.
-        self.parts = PARTS[kind]
+        self.parts = self.format.parts
         self.quads = _QUADS // self.parts
         self.cell = tokens * bytes_of_cell(fine, kind)
 
@@ -247,7 +248,8 @@ class IntTiles:
                 dots = self._dots(b, here, places, part, tables)
                 index = b.add(b.mul(group, int_constant(self.parts)), int_constant(part))
                 factors = [
-                    emit_scales(b, self.kind, *at, index) for at in zip(scales, minima, strict=True)
+                    emit_scales(b, self.format, *at, index)
+                    for at in zip(scales, minima, strict=True)
                 ]
                 self._add_group(b, here, sums, dots, factors)
         emit_target(b, sums, target)
@@ -273,28 +275,26 @@ class IntTiles:
         return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
 
     def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
-        """Address of minus OFFSET times the sum of the codes."""
+        """Address of minus the offset times the sum of the codes."""
         term = self._term(b, here, token)
-        if self.kind == KIND_INT4T:
+        if not self.format.shares_panel:
+            return term
+        if self.format.table:
             part = _WHOLE
-        return (
-            b.add(term, int_constant(4 * self.tokens * (2 + part)))
-            if self.kind >= KIND_Q4K
-            else term
-        )
+        return b.add(term, int_constant(4 * self.tokens * (2 + part)))
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
-        """Of KIND_INT4T what its codes are looked up in, as `GroupDot` takes it."""
-        if self.kind != KIND_INT4T:
+        """What codes are looked up in, as `GroupDot` takes it."""
+        if not self.format.table:
             return None
         return emit_table(b, minima, signed=not GroupDot(b, self.kind, self.form).seeded)
 
     def _load_pair(
         self, b: Builder, at: Value, pair: int, table: Value | None
     ) -> tuple[Value, Value]:
-        """Two quads, as `emit_load_pair`, those of KIND_INT4T looked up."""
+        """Two quads, as `emit_load_pair`, looked up where there is a table."""
         if table is None:
-            return emit_load_pair(b, self.kind, at, pair)
+            return emit_load_pair(b, self.format, at, pair)
         return emit_table_pair(b, GroupDot(b, self.kind, self.form).form, table, at, pair)
 
     def _dots(
@@ -312,7 +312,7 @@ class IntTiles:
             b.add(place, int_constant(part * self.group_bytes // self.parts)) for place in groups
         ]
         seeds = [zero] * self.tokens
-        if OFFSET[self.kind]:
+        if self.format.offset:
             seeds = [
                 splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)
             ]

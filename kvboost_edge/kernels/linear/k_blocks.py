@@ -2,7 +2,7 @@
 kinds: every bit is kept.
 
 A block's codes are taken as 64 words of four; where they and their scales go is said in
-weight_layout.py.
+weight_formats.py.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from numba.core import types
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_Q4K, KIND_Q5K, KIND_Q6K
-from kvboost_edge.kernels.linear.weight_layout import (
+from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
-    group_bytes_kernel,
-    high_shift_kernel,
-    minima_bytes_kernel,
+    FORMATS,
+    GROUP,
+    group_bytes,
+    minima_bytes,
+    per_kind,
 )
-from kvboost_edge.kernels.linear.weights import PackedRows, packed_sizes
+from kvboost_edge.kernels.linear.weights import PackedRows, packed_sizes, store_lines
 from kvboost_edge.kernels.vectors import LANES, address_of, load_i32
 
-__all__ = ["BLOCK_BYTES", "BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
+__all__ = ["BLOCK_WEIGHTS", "blocks_entry", "pack_blocks"]
 
 BLOCK_WEIGHTS = BLOCK_GROUPS * GROUP
-BLOCK_BYTES = {KIND_Q4K: 144, KIND_Q5K: 176, KIND_Q6K: 210}
-"""Kind -> bytes of a block in the file."""
-
+_Q5K = FORMATS["q5k"].kind
+_Q6K = FORMATS["q6k"].kind
+_BITS = per_kind("bits")
+_PARTS = per_kind("parts")
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
 # words of a block
@@ -48,25 +50,20 @@ Halves = npt.NDArray[np.uint16]
 Words = npt.NDArray[np.uint32]
 
 
-def pack_blocks(blocks: Bytes, kind: int) -> PackedRows:
+def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
     """Pack rows of whole blocks, uint8 [rows, bytes of a row], as the file holds them."""
     rows, width = blocks.shape
-    if kind not in BLOCK_BYTES or width % BLOCK_BYTES[kind]:
-        raise ConfigError(f"rows of {width} bytes are not whole blocks of weight kind {kind}")
-    inputs = width // BLOCK_BYTES[kind] * BLOCK_WEIGHTS
+    form = FORMATS[name]
+    nbytes = form.block_bytes
+    if not nbytes or width % nbytes:
+        raise ConfigError(f"rows of {width} bytes are not whole blocks of {name!r}")
+    inputs = width // nbytes * BLOCK_WEIGHTS
     codes, scales, minima = (
-        np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, kind)
+        np.zeros(size, dtype=np.uint8) for size in packed_sizes(rows, inputs, name)
     )
-    _pack(
-        *(
-            np.ascontiguousarray(blocks),
-            kind,
-            BLOCK_BYTES[kind],
-            codes.view(np.uint32),
-            scales,
-            minima.view(np.uint16),
-        )
-    )
+    words = codes.view(np.uint32)
+    halves = minima.view(np.uint16)
+    _pack(np.ascontiguousarray(blocks), form.kind, nbytes, words, scales, halves)
     return PackedRows(codes, scales, minima)
 
 
@@ -78,9 +75,10 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
     # by side.
     words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
     codes = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
-    above = np.zeros(LANES, np.uint32)
-    group_words = group_bytes_kernel(kind) // 4
-    minima_each = minima_bytes_kernel(kind, 1) // 2
+    bits = _BITS[kind]
+    parts = _PARTS[kind]
+    group_words = group_bytes(kind) // 4
+    minima_each = minima_bytes(kind, 1) // 2
     for tile in range((rows + LANES - 1) // LANES):
         lanes = min(LANES, rows - tile * LANES)
         if lanes < LANES:
@@ -94,7 +92,7 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
                     words,
                     lane,
                 )
-            if kind == KIND_Q6K:
+            if kind == _Q6K:
                 _codes_q6k(words, codes)
                 _scales_q6k(words, scales, place * BLOCK_GROUPS * 2 * LANES)
                 for lane in range(LANES):
@@ -109,19 +107,10 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
                     )
             for group in range(BLOCK_GROUPS):
                 at = (place * BLOCK_GROUPS + group) * group_words
-                if kind == KIND_Q6K:
-                    for part in range(2):
-                        _store_part(
-                            codes,
-                            group * _QUADS + 4 * part,
-                            4,
-                            kind,
-                            out,
-                            at + part * 3 * LANES,
-                            above,
-                        )
-                else:
-                    _store_part(codes, group * _QUADS, _QUADS, kind, out, at, above)
+                for part in range(parts):
+                    quads = _QUADS // parts
+                    first = group * _QUADS + quads * part
+                    store_lines(codes, first, quads, bits, out, at + part * (group_words // parts))
 
 
 @kernel
@@ -134,44 +123,17 @@ def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
 
 
 @kernel
-def _store_part(
-    codes: Words, first: int, quads: int, kind: int, out: Words, at: int, above: Words
-) -> None:
-    """Quads of a group, or of a half of it, of sixteen rows: lines of nibbles, and the bits above
-    them.
-    """
-    for quad in range(0, quads, 2):
-        for lane in range(LANES):
-            low = codes[(first + quad) * LANES + lane]
-            high = codes[(first + quad + 1) * LANES + lane]
-            out[at + quad // 2 * LANES + lane] = (low & _NIBBLES) | (high & _NIBBLES) << np.uint32(
-                4
-            )
-    if kind == KIND_Q4K:
-        return
-    above[:] = 0
-    for quad in range(quads):
-        shift = np.uint32(4 + high_shift_kernel(kind, quad))
-        for lane in range(LANES):
-            above[lane] |= (
-                codes[(first + quad) * LANES + lane] >> np.uint32(4) & _NIBBLES
-            ) << shift
-    for lane in range(LANES):
-        out[at + quads // 2 * LANES + lane] = above[lane]
-
-
-@kernel
 def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
     """Q4_K and Q5_K: of each 32 bytes the low nibbles are a group, the high ones the next; bit g of
     32 bytes before them is bit 4 of group g.
     """
-    start = _LOW_Q5K if kind == KIND_Q5K else _LOW_Q4K
+    start = _LOW_Q5K if kind == _Q5K else _LOW_Q4K
     for pair in range(BLOCK_GROUPS // 2):
         for i in range(_QUADS * LANES):
             word = words[(start + pair * _QUADS) * LANES + i]
             codes[2 * pair * _QUADS * LANES + i] = word & _NIBBLES
             codes[(2 * pair + 1) * _QUADS * LANES + i] = word >> np.uint32(4) & _NIBBLES
-    if kind == KIND_Q5K:
+    if kind == _Q5K:
         for group in range(BLOCK_GROUPS):
             for i in range(_QUADS * LANES):
                 bits = words[_HIGH_Q5K * LANES + i] >> np.uint32(group) & _ONES

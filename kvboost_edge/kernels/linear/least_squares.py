@@ -17,35 +17,11 @@ from numba.core import cgutils, types
 
 from kvboost_edge.kernels.integers import V16I, int_constant
 from kvboost_edge.kernels.jit import intrinsic
-from kvboost_edge.kernels.linear.weight_tiles import GROUP, KIND_INT4, KIND_INT4_ASYM, KIND_INT8
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP, WeightFormat
 from kvboost_edge.kernels.vectors import I64, LANES, V16, emit_fma, emit_load, emit_max, emit_store
 
-__all__ = ["FITS", "QuantizationFit", "fit_group"]
+__all__ = ["fit_group"]
 
-
-class QuantizationFit(NamedTuple):
-    """How a kind is fitted: codes from `low` to `high`, stored with `offset` added, `bits` each.
-
-    deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight
-            of the greatest magnitude, so that it takes the code without a twin; with a minimum (max
-            - min) / (high + delta)
-    rounds  times each of them is rounded and fitted
-    """
-
-    low: int
-    high: int
-    offset: int
-    bits: int
-    deltas: tuple[float, ...]
-    rounds: int
-
-
-FITS = {
-    KIND_INT8: QuantizationFit(-128, 127, 128, 8, (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0), 2),
-    KIND_INT4: QuantizationFit(-8, 7, 8, 4, (-1.2, -0.6, 0.0, 0.6, 1.2), 3),
-    KIND_INT4_ASYM: QuantizationFit(0, 15, 0, 4, (-0.5, 0.375, 1.25, 2.125, 3.0), 3),
-}
-"""By kind. More first scales or rounds lower the error by less than 1% of itself."""
 
 _LINE = 64
 _HALF_MAX = 65504.0
@@ -100,22 +76,22 @@ def _weights(b: Builder, at: Value, index: Value) -> Value:
 
 
 def _code(
-    b: Builder, fit: QuantizationFit, weight: Value, inverse: Value, minimum: Value | None
+    b: Builder, form: WeightFormat, weight: Value, inverse: Value, minimum: Value | None
 ) -> Value:
     shifted = weight if minimum is None else b.fadd(weight, minimum)
     rounded = _unary(b, "rint", b.fmul(shifted, inverse))
-    return emit_max(b, _min(b, rounded, _splat(float(fit.high))), _splat(float(fit.low)))
+    return emit_max(b, _min(b, rounded, _splat(float(form.highest))), _splat(float(form.lowest)))
 
 
 def _evaluate(
-    b: Builder, fit: QuantizationFit, at: Value, count: Value, scale: Value, minimum: Value | None
+    b: Builder, form: WeightFormat, at: Value, count: Value, scale: Value, minimum: Value | None
 ) -> _Sums:
     slots = [_slot(b, 0.0) for _ in range(4)]
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
     minus = b.fneg(scale)
     with cgutils.for_range(b, count, intp=I64) as loop:
         weight = _weights(b, at, loop.index)
-        code = _code(b, fit, weight, inverse, minimum)
+        code = _code(b, form, weight, inverse, minimum)
         shifted = weight if minimum is None else b.fadd(weight, minimum)
         off = emit_fma(b, minus, code, shifted)
         error, total, square, product = (b.load(slot) for slot in slots)
@@ -177,11 +153,12 @@ def _broadcast(b: Builder, scalar: Value) -> Value:
     return b.shuffle_vector(first, first, ir.Constant(V16I, [0] * LANES))
 
 
-def _first(b: Builder, kind: int, delta: float, extent: _Extent) -> tuple[Value, Value | None]:
-    fit = FITS[kind]
-    if kind != KIND_INT4_ASYM:
-        return b.fdiv(extent.largest, _splat(-(fit.offset + delta))), None
-    scale = b.fdiv(b.fsub(extent.high, extent.low), _splat(fit.high + delta))
+def _first(
+    b: Builder, form: WeightFormat, delta: float, extent: _Extent
+) -> tuple[Value, Value | None]:
+    if not form.minima:
+        return b.fdiv(extent.largest, _splat(-(form.offset + delta))), None
+    scale = b.fdiv(b.fsub(extent.high, extent.low), _splat(form.highest + delta))
     return scale, b.fsub(b.fmul(scale, _splat(-delta / 2)), extent.low)
 
 
@@ -195,19 +172,20 @@ class _Best(NamedTuple):
     next_minimum: Value
 
 
-def _search(b: Builder, kind: int, at: Value, count: Value, extent: _Extent) -> _Best:
-    fit = FITS[kind]
-    minima = kind == KIND_INT4_ASYM
+def _search(b: Builder, form: WeightFormat, at: Value, count: Value, extent: _Extent) -> _Best:
+    fit = form.fit
+    assert fit is not None
+    minima = form.minima
     best = _Best(_slot(b, float("inf")), *(_slot(b, 0.0) for _ in range(4)))
     for delta in fit.deltas:
-        scale, minimum = _first(b, kind, delta, extent)
+        scale, minimum = _first(b, form, delta, extent)
         b.store(scale, best.next_scale)
         if minimum is not None:
             b.store(minimum, best.next_minimum)
         with cgutils.for_range(b, int_constant(fit.rounds), intp=I64):
             scale = _half(b, b.load(best.next_scale))
             minimum = _half(b, b.load(best.next_minimum)) if minima else None
-            sums = _evaluate(b, fit, at, count, scale, minimum)
+            sums = _evaluate(b, form, at, count, scale, minimum)
             better = b.fcmp_ordered("<", sums.error, b.load(best.error))
             b.store(b.select(better, sums.error, b.load(best.error)), best.error)
             b.store(b.select(better, scale, b.load(best.scale)), best.scale)
@@ -219,22 +197,21 @@ def _search(b: Builder, kind: int, at: Value, count: Value, extent: _Extent) -> 
     return best
 
 
-def _store_codes(b: Builder, kind: int, at: Value, best: _Best, out: Value) -> None:
+def _store_codes(b: Builder, form: WeightFormat, at: Value, best: _Best, out: Value) -> None:
     """Codes in quads: byte 4 * row + i of a line is the code of input i of a quad."""
-    fit = FITS[kind]
     scale = b.load(best.scale)
-    minimum = b.load(best.minimum) if kind == KIND_INT4_ASYM else None
+    minimum = b.load(best.minimum) if form.minima else None
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
     quads = []
     for quad in range(GROUP // 4):
         word = None
         for place in range(4):
-            code = _code(b, fit, _weights(b, at, int_constant(4 * quad + place)), inverse, minimum)
-            byte = b.add(b.fptosi(code, V16I), ir.Constant(V16I, [fit.offset] * LANES))
+            code = _code(b, form, _weights(b, at, int_constant(4 * quad + place)), inverse, minimum)
+            byte = b.add(b.fptosi(code, V16I), ir.Constant(V16I, [form.offset] * LANES))
             byte = b.shl(byte, ir.Constant(V16I, [8 * place] * LANES))
             word = byte if word is None else b.or_(word, byte)
         quads.append(word)
-    if fit.bits == 4:
+    if form.bits == 4:
         four = ir.Constant(V16I, [4] * LANES)
         quads = [
             b.or_(low, b.shl(high, four)) for low, high in zip(quads[::2], quads[1::2], strict=True)
@@ -253,7 +230,7 @@ def _add_to(b: Builder, value: Value, at: Value) -> None:
     emit_store(b, b.fadd(emit_load(b, V16, at), value), at)
 
 
-def _fit_group(kind: int) -> Any:
+def _fit_group(form: WeightFormat) -> Any:
     @intrinsic
     def fit(
         typing: Any, values: Any, count: Any, codes: Any, scales: Any, minima: Any, totals: Any
@@ -261,8 +238,7 @@ def _fit_group(kind: int) -> Any:
         """Fit one group of 16 rows.
 
         values  address of float32 [32, 16], 0 from input `count` (1..32) on
-        codes   address of the group's lines;  scales, minima: addresses of 16 float16 (minima: only
-                int4-asym)
+        codes   address of the group's lines;  scales, minima: addresses of 16 float16
         totals  address of float32 [2, 16], to which the squared error and the squared weights are
                 added
         """
@@ -270,10 +246,10 @@ def _fit_group(kind: int) -> Any:
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             values, count, codes, scales, minima, totals = arguments
             extent = _extent(b, values, count)
-            best = _search(b, kind, values, count, extent)
-            _store_codes(b, kind, values, best, codes)
+            best = _search(b, form, values, count, extent)
+            _store_codes(b, form, values, best, codes)
             _store_half(b, b.load(best.scale), scales)
-            if kind == KIND_INT4_ASYM:
+            if form.minima:
                 _store_half(b, b.load(best.minimum), minima)
             _add_to(b, b.load(best.error), totals)
             _add_to(b, extent.energy, b.add(totals, int_constant(_LINE)))
@@ -284,5 +260,5 @@ def _fit_group(kind: int) -> Any:
     return fit
 
 
-fit_group = {kind: _fit_group(kind) for kind in FITS}
-"""Kind -> the intrinsic that fits a group."""
+fit_group = {name: _fit_group(form) for name, form in FORMATS.items() if form.fit is not None}
+"""Format -> the intrinsic that fits a group."""

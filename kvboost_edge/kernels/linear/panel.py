@@ -7,13 +7,13 @@ The tokens of a pass are cut into panels; a panel of n tokens has one cell per g
 
 A fine cell has two planes of codes, [2][n][32]: a code is FINE_BASE * first + second. The term is
 what the kernel needs beside the codes, and depends on the kind of the weights that will read it:
-minus the offset of the stored weights times the sum of the codes, int32; for int4-asym minus that
-sum times the scale, float32.
+minus the offset of the stored weights times the sum of the codes, int32; for formats with minima
+minus that sum times the scale, float32.
 
-The block kinds (q4k, q5k, q6k) and int4t share a form, so that matrices of different ones can read
-one panel: the term is that of int4-asym, and behind the scales stand, int32 [3][n], minus the
-offset of q6k times the sum of each token's first 16 codes, and of its last 16; and minus the offset
-of int4t times the sum of all 32.
+Formats with blocks or a table share a form, so that matrices of different ones can read one panel:
+the term is that of formats with minima, and after the scales follow the seeds, int32 [3][n]: minus
+HALF_OFFSET times the sum of each token's first 16 codes, and of its last 16; and minus TABLE_OFFSET
+times the sum of all 32.
 
 The panels' sizes depend on the number of tokens and on the machine; results do not depend on them.
 """
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kvboost_edge.kernels.integers import dot_form, has_tile_registers
 from kvboost_edge.kernels.jit import kernel
-from kvboost_edge.kernels.linear.weight_dot import GROUP, KIND_Q4K
+from kvboost_edge.kernels.linear.weight_formats import GROUP, per_kind
 
 __all__ = [
     "COARSE_BYTES",
@@ -52,8 +52,9 @@ FINE_BASE = 255
 COARSE_BYTES = GROUP + 8
 FINE_BYTES = 2 * GROUP + 8
 SEED_BYTES = 12
-"""More of a cell of the block kinds and int4t, for each token."""
+"""Of a token's seeds in a cell."""
 LARGEST_CELL = FINE_BYTES + SEED_BYTES
+_SHARES_PANEL = per_kind("shares_panel")
 
 
 class _Shapes(NamedTuple):
@@ -93,7 +94,7 @@ MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 
 
 def bytes_of_cell(fine: int, kind: int) -> int:
     """Bytes that a token takes in a cell for weights of a kind."""
-    return (FINE_BYTES if fine != 0 else COARSE_BYTES) + (SEED_BYTES if kind >= KIND_Q4K else 0)
+    return (FINE_BYTES if fine != 0 else COARSE_BYTES) + SEED_BYTES * int(_SHARES_PANEL[kind])
 
 
 cell_bytes = kernel(bytes_of_cell)

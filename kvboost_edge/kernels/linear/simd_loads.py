@@ -1,4 +1,4 @@
-"""Loads of codes and scales of the integer kinds from where weight_layout.py says they lie."""
+"""Loads of codes and scales in the layout of weight_formats.py."""
 
 from __future__ import annotations
 
@@ -14,21 +14,12 @@ from kvboost_edge.kernels.integers import (
     has_byte_shuffle,
     int_constant,
 )
-from kvboost_edge.kernels.linear.weight_dot import (
-    BLOCK_KINDS,
-    CODE_BITS,
-    GROUP,
-    KIND_INT4_ASYM,
-    KIND_INT8,
-    KIND_Q6K,
-)
-from kvboost_edge.kernels.linear.weight_layout import (
+from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
-    PARTS,
+    GROUP,
     SCALE_BYTES,
-    has_minima,
+    WeightFormat,
     high_shift,
-    minima_bytes,
 )
 from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load_as_f32
 
@@ -69,11 +60,11 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
     return b.add(address, b.mul(index, int_constant(size)))
 
 
-def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, Value]:
+def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tuple[Value, Value]:
     """Quads 2 * pair and 2 * pair + 1 of a group, or of the part of one at address `at`, as
-    unsigned bytes, <16 x i32> each. Of KIND_INT4T see `emit_table_pair`.
+    unsigned bytes, <16 x i32> each. Of formats with a table see `emit_table_pair`.
     """
-    if kind == KIND_INT8:
+    if form.bits == 8:
         first = b.add(at, int_constant(2 * _LINE * pair))
         return emit_load_bytes(b, first), emit_load_bytes(b, b.add(first, int_constant(_LINE)))
     both = emit_load_bytes(b, b.add(at, int_constant(_LINE * pair)))
@@ -81,16 +72,16 @@ def emit_load_pair(b: Builder, kind: int, at: Value, pair: int) -> tuple[Value, 
     four = ir.Constant(V16I, [4] * LANES)
     low = b.and_(both, mask)
     high = b.and_(b.lshr(both, four), mask)
-    if CODE_BITS[kind] == 4:
+    if form.bits == 4:
         return low, high
-    above = emit_load_bytes(b, b.add(at, int_constant(_LINE * (_LINES // PARTS[kind]))))
-    first, second = (_emit_above(b, kind, above, 2 * pair + index) for index in range(2))
+    above = emit_load_bytes(b, b.add(at, int_constant(_LINE * (_LINES // form.parts))))
+    first, second = (_emit_above(b, form.bits, above, 2 * pair + index) for index in range(2))
     return b.or_(low, first), b.or_(high, second)
 
 
 def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
-    """The table of a tile of KIND_INT4T, 16 bytes at an address, four times over, <64 x i8>; with
-    its OFFSET added if not `signed`.
+    """The table of a tile, 16 bytes at an address, four times over, <64 x i8>; with TABLE_OFFSET
+    added if not `signed`.
     """
     table = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
     if not signed:
@@ -103,8 +94,7 @@ def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
 def emit_table_pair(
     b: Builder, form: str, table: Value, at: Value, pair: int
 ) -> tuple[Value, Value]:
-    """As `emit_load_pair` of KIND_INT4T: what its codes stand for in a table (see `emit_table`),
-    bytes, <16 x i32>.
+    """As `emit_load_pair`: what codes stand for in a table (see `emit_table`), bytes, <16 x i32>.
 
     form: of the dot product, which says with what instruction bytes are looked up.
     """
@@ -155,40 +145,38 @@ def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
     return b.bitcast(left[0], V16I)
 
 
-def _emit_above(b: Builder, kind: int, plane: Value, quad: int) -> Value:
+def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
     """The bits of a quad's codes above their nibbles, where they stand in the codes."""
-    shift = high_shift(kind, quad)
-    byte = 0x30 if kind == KIND_Q6K else 0x10
+    shift = high_shift(bits, quad)
+    byte = (1 << bits) - 16
     by = ir.Constant(V16I, [abs(shift)] * LANES)
     moved = b.shl(plane, by) if shift < 0 else b.lshr(plane, by) if shift else plane
     return b.and_(moved, ir.Constant(V16I, [byte * 0x01010101] * LANES))
 
 
 def emit_scales(
-    b: Builder, kind: int, scales: Value, minima: Value, part: Value
+    b: Builder, form: WeightFormat, scales: Value, minima: Value, part: Value
 ) -> tuple[Value, Value | None]:
     """Scales of 16 rows, and their minima or None, as float32; `part`: of how many parts of groups
-    (see `PARTS`) those of the tile at addresses `scales` and `minima` lie before.
+    those of the tile at addresses `scales` and `minima` come before.
     """
-    if kind not in BLOCK_KINDS:
+    if not form.block_bytes:
         low = (
-            emit_load_as_f32(b, KIND_F16, _at(b, minima, part, 2 * LANES))
-            if kind == KIND_INT4_ASYM
-            else None
+            emit_load_as_f32(b, KIND_F16, _at(b, minima, part, 2 * LANES)) if form.minima else None
         )
         return emit_load_as_f32(b, KIND_F16, _at(b, scales, part, 2 * LANES)), low
-    at = _at(b, scales, part, SCALE_BYTES // PARTS[kind])
-    block = b.udiv(part, int_constant(BLOCK_GROUPS * PARTS[kind]))
-    block = _at(b, minima, block, minima_bytes(kind, 1))
-    factors = [_emit_bytes_as_f32(b, at, signed=kind == KIND_Q6K)]
-    if has_minima(kind):
+    at = _at(b, scales, part, SCALE_BYTES // form.parts)
+    block = b.udiv(part, int_constant(BLOCK_GROUPS * form.parts))
+    block = _at(b, minima, block, form.minima_size)
+    factors = [_emit_bytes_as_f32(b, at, signed=not form.minima)]
+    if form.minima:
         factors.append(_emit_bytes_as_f32(b, b.add(at, int_constant(LANES)), signed=False))
     halves = [
         emit_load_as_f32(b, KIND_F16, b.add(block, int_constant(2 * LANES * i)))
         for i in range(len(factors))
     ]
     products = [b.fmul(half, factor) for half, factor in zip(halves, factors, strict=True)]
-    return products[0], products[1] if has_minima(kind) else None
+    return products[0], products[1] if form.minima else None
 
 
 def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:

@@ -24,8 +24,8 @@ from kvboost_edge.kernels.linear.int_tiles import (
     splat_i32_at,
 )
 from kvboost_edge.kernels.linear.simd_loads import emit_scales
-from kvboost_edge.kernels.linear.weight_dot import CODE_BITS, GROUP, OFFSET, GroupDot
-from kvboost_edge.kernels.linear.weight_layout import SCALE_BYTES, has_minima
+from kvboost_edge.kernels.linear.weight_dot import GroupDot
+from kvboost_edge.kernels.linear.weight_formats import GROUP, SCALE_BYTES
 from kvboost_edge.kernels.vectors import LANES, V16, emit_load, emit_scratch, emit_store
 
 __all__ = ["UnpackedTiles"]
@@ -62,7 +62,7 @@ class UnpackedTiles(IntTiles):
 
     def __init__(self, kind: int, tokens: int, fine: bool) -> None:
         super().__init__(kind, 1, tokens, fine, "avx2")
-        self.scale_bytes = _LINE * (self.parts + has_minima(kind))
+        self.scale_bytes = _LINE * (self.parts + self.format.minima)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
         """All runs: a tile after the other, each against one panel, or one tile against panels,
@@ -136,7 +136,7 @@ class UnpackedTiles(IntTiles):
             at = emit_place(b, weights, part, self.group_bytes // self.parts)
             place = emit_place(b, codes, part, _LINE * self.quads)
             # Where all pairs are stored alike they are a loop, which is quicker to compile.
-            alike = CODE_BITS[self.kind] in (4, 8)
+            alike = self.format.bits in (4, 8)
             pairs = self.quads // 2
             with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
                 here = emit_place(b, at, pair, self.group_bytes // pairs)
@@ -146,7 +146,7 @@ class UnpackedTiles(IntTiles):
                         to = b.add(out, int_constant(_LINE * (2 * first_pair + half)))
                         b.store(quad, b.inttoptr(to, ir.PointerType()), align=_LINE)
             index = b.add(b.mul(number, int_constant(self.parts)), part)
-            factors, low = emit_scales(b, self.kind, tile.scales, tile.minima, index)
+            factors, low = emit_scales(b, self.format, tile.scales, tile.minima, index)
             emit_store(b, factors, emit_place(b, floats, part, _LINE))
             if low is not None:
                 emit_store(b, low, b.add(floats, int_constant(_LINE)))
@@ -163,7 +163,7 @@ class UnpackedTiles(IntTiles):
             scale = emit_load(b, V16, emit_place(b, floats, part, _LINE))
             low = (
                 emit_load(b, V16, b.add(floats, int_constant(_LINE)))
-                if has_minima(self.kind)
+                if self.format.minima
                 else None
             )
             for token, dot in enumerate(dots):
@@ -199,7 +199,7 @@ class UnpackedTiles(IntTiles):
             totals = [
                 b.add(total, dot.widened(one)) for total, one in zip(totals, sums, strict=True)
             ]
-        if OFFSET[self.kind] and dot.seeded:
+        if self.format.offset and dot.seeded:
             for token in range(self.tokens):
                 seed = splat_i32_at(
                     b, emit_place(b, self._seed(b, here, token, 0), part, 4 * self.tokens)

@@ -21,56 +21,10 @@ from kvboost_edge.kernels.integers import (
     emit_each,
     emit_pair_sums,
 )
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, GROUP
 from kvboost_edge.kernels.vectors import LANES
 
-__all__ = [
-    "BLOCK_KINDS",
-    "CODE_BITS",
-    "GROUP",
-    "KIND_INT4",
-    "KIND_INT4T",
-    "KIND_INT4_ASYM",
-    "KIND_INT8",
-    "KIND_Q4K",
-    "KIND_Q5K",
-    "KIND_Q6K",
-    "OFFSET",
-    "WIDE_KINDS",
-    "GroupDot",
-]
-
-KIND_INT8, KIND_INT4, KIND_INT4_ASYM, KIND_Q4K, KIND_Q5K, KIND_Q6K, KIND_INT4T = range(3, 10)
-BLOCK_KINDS = (KIND_Q4K, KIND_Q5K, KIND_Q6K)
-"""Kinds whose scales are bytes, times the float16 numbers of a block of 256 inputs; see
-weight_layout.py.
-"""
-WIDE_KINDS = (KIND_INT8, KIND_INT4T)
-"""Kinds whose weights are bytes of any value; those of int4t are looked up by 4 bits in a table of
-16.
-"""
-GROUP = 32
-CODE_BITS = {
-    KIND_INT8: 8,
-    KIND_INT4: 4,
-    KIND_INT4_ASYM: 4,
-    KIND_Q4K: 4,
-    KIND_Q5K: 5,
-    KIND_Q6K: 6,
-    KIND_INT4T: 4,
-}
-"""Bits that are stored of a weight."""
-# Loaded weights are unsigned: the signed weight plus this. 0: the code itself, its minimum is taken
-# off later. Bytes of KIND_INT4T's tables have it added only where weights are summed so, see
-# `GroupDot.seeded`; elsewhere they are signed.
-OFFSET = {
-    KIND_INT8: 128,
-    KIND_INT4: 8,
-    KIND_INT4_ASYM: 0,
-    KIND_Q4K: 0,
-    KIND_Q5K: 0,
-    KIND_Q6K: 32,
-    KIND_INT4T: 128,
-}
+__all__ = ["GroupDot"]
 
 I8 = ir.IntType(8)
 I16 = ir.IntType(16)
@@ -99,34 +53,34 @@ class _Short(NamedTuple):
 
 
 class GroupDot:
-    """How one group of 32 inputs (16 of KIND_Q6K) is summed, for weights of a kind, in one of the
+    """How one group of 32 inputs, or a part of it, is summed, for weights of a kind, in one of the
     forms.
 
-    start(seed)            the state of a group; seed: <16 x i32>, minus OFFSET times the sum of the
-                           token's codes
+    start(seed)            the state of a group; seed: <16 x i32>, minus the offset times the sum of
+                           the token's codes
     prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of
                            tokens
     add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32>
                            in every lane
-    sums(state, seed)      the exact sums of (weight - OFFSET) * code, <16 x i32>
+    sums(state, seed)      the exact sums of (weight - offset) * code, <16 x i32>
     seeded                 whether weights are summed as they are stored, so that the seed belongs
                            to the sums
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
         self._b = b
-        self._kind = kind
+        self._format = FORMAT_OF[kind]
         self.form = form or dot_form()
         # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a
         # group of 4-bit codes, at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
-        self._short = self.form in ("avx2", "plain") and kind not in WIDE_KINDS
-        self._quads = _SHORT_MOST // (2 * ((1 << CODE_BITS[kind]) - 1) * 127)
+        self._short = self.form in ("avx2", "plain") and not self._format.is_wide
+        self._quads = _SHORT_MOST // (2 * ((1 << self._format.bits) - 1) * 127)
         # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6
         # bits are signed bytes.
         self.seeded = (
             self.form in ("vnni512", "vnni256")
             or self._short
-            or (self.form, kind) == ("neon", KIND_Q6K)
+            or (self.form, self._format.bits) == ("neon", 6)
         )
 
     def start(self, seed: Value) -> Any:
@@ -138,7 +92,8 @@ class GroupDot:
         b = self._b
         if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
-        offset = 0 if self._kind == KIND_INT4T else OFFSET[self._kind]
+        # Bytes of a table are signed, but where weights are summed as they are stored.
+        offset = 0 if self._format.table else self._format.offset
         signed = b.bitcast(
             b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)),
             V16I,

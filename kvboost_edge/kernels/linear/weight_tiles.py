@@ -32,17 +32,7 @@ from kvboost_edge.kernels.linear.panel import (
     WIDE_TOKENS,
 )
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
-from kvboost_edge.kernels.linear.weight_dot import (
-    BLOCK_KINDS,
-    GROUP,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT4T,
-    KIND_INT8,
-    KIND_Q4K,
-    KIND_Q5K,
-    KIND_Q6K,
-)
+from kvboost_edge.kernels.linear.weight_formats import INT_KINDS
 from kvboost_edge.kernels.vectors import (
     I64,
     KIND_BF16,
@@ -55,15 +45,6 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = [
     "FLOAT_TOKENS",
-    "GROUP",
-    "INT_KINDS",
-    "KIND_INT4",
-    "KIND_INT4T",
-    "KIND_INT4_ASYM",
-    "KIND_INT8",
-    "KIND_Q4K",
-    "KIND_Q5K",
-    "KIND_Q6K",
     "IntTiles",
     "Target",
     "Tile",
@@ -73,7 +54,6 @@ __all__ = [
 ]
 
 FLOAT_TOKENS = (1, 2, 4, 8)
-INT_KINDS = (KIND_INT8, KIND_INT4, KIND_INT4_ASYM, *BLOCK_KINDS, KIND_INT4T)
 
 Value = Any
 Builder = Any

@@ -26,12 +26,14 @@ from kvboost_edge.kernels.linear.panel import (
     panel_tokens,
     token_place,
 )
-from kvboost_edge.kernels.linear.weight_layout import (
+from kvboost_edge.kernels.linear.weight_formats import (
+    GROUP,
+    INT_KINDS,
     SCALE_BYTES,
-    group_bytes_kernel,
-    minima_bytes_kernel,
+    group_bytes,
+    minima_bytes,
 )
-from kvboost_edge.kernels.linear.weight_tiles import GROUP, INT_KINDS, Target, Tile
+from kvboost_edge.kernels.linear.weight_tiles import Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors, matrices_in
 from kvboost_edge.kernels.program.expert_routing import (
@@ -160,9 +162,9 @@ def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, fir
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
-    weights = matrix.weights + tile * groups * group_bytes_kernel(kind)
+    weights = matrix.weights + tile * groups * group_bytes(kind)
     scales = matrix.scales + tile * groups * SCALE_BYTES
-    minima = matrix.minima + tile * minima_bytes_kernel(kind, groups)
+    minima = matrix.minima + tile * minima_bytes(kind, groups)
     panel = panels + first * groups * cell_bytes(0, kind)
     return MatmulOperands(kind, groups, 0, weights, scales, minima, panel)
 

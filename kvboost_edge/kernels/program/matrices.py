@@ -12,7 +12,8 @@ from kvboost_edge.kernels.entry import caller
 from kvboost_edge.kernels.jit import kernel
 from kvboost_edge.kernels.linear.dispatch import float_rows
 from kvboost_edge.kernels.linear.panel import SMALL_TOKENS, TILES_AT_ONCE, panel_tokens
-from kvboost_edge.kernels.linear.weight_tiles import GROUP, INT_KINDS, Target, Tile
+from kvboost_edge.kernels.linear.weight_formats import GROUP, INT_KINDS
+from kvboost_edge.kernels.linear.weight_tiles import Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.attention_calls import (
     attention_row,

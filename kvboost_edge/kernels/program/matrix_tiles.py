@@ -19,12 +19,13 @@ from kvboost_edge.kernels.linear.panel import (
     panel_tokens,
     takes_pair,
 )
-from kvboost_edge.kernels.linear.weight_layout import (
+from kvboost_edge.kernels.linear.weight_formats import (
+    GROUP,
     SCALE_BYTES,
-    group_bytes_kernel,
-    minima_bytes_kernel,
+    group_bytes,
+    minima_bytes,
 )
-from kvboost_edge.kernels.linear.weight_tiles import GROUP, Target, Tile
+from kvboost_edge.kernels.linear.weight_tiles import Target, Tile
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import matrices_in
 from kvboost_edge.kernels.program.norms import activate_group
@@ -118,9 +119,9 @@ def int_tiles(
     fine = of.fine
     groups = of.groups
     microkernel = job.kernels[kind]
-    bytes_each = groups * group_bytes_kernel(kind)
+    bytes_each = groups * group_bytes(kind)
     scales_each = groups * SCALE_BYTES
-    minima_each = minima_bytes_kernel(kind, groups)
+    minima_each = minima_bytes(kind, groups)
     weights = of.weights + tile * bytes_each
     scales = of.scales + tile * scales_each
     minima = of.minima + tile * minima_each

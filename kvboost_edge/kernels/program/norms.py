@@ -17,15 +17,11 @@ from numba.core import cgutils, types
 from kvboost_edge.kernels.integers import V16I, emit_splat_int, int_constant
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, FINE_BASE, FINE_BYTES, SEED_BYTES
-from kvboost_edge.kernels.linear.weight_dot import (
+from kvboost_edge.kernels.linear.weight_formats import (
+    FORMAT_OF,
     GROUP,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT4T,
-    KIND_INT8,
-    KIND_Q4K,
-    KIND_Q6K,
-    OFFSET,
+    HALF_OFFSET,
+    TABLE_OFFSET,
 )
 from kvboost_edge.kernels.program.activations import emit_activate
 from kvboost_edge.kernels.vectors import (
@@ -57,6 +53,14 @@ _TINY = 1e-30
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
 _AT_ONCE = 4  # groups of a row
+_WITH_SEEDS = [kind for kind, form in FORMAT_OF.items() if form.shares_panel]
+_WITH_MINIMA = [kind for kind, form in FORMAT_OF.items() if form.minima]
+# The terms of other formats are sums of codes times the offset.
+_OFFSETS = {
+    kind: form.offset
+    for kind, form in FORMAT_OF.items()
+    if not (form.is_float or form.minima or form.shares_panel)
+}
 
 Value = Any
 Builder = Any
@@ -146,7 +150,7 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
 
 class _Panel(NamedTuple):
     """Where the quantized numbers of one group of one token go, addresses; `seeds`: only where
-    block kinds read.
+    formats that share a panel read.
     """
 
     codes: Sequence[Value]
@@ -214,7 +218,7 @@ def _emit_quantize(
     rounders = len(panels[0].codes) == 1
     total = _emit_total(b, totals, GROUP * rounders)
     _emit_terms(b, total, scales, panels, kind)
-    with b.if_then(_is_block_kind(b, kind)):
+    with b.if_then(_is_one_of(b, kind, _WITH_SEEDS)):
         first = _emit_total(b, firsts, LANES * rounders)
         _emit_seeds(b, first, total, panels)
 
@@ -230,20 +234,20 @@ def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
     )
 
 
-def _is_block_kind(b: Builder, kind: Value) -> Value:
-    """Whether a kind reads the panels of the block kinds: they themselves, and int4t."""
-    return b.icmp_signed(">=", kind, int_constant(KIND_Q4K))
+def _is_one_of(b: Builder, kind: Value, kinds: Sequence[int]) -> Value:
+    bits = int_constant(sum(1 << one for one in set(kinds)))
+    return b.trunc(b.lshr(bits, kind), ir.IntType(1))
 
 
 def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]) -> None:
-    """Store what sums of q6k's halves of a group and of int4t's group begin with; first, total:
-    sums of the codes of the first half and of the group.
+    """Store what sums of the halves of a group, and of a group, begin with; first, total: sums of
+    the codes of the first half and of the group.
     """
-    kinds = (KIND_Q6K, KIND_Q6K, KIND_INT4T)
-    for part, (sums, kind) in enumerate(
-        zip((first, b.sub(total, first), total), kinds, strict=True)
+    offsets = (HALF_OFFSET, HALF_OFFSET, TABLE_OFFSET)
+    for part, (sums, offset) in enumerate(
+        zip((first, b.sub(total, first), total), offsets, strict=True)
     ):
-        seeds = b.mul(sums, ir.Constant(V16I, [-OFFSET[kind]] * LANES))
+        seeds = b.mul(sums, ir.Constant(V16I, [-offset] * LANES))
         for index, panel in enumerate(panels):
             place = b.inttoptr(panel.seeds[part], ir.PointerType())
             b.store(b.extract_element(seeds, _I32(4 * index)), place, align=4)
@@ -273,12 +277,12 @@ def _emit_terms(
     """Store what the kernel needs beside the codes; total: of each group's codes, scales alike, in
     lanes 4 * group.
     """
-    offset = _I32(-OFFSET[KIND_INT4])
-    offset = b.select(
-        b.icmp_signed("==", kind, int_constant(KIND_INT8)), _I32(-OFFSET[KIND_INT8]), offset
-    )
+    offset = _I32(0)
+    for one, value in _OFFSETS.items():
+        is_one = b.icmp_signed("==", kind, int_constant(one))
+        offset = b.select(is_one, _I32(-value), offset)
     taken = b.bitcast(b.fneg(b.fmul(b.sitofp(total, V16), scales)), V16I)
-    minima = b.or_(b.icmp_signed("==", kind, int_constant(KIND_INT4_ASYM)), _is_block_kind(b, kind))
+    minima = _is_one_of(b, kind, [*_WITH_MINIMA, *_WITH_SEEDS])
     terms = b.select(minima, taken, b.mul(total, emit_splat_int(b, offset)))
     for index, panel in enumerate(panels):
         lane = _I32(4 * index)
@@ -298,7 +302,8 @@ class _PanelRow(NamedTuple):
     def at(self, b: Builder, group: Value) -> _Panel:
         """Addresses for a group."""
         plain = FINE_BYTES if self.planes == 2 else COARSE_BYTES
-        more = b.select(_is_block_kind(b, self.kind), int_constant(SEED_BYTES), int_constant(0))
+        has_seeds = _is_one_of(b, self.kind, _WITH_SEEDS)
+        more = b.select(has_seeds, int_constant(SEED_BYTES), int_constant(0))
         here = b.add(self.cell, b.mul(group, b.mul(self.size, b.add(int_constant(plain), more))))
         rows = [self.place, b.add(self.place, self.size)][: self.planes]
         codes = [b.add(here, b.mul(row, int_constant(GROUP))) for row in rows]

@@ -96,8 +96,7 @@ class PackedMatrix(NamedTuple):
     inputs    columns
     weights   address of the codes, or of the floats
     scales    address
-    minima    address; of block formats that of the blocks' numbers, of int4t that of its tables,
-              see linear/weight_layout.py
+    minima    address of minima, of blocks' numbers, or of tables, see linear/weight_formats.py
     bias      address of float32, or 0
     unit      tiles, of gated operations groups, in a unit of work
     panel     buffer of the quantized rows that it multiplies

@@ -13,24 +13,15 @@ from numba.core import types
 from kvboost_edge.kernels.attention.rope import copy_floats, rotate_head
 from kvboost_edge.kernels.jit import intrinsic, kernel
 from kvboost_edge.kernels.linear.panel import cell_bytes, token_place
-from kvboost_edge.kernels.linear.weight_dot import OFFSET
-from kvboost_edge.kernels.linear.weight_layout import (
+from kvboost_edge.kernels.linear.weight_formats import (
     BLOCK_GROUPS,
-    SCALE_BYTES,
-    group_bytes_kernel,
-    high_shift_kernel,
-    minima_bytes_kernel,
-)
-from kvboost_edge.kernels.linear.weight_tiles import (
     GROUP,
     INT_KINDS,
-    KIND_INT4,
-    KIND_INT4_ASYM,
-    KIND_INT4T,
-    KIND_INT8,
-    KIND_Q4K,
-    KIND_Q5K,
-    KIND_Q6K,
+    SCALE_BYTES,
+    group_bytes,
+    high_shift_kernel,
+    minima_bytes,
+    per_kind,
 )
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import activate_vectors
@@ -52,9 +43,9 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["run_tokens", "token_units", "tokens_of"]
 
-_OFFSET_INT8 = OFFSET[KIND_INT8]
-_OFFSET_INT4 = OFFSET[KIND_INT4]
-_OFFSET_Q6K = OFFSET[KIND_Q6K]
+_BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES = (
+    per_kind(name) for name in ("bits", "offset", "parts", "minima", "table", "block_bytes")
+)
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 in a piece of a row
 # Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112
@@ -109,59 +100,46 @@ def token_units(job: ProgramJob, at: int) -> Any:
 @kernel
 def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
     """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from
-    the first tile on. Of KIND_INT4T its place in the table.
+    the first tile on. Of a format with a table its place in it.
     """
-    kind = matrix.kind
+    bits = _BITS[matrix.kind]
+    size = group_bytes(matrix.kind)
+    parts = _PARTS[matrix.kind]
+    quads = GROUP // 4 // parts
     quad = index // 4
-    at = matrix.weights + group * group_bytes_kernel(kind) + lane * 4 + index % 4
-    if kind == KIND_INT8:
+    at = matrix.weights + group * size + quad // quads * (size // parts) + lane * 4 + index % 4
+    quad %= quads
+    if bits == 8:
         return _load_byte(at + quad * _LINE)
-    if kind == KIND_Q6K:
-        at += quad // 4 * (3 * _LINE)
-        quad %= 4
     both = _load_byte(at + quad // 2 * _LINE)
     code = both >> 4 if quad % 2 == 1 else both & 15
-    if kind < KIND_Q5K or kind == KIND_INT4T:
+    if bits == 4:
         return code
-    above = _load_byte(at + (2 if kind == KIND_Q6K else 4) * _LINE) >> (
-        4 + high_shift_kernel(kind, quad)
-    )
-    return code | (above & (3 if kind == KIND_Q6K else 1)) << 4
+    above = _load_byte(at + quads // 2 * _LINE) >> (4 + high_shift_kernel(bits, quad))
+    return code | (above & ((1 << (bits - 4)) - 1)) << 4
 
 
 @kernel
-def _factors(matrix: lt.PackedMatrix, tile: int, group: int, half: int, lane: int) -> Any:
-    """(scale, minimum) of a group (of KIND_Q6K: of one of its halves) of row `lane` of a tile,
-    float32.
-    """
+def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: int) -> Any:
+    """(scale, minimum) of a part of a group of row `lane` of a tile, float32."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     scale_at = matrix.scales + (tile * groups + group) * SCALE_BYTES
-    minima_at = matrix.minima + tile * minima_bytes_kernel(kind, groups) + 2 * lane
-    zero = np.float32(0.0)
-    if kind < KIND_Q4K or kind == KIND_INT4T:
-        minimum = (
-            load_scalar(minima_at + group * 2 * LANES, KIND_F16) if kind == KIND_INT4_ASYM else zero
-        )
+    minima_at = matrix.minima + tile * minima_bytes(kind, groups) + 2 * lane
+    minimum = np.float32(0.0)
+    if _BLOCK_BYTES[kind] == 0:
+        if _MINIMA[kind] != 0:
+            minimum = load_scalar(minima_at + group * 2 * LANES, KIND_F16)
         return load_scalar(scale_at + 2 * lane, KIND_F16), minimum
-    block_at = minima_at + group // BLOCK_GROUPS * minima_bytes_kernel(kind, 1)
-    scale = _load_byte(scale_at + half * LANES + lane)
+    block_at = minima_at + group // BLOCK_GROUPS * minima_bytes(kind, 1)
+    scale = _load_byte(scale_at + part * LANES + lane)
     d = load_scalar(block_at, KIND_F16)
-    if kind == KIND_Q6K:
-        return np.float32(scale - 256 if scale > 127 else scale) * d, zero
+    if _MINIMA[kind] == 0:  # scales are signed
+        return np.float32(scale - 256 if scale > 127 else scale) * d, minimum
     minimum = np.float32(_load_byte(scale_at + LANES + lane)) * load_scalar(
         block_at + 2 * LANES, KIND_F16
     )
     return np.float32(scale) * d, minimum
-
-
-@kernel
-def _code_offset(kind: int) -> Any:
-    if kind == KIND_INT8:
-        return _OFFSET_INT8
-    if kind == KIND_Q6K:
-        return _OFFSET_Q6K
-    return _OFFSET_INT4 if kind == KIND_INT4 else 0
 
 
 @kernel
@@ -178,17 +156,17 @@ def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
         store_f32(out + 4 * index, np.float32(0.0))
     if kind in INT_KINDS:
         groups = (count + GROUP - 1) // GROUP
-        offset = _code_offset(kind)
+        has_table = _TABLE[kind] != 0
+        offset = 0 if has_table else _OFFSET[kind]
         for index in range(count):
             group = index // GROUP
             place = index % GROUP
             if place % LANES == 0:
-                scale, minimum = _factors(
-                    matrix, tile, group, place // LANES if kind == KIND_Q6K else 0, lane
-                )
+                part = place * _PARTS[kind] // GROUP
+                scale, minimum = _factors(matrix, tile, group, part, lane)
             code = _code(matrix, tile * groups + group, lane, place)
-            if kind == KIND_INT4T:
-                code = _load_byte(matrix.minima + tile * minima_bytes_kernel(kind, groups) + code)
+            if has_table:
+                code = _load_byte(matrix.minima + tile * minima_bytes(kind, groups) + code)
                 code -= 256 if code > 127 else 0
             value = fma_f32(np.float32(code - offset), scale, -minimum) * op.factor
             store_f32(out + 4 * index, value)

@@ -4,7 +4,7 @@ oracle of the kernels. Slow on purpose.
 Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs,
 quads of 4 inputs of 16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j +
 1 of the same 64 bytes; float formats: [tile][input][16]; block formats (q4k, q5k, q6k) and int4t:
-see linear/weight_layout.py. Rows and groups are padded with weights that are 0 (of int4t any) and
+see linear/weight_formats.py. Rows and groups are padded with weights that are 0 (of int4t any) and
 scales that are 0.
 """
 

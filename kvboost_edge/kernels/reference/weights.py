@@ -13,9 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.least_squares import FITS, QuantizationFit
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, TABLE_FORMATS, PackedRows
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP, WeightFormat
+from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.reference.linear import (
     unpack_block_codes,
     unpack_block_scales,
@@ -37,7 +36,8 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
         return unpack_floats(
             packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs
         )
-    if weights in BLOCK_FORMATS:
+    form = FORMATS[weights]
+    if form.block_bytes:
         codes = unpack_block_codes(packed.codes, rows, inputs, weights).astype(np.float32)
         scales, offsets = unpack_block_scales(
             packed.scales, packed.minima.view(np.float16), rows, inputs, weights
@@ -46,12 +46,10 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
         if offsets is not None:
             values = values - offsets.repeat(GROUP, axis=1)
         return values[:rows, :inputs]
-    if weights in TABLE_FORMATS:
+    if form.table:
         codes = unpack_table_codes(packed.codes, packed.minima, rows, inputs).astype(np.float32)
     else:
-        codes = unpack_codes(packed.codes, rows, inputs, FITS[KINDS[weights]].bits).astype(
-            np.float32
-        )
+        codes = unpack_codes(packed.codes, rows, inputs, form.bits).astype(np.float32)
     scales = unpack_scales(packed.scales.view(np.float16), rows, inputs).repeat(GROUP, axis=1)
     if weights != "int4-asym":
         return (codes * scales)[:rows, :inputs]
@@ -63,17 +61,17 @@ def round_to_nearest(weights: Floats, kind: str) -> Floats:
     """The weights as plain rounding stores them: scale from the largest magnitude, minimum from the
     smallest weight.
     """
-    fit = FITS[KINDS[kind]]
+    fit = FORMATS[kind]
     w = _groups(weights)
     if kind == "int4-asym":
         minimum = -w.min(axis=-1, keepdims=True)
-        scale = (w.max(axis=-1, keepdims=True) + minimum) / np.float32(fit.high)
+        scale = (w.max(axis=-1, keepdims=True) + minimum) / np.float32(fit.highest)
     else:
         minimum = np.zeros((*w.shape[:-1], 1), np.float32)
-        scale = np.abs(w).max(axis=-1, keepdims=True) / np.float32(fit.high)
+        scale = np.abs(w).max(axis=-1, keepdims=True) / np.float32(fit.highest)
     scale = _half(scale)
     minimum = _half(minimum)
-    codes = np.clip(np.rint((w + minimum) * _inverse(scale)), fit.low, fit.high)
+    codes = np.clip(np.rint((w + minimum) * _inverse(scale)), fit.lowest, fit.highest)
     back: Floats = (codes * scale - minimum).reshape(len(weights), -1)[:, : weights.shape[1]]
     return back
 
@@ -85,19 +83,21 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
     The same operations in the same order as the kernel, but for the rare double rounding of its
     fused multiply-adds.
     """
-    fit = FITS[KINDS[kind]]
-    minima = kind == "int4-asym"
+    form = FORMATS[kind]
+    fit = form.fit
+    assert fit is not None
+    minima = form.minima
     w = _groups(weights)
     counts = np.minimum(GROUP, weights.shape[1] - GROUP * np.arange(w.shape[1])).astype(np.float32)
     total = _chain(w, counts, lambda x, out: out + x)
     best = np.full(w.shape[:2], np.inf, np.float32)
     best_scale, best_minimum = (np.zeros(w.shape[:2], np.float32) for _ in range(2))
     for delta in fit.deltas:
-        scale, minimum = _first(w, fit, delta, minima)
+        scale, minimum = _first(w, form, delta)
         for _ in range(fit.rounds):
             scale = _half(scale)
             minimum = _half(minimum)
-            code = _codes(w, fit, scale, minimum)
+            code = _codes(w, form, scale, minimum)
             off = _fma(-scale[:, :, None], code, w + minimum[:, :, None])
             error = _chain(off, counts, lambda x, out: _fma(x, x, out))
             better = error < best
@@ -105,7 +105,7 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
             best_scale = np.where(better, scale, best_scale)
             best_minimum = np.where(better, minimum, best_minimum)
             scale, minimum = _fitted(w, code, counts, scale, total if minima else None)
-    codes = _codes(w, fit, best_scale, best_minimum).astype(np.int16)
+    codes = _codes(w, form, best_scale, best_minimum).astype(np.int16)
     return codes, best_scale.astype(np.float16), best_minimum.astype(np.float16)
 
 
@@ -120,18 +120,18 @@ def _groups(weights: Floats) -> Floats:
     return padded.reshape(rows, groups, GROUP)
 
 
-def _first(w: Floats, fit: QuantizationFit, delta: float, minima: bool) -> tuple[Floats, Floats]:
-    if minima:
+def _first(w: Floats, fit: WeightFormat, delta: float) -> tuple[Floats, Floats]:
+    if fit.minima:
         low = w.min(axis=2)
-        scale = (w.max(axis=2) - low) / np.float32(fit.high + delta)
+        scale = (w.max(axis=2) - low) / np.float32(fit.highest + delta)
         return scale, scale * np.float32(-delta / 2) - low
     largest = np.take_along_axis(w, np.abs(w).argmax(axis=2)[:, :, None], axis=2)[:, :, 0]
     return largest / np.float32(-(fit.offset + delta)), np.zeros_like(largest)
 
 
-def _codes(w: Floats, fit: QuantizationFit, scale: Floats, minimum: Floats) -> Floats:
+def _codes(w: Floats, fit: WeightFormat, scale: Floats, minimum: Floats) -> Floats:
     rounded = np.rint((w + minimum[:, :, None]) * _inverse(scale)[:, :, None])
-    codes: Floats = np.clip(rounded, fit.low, fit.high)
+    codes: Floats = np.clip(rounded, fit.lowest, fit.highest)
     return codes
 
 

@@ -34,7 +34,7 @@ LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
 SIGMOID = 2
 """expert_gating_func of a GGUF file where shares are sigmoids."""
 
-# inputs quantized together, rows of a tile: see kernels/linear/weight_tiles.py
+# inputs quantized together, rows of a tile: see kernels/linear/weight_formats.py
 _GROUP = 32
 _TILE = 16
 _ALSO = {

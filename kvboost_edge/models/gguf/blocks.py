@@ -1,26 +1,35 @@
-"""The block formats of GGUF tensors: to float32, and to the codes of this package's packed formats.
+"""The tensor types of GGUF files: to float32, and to the codes of this package's packed formats.
 
-A row is a whole number of blocks. `data` is uint8 [rows, bytes of a row] everywhere. Formulas and
-the order of the float operations are llama.cpp's, so float32 values equal those of the `gguf`
-package to the bit.
+A type is one entry of `BLOCKS` and the functions that it names. A row is a whole number of blocks;
+functions take blocks, uint8 [blocks, bytes of a block]. Formulas and the order of the float
+operations are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
 
     Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
     Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the file's blocks in another order
     Q3_K -> q6k      exact: its codes and scales fit those of Q6_K, in nearly twice the bytes
-    IQ4_NL, MXFP4, IQ4_XS -> int4t   exact but for rounded scales of IQ4_XS, see tables.py
     Q5_1 -> int8     quantized again: scale = max|w| / 127 of each group of 32
+
+Types whose 4-bit codes stand for entries of a table become int4t, which has a float16 scale for
+each group:
+
+    IQ4_NL   float16 d, codes                             d * table[code]
+    IQ4_XS   float16 d, 6-bit scales of 8 groups, codes   d * (scale - 32) * table[code]
+    MXFP4    a byte e, codes                              2 ** (e - 128) * table[code]
+
+That is exact for IQ4_NL, for MXFP4 while the scale is a float16, and rounded for IQ4_XS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.gguf.tables import TABLES, float_scales, half_scales, table_codes
+from kvboost_edge.models.weights import mxfp4
 from kvboost_edge.models.weights.source import QuantRows
 
 __all__ = [
@@ -34,43 +43,41 @@ __all__ = [
 ]
 
 Bytes = npt.NDArray[np.uint8]
+Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
-GROUP = 32
+Table = npt.NDArray[np.int8]
 _SIXTEEN = np.dtype("V16")
 _LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
+_NL = np.array(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8
+)
 
 
 class BlockFormat(NamedTuple):
-    """weights, nbytes: of a block;  kind: the packed format it goes to, None for floats;  exact:
-                                     without any error.
-    halves: offsets of the float16 numbers in a block, which may not be NaN or infinite.
+    """How a type is stored, and how it is read.
+
+    weights     of a block
+    nbytes      of a block
+    kind        the packed format it goes to; None for floats
+    exact       whether that is without any error
+    halves      offsets of the float16 numbers in a block, which may not be NaN or infinite
+    to_float    blocks -> float32 [..., weights of a group or block]
+    codes       blocks -> codes, scales and minima or None, as in `QuantRows`
+    table       the weight, without its scale, of each code
+    count_lost  blocks -> groups whose weights become 0 because a float16 scale is too small;
+                scales may also be too large for a float16 where there is such a function
     """
 
     weights: int
     nbytes: int
     kind: str | None
     exact: bool
-    halves: tuple[int, ...] = ()
+    halves: tuple[int, ...]
+    to_float: Callable[[Bytes], Floats]
+    codes: Callable[[Bytes], tuple[Bytes, Halves, Halves | None]] | None = None
+    table: Table | None = None
+    count_lost: Callable[[Bytes], int] | None = None
 
-
-BLOCKS: dict[str, BlockFormat] = {
-    "F32": BlockFormat(1, 4, None, True),
-    "F16": BlockFormat(1, 2, None, True),
-    "BF16": BlockFormat(1, 2, None, True),
-    "Q4_0": BlockFormat(32, 18, "int4", True, (0,)),
-    "Q4_1": BlockFormat(32, 20, "int4-asym", True, (0, 2)),
-    "Q5_0": BlockFormat(32, 22, "int8", True, (0,)),
-    "Q5_1": BlockFormat(32, 24, "int8", False, (0, 2)),
-    "Q8_0": BlockFormat(32, 34, "int8", True, (0,)),
-    "Q4_K": BlockFormat(256, 144, "q4k", True, (0, 2)),
-    "Q5_K": BlockFormat(256, 176, "q5k", True, (0, 2)),
-    "Q6_K": BlockFormat(256, 210, "q6k", True, (208,)),
-    "Q3_K": BlockFormat(256, 110, "q6k", True, (108,)),
-    "IQ4_NL": BlockFormat(32, 18, "int4t", True, (0,)),
-    "IQ4_XS": BlockFormat(256, 136, "int4t", False, (0,)),
-    "MXFP4": BlockFormat(32, 17, "int4t", True),
-}
-"""The formats that are read, by name."""
 
 TYPE_NAMES: dict[int, str] = {
     0: "F32",
@@ -143,81 +150,51 @@ def refusal(name: str) -> str:
 
 
 def dequantize(name: str, data: Bytes) -> Floats:
-    """float32 [rows, weights of a row] of any format in BLOCKS."""
-    rows = len(data)
-    if name == "F32":
-        return data.reshape(-1).view("<f4").astype(np.float32).reshape(rows, -1)
-    if name == "F16":
-        return data.reshape(-1).view("<f2").astype(np.float32).reshape(rows, -1)
-    if name == "BF16":
-        wide = data.reshape(-1).view("<u2").astype(np.uint32) << np.uint32(16)
-        return wide.view(np.float32).reshape(rows, -1)
-    return _TO_FLOAT[name](_blocks(name, data)).reshape(rows, -1)
+    """Return rows of any type in `BLOCKS` as float32 [rows, weights of a row]; data: uint8 [rows,
+    bytes of a row].
+    """
+    return BLOCKS[name].to_float(_blocks(name, data)).reshape(len(data), -1)
 
 
 def quant_rows_of(name: str, data: Bytes) -> QuantRows:
-    """Codes and scales of rows of a quantized format, or its blocks; the kind is
+    """Return codes and scales of rows of a quantized type, or its blocks; the kind is
     BLOCKS[name].kind.
     """
-    rows = len(data)
-    blocks = _blocks(name, data)
-    if name in ("Q4_K", "Q5_K", "Q6_K", "Q3_K"):
-        stored = _q3_k_as_q6_k(blocks).reshape(rows, -1) if name == "Q3_K" else data
-        return QuantRows(str(BLOCKS[name].kind), stored, scales_of(name, data).reshape(rows, -1))
-    if name in TABLES:
-        found = _rows_of(rows, "int4t", table_codes(name, blocks), half_scales(name, blocks))
-        return found._replace(table=TABLES[name])
-    if name == "Q4_0":
-        return _rows_of(rows, "int4", _nibbles(blocks[:, 2:]), _half(blocks, 0))
-    if name == "Q4_1":
-        return _rows_of(
-            rows, "int4-asym", _nibbles(blocks[:, 4:]), _half(blocks, 0), -_half(blocks, 2)
-        )
-    if name == "Q5_0":
-        return _rows_of(rows, "int8", _fives(blocks, 2) + np.uint8(112), _half(blocks, 0))
-    if name == "Q8_0":
-        return _rows_of(rows, "int8", _flipped(blocks[:, 2:]), _half(blocks, 0))
-    return _requantized(dequantize(name, data))
-
-
-def scales_of(name: str, data: Bytes) -> npt.NDArray[np.float16]:
-    """The float16 numbers of every block, [blocks, numbers of a block]."""
-    blocks = _blocks(name, data)
-    none = np.empty((len(blocks), 0), dtype=np.float16)
-    return np.concatenate([none, *(_half(blocks, at) for at in BLOCKS[name].halves)], axis=1)
-
-
-def _blocks(name: str, data: Bytes) -> Bytes:
-    if BLOCKS[name].kind is None:
+    block = BLOCKS[name]
+    if block.codes is None or block.kind is None:
         raise ModelFormatError(f"tensors of type {name} are not stored quantized")
-    return np.ascontiguousarray(data).reshape(-1, BLOCKS[name].nbytes)
-
-
-def _rows_of(
-    rows: int,
-    kind: str,
-    codes: Bytes,
-    scales: npt.NDArray[np.float16],
-    minima: npt.NDArray[np.float16] | None = None,
-) -> QuantRows:
-    """From one group, or one block of groups, per row of the arguments to whole rows of the
-    tensor.
-    """
+    codes, scales, minima = block.codes(_blocks(name, data))
+    rows = len(data)
     return QuantRows(
-        kind,
+        block.kind,
         codes.reshape(rows, -1),
         scales.reshape(rows, -1),
         None if minima is None else minima.reshape(rows, -1),
+        block.table,
     )
 
 
-def _requantized(weights: Floats) -> QuantRows:
-    grouped = weights.reshape(len(weights), -1, GROUP)
-    scales = _as_half(np.abs(grouped).max(axis=2) / np.float32(127.0))
+def scales_of(name: str, data: Bytes) -> Halves:
+    """Return the float16 numbers of every block, [blocks, numbers of a block]."""
+    return _halves_at(BLOCKS[name].halves, _blocks(name, data))
+
+
+def _halves_at(places: tuple[int, ...], blocks: Bytes) -> Halves:
+    none = np.empty((len(blocks), 0), dtype=np.float16)
+    return np.concatenate([none, *(_half(blocks, at) for at in places)], axis=1)
+
+
+def _blocks(name: str, data: Bytes) -> Bytes:
+    return np.ascontiguousarray(data).reshape(-1, BLOCKS[name].nbytes)
+
+
+def _requantized(weights: Floats) -> tuple[Bytes, Halves, None]:
+    """Codes of int8 of groups, float32 [groups, 32]."""
+    scales = _as_half(np.abs(weights).max(axis=1) / np.float32(127.0))
     wide = scales.astype(np.float32)
     inverse = np.divide(np.float32(1.0), wide, out=np.zeros_like(wide), where=wide != 0)
-    codes = (np.clip(np.rint(grouped * inverse[:, :, None]), -127, 127) + 128).astype(np.uint8)
-    return QuantRows("int8", codes.reshape(weights.shape), scales)
+    codes = (np.clip(np.rint(weights * inverse[:, None]), -127, 127) + 128).astype(np.uint8)
+    return codes, scales, None
 
 
 def _as_half(values: Floats) -> npt.NDArray[np.float16]:
@@ -359,26 +336,129 @@ def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
     return np.concatenate([*planes, scales - np.uint8(32), blocks[:, 108:110]], axis=1)
 
 
-def _from_table(name: str) -> Callable[[Bytes], Floats]:
-    def to_float(blocks: Bytes) -> Floats:
-        with np.errstate(over="ignore"):  # of MXFP4, as in the package
-            weights: Floats = (
-                float_scales(name, blocks)[:, None] * TABLES[name][table_codes(name, blocks)]
-            )
-        return weights
-
-    return to_float
+def _table_codes(at: int, blocks: Bytes) -> Bytes:
+    """Codes 0..15 of every group, [groups, 32], from byte `at` of a block on: of 16 bytes the low
+    nibbles, then the high ones.
+    """
+    packed = blocks[:, at:].reshape(-1, 16)
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=1)
 
 
-_TO_FLOAT: dict[str, Callable[[Bytes], Floats]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "Q3_K": _q3_k,
-    **{name: _from_table(name) for name in TABLES},
+def _iq4_xs_scales(blocks: Bytes) -> Floats:
+    """The scale of every group, float32 [groups]: exact."""
+    high = blocks[:, 2:4].view("<u2").astype(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
+    low = np.stack([blocks[:, 4:8] & np.uint8(15), blocks[:, 4:8] >> np.uint8(4)], axis=2).reshape(
+        -1, 8
+    )
+    factors = (low | (high & np.uint16(3)).astype(np.uint8) << np.uint8(4)).astype(
+        np.float32
+    ) - np.float32(32)
+    scales: Floats = (_scale(blocks, 0) * factors).reshape(-1)
+    return scales
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return _scale(blocks, 0) * _NL[_table_codes(2, blocks)]
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    return _iq4_xs_scales(blocks)[:, None] * _NL[_table_codes(8, blocks)]
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    with np.errstate(over="ignore"):  # as in the package
+        scales = mxfp4.float_scales(blocks[:, 0])
+        weights: Floats = scales[:, None] * mxfp4.TABLE[_table_codes(1, blocks)]
+    return weights
+
+
+def _iq4_xs_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
+    """Scales are infinite where one is too large for a float16."""
+    with np.errstate(over="ignore"):
+        return _table_codes(8, blocks), _iq4_xs_scales(blocks).astype(np.float16), None
+
+
+def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
+    """As of `_iq4_xs_codes`; groups of zeros, and those whose scale is below 2 ** -24, have the
+    scale 0.
+    """
+    return _table_codes(1, blocks), mxfp4.half_scales(blocks[:, 0], blocks[:, 1:]), None
+
+
+def _taken_over(
+    places: tuple[int, ...], stored: Callable[[Bytes], Bytes], blocks: Bytes
+) -> tuple[Bytes, Halves, None]:
+    return stored(blocks), _halves_at(places, blocks), None
+
+
+def _as_blocks(
+    nbytes: int,
+    kind: str,
+    halves: tuple[int, ...],
+    to_float: Callable[[Bytes], Floats],
+    stored: Callable[[Bytes], Bytes] = lambda blocks: blocks,
+) -> BlockFormat:
+    """Blocks of 256 weights that are taken over; stored: blocks -> those of the packed format."""
+    codes = partial(_taken_over, halves, stored)
+    return BlockFormat(256, nbytes, kind, True, halves, to_float, codes)
+
+
+BLOCKS: dict[str, BlockFormat] = {
+    "F32": BlockFormat(1, 4, None, True, (), lambda b: b.view("<f4").astype(np.float32)),
+    "F16": BlockFormat(1, 2, None, True, (), lambda b: b.view("<f2").astype(np.float32)),
+    "BF16": BlockFormat(
+        1,
+        2,
+        None,
+        True,
+        (),
+        lambda b: (b.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32),
+    ),
+    "Q4_0": BlockFormat(
+        32, 18, "int4", True, (0,), _q4_0, lambda b: (_nibbles(b[:, 2:]), _half(b, 0), None)
+    ),
+    "Q4_1": BlockFormat(
+        32,
+        20,
+        "int4-asym",
+        True,
+        (0, 2),
+        _q4_1,
+        lambda b: (_nibbles(b[:, 4:]), _half(b, 0), -_half(b, 2)),
+    ),
+    "Q5_0": BlockFormat(
+        32,
+        22,
+        "int8",
+        True,
+        (0,),
+        _q5_0,
+        lambda b: (_fives(b, 2) + np.uint8(112), _half(b, 0), None),
+    ),
+    "Q5_1": BlockFormat(32, 24, "int8", False, (0, 2), _q5_1, lambda b: _requantized(_q5_1(b))),
+    "Q8_0": BlockFormat(
+        32, 34, "int8", True, (0,), _q8_0, lambda b: (_flipped(b[:, 2:]), _half(b, 0), None)
+    ),
+    "Q4_K": _as_blocks(144, "q4k", (0, 2), _q4_k),
+    "Q5_K": _as_blocks(176, "q5k", (0, 2), _q5_k),
+    "Q6_K": _as_blocks(210, "q6k", (208,), _q6_k),
+    "Q3_K": _as_blocks(110, "q6k", (108,), _q3_k, _q3_k_as_q6_k),
+    "IQ4_NL": BlockFormat(
+        32, 18, "int4t", True, (0,), _iq4_nl, lambda b: (_table_codes(2, b), _half(b, 0), None), _NL
+    ),
+    "IQ4_XS": BlockFormat(
+        256, 136, "int4t", False, (0,), _iq4_xs, _iq4_xs_codes, _NL, lambda blocks: 0
+    ),
+    "MXFP4": BlockFormat(
+        32,
+        17,
+        "int4t",
+        True,
+        (),
+        _mxfp4,
+        _mxfp4_codes,
+        mxfp4.TABLE,
+        lambda b: mxfp4.count_lost(b[:, 0], b[:, 1:]),
+    ),
 }
+"""The types that are read, by name."""

@@ -21,7 +21,6 @@ from kvboost_edge.models.families.registry import ARCHITECTURES
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
 from kvboost_edge.models.gguf.names import hf_name, is_ahead, is_other_part
-from kvboost_edge.models.gguf.tables import WORKED_OUT, count_lost
 from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LEAST_WEIGHT
@@ -171,17 +170,17 @@ class GgufSource:
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
         tensor = self._tensor(name)
         data = self._bytes(name, tensor, start, stop)
+        block = BLOCKS[tensor.type]
         found = quant_rows_of(tensor.type, data)
-        if tensor.type in WORKED_OUT and not np.isfinite(found.scales).all():
+        if block.count_lost is None:
+            return found
+        if not np.isfinite(found.scales).all():
             raise ModelFormatError(
                 f"{self._path}: tensor {name!r} ({tensor.type}) has scales above 65504 in rows "
                 f"{start} to {stop - 1}, the largest that {found.kind!r} holds; give weights='f32' "
                 "or 'bf16'"
             )
-        if tensor.type in WORKED_OUT:
-            self._note_lost(
-                name, count_lost(tensor.type, data.reshape(-1, BLOCKS[tensor.type].nbytes))
-            )
+        self._note_lost(name, block.count_lost(data.reshape(-1, block.nbytes)))
         return found
 
     def _note_lost(self, name: str, groups: int) -> None:

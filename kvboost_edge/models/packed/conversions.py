@@ -10,14 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost_edge.kernels.linear.weights import (
-    BLOCK_FORMATS,
-    KINDS,
-    NUMBERS,
-    pack_rows,
-    packed_sizes,
-)
-from kvboost_edge.models.config.quant_config import GROUP
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
+from kvboost_edge.kernels.linear.weights import pack_rows, packed_sizes
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly, is_quantized
 from kvboost_edge.models.weights.source import WeightSource
@@ -47,7 +41,7 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
     """The error of a matrix in the packed format `kind`, measured on its first rows (up to 4 MB of
     floats).
     """
-    if kind in BLOCK_FORMATS:
+    if FORMATS[kind].block_bytes:
         return ConversionError(source.type_of(name), kind, 0.0)  # the file's own bits
     count, width = source.shape(name)
     rows = max(1, min(count, _SAMPLE_BYTES // (4 * width)))
@@ -57,17 +51,14 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
         if packed.table is not None:
             codes = packed.table[packed.codes].astype(np.float32)
         else:
-            codes = (
-                packed.codes.astype(np.float32)
-                - {"int8": 128, "int4": 8, "int4-asym": 0}[packed.kind]
-            )
+            codes = packed.codes.astype(np.float32) - FORMATS[packed.kind].offset
         values = np.repeat(packed.scales.astype(np.float32), GROUP, axis=1)[:, :width] * codes
         if packed.minima is not None:
             values -= np.repeat(packed.minima.astype(np.float32), GROUP, axis=1)[:, :width]
         error = float(np.square(values - stored).sum())
         energy = float(np.square(stored).sum())
     else:
-        found = pack_rows(stored, KINDS[kind])
+        found = pack_rows(stored, kind)
         error = found.error
         energy = found.energy
     return ConversionError(source.type_of(name), kind, (error / energy) ** 0.5 if energy else 0.0)
@@ -95,8 +86,8 @@ def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
             continue
         block = BLOCKS.get(kind)
         stored = 0.0 if block is None or block.kind is None else block.nbytes / block.weights
-        each = sum(packed_sizes(_ROWS, _INPUTS, NUMBERS[packed])) / (_ROWS * _INPUTS)
-        if stored and packed not in ("f32", "bf16") and each > _MUCH * stored:
+        each = sum(packed_sizes(_ROWS, _INPUTS, packed)) / (_ROWS * _INPUTS)
+        if stored and not FORMATS[packed].is_float and each > _MUCH * stored:
             _LOG.info(
                 "%s: %d tensors become %s exactly, in %.2f bytes a weight; the file has %.2f (%s)",
                 *(kind, len(names), packed, each, stored, names[0]),

@@ -8,13 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.weights import (
-    BLOCK_FORMATS,
-    NUMBERS,
-    QUANTIZED,
-    TABLE_FORMATS,
-    packed_sizes,
-)
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
+from kvboost_edge.kernels.linear.weights import packed_sizes
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.families.moe import Experts
@@ -38,15 +33,13 @@ __all__ = [
     "run_name",
 ]
 
-# Weight format -> packed kind of the layers' matrices, and of the embedding and the head.
-_KINDS_OF = {
-    "f32": ("f32", "f32"),
-    "bf16": ("bf16", "bf16"),
-    "int8": ("int8", "int8"),
-    "int4": ("int4", "int8"),
-    "int4-asym": ("int4-asym", "int8"),
-}
-WEIGHT_FORMATS = tuple(_KINDS_OF)
+WEIGHT_FORMATS = tuple(
+    sorted(
+        (name for name, form in FORMATS.items() if form.packs_floats),
+        key=lambda name: -FORMATS[name].bits,
+    )
+)
+"""The formats of the layers' matrices that can be asked for, the widest first."""
 STORED = "auto"
 """The format of each tensor is the one it is stored in: for checkpoints that are quantized already.
 """
@@ -55,18 +48,7 @@ ROUTER_KIND = "f32"
 """Of a router's matrix, whatever the others are: a wrong choice costs more than its bytes."""
 # From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized
 # checkpoint do, too.
-_WIDENING = ("int4", "int4t", "int4-asym", "q4k", "q5k", "q6k", "int8")
-# (format of the tensor, format of the entry) where every stored weight keeps its value.
-_EXACT = {(kind, kind) for kind in (*QUANTIZED, *BLOCK_FORMATS, *TABLE_FORMATS)}
-_EXACT |= {
-    ("int4", "int4-asym"),
-    ("int4", "int8"),
-    ("q4k", "q5k"),
-    ("int4", "int4t"),
-    ("int4t", "int8"),
-}
-# Formats whose matrices read the same quantized inputs.
-_ALIKE = {*BLOCK_FORMATS, *TABLE_FORMATS}
+_WIDENING = tuple(name for name, form in FORMATS.items() if not form.is_float)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +57,7 @@ class PackEntry:
     of parts.
 
     parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    "f32", "bf16", "int8", "int4", "int4-asym", "int4t", "q4k", "q5k", "q6k", or "vector"
+    kind    one of `FORMATS`, or "vector"
     offset  added to a vector's values
     """
 
@@ -96,7 +78,7 @@ class PackEntry:
         """
         if self.kind == VECTOR:
             return -(-self.rows // 32) * 32 * 4, 0, 0
-        return packed_sizes(self.rows, self.inputs, NUMBERS[self.kind])
+        return packed_sizes(self.rows, self.inputs, self.kind)
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
@@ -110,8 +92,8 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 
     weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or
     STORED, for a `source` that is quantized: each matrix keeps the format of its tensors; one made
-    of several takes the widest of theirs, but queries, keys and values in different block formats,
-    int4t among them, become several entries, see `run_name`.
+    of several takes the widest of theirs, but queries, keys and values in different formats
+    that share a panel become several entries, see `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -120,14 +102,14 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
                 f"none; give one of {WEIGHT_FORMATS}"
             )
         return [run for entry in _entries(spec, "int8") for run in _as_stored(entry, source)]
-    if weights not in _KINDS_OF:
+    if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights={weights!r} is not one of {WEIGHT_FORMATS}")
     return _entries(spec, weights)
 
 
 def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
     """List the entries in a format that is the same for all matrices of a kind."""
-    inner, outer = _KINDS_OF[weights]
+    outer = "int8" if FORMATS[weights].bits < 8 else weights
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
     if spec.per_layer is not None:
@@ -141,7 +123,7 @@ def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
             )
         )
     for index in range(len(spec.layers)):
-        plan += _layer_plan(spec, inner, index)
+        plan += _layer_plan(spec, weights, index)
     plan.append(_vector(spec, "norm", f"{spec.family.last_norm}.weight", spec.hidden_size))
     if not spec.tied:
         plan.append(
@@ -159,7 +141,7 @@ def holds_exactly(kind: str, stored: str | None) -> bool:
     """Whether the packed format `kind` holds a tensor whose own is `stored` (None: floats) as it
     is.
     """
-    return (stored, kind) in _EXACT
+    return stored is not None and kind in (stored, *FORMATS[stored].exact_in)
 
 
 def plan_bytes(plan: Sequence[PackEntry]) -> int:
@@ -169,7 +151,7 @@ def plan_bytes(plan: Sequence[PackEntry]) -> int:
 
 def kinds_of(plan: Sequence[PackEntry]) -> set[int]:
     """Kinds of the matrices, as the kernels number them."""
-    return {NUMBERS[entry.kind] for entry in plan if entry.kind in NUMBERS}
+    return {FORMATS[entry.kind].kind for entry in plan if entry.kind != VECTOR}
 
 
 def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
@@ -184,9 +166,7 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
 
 
 def run_name(name: str, index: int) -> str:
-    """The name of entry `index` of a matrix that is several: runs of its rows, of a block format or
-    int4t each.
-    """
+    """The name of entry `index` of a matrix that is several: runs of its rows in a format each."""
     return name if index == 0 else f"{name}+{index}"
 
 
@@ -199,11 +179,13 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
         raise ModelFormatError(
             f"{entry.name}: a source says it stores {sorted(unknown)}, known are {_WIDENING}"
         )
-    # Tensors may have different tables, and a tile of int4t has one.
+    # Tensors may have different tables, and a tile has one.
     in_tiles = all(rows % LANES == 0 for _, rows in entry.parts[:-1])
-    if entry.name.endswith((".qkv", ".mixer_in")) and set(kinds) <= _ALIKE:
+    alike = all(FORMATS[kind].shares_panel for kind in kinds)
+    if alike and entry.name.endswith((".qkv", ".mixer_in")):
         runs = _runs(entry, kinds)
-        if all(run.rows % LANES == 0 for run in runs[:-1]) and (in_tiles or "int4t" not in kinds):
+        has_table = any(FORMATS[kind].table for kind in kinds)
+        if all(run.rows % LANES == 0 for run in runs[:-1]) and (in_tiles or not has_table):
             return runs
     return [dataclasses.replace(entry, kind=_widest(set(kinds), in_tiles=in_tiles))]
 
@@ -228,8 +210,9 @@ def _widest(kinds: set[str], *, in_tiles: bool) -> str:
 
     in_tiles: whether every tensor starts with a tile.
     """
-    formats = [kind for kind in _WIDENING if in_tiles or kind != "int4t"]
-    return next((wide for wide in formats if all((kind, wide) in _EXACT for kind in kinds)), "int8")
+    formats = [kind for kind in _WIDENING if in_tiles or not FORMATS[kind].table]
+    holding = (wide for wide in formats if all(holds_exactly(wide, kind) for kind in kinds))
+    return next(holding, "int8")
 
 
 def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:

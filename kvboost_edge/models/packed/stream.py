@@ -18,23 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.kernels.block_rows import FORMATS, decode_rows_entry
+from kvboost_edge.kernels.block_rows import DECODED, decode_rows_entry
 from kvboost_edge.kernels.entry import KernelEntry
-from kvboost_edge.kernels.linear.k_blocks import (
-    BLOCK_BYTES,
-    BLOCK_WEIGHTS,
-    blocks_entry,
-    pack_blocks,
-)
+from kvboost_edge.kernels.linear.k_blocks import BLOCK_WEIGHTS, blocks_entry, pack_blocks
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.linear.weights import (
-    BLOCK_FORMATS,
-    LARGEST,
-    NUMBERS,
-    QUANTIZED,
-    TABLE_FORMATS,
     PackedRows,
     codes_entry,
-    fit_entry,
+    fit_entries,
     floats_entry,
     pack_codes,
     pack_rows,
@@ -66,17 +57,17 @@ def packing_entries(
     for entry in plan:
         if entry.kind == VECTOR:
             continue
-        if entry.kind in BLOCK_FORMATS:
+        if FORMATS[entry.kind].block_bytes:
             found.add(blocks_entry)
             continue
         kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _ in entry.parts]
         if any(kept):
             found.add(codes_entry)
         if not all(kept):
-            found.add(fit_entry if entry.kind in QUANTIZED else floats_entry)
-    if any(source.type_of(tensor) in FORMATS for table in tables for tensor, _ in table.parts):
+            found.add(fit_entries.get(entry.kind, floats_entry))
+    if any(source.type_of(tensor) in DECODED for table in tables for tensor, _ in table.parts):
         found.add(decode_rows_entry)
-    each = (blocks_entry, fit_entry, decode_rows_entry, codes_entry, floats_entry)
+    each = (blocks_entry, *fit_entries.values(), decode_rows_entry, codes_entry, floats_entry)
     return [entry for entry in each if entry in found]
 
 
@@ -200,19 +191,18 @@ def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
     entry = piece.entry
     if entry.kind == VECTOR:
         return _pack_vector(piece, source)
-    number = NUMBERS[entry.kind]
-    if entry.kind in BLOCK_FORMATS:
-        return pack_blocks(
-            _joined([_stored(source, *part, entry.kind).codes for part in piece.parts]), number
-        )
-    if entry.kind in TABLE_FORMATS:
+    form = FORMATS[entry.kind]
+    if form.block_bytes:
+        blocks = [_stored(source, *part, entry.kind).codes for part in piece.parts]
+        return pack_blocks(_joined(blocks), entry.kind)
+    if form.table:
         # Of one tensor: in these entries each starts with a tile, where pieces are cut.
         (part,) = piece.parts
         rows = _stored(source, *part, entry.kind)
-        return pack_codes(rows.codes, rows.scales, None, number, rows.table)
+        return pack_codes(rows.codes, rows.scales, None, entry.kind, rows.table)
     kept = [holds_exactly(entry.kind, source.kind(tensor)) for tensor, _, _ in piece.parts]
     if not any(kept):
-        return pack_rows(read_rows(piece, source), number)
+        return pack_rows(read_rows(piece, source), entry.kind)
     parts = []
     error = 0.0
     energy = 0.0
@@ -220,7 +210,7 @@ def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
         if keep:
             parts.append(_stored(source, tensor, start, stop, entry.kind))
             continue
-        packed = pack_rows(_checked(source, tensor, start, stop, entry.kind), number)
+        packed = pack_rows(_checked(source, tensor, start, stop, entry.kind), entry.kind)
         error = error + packed.error
         energy = energy + packed.energy
         parts.append(_unpacked(packed, stop - start, entry.inputs, entry.kind))
@@ -229,7 +219,7 @@ def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
         _joined([part.codes for part in parts]),
         _joined([part.scales for part in parts]),
         _joined(lowest) if lowest else None,
-        number,
+        entry.kind,
     )
     return packed._replace(error=error, energy=energy)
 
@@ -243,9 +233,7 @@ def _pack_vector(piece: EntryRows, source: WeightSource) -> PackedRows:
 
 def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> Floats:
     rows = source.rows(tensor, start, stop)
-    largest = LARGEST.get(
-        kind, LARGEST["f32"]
-    )  # formats that floats are not packed in hold what the file holds
+    largest = FORMATS["f32" if kind == VECTOR else kind].largest
     # both are NaN if any weight is
     low = float(rows.min())
     high = float(rows.max())
@@ -267,19 +255,8 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
 def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> QuantRows:
     """Quantized rows as they are, in a format that holds them exactly."""
     rows = source.quant_rows(tensor, start, stop)
-    if rows.kind == "int4" and kind == "int8":
-        rows = rows._replace(kind=kind, codes=rows.codes + np.uint8(128 - 8))
-    elif rows.kind == "int4" and kind == "int4-asym":
-        with np.errstate(over="ignore"):  # infinity is found below
-            rows = rows._replace(kind=kind, minima=rows.scales * np.float16(8.0))
-    elif rows.kind == "int4" and kind == "int4t":
-        rows = rows._replace(kind=kind, table=np.arange(-8, 8, dtype=np.int8))
-    elif rows.table is not None and kind == "int8":
-        rows = rows._replace(
-            kind=kind, codes=rows.table.view(np.uint8)[rows.codes] ^ np.uint8(128), table=None
-        )
-    elif rows.kind == "q4k" and kind == "q5k":
-        rows = rows._replace(kind=kind, codes=_with_fifth_bits(rows.codes))
+    if rows.kind != kind:
+        rows = _widened(rows, kind)
     if not all(np.isfinite(halves).all() for halves in rows[2:] if halves is not None):
         raise ModelFormatError(
             f"tensor {tensor!r} in {source.file_of(tensor)} has scales that are not finite in rows "
@@ -288,20 +265,38 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
     return rows
 
 
+def _widened(rows: QuantRows, kind: str) -> QuantRows:
+    """Rows in another format that holds them exactly."""
+    stored = FORMATS[rows.kind]
+    form = FORMATS[kind]
+    rows = rows._replace(kind=kind)
+    if stored.block_bytes:
+        return rows._replace(codes=_with_fifth_bits(rows.codes))
+    if rows.table is not None:
+        codes = rows.table.view(np.uint8)[rows.codes] + np.uint8(form.offset)
+        return rows._replace(codes=codes, table=None)
+    if form.table:
+        return rows._replace(table=np.arange(stored.lowest, stored.highest + 1, dtype=np.int8))
+    if form.minima:
+        with np.errstate(over="ignore"):  # `_stored` finds infinity
+            return rows._replace(minima=rows.scales * np.float16(stored.offset))
+    return rows._replace(codes=rows.codes + np.uint8(form.offset - stored.offset))
+
+
 def _with_fifth_bits(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Blocks of Q4_K as blocks of Q5_K, whose fifth bits, 32 bytes behind the scales, are 0."""
-    blocks = codes.reshape(-1, BLOCK_BYTES[NUMBERS["q4k"]])
+    blocks = codes.reshape(-1, FORMATS["q4k"].block_bytes)
     none = np.zeros((len(blocks), BLOCK_WEIGHTS // 8), dtype=np.uint8)
     return np.concatenate([blocks[:, :16], none, blocks[:, 16:]], axis=1).reshape(len(codes), -1)
 
 
 def _unpacked(packed: PackedRows, rows: int, inputs: int, kind: str) -> QuantRows:
     """Packed rows as rows again, so that they can stand in one tile with others."""
-    bits, offset = (8, 128) if kind == "int8" else (4, 8)
-    signed = unpack_codes(packed.codes, rows, inputs, bits)[:rows, :inputs]
-    codes = (signed.astype(np.int16) + offset).astype(np.uint8)
+    form = FORMATS[kind]
+    signed = unpack_codes(packed.codes, rows, inputs, form.bits)[:rows, :inputs]
+    codes = (signed.astype(np.int16) + (1 << form.bits - 1)).astype(np.uint8)
     scales, minima = (
         unpack_scales(halves.view(np.float16), rows, inputs)[:rows].astype(np.float16)
-        for halves in (packed.scales, packed.minima if kind == "int4-asym" else packed.scales)
+        for halves in (packed.scales, packed.minima if form.minima else packed.scales)
     )
-    return QuantRows(kind, codes, scales, minima if kind == "int4-asym" else None)
+    return QuantRows(kind, codes, scales, minima if form.minima else None)

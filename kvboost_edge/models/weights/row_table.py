@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError, RequestError
-from kvboost_edge.kernels.block_rows import FORMATS, decode_rows
+from kvboost_edge.kernels.block_rows import DECODED, decode_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
 from kvboost_edge.models.weights.source import StoredRows, WeightSource
 
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
-ROW_TYPES = ("F32", "BF16", *FORMATS)
+ROW_TYPES = ("F32", "BF16", *DECODED)
 """The forms a table may be stored in: those of safetensors and GGUF that are decoded row by row."""
 
 
@@ -129,7 +129,7 @@ class RowTable:
 
 
 def _decode(kind: str, data: Bytes, out: Floats) -> None:
-    if kind in FORMATS:
+    if kind in DECODED:
         decode_rows(kind, data, out)
     elif kind == "F32":
         out[:] = data.view("<f4")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvboost_edge.kernels.attention.paged import QueryRotation, aligned_empty
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.program import attention_calls as la
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.table import BufferRows

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
-from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import (
     ACT_CLAMPED_SWIGLU,
@@ -65,10 +64,10 @@ class Emitter:
         self.scaled_vectors: dict[str, npt.NDArray[np.float32]] = {}
 
     def kind(self, name: str) -> int:
-        return NUMBERS[self.entries[name].kind]
+        return FORMATS[self.entries[name].kind].kind
 
     def is_quantized(self, name: str) -> bool:
-        return self.entries[name].kind not in ("f32", "bf16")
+        return not FORMATS[self.entries[name].kind].is_float
 
     def read_by(self, name: str) -> int:
         """Return the kind of weights that a result is quantized for, 0 for float ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.table import BufferRows, ExpertCounts
 from kvboost_edge.kernels.vectors import LANES

@@ -16,7 +16,7 @@ from kvboost_edge.backends.kernel_access import KernelAccess
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.float_launch import paged_attention
 from kvboost_edge.kernels.attention.paged import AttentionOptions, KVPool, aligned_empty
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.whole_pass import WholePass

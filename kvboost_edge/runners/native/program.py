@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.backends.base import AttentionParams
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_SIGMOID
 from kvboost_edge.kernels.program.entries import entries_of

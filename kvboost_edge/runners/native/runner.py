@@ -21,7 +21,7 @@ from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table, pass_entries
 from kvboost_edge.kernels.program.run import run_program
@@ -109,7 +109,8 @@ class NativeRunner:
         self._packed = packed
         self._table = table
         self._program = build_program(spec, plan, packed, num_threads)
-        floats = any(e.kind in ("f32", "bf16") and e.name.endswith(".experts_down") for e in plan)
+        experts = (entry.kind for entry in plan if entry.name.endswith(".experts_down"))
+        floats = any(FORMATS[kind].is_float for kind in experts)
         self._buffers = ProgramBuffers(spec, float_experts=floats)
         self._own_team = KernelTeam(num_threads)
         self._team = self._own_team

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.kernels.linear.panel import COARSE_BYTES, SEED_BYTES
-from kvboost_edge.kernels.linear.weight_tiles import GROUP
+from kvboost_edge.kernels.linear.weight_formats import GROUP
 from kvboost_edge.kernels.program.expert_routing import dispatch_numbers
 from kvboost_edge.kernels.program.matrix_tiles import SCRATCH_BYTES
 from kvboost_edge.kernels.program.states.sums import MOST_KEYS

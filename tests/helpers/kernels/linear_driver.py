@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from helpers.kernels.weight_formats import kind_of
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL, panel_tokens
-from kvboost_edge.kernels.linear.weights import NUMBERS, PackedRows
+from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import kernel_table
 from kvboost_edge.kernels.program.run import run_program
@@ -38,7 +39,7 @@ class Program:
         self.arrays += packed[:3]
         addresses = (array.ctypes.data for array in packed[:3])
         fields = {"unit": 3, "panel": lt.B_PANEL, **how}
-        return lt.PackedMatrix(NUMBERS[kind], inputs, *addresses, **fields)
+        return lt.PackedMatrix(kind_of(kind), inputs, *addresses, **fields)
 
     def kernels(self) -> npt.NDArray[np.int64]:
         """Of the kinds that the operations read."""
@@ -108,7 +109,7 @@ def run_linear(
     source = lt.BufferRows(lt.B_ATTENDED, groups * 32)
     fine = int(extra.fine)
     if kind not in ("f32", "bf16"):
-        target = lt.PanelTarget(NUMBERS[kind], lt.B_PANEL, fine)
+        target = lt.PanelTarget(kind_of(kind), lt.B_PANEL, fine)
         program.ops.append(lt.QuantizeOp(source, inputs, target))
     bias = 0 if extra.bias is None else biases.ctypes.data
     matrix = program.matrix(kind, inputs, packed, bias=bias, fine=fine)

@@ -12,14 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import binding, ir
 
-from kvboost_edge.kernels.linear.weight_dot import BLOCK_KINDS
-from kvboost_edge.kernels.linear.weight_layout import SCALE_BYTES, group_bytes, minima_bytes
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, SCALE_BYTES
 from kvboost_edge.kernels.linear.weight_tiles import IntTiles, Target, Tile
-from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.vectors import F32, I64
 
-NAMES = {number: name for name, number in NUMBERS.items()}
+NAMES = {kind: form.name for kind, form in FORMAT_OF.items()}
 
 
 def tile_module(tiles: IntTiles, triple: str) -> str:
@@ -87,14 +85,16 @@ def product_of(
     """
     kind = tiles.kind
     rng = np.random.default_rng(tiles.kind)
-    extreme = groups // 15 * group_bytes(kind)
-    sizes = [groups * group_bytes(kind), groups * SCALE_BYTES, max(minima_bytes(kind, groups), 2)]
+    form = FORMAT_OF[kind]
+    extreme = groups // 15 * form.group_bytes
+    minima = max(form.minima_bytes(groups), 2)
+    sizes = [groups * form.group_bytes, groups * SCALE_BYTES, minima]
     weights, scales, minima = (
         rng.integers(0, 256, (count, size), dtype=np.uint8) for size in sizes
     )
     weights[:, :extreme] = rng.choice(np.array([0, 255], np.uint8), (count, extreme))
     minima[:] = rng.standard_normal((count, sizes[2] // 2)).astype(np.float16).view(np.uint8)
-    if kind not in BLOCK_KINDS:
+    if not form.block_bytes:
         scales[:] = rng.standard_normal((count, sizes[1] // 2)).astype(np.float16).view(np.uint8)
     tokens = panels * tiles.tokens
     x = rng.standard_normal((tokens, groups * 32)).astype(np.float32)

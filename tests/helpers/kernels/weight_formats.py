@@ -7,28 +7,29 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.k_blocks import BLOCK_BYTES, pack_blocks
-from kvboost_edge.kernels.linear.weight_dot import CODE_BITS, KIND_INT4T, KIND_Q6K
-from kvboost_edge.kernels.linear.weights import (
-    BLOCK_FORMATS,
-    KINDS,
-    NUMBERS,
-    TABLE_FORMATS,
-    PackedRows,
-    pack_codes,
-    pack_rows,
-)
+from kvboost_edge.kernels.linear import weight_formats as registry
+from kvboost_edge.kernels.linear.k_blocks import pack_blocks
+from kvboost_edge.kernels.linear.weights import PackedRows, pack_codes, pack_rows
 from kvboost_edge.kernels.reference import linear as reference
 
 Floats = npt.NDArray[np.float32]
-FORMATS = tuple(NUMBERS)
-INTEGERS = tuple(kind for kind in FORMATS if kind not in ("f32", "bf16"))
+FORMATS = tuple(registry.FORMATS)
+INTEGERS = tuple(name for name, form in registry.FORMATS.items() if not form.is_float)
 """Formats whose products are sums of integers."""
+PACKED = tuple(name for name, form in registry.FORMATS.items() if form.packs_floats)
+"""Formats that floats are packed in."""
+FITTED = tuple(name for name in PACKED if name in INTEGERS)
+BLOCKS = tuple(name for name, form in registry.FORMATS.items() if form.block_bytes)
+
+
+def kind_of(name: str) -> int:
+    """Return a format's number in kernels."""
+    return registry.FORMATS[name].kind
 
 
 def in_blocks(kind: str, inputs: int) -> int:
     """The number of inputs, rounded up to whole blocks where the format has blocks of 256."""
-    return -(-inputs // 256) * 256 if kind in BLOCK_FORMATS else inputs
+    return -(-inputs // 256) * 256 if kind in BLOCKS else inputs
 
 
 def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArray[np.uint8]:
@@ -36,13 +37,12 @@ def random_blocks(kind: str, rows: int, blocks: int, seed: int = 0) -> npt.NDArr
     row 0 is at the extremes: the largest codes, and scales of the largest magnitude.
     """
     rng = np.random.default_rng(seed)
-    number = BLOCK_FORMATS[kind]
-    nbytes = BLOCK_BYTES[number]
+    nbytes = registry.FORMATS[kind].block_bytes
     raw = rng.integers(0, 256, (rows * blocks, nbytes), dtype=np.uint8)
     raw[0] = 255
-    if number == KIND_Q6K:
+    if kind == "q6k":
         raw[0, 192:208] = 128
-    for at in (208,) if number == KIND_Q6K else (0, 2):
+    for at in (208,) if kind == "q6k" else (0, 2):
         halves = (0.01 * rng.standard_normal((len(raw), 1))).astype(np.float16)
         raw[:, at : at + 2] = halves.view(np.uint8)
     return raw.reshape(rows, -1)
@@ -52,12 +52,12 @@ def random_weights(
     kind: str, rows: int, inputs: int, seed: int = 0, spread: float = 1.0
 ) -> PackedRows:
     """A packed matrix: of formats of files random codes, else normal numbers times `spread`."""
-    if kind in BLOCK_FORMATS:
-        return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), NUMBERS[kind])
-    if kind in TABLE_FORMATS:
+    if kind in BLOCKS:
+        return pack_blocks(random_blocks(kind, rows, inputs // 256, seed), kind)
+    if registry.FORMATS[kind].table:
         return _table_rows(rows, inputs, seed)
     weights = spread * np.random.default_rng(seed).standard_normal((rows, inputs))
-    return pack_rows(weights.astype(np.float32), KINDS[kind])
+    return pack_rows(weights.astype(np.float32), kind)
 
 
 def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
@@ -72,7 +72,7 @@ def _table_rows(rows: int, inputs: int, seed: int) -> PackedRows:
         table[rng.permutation(16)[:2]] = -128, 127
         codes = rng.integers(0, 16, (count, inputs)).astype(np.uint8)
         scales = (0.01 * rng.standard_normal((count, -(-inputs // 32)))).astype(np.float16)
-        parts.append(pack_codes(codes, scales, None, KIND_INT4T, table))
+        parts.append(pack_codes(codes, scales, None, "int4t", table))
     return PackedRows(*(np.concatenate([part[index] for part in parts]) for index in range(3)))
 
 
@@ -83,16 +83,16 @@ def product(kind: str, x: Floats, packed: PackedRows, rows: int, *, fine: bool =
     if kind not in INTEGERS:
         stored = packed.codes.view(np.float32 if kind == "f32" else np.uint16)
         return reference.linear_float(x, reference.unpack_floats(stored, rows, inputs))
-    if kind in BLOCK_FORMATS:
+    if kind in BLOCKS:
         halves = packed.minima.view(np.float16)
         codes = reference.unpack_block_codes(packed.codes, rows, inputs, kind)
         scales, minima = reference.unpack_block_scales(packed.scales, halves, rows, inputs, kind)
     else:
         scales = reference.unpack_scales(packed.scales.view(np.float16), rows, inputs)
-        if kind in TABLE_FORMATS:
+        if registry.FORMATS[kind].table:
             codes = reference.unpack_table_codes(packed.codes, packed.minima, rows, inputs)
         else:
-            codes = reference.unpack_codes(packed.codes, rows, inputs, CODE_BITS[KINDS[kind]])
+            codes = reference.unpack_codes(packed.codes, rows, inputs, registry.FORMATS[kind].bits)
         if kind == "int4-asym":
             minima = reference.unpack_scales(packed.minima.view(np.float16), rows, inputs)
             codes = codes + 8

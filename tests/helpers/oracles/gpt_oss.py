@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.experts import (
     ExpertWeights,
     Routing,
@@ -125,4 +125,4 @@ def _stored(source: WeightSource, name: str, weights: str) -> Floats:
     if weights == "auto" and source.kind(name) is not None:
         return values.astype(np.float64)
     kind = "int8" if weights == "auto" or name.startswith(("model.embed", "lm_head")) else weights
-    return unpack_rows(pack_rows(values, KINDS[kind]), *values.shape, kind).astype(np.float64)
+    return unpack_rows(pack_rows(values, kind), *values.shape, kind).astype(np.float64)

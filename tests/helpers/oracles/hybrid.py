@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.conv import conv_rows, silu_rows
 from kvboost_edge.kernels.reference.scan import delta_rows, delta_steps
 from kvboost_edge.kernels.reference.weights import unpack_rows
@@ -37,7 +37,7 @@ class ExactHybrid:
         if value.ndim == 2 and not name.endswith(_FLOATS):
             outer = name.startswith(("model.embed", "lm_head"))
             kind = "int8" if outer and weights.startswith("int4") else weights
-            value = unpack_rows(pack_rows(value, KINDS[kind]), *value.shape, kind)
+            value = unpack_rows(pack_rows(value, kind), *value.shape, kind)
         return value.astype(np.float64)
 
     def logits(self, ids: list[int]) -> Doubles:

@@ -16,7 +16,7 @@ from llvmlite import binding
 from helpers.kernels.tile_assembly import tile_assembly
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear import amx as linear_amx
-from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS
+from kvboost_edge.kernels.linear.weight_formats import INT_KINDS
 
 pytestmark = pytest.mark.skipif(
     dot_form() != "vnni512" or platform.system() != "Linux",

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from helpers.kernels.tile_assembly import NAMES, compiled_tile, product_of, tile_module
+from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_module
 from helpers.pairwise import each_once, pairwise
 from kvboost_edge.kernels.linear import amx as linear_amx
 from kvboost_edge.kernels.linear import simd_loads
-from kvboost_edge.kernels.linear.weight_dot import KIND_INT4T, OFFSET
-from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS, IntTiles
+from kvboost_edge.kernels.linear.weight_formats import FORMATS, INT_KINDS
+from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
 GROUPS = 17
 TILES = 2
@@ -185,7 +185,12 @@ def test_tile_registers(kind, fine, monkeypatch):
 
 
 def test_only_signed_kinds_have_an_offset():
-    assert {NAMES[kind] for kind in INT_KINDS if OFFSET[kind]} == {"int8", "int4", "q6k", "int4t"}
+    assert {name for name, form in FORMATS.items() if form.offset} == {
+        "int8",
+        "int4",
+        "q6k",
+        "int4t",
+    }
 
 
 @pytest.mark.parametrize(
@@ -203,10 +208,10 @@ def test_only_signed_kinds_have_an_offset():
 )
 def test_ways_to_look_up_codes(form, name, permutes, shuffles, triple, monkeypatch):
     """One instruction for so many bytes of the 8 quads of a group, and for all the same bits."""
-    plain = _run(IntTiles(KIND_INT4T, 1, 2, False, "plain"), {})
+    plain = _run(IntTiles(FORMATS["int4t"].kind, 1, 2, False, "plain"), {})
     monkeypatch.setattr(simd_loads, "has_byte_permute", lambda: permutes)
     monkeypatch.setattr(simd_loads, "has_byte_shuffle", lambda: shuffles)
-    tiles = IntTiles(KIND_INT4T, 1, 2, False, form)
+    tiles = IntTiles(FORMATS["int4t"].kind, 1, 2, False, form)
     text = tile_module(tiles, f"{triple}-unknown-linux-gnu")
     for other, (lanes, _, _) in SHUFFLES.items():
         assert text.count(f'call <{lanes} x i8> @"{other}"') == (

@@ -13,23 +13,16 @@ from llvmlite import binding
 from helpers.kernels.tile_assembly import tile_assembly, tile_module
 from kvboost_edge.kernels import integers
 from kvboost_edge.kernels.integers import dot_form, follows_pages
-from kvboost_edge.kernels.linear.weight_dot import (
-    KIND_INT4,
-    KIND_INT4T,
-    KIND_INT8,
-    KIND_Q5K,
-    KIND_Q6K,
-)
-from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS, IntTiles
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS, INT_KINDS
+from kvboost_edge.kernels.linear.weight_tiles import IntTiles
 
 PROGRAM = """
 import hashlib
 import numba
 import numpy as np
-from helpers.kernels.weight_formats import INTEGERS, product, random_weights
+from helpers.kernels.weight_formats import INTEGERS, kind_of, product, random_weights
 from kvboost_edge.kernels.integers import dot_form
 from kvboost_edge.kernels.linear.weight_tiles import Target, Tile, int_tile
-from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.reference import linear as reference
 
 INPUTS = 256
@@ -37,7 +30,7 @@ rng, digest = np.random.default_rng(0), hashlib.sha256()
 for kind in INTEGERS:
     packed = random_weights(kind, 16, INPUTS)
     for tokens, fine in ((1, False), (2, True)):
-        tile = int_tile[NUMBERS[kind], 1, tokens, fine]
+        tile = int_tile[kind_of(kind), 1, tokens, fine]
 
         @numba.njit(nogil=True, error_model="numpy")
         def run(where, panel, target):
@@ -127,7 +120,7 @@ def test_arm_looks_up_16_codes_at_once(form, cpu):
     """
     instructions = [
         line.split()[0]
-        for line in _assembly(KIND_INT4T, form, cpu).splitlines()
+        for line in _assembly(FORMATS["int4t"].kind, form, cpu).splitlines()
         if line.startswith("\t")
     ]
     assert instructions.count("tbl") == 8 * 4
@@ -152,9 +145,8 @@ def test_arm_without_dot_products_multiplies_in_16_bits(kind, fine):
         line.split()[0] in ("saddlp", "sadalp") for line in assembly.splitlines() if ".8h" in line
     )
     assert multiplied == products
-    assert added == 4 * 4 * planes * {KIND_INT8: 8, KIND_INT4T: 8, KIND_Q5K: 2, KIND_Q6K: 4}.get(
-        kind, 1
-    )
+    form = FORMAT_OF[kind]
+    assert added == 4 * 4 * planes * (8 if form.is_wide else {4: 1, 5: 2, 6: 4}[form.bits])
 
 
 @pytest.mark.parametrize("processor", ["znver4", "znver2", "sapphirerapids", "generic"])
@@ -166,7 +158,8 @@ def test_single_tiles_ask_for_every_line_ahead_but_on_zen_4(processor, monkeypat
     follows_pages.cache_clear()
     try:
         modules = [
-            tile_module(IntTiles(KIND_INT4, tiles, 1, False, "plain"), "x86_64") for tiles in (1, 2)
+            tile_module(IntTiles(FORMATS["int4"].kind, tiles, 1, False, "plain"), "x86_64")
+            for tiles in (1, 2)
         ]
     finally:
         follows_pages.cache_clear()

@@ -11,8 +11,7 @@ from llvmlite import binding
 from helpers.kernels.tile_assembly import compiled_tile, product_of, tile_assembly, tile_module
 from kvboost_edge.kernels.linear.int_tiles import IntTiles
 from kvboost_edge.kernels.linear.unpacked import UnpackedTiles
-from kvboost_edge.kernels.linear.weight_tiles import INT_KINDS
-from kvboost_edge.kernels.linear.weights import NUMBERS
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, INT_KINDS
 
 TOKENS = {False: 4, True: 2}
 GROUPS = 35  # more than are unpacked at once, and more than twice
@@ -52,6 +51,6 @@ def test_sums_stay_in_registers_and_loops_stay_loops(kind):
         UnpackedTiles(kind, 4, False), "x86_64-unknown-linux-gnu", "znver3", optimize=True
     )
     products = [line for line in assembly.splitlines() if "vpmaddubsw" in line]
-    most = {NUMBERS["q5k"]: 4, NUMBERS["q6k"]: 2}.get(kind, 2)
+    most = {5: 4, 6: 2}.get(FORMAT_OF[kind].bits, 2)
     assert len(products) == 16 * most
     assert not any(re.search(r"\(%r[sb]p", line) for line in products)

@@ -7,18 +7,11 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType, quants
 
-from helpers.kernels.weight_formats import random_blocks
+from helpers.kernels.weight_formats import FITTED, random_blocks
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
-from kvboost_edge.kernels.linear.weights import (
-    KINDS,
-    LARGEST,
-    NUMBERS,
-    QUANTIZED,
-    pack_codes,
-    pack_rows,
-    packed_sizes,
-)
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
+from kvboost_edge.kernels.linear.weights import pack_codes, pack_rows, packed_sizes
 from kvboost_edge.kernels.reference.weights import fit_rows, round_to_nearest, unpack_rows
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
@@ -32,7 +25,7 @@ def _weights(shape, seed=0):
 
 
 def _back(weights, kind):
-    packed = pack_rows(weights, KINDS[kind])
+    packed = pack_rows(weights, kind)
     return unpack_rows(packed, *weights.shape, kind), packed
 
 
@@ -42,7 +35,7 @@ def _relative(off, weights):
     )
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", FITTED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernel_equals_the_reference(kind, shape):
     weights = _weights(shape)
@@ -52,7 +45,7 @@ def test_kernel_equals_the_reference(kind, shape):
         :, :, None
     ].astype(np.float32)
     np.testing.assert_array_equal(back, expected.reshape(len(weights), -1)[:, : shape[1]])
-    assert tuple(len(section) for section in packed[:3]) == packed_sizes(*shape, KINDS[kind])
+    assert tuple(len(section) for section in packed[:3]) == packed_sizes(*shape, kind)
     wide = weights.astype(np.float64)
     np.testing.assert_allclose(packed.error, ((wide - back) ** 2).sum(), rtol=1e-5, atol=1e-12)
     np.testing.assert_allclose(packed.energy, (wide**2).sum(), rtol=1e-5)
@@ -81,7 +74,7 @@ def test_fitted_weights_are_nearer_than_rounded_ones(kind, error, left):
     assert _relative(back - real, real) < left * _relative(rounded - real, real)
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", FITTED)
 def test_no_group_is_worse_than_rounding(kind):
     weights = _weights((64, 320), 3)
     off = _back(weights, kind)[0] - weights
@@ -91,7 +84,7 @@ def test_no_group_is_worse_than_rounding(kind):
     assert (ours / plain).mean() < 0.97
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", FITTED)
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.375, 1e-3, 6e4, -6e4, 1e-7])
 def test_constant_groups(kind, value):
     weights = np.full((17, 65), value, np.float32)
@@ -100,26 +93,28 @@ def test_constant_groups(kind, value):
     assert np.isfinite(back).all()
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", FITTED)
 def test_the_largest_weights_fit(kind):
     for sign in (1.0, -1.0):
         weights = np.zeros((16, 32), np.float32)
-        weights[3, 5] = sign * LARGEST[kind]
-        weights[4, 5] = sign * LARGEST[kind]
-        weights[4, 6] = -sign * LARGEST[kind]
+        weights[3, 5] = sign * FORMATS[kind].largest
+        weights[4, 5] = sign * FORMATS[kind].largest
+        weights[4, 6] = -sign * FORMATS[kind].largest
         back = _back(weights, kind)[0]
-        np.testing.assert_allclose(back[3:5], weights[3:5], rtol=0.02, atol=LARGEST[kind] / 20)
+        np.testing.assert_allclose(
+            back[3:5], weights[3:5], rtol=0.02, atol=FORMATS[kind].largest / 20
+        )
 
 
 def test_rows_do_not_depend_on_their_neighbours():
     weights = _weights((50, 96))
-    for kind in QUANTIZED:
+    for kind in FITTED:
         whole = _back(weights, kind)[0]
         for start, stop in ((0, 1), (7, 30), (49, 50)):
             np.testing.assert_array_equal(_back(weights[start:stop], kind)[0], whole[start:stop])
 
 
-@pytest.mark.parametrize("kind", [*QUANTIZED, "int4t"])
+@pytest.mark.parametrize("kind", [*FITTED, "int4t"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_packed_as_they_are(kind, shape):
     rng = np.random.default_rng(4)
@@ -134,8 +129,8 @@ def test_codes_are_packed_as_they_are(kind, shape):
     halves = rng.standard_normal((2, shape[0], -(-shape[1] // 32))).astype(np.float16)
     scales = halves[0]
     minima = halves[1] if kind == "int4-asym" else None
-    packed = pack_codes(codes, scales, minima, NUMBERS[kind], table if kind == "int4t" else None)
-    assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, NUMBERS[kind])
+    packed = pack_codes(codes, scales, minima, kind, table if kind == "int4t" else None)
+    assert tuple(array.size for array in packed[:3]) == packed_sizes(*shape, kind)
     expected = (
         values[codes].astype(np.float32)
         * scales.astype(np.float32).repeat(32, axis=1)[:, : shape[1]]
@@ -150,19 +145,19 @@ def test_codes_are_packed_as_they_are(kind, shape):
 @pytest.mark.parametrize(("kind", "file_type"), [("q4k", "Q4_K"), ("q5k", "Q5_K"), ("q6k", "Q6_K")])
 def test_blocks_keep_the_values_of_the_file_to_the_bit(kind, file_type, rows):
     raw = random_blocks(kind, rows, 3)
-    packed = pack_blocks(raw, NUMBERS[kind])
-    assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, NUMBERS[kind])
+    packed = pack_blocks(raw, kind)
+    assert tuple(array.size for array in packed[:3]) == packed_sizes(rows, 768, kind)
     expected = quants.dequantize(raw, GGMLQuantizationType[file_type])
     np.testing.assert_array_equal(unpack_rows(packed, rows, 768, kind), expected)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("q4k", 1.028), ("q5k", 1.023), ("q6k", 1.0)])
 def test_packed_sizes_are_nearly_the_files(kind, most):
-    assert sum(packed_sizes(160, 2048, NUMBERS[kind])) <= most * random_blocks(kind, 160, 8).nbytes
+    assert sum(packed_sizes(160, 2048, kind)) <= most * random_blocks(kind, 160, 8).nbytes
 
 
 def test_tables_take_next_to_nothing():
-    both = [sum(packed_sizes(9728, 2560, NUMBERS[kind])) for kind in ("int4t", "int4")]
+    both = [sum(packed_sizes(9728, 2560, kind)) for kind in ("int4t", "int4")]
     assert both[0] / both[1] < 1.001
     assert both[1] == 9728 * 2560 * 0.5625
 
@@ -175,14 +170,14 @@ TABLE = np.zeros(16, np.int8)
 @pytest.mark.parametrize(
     ("kind", "codes", "scales", "minima", "table", "message"),
     [
-        ("int4", CODES + np.uint8(16), SCALES, None, None, "code 16 of weight kind .* is above 15"),
+        ("int4", CODES + np.uint8(16), SCALES, None, None, "code 16 of 'int4' is above 15"),
         (
             "int4t",
             CODES + np.uint8(16),
             SCALES,
             None,
             TABLE,
-            "code 16 of weight kind 9 is above 15",
+            "code 16 of 'int4t' is above 15",
         ),
         ("int4-asym", CODES, SCALES, None, None, "minima"),
         ("int8", CODES, SCALES, SCALES, None, "minima"),
@@ -195,14 +190,14 @@ TABLE = np.zeros(16, np.int8)
 )
 def test_codes_that_do_not_fit_are_refused(kind, codes, scales, minima, table, message):
     with pytest.raises(ConfigError, match=message):
-        pack_codes(codes, scales, minima, NUMBERS[kind], table)
+        pack_codes(codes, scales, minima, kind, table)
 
 
 def test_unknown_kinds_and_floats_in_a_table_are_refused():
-    with pytest.raises(ConfigError, match="weight kind"):
-        packed_sizes(16, 32, 99)
-    with pytest.raises(ConfigError, match="floats are not packed as weight kind 9"):
-        pack_rows(np.ones((16, 32), np.float32), NUMBERS["int4t"])
+    with pytest.raises(ConfigError, match="weight format 'int5' is not one of"):
+        packed_sizes(16, 32, "int5")
+    with pytest.raises(ConfigError, match="floats are not packed as 'int4t'"):
+        pack_rows(np.ones((16, 32), np.float32), "int4t")
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16"])

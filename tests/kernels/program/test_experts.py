@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from helpers.kernels.linear_driver import PLAIN, Extra, Program, run_linear
-from helpers.kernels.weight_formats import FORMATS, in_blocks, random_weights
+from helpers.kernels.weight_formats import FORMATS, PACKED, in_blocks, kind_of, random_weights
 from helpers.pairwise import pairwise
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, PackedRows, pack_rows
+from kvboost_edge.kernels.linear.weights import PackedRows, pack_rows
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_CLAMPED_SWIGLU, ACT_RELU2, ACT_SILU
 from kvboost_edge.kernels.program.expert_routing import dispatch_numbers
@@ -247,7 +247,7 @@ def _run(layer, x, logits, before, extra=PLAIN, *, add=True):
         np.full(slots * layer.inner * LARGEST_CELL // 8 + 64, np.nan, np.float32),
     )
     counts = lt.ExpertCounts(layer.experts, used)
-    read_by = 0 if layer.kind in ("f32", "bf16") else NUMBERS[layer.kind]
+    read_by = 0 if layer.kind in ("f32", "bf16") else kind_of(layer.kind)
     biases = [_address(program, bias) for bias in layer.biases or (None, None)]
     way_in = program.matrix(layer.kind, layer.hidden, layer.all_gate_up, bias=biases[0])
     down = program.matrix(layer.kind, layer.inner, layer.all_down, bias=biases[1])
@@ -270,7 +270,7 @@ def _data(layer, tokens):
     shapes = ((tokens, layer.hidden), (tokens, layer.experts), (tokens, layer.hidden))
     x, logits, before = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
     # Weights of random blocks are large.
-    return np.float32(1 if layer.kind in KINDS else 0.01) * x, 2 * logits, before
+    return np.float32(1 if layer.kind in PACKED else 0.01) * x, 2 * logits, before
 
 
 @pytest.mark.parametrize(("kind", "tokens", "how"), pairwise(FORMATS, (1, 4, 23), HOWS))
@@ -397,10 +397,10 @@ def test_experts_are_added_by_ascending_number(monkeypatch):
     rng = np.random.default_rng(2)
     wide, down = (rng.standard_normal(s, dtype=np.float32) for s in ((2 * 96, 80), (80, 96)))
     factors = np.array([2.0**30, -(2.0**30), 1, 0, 0, 0], np.float32)
-    gate_up = pack_rows(np.concatenate([wide] * EXPERTS), KINDS["f32"])
+    gate_up = pack_rows(np.concatenate([wide] * EXPERTS), "f32")
     layer = layer._replace(
         all_gate_up=gate_up,
-        all_down=pack_rows(np.concatenate([down * f for f in factors]), KINDS["f32"]),
+        all_down=pack_rows(np.concatenate([down * f for f in factors]), "f32"),
     )
     monkeypatch.setitem(
         globals(), "ROUTING", Routing(3, score="sigmoid")
@@ -410,7 +410,7 @@ def test_experts_are_added_by_ascending_number(monkeypatch):
     before = np.zeros((1, 80), np.float32)
     out, _ = _run(layer, x, logits, before)
     lone = layer._replace(
-        all_down=pack_rows(np.concatenate([down * f for f in (0, 0, 1, 0, 0, 0)]), KINDS["f32"])
+        all_down=pack_rows(np.concatenate([down * f for f in (0, 0, 1, 0, 0, 0)]), "f32")
     )
     np.testing.assert_array_equal(out, _run(lone, x, logits, before)[0])
     assert np.count_nonzero(out) > 70, out

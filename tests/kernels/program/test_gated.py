@@ -7,9 +7,8 @@ import numpy.typing as npt
 import pytest
 
 from helpers.kernels.linear_driver import Extra, Program, run_linear
-from helpers.kernels.weight_formats import in_blocks, random_weights
+from helpers.kernels.weight_formats import in_blocks, kind_of, random_weights
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import NUMBERS
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.activations import ACT_RELU2, ACT_SILU
 
@@ -56,7 +55,7 @@ def test_gated_in_one_operation_is_the_three_apart(kinds, act, tokens):
     program.buffer(lt.B_WIDE, np.ascontiguousarray(wide))
     program.buffer(lt.B_NORMED, np.zeros((tokens, inner), np.float32))
     program.buffer(lt.B_LOGITS, apart)
-    first, second = (NUMBERS[kind] for kind in kinds)
+    first, second = (kind_of(kind) for kind in kinds)
     source = lt.BufferRows(lt.B_ATTENDED, hidden)
     matrix = program.matrix(kinds[0], hidden, packed, unit=2, bias=bias.ctypes.data)
     ways = lt.BufferRows(lt.B_WIDE, parts * inner)

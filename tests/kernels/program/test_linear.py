@@ -13,9 +13,17 @@ from helpers.kernels.linear_driver import (
     panel_sizes,
     run_linear,
 )
-from helpers.kernels.weight_formats import FORMATS, INTEGERS, in_blocks, product, random_weights
+from helpers.kernels.weight_formats import (
+    FORMATS,
+    INTEGERS,
+    PACKED,
+    in_blocks,
+    kind_of,
+    product,
+    random_weights,
+)
 from kvboost_edge.kernels.linear.panel import LARGEST_CELL
-from kvboost_edge.kernels.linear.weights import KINDS, NUMBERS, pack_codes, packed_sizes
+from kvboost_edge.kernels.linear.weights import pack_codes, packed_sizes
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.reference import linear as reference
 from kvboost_edge.kernels.reference.weights import unpack_rows
@@ -43,9 +51,7 @@ def _tokens(kind, tokens, inputs):
 def _linear(kind, x, rows, extra=PLAIN):
     """x [tokens, inputs] through quantization and a matrix; also the packed weights."""
     packed = random_weights(kind, rows, x.shape[1])
-    assert [array.size for array in packed[:3]] == list(
-        packed_sizes(rows, x.shape[1], NUMBERS[kind])
-    )
+    assert [array.size for array in packed[:3]] == list(packed_sizes(rows, x.shape[1], kind))
     out, panel = run_linear(kind, x, packed, rows, extra)
     if kind in INTEGERS:
         expected = reference.pack_panel(x, kind, panel_sizes(len(x), extra), fine=extra.fine)
@@ -60,7 +66,7 @@ def test_linear_equals_the_specification(kind, fine, shape):
     x = _tokens(kind, tokens, inputs)
     out, packed = _linear(kind, x, rows, Extra(fine=fine))
     expected = product(kind, x, packed, rows, fine=fine)
-    largest = 1 if kind in KINDS else np.abs(expected).max()  # weights of random blocks are large
+    largest = 1 if kind in PACKED else np.abs(expected).max()  # weights of random blocks are large
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6 * largest)
     exact = x.astype(np.float64) @ unpack_rows(packed, rows, x.shape[1], kind).T.astype(np.float64)
     coarse = kind in INTEGERS and not fine
@@ -90,7 +96,7 @@ def test_integer_sums_are_exact_at_the_extremes(kind, values):
     scales = np.ones((64, 1), np.float16)
     minima = np.zeros_like(scales) if kind == "int4-asym" else None
     looked_up = table.astype(np.int8) if kind == "int4t" else None
-    packed = pack_codes(codes, scales, minima, NUMBERS[kind], looked_up)
+    packed = pack_codes(codes, scales, minima, kind, looked_up)
     out, _ = run_linear(kind, x, packed, 64, PLAIN)
     np.testing.assert_array_equal(out, x @ table[codes].T.astype(np.float32))
 
@@ -102,8 +108,8 @@ def test_codes_of_int4_in_a_table_give_the_bits_of_int4(inputs):
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 16, (40, inputs)).astype(np.uint8)
     scales = (0.01 * rng.standard_normal((40, inputs // 32))).astype(np.float16)
-    other = run_linear("int4", x, pack_codes(codes, scales, None, NUMBERS["int4"]), 40, PLAIN)[0]
-    packed = pack_codes(codes, scales, None, NUMBERS["int4t"], np.arange(-8, 8, dtype=np.int8))
+    other = run_linear("int4", x, pack_codes(codes, scales, None, "int4"), 40, PLAIN)[0]
+    packed = pack_codes(codes, scales, None, "int4t", np.arange(-8, 8, dtype=np.int8))
     np.testing.assert_array_equal(run_linear("int4t", x, packed, 40, PLAIN)[0], other)
 
 
@@ -168,7 +174,7 @@ def test_matrices_of_different_formats_read_one_panel(kinds, fine):
     program.buffer(lt.B_PANEL, panel)
     program.buffer(lt.B_WIDE, out)
     source = lt.BufferRows(lt.B_ATTENDED, inputs)
-    target = lt.PanelTarget(NUMBERS[kinds[0]], lt.B_PANEL, int(fine))
+    target = lt.PanelTarget(kind_of(kinds[0]), lt.B_PANEL, int(fine))
     program.ops.append(lt.QuantizeOp(source, inputs, target))
     for index, kind in enumerate(kinds):
         one = random_weights(kind, rows, inputs)

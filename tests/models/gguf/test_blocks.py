@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
 from helpers.distance import distance
 from kvboost_edge.kernels.linear.k_blocks import pack_blocks
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.gguf.blocks import (
     BLOCKS,
@@ -20,10 +20,9 @@ from kvboost_edge.models.gguf.blocks import (
     refusal,
     scales_of,
 )
-from kvboost_edge.models.gguf.tables import count_lost
 
 QUANTIZED = [name for name, block in BLOCKS.items() if block.kind is not None]
-IN_BLOCKS = [name for name in QUANTIZED if BLOCKS[name].kind in BLOCK_FORMATS]
+IN_BLOCKS = [name for name in QUANTIZED if FORMATS[BLOCKS[name].kind].block_bytes]
 EXACT = [name for name in QUANTIZED if BLOCKS[name].exact and name not in IN_BLOCKS]
 
 
@@ -101,7 +100,7 @@ def test_blocks_are_taken_over_and_packed_exactly(name):
     if name != "Q3_K":  # whose blocks are written anew as Q6_K
         np.testing.assert_array_equal(rows.codes, raw)
     np.testing.assert_array_equal(rows.scales.reshape(-1), scales_of(name, raw).reshape(-1))
-    packed = pack_blocks(rows.codes, BLOCK_FORMATS[rows.kind])
+    packed = pack_blocks(rows.codes, rows.kind)
     expected = quants.dequantize(raw, GGMLQuantizationType[name])
     np.testing.assert_array_equal(unpack_rows(packed, *expected.shape, rows.kind), expected)
 
@@ -170,8 +169,8 @@ def test_scales_of_mxfp4_outside_float16():
     assert (rows.scales[256:] == 0).all()
     assert (found[256:] == 0).all()
     assert (expected[256:] == 0).all()
-    assert count_lost("MXFP4", raw) == 104
-    assert count_lost("MXFP4", raw[104:]) == 0
+    assert BLOCKS["MXFP4"].count_lost(raw) == 104
+    assert BLOCKS["MXFP4"].count_lost(raw[104:]) == 0
     assert np.abs(expected[:104]).max() <= 12 * 2.0**-25
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from helpers.distance import distance
-from helpers.kernels.weight_formats import random_blocks
+from helpers.kernels.weight_formats import BLOCKS, PACKED, random_blocks
 from helpers.raising import assert_raises
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.kernels.linear.k_blocks import BLOCK_BYTES, pack_blocks
-from kvboost_edge.kernels.linear.weights import BLOCK_FORMATS, KINDS, NUMBERS, PackedRows, pack_rows
+from kvboost_edge.kernels.linear.k_blocks import pack_blocks
+from kvboost_edge.kernels.linear.weight_formats import FORMATS
+from kvboost_edge.kernels.linear.weights import PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.gguf.blocks import dequantize, scales_of
@@ -64,8 +65,8 @@ class Stored(WeightSource):
             return self.tensors[name].shape
         kind = self.quantized[name].kind
         codes = self.quantized[name].codes
-        if kind in BLOCK_FORMATS:
-            return len(codes), codes.shape[1] // BLOCK_BYTES[NUMBERS[kind]] * 256
+        if kind in BLOCKS:
+            return len(codes), codes.shape[1] // FORMATS[kind].block_bytes * 256
         return codes.shape
 
     def rows(self, name, start=0, stop=None):
@@ -90,7 +91,7 @@ class Stored(WeightSource):
 
 
 def _floats(stored):
-    if stored.kind in BLOCK_FORMATS:
+    if stored.kind in BLOCKS:
         return dequantize(TYPES[stored.kind], stored.codes)
     inputs = stored.codes.shape[1]
     if stored.table is not None:
@@ -293,13 +294,13 @@ def test_matrices_of_several_block_formats(kinds, expected):
 
 
 def test_floats_are_never_packed_as_blocks():
-    with pytest.raises(ConfigError, match="weight kind 8"):
-        pack_rows(_float(16, 256), NUMBERS["q6k"])
+    with pytest.raises(ConfigError, match="floats are not packed as 'q6k'"):
+        pack_rows(_float(16, 256), "q6k")
     with pytest.raises(ConfigError, match="100 bytes are not whole blocks"):
-        pack_blocks(np.zeros((16, 100), np.uint8), NUMBERS["q6k"])
+        pack_blocks(np.zeros((16, 100), np.uint8), "q6k")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKED)
 def test_pieces_and_threads_do_not_change_the_bytes(kind, monkeypatch):
     source = Stored({"a": _float(75, 40, 1), "b": _float(60, 40, 2)})
     entry = PackEntry("m", kind, (("a", 75), ("b", 60)), 40)
@@ -334,7 +335,7 @@ def test_many_threads_take_smaller_pieces():
     assert [packing_bytes(threads) < 1e9 for threads in (1, 2, 16, 64, 256)] == [True] * 5
 
 
-@pytest.mark.parametrize("kind", [*KINDS, VECTOR])
+@pytest.mark.parametrize("kind", [*PACKED, VECTOR])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_are_found(kind, value):
     weights = _float(40, 32)
@@ -389,7 +390,7 @@ def _checkpoint(spec, kinds):
         for tensor, rows in entry.parts:
             kind = next((kind for part, kind in kinds.items() if part in tensor), None)
             if kind is not None:
-                make = _blocks if kind in BLOCK_FORMATS else _quant
+                make = _blocks if kind in BLOCKS else _quant
                 source.quantized[tensor] = make(kind, rows, entry.inputs)
             else:
                 source.tensors[tensor] = (

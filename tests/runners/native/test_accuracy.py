@@ -9,13 +9,13 @@ import torch
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
 from helpers.random_ids import random_ids
 from helpers.runners.logits import dense_logits, native_logits
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 
 
 def _as_quantized(weight, kind):
     """The values that the packed form of a matrix stands for."""
-    return unpack_rows(pack_rows(weight, KINDS[kind]), *weight.shape, kind).astype(np.float64)
+    return unpack_rows(pack_rows(weight, kind), *weight.shape, kind).astype(np.float64)
 
 
 # Measured 2e-3 to 1.75e-2; these models are made sharp, so rounding shows more than in real ones.

@@ -14,7 +14,8 @@ from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.attention.storage import copy_entry
-from kvboost_edge.kernels.linear.weights import NUMBERS, fit_entry, floats_entry
+from kvboost_edge.kernels.linear.weight_formats import FORMAT_OF, FORMATS
+from kvboost_edge.kernels.linear.weights import fit_entries, floats_entry
 from kvboost_edge.kernels.program import table as lt
 from kvboost_edge.kernels.program.entries import entries_of, pass_entries
 from kvboost_edge.models.config.spec import describe_model
@@ -55,9 +56,10 @@ def test_a_run_compiles_nothing_and_uses_what_was_compiled_ahead(weights, bits, 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     own, used = json.loads(done.stdout)
     assert own == []
-    kinds = {NUMBERS[weights], NUMBERS["int8"]} if weights == "int4-asym" else {NUMBERS[weights]}
+    names = {weights, "int8"} if weights == "int4-asym" else {weights}
+    kinds = {FORMATS[name].kind for name in names}
     wanted = {entry.name for entry in pass_entries(kinds, PLAIN, quantized=bits != 16)}
-    packing = {(floats_entry if weights == "f32" else fit_entry).name}
+    packing = {fit_entries.get(name, floats_entry).name for name in names}
     assert (
         set(used) == wanted - {copy_entry.name} | packing
     )  # copied are the blocks of sequences that fork
@@ -68,7 +70,7 @@ def test_each_kind_of_weights_and_of_cache_has_code_of_its_own():
     coded = {entry.name for entry in pass_entries([], PLAIN, quantized=True)}
     assert len(plain - coded) == 1
     assert len(coded - plain) == 2
-    for kind in NUMBERS.values():
+    for kind in FORMAT_OF:
         more = {entry.name for entry in pass_entries([kind, kind], PLAIN, quantized=False)} - plain
         assert len(more) == 1
 

@@ -19,7 +19,7 @@ from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from helpers.oracles.transformers_logits import assert_native_equals
 from helpers.random_ids import random_ids
 from helpers.runners.logits import native_logits
-from kvboost_edge.kernels.linear.weights import NUMBERS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.packed.plan import VECTOR, pack_plan
 
@@ -72,7 +72,7 @@ def test_integer_weights_are_those_that_are_packed(name, tmp_path):
     exact = hybrid_logits(spec, weights, PROMPT)
     for entry in pack_plan(spec, "int4"):
         if entry.kind not in (VECTOR, "f32"):
-            packed = pack_rows(weights[entry.name].astype(np.float32), NUMBERS[entry.kind])
+            packed = pack_rows(weights[entry.name].astype(np.float32), entry.kind)
             weights[entry.name] = unpack_rows(packed, entry.rows, entry.inputs, entry.kind).astype(
                 np.float64
             )

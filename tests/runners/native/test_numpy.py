@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from helpers.distance import distance
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge import CPUPagedEngine
-from kvboost_edge.kernels.linear.weights import KINDS, pack_rows
+from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -46,7 +46,7 @@ class Exact:
         if value.ndim == 2:
             outer = name.startswith(("model.embed", "lm_head"))
             kind = "int8" if outer and weights.startswith("int4") else weights
-            value = unpack_rows(pack_rows(value, KINDS[kind]), *value.shape, kind)
+            value = unpack_rows(pack_rows(value, kind), *value.shape, kind)
         return value.astype(np.float64)
 
     def norm(self, x, name):
