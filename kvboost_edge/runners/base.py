@@ -100,7 +100,8 @@ class ModelTraits(NamedTuple):
     native runner reads, "" if they are;
     `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file; `onnx_layers`:
       how many layers the graph has keys and values of; `describe`: gives its spec, where that is
-      known already.
+      known already; `packed_bytes`: gives the bytes of its packed weights in a format, for
+      `choose_weights` of the native runner.
     """
 
     config: Mapping[str, Any]
@@ -110,6 +111,7 @@ class ModelTraits(NamedTuple):
     onnx_refusal: str | None = None
     onnx_layers: int = 0
     describe: Callable[[], ModelSpec] | None = None
+    packed_bytes: Callable[[str], int] | None = None
 
     @property
     def spec(self) -> ModelSpec:

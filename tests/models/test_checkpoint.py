@@ -78,12 +78,23 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4", "ernie4_5", "lfm2"])
-def test_an_engine_understands_a_file_once(family, tmp_path, monkeypatch, calls):
-    """The first start packs the weights, another finds them packed."""
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "Q8_0"),
+        ("gemma4", "Q8_0"),
+        ("ernie4_5", "Q8_0"),
+        ("lfm2", "Q8_0"),
+        ("llama", "F16"),
+    ],
+)
+def test_an_engine_understands_a_file_once(family, kind, tmp_path, monkeypatch, calls):
+    """The first start packs the weights, another finds them packed. Of floats the size of the plan
+    decides the format, and the plan is then used.
+    """
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model(family, tmp_path / "model")
-    path = write_gguf(path, tmp_path / "m.gguf", kind="Q8_0")
+    path = write_gguf(path, tmp_path / "m.gguf", kind=kind)
     for _ in range(2):
         for found in calls.values():
             found.clear()

@@ -38,7 +38,7 @@ def runner(model=LLAMA, *, gguf=False, stored=False, **options):
 
 
 def weights(available=10**9, pool=0, *, stored=False, **options):
-    model = ModelTraits(LLAMA, False, stored)
+    model = ModelTraits(LLAMA, False, stored, packed_bytes={"int8": INT8_BYTES}.__getitem__)
     return choose_weights(
         EngineConfig.from_options(**options), model, lambda spec, max_context: pool, available
     )

@@ -58,6 +58,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
         checkpoint.onnx_refusal,
         len(checkpoint.past_layout().layers) if checkpoint.onnx_refusal == "" else 0,
         lambda: checkpoint.spec,
+        checkpoint.packed_bytes,
     )
     runner = choose_runner(config, model)
     plan = plan_of(runner.name)

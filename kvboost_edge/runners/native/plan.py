@@ -58,7 +58,7 @@ STORES_NOTHING = (
     "the model attends both ways, so each text is one pass whose keys and values are not stored"
 )
 _GROUP = (
-    32  # inputs quantized together, see kernels/linear/weight_tiles.py, which brings the compiler
+    32  # inputs quantized together, see kernels/linear/weight_formats.py, which brings the compiler
 )
 _ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
 
@@ -129,8 +129,8 @@ def choose_weights(
     A quantized checkpoint keeps its own formats. Of a float one: int8 if weights and pool take at
     most half of the memory, else int4; both with head and embedding at 8 bit.
     """
-    # The sizes of packed weights come with the layouts of the kernels, and so with numba.
-    from kvboost_edge.models.packed.plan import STORED, pack_plan, plan_bytes
+    # The plan of packed weights comes with the layouts of the kernels, and so with numba.
+    from kvboost_edge.models.packed.plan import STORED
 
     spec = model.spec
     pool_bytes = plan_pool(
@@ -148,7 +148,8 @@ def choose_weights(
         return named, f"dtype={config.dtype!r}"
     if model.is_quantized:
         return STORED, "as the checkpoint stores them"
-    needed = plan_bytes(pack_plan(spec, "int8"))
+    assert model.packed_bytes is not None
+    needed = model.packed_bytes("int8")
     sum_of = f"{_mb(needed)} of int8 weights + {_mb(pool_bytes)} of pool"
     if 2 * (needed + pool_bytes) <= available:
         return "int8", f"{sum_of} are at most half of the {_mb(available)} available"
