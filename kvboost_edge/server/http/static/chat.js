@@ -53,7 +53,7 @@ export class Chat {
     const question = this.#prompt.value;
     if (question.trim() === "") return;
     if (this.#running !== null) {
-      this.#say("An answer is under way. Escape stops it.");
+      this.#say("An answer is in progress. Escape stops it.");
       return;
     }
     if (!this.#ready()) return;

@@ -4,12 +4,12 @@ import { button, element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
 const NOTICEABLE_MS = 100;
-const APPROXIMATE = "some of the prompt was not computed where it stands: a full computation may answer otherwise";
+const APPROXIMATE = "part of the prompt was reused from another position: a full computation may answer differently";
 const REASONS = {
   first_seen: "first seen",
   evicted: "no longer in the pool",
   tail: "last block not full",
-  bypassed: "cache not asked",
+  bypassed: "cache not used",
 };
 
 /**
@@ -53,7 +53,7 @@ export function figuresLine(figures, note, why = null) {
   if (figures.prompt !== null && figures.cached !== null) line.append(cachedFigure(figures));
   if (figures.moved > 0) line.append(movedFigure(figures));
   for (const [tier, tokens] of Object.entries(figures.tiers)) {
-    if (tier !== "pool" && tokens > 0) line.append(figure(`from ${tier}`, loaded(tokens, figures.loadMs), "cached tokens that were not in the pool any more"));
+    if (tier !== "pool" && tokens > 0) line.append(figure(`from ${tier}`, loaded(tokens, figures.loadMs), "cached tokens that were no longer in the pool"));
   }
   if (figures.firstMs !== null) line.append(figure("first token", duration(figures.firstMs), "TTFT: from sending to the first text, seen from this page"));
   if (figures.queueMs > NOTICEABLE_MS) line.append(figure("waited", duration(figures.queueMs), "in the server's queue"));
@@ -80,7 +80,7 @@ function cachedFigure({ prompt, cached, moved }) {
   const text = `${count(cached)} of ${count(prompt)} prompt tokens`;
   return element(
     "span",
-    { class: "figure", title: "prompt tokens that were not computed again" },
+    { class: "figure", title: "prompt tokens that were not recomputed" },
     element("span", { class: "name", text: "cached" }),
     bar,
     element("span", { class: "value", text: `${text} (${percent(share)})` }),

@@ -70,10 +70,10 @@ export class PromptRow {
     const helps = whatHelps(one.cause);
     const list = (names) => (Array.isArray(names) ? names.join(", ") : "");
     const facts = [
-      ["Place", `token ${count(one.position)} of ${count(one.prompt_tokens)}${one.field ? `, in ${one.field}` : ""}`],
-      ["What helps", helps],
-      ["Dropped from", list(one.evicted_from)],
-      ["Put back as it was", list(one.normalised)],
+      ["Position", `token ${count(one.position)} of ${count(one.prompt_tokens)}${one.field ? `, in ${one.field}` : ""}`],
+      ["Remedy", helps],
+      ["Evicted from", list(one.evicted_from)],
+      ["Normalized", list(one.normalised)],
       ["Compared with", one.compared_with ? this.#link(one.compared_with) : ""],
       ["Request", element("code", { text: one.request_id })],
     ].filter(([, fact]) => fact !== "");

@@ -126,7 +126,7 @@ def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     expect(details.locator("ins").first).to_contain_text("<b>Tuesday")
     expect(details.locator("pre").last).to_contain_text("Today is <b>Tuesday</b>.")
     expect(details.locator(".prompt-said")).to_contain_text("“Monday” became “<b>Tuesday</b>”.")
-    expect(details).to_contain_text("Put what changes behind what stays the same.")
+    expect(details).to_contain_text("Put changing text after stable text.")
     ask(live_server, "Friday")
     expect(visit.locator(".prompt-row").nth(1)).to_be_focused()
     expect(row).to_be_focused()
@@ -226,9 +226,9 @@ def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     expect(details.locator("ins")).to_have_text("Tuesday")
     facts = [line.split("\n") for line in details.locator(".facts > div").all_inner_texts()]
     assert facts == [
-        ["Place", "token 48 of 10,000, in message 0 (system)"],
-        ["What helps", "Put what changes behind what stays the same."],
-        ["Put back as it was", "tools, billing"],
+        ["Position", "token 48 of 10,000, in message 0 (system)"],
+        ["Remedy", "Put changing text after stable text."],
+        ["Normalized", "tools, billing"],
         ["Compared with", "req-3"],
         ["Request", "req-4"],
     ]
