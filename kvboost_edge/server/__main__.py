@@ -21,7 +21,7 @@ from kvboost_edge.errors import BackendUnavailable, KVBoostError
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.serve_options import ServeOptions, help_text
 from kvboost_edge.server.settings import tenant_of_key
-from kvboost_edge.server.work.prepare import prepare
+from kvboost_edge.server.work.prepare import learn_template, prepare
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -128,6 +128,7 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
         with replicated(options) as pool:
             log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1))
             log_replicas(pool)
+            learn_template(pool.tokenizer)
             if not ended.is_set():
                 run_server(create_app(pool, options.settings), options.settings, listener)
                 _close_from_now(ended)

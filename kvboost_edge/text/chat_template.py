@@ -1,33 +1,24 @@
 """Chat messages to prompt text, by the model's Jinja template, in a sandbox.
 
-The template comes with the model and is not trusted: it runs in jinja2's
-ImmutableSandboxedEnvironment, sees plain copies of the data, and has no loader, no file and no
-Python object to hold on to.
+The template comes with the model and is not trusted: it runs in the environment of
+`template_sandbox`, sees plain copies of the data, and each rendering has a budget.
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-import jinja2.utils
 
 from kvboost_edge.errors import ModelFormatError, RequestError
+from kvboost_edge.text.template_budget import MAX_CHARS, TemplateLimit
+from kvboost_edge.text.template_sandbox import MAX_SOURCE, environment
 
 __all__ = ["ChatTemplate", "is_reserved", "plain_messages", "plain_tools"]
 
-# A prompt of this many characters is beyond every context; a template that writes more is broken or
-# hostile.
-_MAX_CHARS = 1 << 28
+_MAX_REASON = 1000  # characters of an error that the template words itself
 # What a template is given by us, and what the name means to Jinja itself.
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _JINJA_NAMES = frozenset(
@@ -45,11 +36,26 @@ class ChatTemplate:
         self.source = source
         self._model_name = model_name
         self._variables = dict(variables)
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        if len(source) > MAX_SOURCE:
             raise ModelFormatError(
-                f"the chat template of {model_name} is not valid: {error}"
+                f"the chat template of {model_name} has {len(source)} characters; at most "
+                f"{MAX_SOURCE} are compiled"
+            )
+        try:
+            self._template = environment().from_string(source)
+        except (
+            jinja2.TemplateError,
+            SyntaxError,
+            ArithmeticError,
+            LookupError,
+            TypeError,
+            ValueError,
+            MemoryError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise ModelFormatError(
+                f"the chat template of {model_name} is not valid: {_reason(error)}"
             ) from error
 
     def render(
@@ -60,8 +66,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text. What the template refuses, or the sandbox refuses it, raises
-        RequestError; so does a variable whose name `is_reserved`.
+        """Return the prompt text. What the template refuses, or the sandbox refuses it, raises
+        RequestError; so does a rendering beyond its budget, and a variable whose name
+        `is_reserved`.
         """
         given = _plain(dict(variables or {}), "a template variable")
         for name in given:
@@ -83,9 +90,14 @@ class ChatTemplate:
             # One positional dict: as keywords its names would meet those of Jinja's own parameters.
             for part in self._template.generate(context):
                 size += len(part)
-                if size > _MAX_CHARS:
-                    raise jinja2.TemplateError(f"it writes more than {_MAX_CHARS} characters")
+                if size > MAX_CHARS:
+                    raise TemplateLimit(f"it writes more than {MAX_CHARS} characters")
                 parts.append(part)
+        except TemplateLimit as error:
+            raise RequestError(
+                f"the chat template of {self._model_name} is beyond its limits: {error}; send "
+                "shorter messages, or use the model with another template"
+            ) from error
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -95,13 +107,17 @@ class ChatTemplate:
             MemoryError,
         ) as error:
             raise RequestError(
-                f"the chat template of {self._model_name} refused the messages: {error}"
+                f"the chat template of {self._model_name} refused the messages: {_reason(error)}"
             ) from error
         except (AttributeError, RecursionError) as error:
             raise RequestError(
-                f"the chat template of {self._model_name} failed: {error}"
+                f"the chat template of {self._model_name} failed: {_reason(error)}"
             ) from error
         return "".join(parts)
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:_MAX_REASON]
 
 
 def is_reserved(name: str) -> bool:
@@ -117,7 +133,7 @@ def is_reserved(name: str) -> bool:
 @functools.cache
 def _global_names() -> frozenset[str]:
     """Functions that every template can call, such as range and raise_exception."""
-    return frozenset(_environment().globals)
+    return frozenset(environment().globals)
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
@@ -170,81 +186,3 @@ def _plain(value: Any, what: str, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item, what, depth + 1) for item in value]
     raise RequestError(f"{what} holds a {type(value).__name__}; only JSON values are allowed")
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the model's own words for training; here it
-    only shows them.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is an instance-typed set
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Refuses an unsafe attribute at once, where jinja2 would print it as nothing and go on."""
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        raise jinja2.exceptions.SecurityError(
-            f"access to {attribute!r} of a {type(obj).__name__} is unsafe"
-        )
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r} on a namespace")
-        super().__setitem__(name, value)
-
-
-def _make_namespace(*args: Any, **kwargs: Any) -> _Namespace:
-    names = dict(*args, **kwargs)
-    for name in names:
-        if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a template may not set {name!r} on a namespace")
-    return _Namespace(names)
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    return dict(*args, **kwargs)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals.update(
-        raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
-        dict=_make_dict,
-        namespace=_make_namespace,
-    )
-    return environment

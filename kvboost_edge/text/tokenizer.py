@@ -360,14 +360,26 @@ class Tokenizer:
             else None
         )
 
-    @functools.cached_property
+    @property
     def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise RequestError(
                 f"model {self.name} has no chat template; give the prompt as a string or as token "
                 "ids"
             )
-        return ChatTemplate(self.chat_template, model_name=self.name, variables=self.special_tokens)
+        if isinstance(self._compiled, str):
+            raise ModelFormatError(self._compiled)
+        return self._compiled
+
+    @functools.cached_property
+    def _compiled(self) -> ChatTemplate | str:
+        """The compiled chat template, or why there is none: an invalid one is compiled once too."""
+        try:
+            return ChatTemplate(
+                self.chat_template or "", model_name=self.name, variables=self.special_tokens
+            )
+        except ModelFormatError as error:
+            return str(error)
 
     @functools.cached_property
     def _specials(self) -> SpecialTexts:

@@ -103,4 +103,25 @@ FAULTS = (
         "",
         "tests/text/turns/test_gemma_replay.py",
     ),
+    fault(
+        "a pass through a template's loop takes no step",
+        "text/template_budget.py",
+        "self._steps -= 1",
+        "self._steps -= 0",
+        "tests/text/test_template_limits.py",
+    ),
+    fault(
+        "what a template holds is forgotten at each look",
+        "text/template_budget.py",
+        "if count > alone:",
+        "if count > 2 * alone:",
+        "tests/text/test_template_limits.py",
+    ),
+    fault(
+        "a template repeats a text without a bound",
+        "text/template_bounds.py",
+        "check_chars(len(value) * max(count, 0))",
+        "check_chars(len(value))",
+        "tests/text/test_template_limits.py",
+    ),
 )

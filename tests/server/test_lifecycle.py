@@ -15,75 +15,11 @@ import httpx
 import pytest
 
 from helpers.server.live_servers import wait_until
+from helpers.server.server_process import running
 from kvboost_edge.server.__main__ import _close_from_now, _ended_by_signal, main
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True, "temperature": 0}
-
-
-class Process:
-    """`kvboost-server` in a process of its own; `lines` are what it logged so far."""
-
-    def __init__(self, *flags):
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("KVBOOST_API")
-        }
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvboost_edge.server",
-                "--port",
-                "0",
-                "--num-blocks",
-                "512",
-                *flags,
-            ],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        self.lines = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self):
-        assert self.process.stderr is not None
-        self.lines.extend(iter(self.process.stderr.readline, ""))
-
-    def url(self):
-        wait_until(
-            lambda: self.process.poll() is not None or self._url() is not None,
-            "the server to listen",
-            400,
-        )
-        found = self._url()
-        assert found is not None, self.lines
-        return found
-
-    def _url(self):
-        found = re.search(r"http://127\.0\.0\.1:\d+", "".join(self.lines))
-        return found[0] if found else None
-
-    def end(self):
-        code = self.process.wait(timeout=60)
-        self._reader.join(timeout=10)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return code
-
-
-@contextlib.contextmanager
-def running(*flags):
-    process = Process(*flags)
-    try:
-        yield process
-    finally:
-        if process.process.poll() is None:
-            process.process.kill()
-        process.end()
 
 
 def test_sigterm_drains_and_exits_with_0(tmp_path):

@@ -75,6 +75,7 @@ class RenderedChat(RenderedRequest):
     """A chat request. ApiError for fields that do not go together."""
 
     wire_names = WireNames("chatcmpl", "chat.completion", "chat.completion.chunk")
+    renders = True
 
     def __init__(self, state: ModelState, body: ChatRequest, *, pings: bool = False) -> None:
         body.check_together()

@@ -1,7 +1,7 @@
 """From the event loop to the engine and back: nothing here blocks the loop, and nothing runs on
 once nobody waits.
 
-Tokenizing, chat templates and submitting happen in worker threads, short prompts excepted; results
+Tokenizing, chat templates and submitting happen in worker threads, short texts excepted; results
 and tokens arrive through the handles. A cancelled task (client gone, deadline, shutdown) cancels
 its requests in every phase.
 """
@@ -81,11 +81,14 @@ class EngineRequest(ABC):
     """What one HTTP request asks of the engine. Subclasses tokenize its prompts and say how each
     sequence is sampled.
 
+    renders        whether `encode` runs a chat template, which takes as long as that likes
     size           characters or tokens of all prompts, and some for each message
     per_prompt     sequences computed for each prompt
     options        other keywords of the engine's `submit`
     cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
     """
+
+    renders = False
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class EngineRequest(ABC):
     @abstractmethod
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
         """Tokenize the prompts, given the ids of earlier answers. Runs in a worker thread unless
-        the prompts are short.
+        the prompts are short texts.
         """
 
     @abstractmethod
@@ -196,7 +199,8 @@ async def running(
     started = time.perf_counter()
     answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.cache_salt)
     encode = functools.partial(request.encode, answers)
-    prompts = encode() if request.size <= _SHORT else await off_loop(encode, request.size)
+    is_quick = request.size <= _SHORT and not request.renders
+    prompts = encode() if is_quick else await off_loop(encode, request.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
     if request.mode is not GenerationMode.BASELINE and request.cache_salt is None:
         await admission.group(prompts[0].token_ids)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.logs import log_facts
+from kvboost_edge.text.message_boundaries import user_starts
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
+    from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["prepare"]
+__all__ = ["learn_template", "prepare"]
 
 
 def prepare(
@@ -24,6 +28,7 @@ def prepare(
     warm texts, for each tenant its own copy: none shares with another. No tenants: for who comes
     without a key.
     """
+    learn_template(engine.tokenizer)
     if engine.pooling.source:
         engine.embed([[0, 0]])
     else:
@@ -36,3 +41,18 @@ def prepare(
             log_facts(
                 logging.INFO, "warmed", tokens=stored.token_count, chunks=stored.chunks_stored
             )
+
+
+def learn_template(tokenizer: Tokenizer) -> None:
+    """Find how the chat template writes turns: in a server it takes as long as the template likes,
+    and the event loop must not wait for it.
+    """
+    if tokenizer.chat_template is None:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    except KVBoostError as error:
+        log_facts(logging.WARNING, "the chat template refuses a plain message", reason=str(error))
+    with contextlib.suppress(KVBoostError):
+        _ = tokenizer.turn_format
+        user_starts(tokenizer, ())

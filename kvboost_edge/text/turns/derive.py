@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ __all__ = ["turn_format"]
 Render = Callable[..., str]
 Message = dict[str, Any]
 
+_SECONDS = 5.0  # CPU time of all renderings; those of the slowest known template take 0.1 s
+_LONGEST = 1 << 17  # characters of a rendering that is looked into
 _USER: Message = {"role": "user", "content": "kvbquestion"}
 _CONTENT = "kvbcontent"
 _EARLIER = "kvbearlier"
@@ -69,10 +72,11 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
 
 
 class _Turns:
-    """A template's texts; None where it refuses."""
+    """A template's texts; None where it refuses, writes too much or has taken too long."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
+        self._ends = time.thread_time() + _SECONDS
         # Some templates cannot do without tools.
         self._tools = None if self.text([_USER]) is not None else PROBES.tools
         self.asked = self.text([_USER], prompt=False) or ""
@@ -88,8 +92,10 @@ class _Turns:
         tools: list[Message] | None = None,
         variables: Message | None = None,
     ) -> str | None:
+        if time.thread_time() > self._ends:
+            return None
         try:
-            return self._render(
+            text = self._render(
                 messages,
                 tools=tools or self._tools,
                 add_generation_prompt=prompt,
@@ -97,6 +103,7 @@ class _Turns:
             )
         except RequestError:
             return None
+        return text if len(text) <= _LONGEST else None
 
     def answer(self, message: Message, tools: list[Message] | None = None) -> str | None:
         return self.text([_USER, {"role": "assistant", **message}], prompt=False, tools=tools)

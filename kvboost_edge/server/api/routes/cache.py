@@ -262,6 +262,7 @@ class _RenderedWarm(EngineRequest):
             pin=body.pin,
             ttl=body.ttl,
         )
+        self.renders = body.messages is not None
         self._state = state
         self._body = body
 
