@@ -19,7 +19,7 @@ from kvboost_edge.backends.state_pool import LayerStateSpec, StatePool
 from kvboost_edge.host.memory import Region
 from kvboost_edge.kernels.quantized_kv.code_layout import code_layout
 from kvboost_edge.kvcache.block_table import CopyOp
-from kvboost_edge.segments import Parts
+from kvboost_edge.segments import Segments
 
 if TYPE_CHECKING:
     from kvboost_edge.backends.kernel_access import KernelAccess
@@ -150,7 +150,7 @@ class BatchLayout:
                   this pass
     block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
     slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
-    parts         segments: positions that the blocks of a table hold, see segments.py; None: all
+    segments      positions that the blocks of a table hold, see segments.py; None: all
                   tables are plain, block i holds the positions from i * block_size on
     states        slots of recurrent states; None if the model has none
 
@@ -162,7 +162,7 @@ class BatchLayout:
     seq_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     slot_mapping: npt.NDArray[np.int64]
-    parts: Parts = None
+    segments: Segments = None
     states: PassStates | None = None
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout, PassStates
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.segments import Longs, Part, entry_positions, has_delta, is_last
+from kvboost_edge.segments import Longs, Segment, entry_positions, has_delta, is_last
 
 __all__ = ["check_block", "check_layout", "refuse_deltas"]
 
@@ -135,12 +135,12 @@ def refuse_deltas(layout: BatchLayout, who: str) -> None:
     """Raise ConfigError in the name of `who` if a segment has a position delta, which it cannot
     use.
     """
-    if layout.parts is not None and has_delta(layout.parts):
+    if layout.segments is not None and has_delta(layout.segments):
         raise ConfigError(
-            f"{who} does not attend keys computed at other positions, parts with delta "
-            f"{Part(*layout.parts.T).delta.tolist()}: the native runner on backend 'cpu' does, "
-            "where all layers have keys of one shape and heads x head_dim is a multiple of 32; "
-            "the torch runner on backend 'torch' too, for models with plain rope"
+            f"{who} does not attend keys computed at other positions, segments with delta "
+            f"{Segment(*layout.segments.T).delta.tolist()}: the native runner on backend 'cpu' "
+            "does, where all layers have keys of one shape and heads x head_dim is a multiple of "
+            "32; the torch runner on backend 'torch' too, for models with plain rope"
         )
 
 
@@ -149,7 +149,7 @@ def _check_tables(
 ) -> None:
     tables = layout.block_tables
     width = tables.shape[1]
-    if layout.parts is None:
+    if layout.segments is None:
         room = [width * block_size] * len(seq_lens)
         if tables.size <= _FEW_ENTRIES:
             rows = zip(tables.tolist(), seq_lens, strict=True)
@@ -159,12 +159,12 @@ def _check_tables(
         else:
             ids = _bounds(tables[np.arange(width) < -(-layout.seq_lens[:, None] // block_size)])
     else:
-        checked = _checked(layout.parts, tables.shape, block_size)
+        checked = _checked(layout.segments, tables.shape, block_size)
         first = layout.seq_lens - np.diff(layout.cu_seqlens_q)
         if (checked.written_from > first).any():
             raise ConfigError(
                 f"new tokens from positions {first.tolist()} on are not all in their sequences' "
-                "last parts"
+                "last segments"
             )
         room = checked.room.tolist()
         ids = _bounds(tables[checked.is_used & (checked.served < layout.seq_lens[:, None])])
@@ -196,79 +196,86 @@ class _CheckedParts(NamedTuple):
 
 
 def _checked(
-    parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int
+    segments: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int
 ) -> _CheckedParts:
-    if parts.ndim != 2 or parts.shape[1] != len(Part._fields) or not len(parts):
-        raise ConfigError(f"parts {parts.tolist()} must be rows of {Part._fields}")
-    return _check_again(parts.astype(np.int32).tobytes(), shape, block_size)
+    if segments.ndim != 2 or segments.shape[1] != len(Segment._fields) or not len(segments):
+        raise ConfigError(f"segments {segments.tolist()} must be rows of {Segment._fields}")
+    return _check_again(segments.astype(np.int32).tobytes(), shape, block_size)
 
 
 @lru_cache(maxsize=64)
 def _check_again(data: bytes, shape: tuple[int, ...], block_size: int) -> _CheckedParts:
-    """Return `_check_parts` of segments, remembered if the previous ones were equal: in a decode
+    """Return `_check_segments` of segments, remembered if the previous ones were equal: in a decode
     step the check took 0.5 ms.
     """
-    parts = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Part._fields))
-    _check_parts(parts, shape, block_size)
-    _, served, until = entry_positions(shape, parts, block_size)
+    segments = np.frombuffer(data, dtype=np.int32).reshape(-1, len(Segment._fields))
+    _check_segments(segments, shape, block_size)
+    _, served, until = entry_positions(shape, segments, block_size)
     return _CheckedParts(
         served < until,
         served,
         until.max(axis=1, initial=0),
-        Part(*parts.T).valid_from[is_last(parts)],
+        Segment(*segments.T).valid_from[is_last(segments)],
     )
 
 
-def _check_parts(parts: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int) -> None:
+def _check_segments(
+    segments: npt.NDArray[np.int32], shape: tuple[int, ...], block_size: int
+) -> None:
     """Raise ConfigError unless each sequence's segments are consecutive from position 0 on.
 
     The last one must be at the positions where it is computed. No other may hold KV that was
     computed before position 0.
     """
     num_seqs, width = shape
-    steps = np.diff(parts[:, 0])
-    if (parts[0, 0], parts[-1, 0]) != (0, num_seqs - 1) or (steps < 0).any() or (steps > 1).any():
+    steps = np.diff(segments[:, 0])
+    if (
+        (segments[0, 0], segments[-1, 0]) != (0, num_seqs - 1)
+        or (steps < 0).any()
+        or (steps > 1).any()
+    ):
         raise ConfigError(
-            f"parts {parts.tolist()} must be rows of {Part._fields}, in order, for {num_seqs} "
-            "sequences"
+            f"segments {segments.tolist()} must be rows of {Segment._fields}, in order, for "
+            f"{num_seqs} sequences"
         )
-    part = Part(*parts.T)
-    before = Part(*np.roll(parts, 1, axis=0).T)
-    _check_deltas(Part(*parts.astype(np.int64).T), is_last(parts))
-    ends = before.first_position + (part.first_index - before.first_index) * block_size
+    segment = Segment(*segments.T)
+    before = Segment(*np.roll(segments, 1, axis=0).T)
+    _check_deltas(Segment(*segments.astype(np.int64).T), is_last(segments))
+    ends = before.first_position + (segment.first_index - before.first_index) * block_size
     follows = (
-        (part.valid_from > before.valid_from)
-        & (part.first_index > before.first_index)
-        & (part.valid_from <= ends)
+        (segment.valid_from > before.valid_from)
+        & (segment.first_index > before.first_index)
+        & (segment.valid_from <= ends)
     )
-    offset = part.valid_from - part.first_position
-    fits = (offset >= 0) & (offset < block_size) & (part.first_index < width)
-    begins = (part.valid_from == 0) & (part.first_index >= 0)
-    is_first = np.roll(is_last(parts), 1)
+    offset = segment.valid_from - segment.first_position
+    fits = (offset >= 0) & (offset < block_size) & (segment.first_index < width)
+    begins = (segment.valid_from == 0) & (segment.first_index >= 0)
+    is_first = np.roll(is_last(segments), 1)
     if not (fits & np.where(is_first, begins, follows)).all():
         raise ConfigError(
-            f"parts {parts.tolist()} leave positions out or lie outside tables of {width} blocks"
+            f"segments {segments.tolist()} leave positions out or lie outside tables of {width} "
+            "blocks"
         )
 
 
-def _check_deltas(part: Part, last: npt.NDArray[np.bool_]) -> None:
+def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
     """Check the position deltas of segments.
 
-    part  int64 [num_parts] each
+    segment  int64 [num_segments] each
     last  marks the segments that are written
     """
-    if part.delta[last].any():
+    if segment.delta[last].any():
         raise ConfigError(
-            f"last parts with delta {part.delta[last].tolist()}: new tokens are not written among "
-            "keys computed at other positions, their parts must have delta 0"
+            f"last segments with delta {segment.delta[last].tolist()}: new tokens are not written "
+            "among keys computed at other positions, their segments must have delta 0"
         )
-    computed: Longs = part.valid_from - part.delta
+    computed: Longs = segment.valid_from - segment.delta
     if (computed < 0).any():
         at = int(computed.argmin())
         raise ConfigError(
-            f"keys from position {part.valid_from[at]} on with delta {part.delta[at]} would have "
-            f"been computed from position {computed[at]} on: a delta must be at most the first "
-            "position that its part serves"
+            f"keys from position {segment.valid_from[at]} on with delta {segment.delta[at]} would "
+            f"have been computed from position {computed[at]} on: a delta must be at most the "
+            "first position that its segment serves"
         )
 
 

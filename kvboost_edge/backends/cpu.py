@@ -30,7 +30,7 @@ from kvboost_edge.kernels.quantized_kv import code_write as coded_write
 from kvboost_edge.kernels.quantized_kv.code_dot import coded_dot_form
 from kvboost_edge.kernels.quantized_kv.code_launch import paged_attention_coded
 from kvboost_edge.kvcache.block_table import CopyOp
-from kvboost_edge.segments import repeated_parts
+from kvboost_edge.segments import repeated_segments
 
 __all__ = [
     "THREADING_LAYER",
@@ -58,7 +58,7 @@ class PreparedBatch:
             np.ascontiguousarray(layout.cu_seqlens_q, dtype=np.int32),
             np.ascontiguousarray(layout.seq_lens, dtype=np.int32),
             np.ascontiguousarray(layout.block_tables, dtype=np.int32),
-            layout.parts,
+            layout.segments,
         )
         self.slot_mapping = layout.slot_mapping
         self._num_threads = num_threads
@@ -95,7 +95,7 @@ class PreparedBatch:
             (paged.seq_lens[source] - behind + counts).astype(np.int32),
             paged.block_tables[source],
             self.slot_mapping[rows],
-            repeated_parts(paged.parts, source),
+            repeated_segments(paged.segments, source),
         )
         found = PreparedBatch(layout, self._num_threads)
         found.coded = None if self.coded is None else read_only_pass(self.coded, layout, source)

@@ -145,7 +145,7 @@ class CUDABatch(TorchBatch):
 
     def __init__(self, layout: BatchLayout, block_size: int, device: torch.device) -> None:
         super().__init__(layout, block_size, device)
-        self.tables = None if layout.parts is not None else _tables(layout, device)
+        self.tables = None if layout.segments is not None else _tables(layout, device)
 
 
 def _tables(layout: BatchLayout, device: torch.device) -> _Tables:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvboost_edge.backends.base import BatchLayout
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.segments import Part, is_last, own_parts
+from kvboost_edge.segments import Segment, is_last, own_segments
 
 __all__ = ["OpenBlocks", "PassPlan"]
 
@@ -94,7 +94,7 @@ class OpenBlocks:
         lengths = np.diff(layout.cu_seqlens_q)
         # Everything below counts from slot 0 of each sequence's last segment, which receives its
         # new tokens.
-        own_index, own_position = own_parts(len(lengths), layout.parts)
+        own_index, own_position = own_segments(len(lengths), layout.segments)
         ends = layout.seq_lens - own_position
         starts = ends - lengths
         first = starts // size
@@ -152,14 +152,14 @@ class OpenBlocks:
         Attention finds no codes of it. Codes of a block that the pass fills exist when attention
         begins.
         """
-        if layout.parts is None:
+        if layout.segments is None:
             return
         for table, end in zip(layout.block_tables.tolist(), own_index.tolist(), strict=True):
             for block_id in table[:end]:
                 if block_id in still_open:
                     raise ConfigError(
-                        f"block {block_id} is open and not in the last part of its sequence: fill "
-                        "it first"
+                        f"block {block_id} is open and not in the last segment of its sequence: "
+                        "fill it first"
                     )
 
     def _take(self, block_id: int) -> int:
@@ -192,12 +192,12 @@ def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.in
     Raises ConfigError if a sequence's last segment does not begin at slot 0 of a block: a quantized
     block is written from there on.
     """
-    if layout.parts is not None:
-        last = Part(*layout.parts[is_last(layout.parts)].T)
+    if layout.segments is not None:
+        last = Segment(*layout.segments[is_last(layout.segments)].T)
         if (last.first_position != last.valid_from).any():
             raise ConfigError(
-                f"parts {layout.parts.tolist()}: what is written of a quantized pool begins at "
-                "slot 0 of a block"
+                f"segments {layout.segments.tolist()}: what is written of a quantized pool begins "
+                "at slot 0 of a block"
             )
     return positions.astype(np.int32)
 

@@ -77,7 +77,9 @@ class ReferenceBackend(NumpyBlocks):
     ) -> tuple[Floats, Floats]:
         """Compute causal attention: (out like queries, lse), float32."""
         layout = batch.layout if isinstance(batch, QuantPass) else batch
-        paged = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
+        paged = PagedBatch(
+            layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.segments
+        )
         options = AttentionOptions(*params)
         if isinstance(batch, QuantPass):
             coded = self._coded.layer(layer, batch)

@@ -16,14 +16,14 @@ from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import SharedSpans
 from kvboost_edge.engine.schedule.planners import SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
-from kvboost_edge.kvcache.block_table import BlockTable, TablePart
+from kvboost_edge.kvcache.block_table import BlockTable, TableSegment
 from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.block_history import Chain
 from kvboost_edge.reuse.deviation_scoring import Probe, ProbeRow, QueryProbe, num_probed_blocks
 from kvboost_edge.reuse.indexing import Harvest
 from kvboost_edge.runners.base import ForwardBatch, Runner
-from kvboost_edge.segments import Part
+from kvboost_edge.segments import Segment
 
 __all__ = ["Prober", "SequenceSpans", "SpanSharing"]
 
@@ -195,9 +195,10 @@ def _batch_of(token_ids: Several[int], rows: Several[ProbeRow], block_size: int)
         cu_seqlens_q=np.cumsum([0, *lengths]).astype(np.int32),
         seq_lens=np.array([row.stop for row in rows], np.int32),
         block_tables=block_tables,
-        slot_mapping=np.concatenate([_slots(row, row.parts[-1], block_size) for row in rows]),
-        parts=np.array(
-            [Part(i, *part) for i, row in enumerate(rows) for part in row.parts], np.int32
+        slot_mapping=np.concatenate([_slots(row, row.segments[-1], block_size) for row in rows]),
+        segments=np.array(
+            [Segment(i, *segment) for i, row in enumerate(rows) for segment in row.segments],
+            np.int32,
         ),
     )
     tokens = [np.array(token_ids[row.start : row.stop], np.int64) for row in rows]
@@ -207,7 +208,7 @@ def _batch_of(token_ids: Several[int], rows: Several[ProbeRow], block_size: int)
 
 
 def _slots(
-    row: ProbeRow, own: TablePart, block_size: int
+    row: ProbeRow, own: TableSegment, block_size: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     places = np.arange(row.start, row.stop, dtype=np.int64) - own.first_position
     blocks = np.array(row.block_ids, np.int64)[own.first_index + places // block_size]

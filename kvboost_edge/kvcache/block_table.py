@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 
-__all__ = ["WHOLE", "BlockTable", "CopyOp", "PrefixEntry", "Span", "TableEntry", "TablePart"]
+__all__ = ["WHOLE", "BlockTable", "CopyOp", "PrefixEntry", "Span", "TableEntry", "TableSegment"]
 
 _VALID_FROM = attrgetter("valid_from")
 
@@ -69,14 +69,14 @@ class TableEntry(NamedTuple):
     delta: int
 
 
-class TablePart(NamedTuple):
+class TableSegment(NamedTuple):
     """Consecutive blocks of a table that hold consecutive positions: what its entries have in
     common.
 
     first_index      index in the table of its first block
     first_position   the position of that block's slot 0, at most `valid_from`
-    valid_from       the first position it serves; it serves all up to the next part's, the last
-                     part to the end
+    valid_from       the first position it serves; it serves all up to the next segment's, the last
+                     segment to the end
     delta            see TableEntry
     """
 
@@ -102,8 +102,8 @@ class Span(NamedTuple):
     delta: int
 
 
-WHOLE = TablePart(0, 0, 0, 0)
-"""The one part of a table whose blocks hold its tokens from position 0 on, without a gap."""
+WHOLE = TableSegment(0, 0, 0, 0)
+"""The one segment of a table whose blocks hold its tokens from position 0 on, without a gap."""
 
 
 class BlockTable:
@@ -129,14 +129,15 @@ class BlockTable:
 
     block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and
                          when the table goes over to an equal block, see `Twins`
-    parts                which positions they hold; `[WHOLE]` unless a part begins inside a block
+    segments             which positions they hold; `[WHOLE]` unless a segment begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
     num_matched_tokens   tokens whose keys and values were there then: more than those where a state
                          was missing
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
     spans                what it shares at other positions, in order
-    reserve              own blocks that are in no part yet: what is computed of the spans after all
+    reserve              own blocks that are in no segment yet: what is computed of the spans after
+                         all
                          goes there
     owner                whose blocks they are, for the eviction policy
     miss_reason          why the token after the cached ones was not served; see
@@ -165,9 +166,9 @@ class BlockTable:
         "num_computed_tokens",
         "num_matched_tokens",
         "owner",
-        "parts",
         "reserve",
         "root",
+        "segments",
         "spans",
     )
 
@@ -181,7 +182,7 @@ class BlockTable:
         shares: bool = True,
     ) -> None:
         self.block_ids: list[int] = []
-        self.parts: list[TablePart] = [WHOLE]
+        self.segments: list[TableSegment] = [WHOLE]
         self.spans: tuple[Span, ...] = ()
         self.reserve: list[int] = []
         self.num_cached_tokens = self.num_matched_tokens = 0
@@ -219,41 +220,41 @@ class BlockTable:
     def __len__(self) -> int:
         return len(self.block_ids)
 
-    def part_of(self, position: int) -> TablePart:
-        """The part that serves a position, or will once there are blocks for it."""
-        parts = self.parts
-        if len(parts) == 1:
-            return parts[0]
-        return parts[bisect.bisect_right(parts, position, key=_VALID_FROM) - 1]
+    def segment_of(self, position: int) -> TableSegment:
+        """The segment that serves a position, or will once there are blocks for it."""
+        segments = self.segments
+        if len(segments) == 1:
+            return segments[0]
+        return segments[bisect.bisect_right(segments, position, key=_VALID_FROM) - 1]
 
     def index_of(self, position: int, block_size: int) -> int:
         """Index of the block that holds a position; at least `len(table)` where there is none
         yet.
         """
-        part = self.part_of(position)
-        return part.first_index + (position - part.first_position) // block_size
+        segment = self.segment_of(position)
+        return segment.first_index + (position - segment.first_position) // block_size
 
     def num_slots(self, block_size: int) -> int:
         """Positions that its blocks have room for."""
-        last = self.parts[-1]
+        last = self.segments[-1]
         return last.first_position + (len(self.block_ids) - last.first_index) * block_size
 
     def slots(self, start: int, stop: int, block_size: int) -> list[int]:
         """Slots of positions start .. stop - 1, all of which its blocks have room for."""
         size = block_size
         ids = self.block_ids
-        if len(self.parts) == 1:
+        if len(self.segments) == 1:
             return [
                 ids[position // size] * size + position % size for position in range(start, stop)
             ]
         found: list[int] = []
         while start < stop:
-            part = self.part_of(start)
-            following = [other.valid_from for other in self.parts if other.valid_from > start]
+            segment = self.segment_of(start)
+            following = [other.valid_from for other in self.segments if other.valid_from > start]
             end = min([stop, *following])
-            places = range(start - part.first_position, end - part.first_position)
+            places = range(start - segment.first_position, end - segment.first_position)
             found += [
-                ids[part.first_index + place // size] * size + place % size for place in places
+                ids[segment.first_index + place // size] * size + place % size for place in places
             ]
             start = end
         return found
@@ -262,7 +263,9 @@ class BlockTable:
         """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone
         determine.
         """
-        whole = num_tokens if len(self.parts) == 1 else min(num_tokens, self.parts[1].valid_from)
+        whole = (
+            num_tokens if len(self.segments) == 1 else min(num_tokens, self.segments[1].valid_from)
+        )
         return whole // block_size
 
     def num_unchained_tokens(self, block_size: int) -> int:
@@ -274,14 +277,14 @@ class BlockTable:
 
     def entries(self, block_size: int) -> list[TableEntry]:
         """Every block with the positions it serves."""
-        stops = [part.valid_from for part in self.parts[1:]] + [self.num_slots(block_size)]
-        ends = [part.first_index for part in self.parts[1:]] + [len(self.block_ids)]
+        stops = [segment.valid_from for segment in self.segments[1:]] + [self.num_slots(block_size)]
+        ends = [segment.first_index for segment in self.segments[1:]] + [len(self.block_ids)]
         found: list[TableEntry] = []
-        for part, stop, end in zip(self.parts, stops, ends, strict=True):
-            for index in range(part.first_index, end):
-                first = part.first_position + (index - part.first_index) * block_size
-                valid = max(first, part.valid_from), min(first + block_size, stop)
-                found.append(TableEntry(self.block_ids[index], first, *valid, part.delta))
+        for segment, stop, end in zip(self.segments, stops, ends, strict=True):
+            for index in range(segment.first_index, end):
+                first = segment.first_position + (index - segment.first_index) * block_size
+                valid = max(first, segment.valid_from), min(first + block_size, stop)
+                found.append(TableEntry(self.block_ids[index], first, *valid, segment.delta))
         return found
 
     def __repr__(self) -> str:

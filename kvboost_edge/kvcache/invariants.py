@@ -43,7 +43,7 @@ def check_tables(
             raise CacheCorruption(
                 f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks"
             )
-        _check_parts(table, block_size)
+        _check_segments(table, block_size)
         if table._num_chained > len(table.block_ids):
             raise CacheCorruption(
                 f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}"
@@ -57,21 +57,21 @@ def check_tables(
         )
 
 
-def _check_parts(table: BlockTable, block_size: int) -> None:
-    """Check that the parts of a table follow one another without a gap and stay inside their
+def _check_segments(table: BlockTable, block_size: int) -> None:
+    """Check that the segments of a table follow one another without a gap and stay inside their
     blocks.
     """
-    if not table.parts or table.parts[0] != WHOLE:
-        raise CacheCorruption(f"a table begins with {table.parts[:1]}")
-    for one, other in itertools.pairwise(table.parts):
+    if not table.segments or table.segments[0] != WHOLE:
+        raise CacheCorruption(f"a table begins with {table.segments[:1]}")
+    for one, other in itertools.pairwise(table.segments):
         end = one.first_position + (other.first_index - one.first_index) * block_size
         if not (
             one.valid_from < other.valid_from <= end and other.first_position <= other.valid_from
         ):
             raise CacheCorruption(f"{other} does not follow {one}")
-    if table.parts[-1].first_index > len(table.block_ids):
+    if table.segments[-1].first_index > len(table.block_ids):
         raise CacheCorruption(
-            f"{table.parts[-1]} begins beyond the {len(table.block_ids)} blocks of its table"
+            f"{table.segments[-1]} begins beyond the {len(table.block_ids)} blocks of its table"
         )
 
 

@@ -221,13 +221,13 @@ class KVCacheManager(PoolUsage):
         1.
         """
         size = self.block_size
-        if len(table.parts) == 1:  # nearly always, and every step of a sequence comes by
+        if len(table.segments) == 1:  # nearly always, and every step of a sequence comes by
             return table.num_computed_tokens // size, -(-num_tokens // size)
         stop = table.index_of(num_tokens - 1, size) + 1 if num_tokens > 0 else 0
         first = table.index_of(table.num_computed_tokens, size)
         # Behind a span there is room already, of blocks that are the table's own: none but its last
         # part's may lack.
-        return (max(first, table.parts[-1].first_index), stop) if table.spans else (first, stop)
+        return (max(first, table.segments[-1].first_index), stop) if table.spans else (first, stop)
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
         """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
@@ -366,7 +366,7 @@ class KVCacheManager(PoolUsage):
         """
         self._check_live(table)
         keep = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens else 0
-        if num_tokens < table.num_computed_tokens or keep < table.parts[-1].first_index:
+        if num_tokens < table.num_computed_tokens or keep < table.segments[-1].first_index:
             raise CacheCorruption(
                 f"a table of {table.num_computed_tokens} computed tokens cannot be cut to "
                 f"{num_tokens}"
@@ -394,7 +394,7 @@ class KVCacheManager(PoolUsage):
         for block_id in table.block_ids:
             self._pool.touch(block_id)
         child.block_ids = table.block_ids.copy()
-        child.parts = table.parts.copy()
+        child.segments = table.segments.copy()
         child.spans = table.spans
         child.num_cached_tokens = table.num_cached_tokens
         child.num_computed_tokens = table.num_computed_tokens
@@ -431,7 +431,7 @@ class KVCacheManager(PoolUsage):
         self.spans.give_back(table)
         del self._live[table._serial]
         table.block_ids = []
-        table.parts = [WHOLE]
+        table.segments = [WHOLE]
         table.spans = ()
         self._progress += 1
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_pool import BlockPool
-from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, Span, TablePart
+from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, Span, TableSegment
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, Watcher
 from kvboost_edge.kvcache.prefix_sharing import Claims
 
@@ -99,7 +99,7 @@ class Spans:
         own = own_blocks(table, self._size)
         end = table.num_slots(self._size)
         table.block_ids = []
-        table.parts = [WHOLE]
+        table.segments = [WHOLE]
         table.spans = ()
         self._lay_out(
             table,
@@ -151,14 +151,16 @@ class Spans:
         position = len(table) * self._size
         for span in spans:
             if span.start > position and table.spans:
-                table.parts.append(TablePart(len(table), position, position, 0))
+                table.segments.append(TableSegment(len(table), position, position, 0))
             table.block_ids += map(block_at, range(position, span.start, self._size))
-            table.parts.append(TablePart(len(table), span.first_position, span.start, span.delta))
+            table.segments.append(
+                TableSegment(len(table), span.first_position, span.start, span.delta)
+            )
             table.block_ids += span.block_ids
             table.spans = (*table.spans, span)
             position = span.stop
         if spans:
-            table.parts.append(TablePart(len(table), position, position, 0))
+            table.segments.append(TableSegment(len(table), position, position, 0))
         table.block_ids += map(block_at, range(position, end, self._size))
 
 
@@ -170,16 +172,18 @@ def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
     """The blocks that no span of a table brought, by the position of their slot 0."""
     starts = {span.start for span in table.spans}
     found: dict[int, int] = {}
-    for part, end in zip(
-        table.parts, [*(other.first_index for other in table.parts[1:]), len(table)], strict=False
+    for segment, end in zip(
+        table.segments,
+        [*(other.first_index for other in table.segments[1:]), len(table)],
+        strict=False,
     ):
-        if part.valid_from not in starts:
+        if segment.valid_from not in starts:
             places = range(
-                part.first_position,
-                part.first_position + (end - part.first_index) * block_size,
+                segment.first_position,
+                segment.first_position + (end - segment.first_index) * block_size,
                 block_size,
             )
             found |= zip(
-                places, table.block_ids[part.first_index : end], strict=False
+                places, table.block_ids[segment.first_index : end], strict=False
             )  # checks ask of broken ones too
     return found

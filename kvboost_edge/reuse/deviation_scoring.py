@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.kvcache.block_table import BlockTable, Span, TablePart
+from kvboost_edge.kvcache.block_table import BlockTable, Span, TableSegment
 from kvboost_edge.reuse.span_plan import cut_spans
 from kvboost_edge.runners.base import StoredKeys
 
@@ -37,14 +37,14 @@ class ProbeRow(NamedTuple):
 
     start, stop     their positions
     block_ids       the table's blocks before them, then those that they are written to
-    parts           which positions those hold, the last one their own
+    segments           which positions those hold, the last one their own
     stored          slots of what is stored of them at other positions; empty where nothing is
     """
 
     start: int
     stop: int
     block_ids: list[int]
-    parts: list[TablePart]
+    segments: list[TableSegment]
     stored: list[int]
 
 
@@ -130,16 +130,20 @@ class Probe:
         return found[::-1]
 
     def _own_row(self, start: int, stop: int) -> ProbeRow:
-        own = self._table.part_of(start)
-        parts = [part for part in self._table.parts if part.first_index <= own.first_index]
-        return ProbeRow(start, stop, self._table.block_ids, parts, [])
+        own = self._table.segment_of(start)
+        segments = [
+            segment for segment in self._table.segments if segment.first_index <= own.first_index
+        ]
+        return ProbeRow(start, stop, self._table.block_ids, segments, [])
 
     def _span_row(self, start: int, stop: int, span: Span, scratch: Sequence[int]) -> ProbeRow:
-        parts = [part for part in self._table.parts if part.valid_from < start]
+        segments = [segment for segment in self._table.segments if segment.valid_from < start]
         behind = self._table.index_of(start - 1, self._size) + 1
-        parts.append(TablePart(behind, start, start, 0))
+        segments.append(TableSegment(behind, start, start, 0))
         block_ids = [*self._table.block_ids[:behind], *scratch]
-        return ProbeRow(start, stop, block_ids, parts, self._table.slots(start, stop, self._size))
+        return ProbeRow(
+            start, stop, block_ids, segments, self._table.slots(start, stop, self._size)
+        )
 
 
 class QueryProbe(Probe):

@@ -1,4 +1,4 @@
-"""Layouts whose parts have a delta: who takes them, which are refused, what a pass may read that it
+"""Layouts whose segments have a delta: who takes them, which are refused, what a pass may read that it
 writes itself.
 """
 
@@ -16,7 +16,7 @@ from kvboost_edge.kernels.attention.paged import AttentionOptions, PagedBatch, Q
 from kvboost_edge.kernels.attention.rope import RopeTable
 from kvboost_edge.kernels.reference import attention as reference
 from kvboost_edge.segments import (
-    Part,
+    Segment,
     deltas_of,
     entry_of,
     entry_positions,
@@ -59,21 +59,21 @@ def from_inside_a_block():
 
 def test_positions_of_a_part_that_begins_before_position_0():
     row = from_inside_a_block()
-    parts = np.array(row.parts, np.int32)
-    assert row.parts == [Part(0, 0, -5, 0, -5), Part(0, 2, 22, 22, 0)]
-    assert [x.tolist() for x in entry_positions((1, 3), parts, SIZE)] == [
+    segments = np.array(row.segments, np.int32)
+    assert row.segments == [Segment(0, 0, -5, 0, -5), Segment(0, 2, 22, 22, 0)]
+    assert [x.tolist() for x in entry_positions((1, 3), segments, SIZE)] == [
         [[-5, 11, 22]],
         [[0, 11, 22]],
         [[11, 22, 38]],
     ]
     positions = np.array([0, 10, 11, 21, 22, 25])
-    assert [x.tolist() for x in entry_of(parts, 0, positions, SIZE)] == [
+    assert [x.tolist() for x in entry_of(segments, 0, positions, SIZE)] == [
         [0, 0, 1, 1, 2, 2],
         [5, 15, 0, 10, 0, 3],
     ]
-    assert deltas_of(parts, 0, positions).tolist() == [-5, -5, -5, -5, 0, 0]
-    assert turned_positions(parts, np.array([26], np.int32)) == 31
-    assert [has_delta(some) for some in (None, parts, parts[1:], parts[:, :3])] == [
+    assert deltas_of(segments, 0, positions).tolist() == [-5, -5, -5, -5, 0, 0]
+    assert turned_positions(segments, np.array([26], np.int32)) == 31
+    assert [has_delta(some) for some in (None, segments, segments[1:], segments[:, :3])] == [
         False,
         True,
         False,
@@ -86,7 +86,7 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
     backend = pool(kind)
     layout = layout_of([from_inside_a_block()], SIZE)
     reasons = {
-        CPUBackend: r"parts with delta \[-5, 0\], are attended by queries before rotation",
+        CPUBackend: r"segments with delta \[-5, 0\], are attended by queries before rotation",
         TorchBackend: (
             "backend 'torch', not told how rope turns keys, does not attend keys computed at other"
         ),
@@ -107,7 +107,7 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
 
 
 def rows_over(first, count):
-    """Four tokens behind the first `count` of a row that has one part, in block 20."""
+    """Four tokens behind the first `count` of a row that has one segment, in block 20."""
     new = Pieces(SIZE, blocks_from(20))
     new.run(first.table, 0, count)
     return new.own(4)
@@ -144,15 +144,15 @@ def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
     """
     backend = pool(kind, (8, 8))
     whole = plain(26, SIZE, blocks_from(4))
-    with pytest.raises(ConfigError, match="block 5 is open and not in the last part"):
+    with pytest.raises(ConfigError, match="block 5 is open and not in the last segment"):
         backend.prepare(layout_of([whole, rows_over(whole, 26)], SIZE))
     begun = whole._replace(stop=10)
     write(backend, [begun])
-    with pytest.raises(ConfigError, match="block 4 is open and not in the last part"):
+    with pytest.raises(ConfigError, match="block 4 is open and not in the last segment"):
         backend.prepare(layout_of([rows_over(begun, 10)], SIZE))
-    with pytest.raises(ConfigError, match="block 4 is open and not in the last part"):
+    with pytest.raises(ConfigError, match="block 4 is open and not in the last segment"):
         backend.prepare(layout_of([begun._replace(start=10, stop=13), rows_over(begun, 10)], SIZE))
-    with pytest.raises(ConfigError, match="block 5 is open and not in the last part"):
+    with pytest.raises(ConfigError, match="block 5 is open and not in the last segment"):
         backend.prepare(layout_of([whole._replace(start=10), rows_over(whole, 26)], SIZE))
     write(backend, [whole._replace(start=10), rows_over(whole, 16)])
     backend.close()
@@ -170,7 +170,7 @@ def test_a_quantized_block_that_a_pass_leaves_open_is_in_no_earlier_part(kind):
 )
 @pytest.mark.parametrize("half", [0, 3, DIM // 2])
 def test_torch_turns_keys_as_the_specification_does(half, params):
-    """Two sequences of runs and one without, some of whose keys lie where no part serves them."""
+    """Two sequences of runs and one without, some of whose keys lie where no segment serves them."""
     frequencies = 1000.0 ** (-np.arange(half) / max(half, 1))
     table = RopeTable(frequencies.astype(np.float32))
     table.cover(256)
@@ -189,12 +189,13 @@ def test_torch_turns_keys_as_the_specification_does(half, params):
         for number, row in enumerate([stored, *rows]):
             keys, values = random_kv(row.stop - row.start)
             layout = layout_of(
-                [row._replace(parts=[part._replace(delta=0) for part in row.parts])], SIZE
+                [row._replace(segments=[segment._replace(delta=0) for segment in row.segments])],
+                SIZE,
             )
             backend.write_kv(0, kind(keys + number), kind(values), backend.prepare(layout))
     layout = layout_of(rows, SIZE)
     queries = np.random.default_rng(1).standard_normal((37, 2 * HEADS, DIM), dtype=np.float32)
-    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
+    batch = PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.segments)
     turning = QueryRotation(queries, table.cos, table.sin)
     wanted = reference.paged_attention(
         queries, slow._pools[0], batch, AttentionOptions(*params), turning

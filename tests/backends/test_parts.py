@@ -1,4 +1,4 @@
-"""Block tables of several parts: an entry's index says nothing of its position, and plain sequences
+"""Block tables of several segments: an entry's index says nothing of its position, and plain sequences
 keep their bits.
 """
 
@@ -13,7 +13,7 @@ from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.backends.torch_backend import TorchBackend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.segments import Part, entry_of, entry_positions
+from kvboost_edge.segments import Segment, entry_of, entry_positions
 
 SIZE = 16
 BLOCKS = 128
@@ -27,8 +27,8 @@ CODED = pytest.mark.parametrize("kind", KINDS[:2], ids=lambda kind: kind.name)
 
 
 class Seamed:
-    """One sequence of a case in blocks of its own: parts begin at `cuts`, each `offsets[i]` slots
-    into a block, with an entry that serves nothing between two parts.
+    """One sequence of a case in blocks of its own: segments begin at `cuts`, each `offsets[i]` slots
+    into a block, with an entry that serves nothing between two segments.
     """
 
     def __init__(self, case, sequence, cuts, offsets, first_block):
@@ -36,22 +36,24 @@ class Seamed:
         self.sequence = sequence
         self.cuts = [0, *cuts]
         self.ends = [*cuts, case.lengths[sequence][1]]
-        self.parts = []
+        self.segments = []
         table = []
         for cut, end, offset in zip(self.cuts, self.ends, [0, *offsets], strict=True):
-            self.parts.append(Part(0, len(table), cut - offset, cut, 0))
+            self.segments.append(Segment(0, len(table), cut - offset, cut, 0))
             count = -(-(end - cut + offset) // SIZE) + 1
             table += range(first_block + len(table), first_block + len(table) + count)
         self.table = np.array(table, np.int32)
 
     def layout(self, start, stop):
-        """Tokens [start, stop), all of one part; parts behind them do not exist yet."""
-        parts = np.array([part for part in self.parts if part.valid_from < stop], np.int32)
-        entries, offsets = entry_of(parts, 0, np.arange(start, stop), SIZE)
+        """Tokens [start, stop), all of one segment; segments behind them do not exist yet."""
+        segments = np.array(
+            [segment for segment in self.segments if segment.valid_from < stop], np.int32
+        )
+        entries, offsets = entry_of(segments, 0, np.arange(start, stop), SIZE)
         slots = self.table[entries].astype(np.int64) * SIZE + offsets
         starts = np.array([0, stop - start], np.int32)
         ends = np.array([stop], np.int32)
-        return BatchLayout(starts, ends, self.table[None], slots, parts)
+        return BatchLayout(starts, ends, self.table[None], slots, segments)
 
     def write(self, backend):
         for start, end in zip(self.cuts, self.ends, strict=True):
@@ -145,7 +147,7 @@ def test_a_seam_on_the_grid_of_partitions_changes_no_bit(threads):
 
 @pytest.mark.parametrize("bits", [(16, 16), *BITS], ids=str)
 def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
-    """In one batch with a sequence of parts, and as the last part of none."""
+    """In one batch with a sequence of segments, and as the last segment of none."""
     case = one_case(6, (1, 700), (1, 85))
     params = AttentionParams(0.2, window=600)
     backend = pool(CPUBackend, bits, num_threads=2)
@@ -173,15 +175,15 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
     tables = np.full((2, width), -1, np.int32)
     tables[0, : one.block_tables.shape[1]] = one.block_tables[0]
     tables[1, : other.block_tables.shape[1]] = other.block_tables[0]
-    assert other.parts is not None
-    theirs = other.parts.copy()
+    assert other.segments is not None
+    theirs = other.segments.copy()
     theirs[:, 0] = 1
     both = BatchLayout(
         np.array([0, 12, 17], np.int32),
         np.array([700, 85], np.int32),
         tables,
         np.concatenate([one.slot_mapping, other.slot_mapping]),
-        np.concatenate([np.array([Part(0, 0, 0, 0, 0)], np.int32), theirs]),
+        np.concatenate([np.array([Segment(0, 0, 0, 0, 0)], np.int32), theirs]),
     )
     batch = backend.prepare(both)
     keys, values, queries = (
@@ -207,23 +209,25 @@ def test_a_plain_sequence_keeps_its_bits_beside_a_seamed_one(bits):
 )
 @pytest.mark.parametrize("new", [1, 20])
 def test_quantized_parts_as_the_specification_has_them(bits, cuts, params, new):
-    """A part may end inside a block that is full: what stands behind it there is not attended."""
+    """A segment may end inside a block that is full: what stands behind it there is not attended."""
     case = one_case(7, (new, cuts[-1] + 37))
     results = []
     for kind, options in ((ReferenceBackend, {}), (CPUBackend, {"num_threads": 2})):
         backend = pool(kind, bits, **options)
         seamed = Seamed(case, 0, cuts, [0] * len(cuts), 2)
-        for part, (start, end) in enumerate(zip(seamed.cuts, seamed.ends, strict=True)):
-            if part + 1 == len(seamed.cuts):
+        for segment, (start, end) in enumerate(zip(seamed.cuts, seamed.ends, strict=True)):
+            if segment + 1 == len(seamed.cuts):
                 end -= new
-            stop = start + -(-(end - start) // SIZE) * SIZE if part + 1 < len(seamed.cuts) else end
+            stop = (
+                start + -(-(end - start) // SIZE) * SIZE if segment + 1 < len(seamed.cuts) else end
+            )
             filled = np.minimum(
                 np.arange(start, stop), end - 1
             )  # a block that ends short repeats its last token
-            if part + 1 < len(seamed.cuts):
-                seamed.parts, kept = seamed.parts[: part + 1], seamed.parts
+            if segment + 1 < len(seamed.cuts):
+                seamed.segments, kept = seamed.segments[: segment + 1], seamed.segments
                 layout = seamed.layout(start, stop)
-                seamed.parts = kept
+                seamed.segments = kept
             else:
                 layout = seamed.layout(start, stop)
             seamed.write_rows(backend, filled, layout)
@@ -252,7 +256,7 @@ def test_positions_of_entries_of_plain_tables():
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("segments", "message"),
     [
         ([(0, 0, 0, 0, 4)], "computed at other positions"),
         ([(1, 0, 0, 0, 0)], "for 1 sequences"),
@@ -261,8 +265,8 @@ def test_positions_of_entries_of_plain_tables():
         ([(0, 0, 0, 0, 0), (0, 2, 33, 33, 0)], "leave positions out"),
         ([(0, 0, 0, 0, 0), (0, 9, 20, 20, 0)], "leave positions out"),
         ([(0, 0, 0, 0, 0), (0, 2, 2, 20, 0)], "leave positions out"),
-        ([(0, 0, 0, 0, 0), (0, 2, 30, 30, 0)], "last parts"),
-        ([(0, 0, 0, 0, 0), (0, 1, 16, 16, 3)], r"last parts with delta \[3\]"),
+        ([(0, 0, 0, 0, 0), (0, 2, 30, 30, 0)], "last segments"),
+        ([(0, 0, 0, 0, 0), (0, 1, 16, 16, 3)], r"last segments with delta \[3\]"),
         (
             [(0, 0, 0, 0, 1), (0, 1, 16, 16, 0)],
             "position 0 on with delta 1 would have been computed from position -1",
@@ -273,23 +277,23 @@ def test_positions_of_entries_of_plain_tables():
     ],
 )
 @EACH
-def test_parts_that_do_not_fit_are_refused(kind, parts, message):
-    refuses(pool(kind), np.arange(3), parts, message)
+def test_parts_that_do_not_fit_are_refused(kind, segments, message):
+    refuses(pool(kind), np.arange(3), segments, message)
 
 
-def refuses(backend, slots, parts, message):
-    """The last 3 of 28 tokens, in a table of 4 blocks with these parts."""
+def refuses(backend, slots, segments, message):
+    """The last 3 of 28 tokens, in a table of 4 blocks with these segments."""
     starts = np.array([0, 3], np.int32)
     ends = np.array([28], np.int32)
     table = np.arange(4, dtype=np.int32)[None]
     with pytest.raises(ConfigError, match=message):
-        backend.prepare(BatchLayout(starts, ends, table, slots, np.array(parts, np.int32)))
+        backend.prepare(BatchLayout(starts, ends, table, slots, np.array(segments, np.int32)))
     backend.close()
 
 
 def test_a_quantized_part_is_written_from_slot_0_of_a_block():
-    parts = [(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)]
-    refuses(pool(ReferenceBackend, (8, 8)), 2 * SIZE + 5 + np.arange(3), parts, "slot 0")
+    segments = [(0, 0, 0, 0, 0), (0, 2, 20, 25, 0)]
+    refuses(pool(ReferenceBackend, (8, 8)), 2 * SIZE + 5 + np.arange(3), segments, "slot 0")
 
 
 @CODED

@@ -8,24 +8,24 @@ import pytest
 from helpers.distance import distance
 from helpers.engine.native_bench import BLOCK, Machine, NativeBench
 from helpers.models.tiny_models import save_tiny_model
-from kvboost_edge.kvcache.block_table import TableEntry, TablePart
-from kvboost_edge.segments import Part
+from kvboost_edge.kvcache.block_table import TableEntry, TableSegment
+from kvboost_edge.segments import Segment
 
 TOKENS = [(7 * index) % 61 + 1 for index in range(70)]
 
 
 def test_a_row_of_a_part_is_the_part_with_its_sequence():
-    assert Part._fields == ("sequence", *TablePart._fields)
+    assert Segment._fields == ("sequence", *TableSegment._fields)
 
 
-def seamed_logits(machine, bits, cut, part):
-    """Logits of all tokens; the table goes on with `part` behind the first `cut` of them."""
+def seamed_logits(machine, bits, cut, segment):
+    """Logits of all tokens; the table goes on with `segment` behind the first `cut` of them."""
     bench = NativeBench(machine, bits=bits, max_batch_tokens=cut)
     handle, rows = bench.submit_logits(TOKENS)
     bench.step()
     (sequence,) = bench.scheduler.running
     assert sequence.num_computed_tokens == cut
-    sequence.blocks.parts.append(part)
+    sequence.blocks.segments.append(segment)
     bench.run()
     handle.result(0)
     bench.assert_clean()
@@ -44,7 +44,7 @@ def test_logits_do_not_depend_on_where_a_part_begins(
     tmp_path, bits, weights, cut, first_index, tolerance
 ):
     machine = Machine(save_tiny_model("llama", tmp_path), weights)
-    seamed = seamed_logits(machine, bits, cut, TablePart(first_index, cut, cut, 0))
+    seamed = seamed_logits(machine, bits, cut, TableSegment(first_index, cut, cut, 0))
     plain = NativeBench(machine, bits=bits, max_batch_tokens=cut).logits(TOKENS)
     np.testing.assert_array_equal(seamed[:cut], plain[:cut])
     assert distance(seamed, plain) <= tolerance
@@ -57,7 +57,7 @@ def test_what_a_seamed_sequence_computed_behind_its_seam_is_not_found_by_others(
     handle, _ = bench.submit_logits(TOKENS)
     bench.step()
     (sequence,) = bench.scheduler.running
-    sequence.blocks.parts.append(TablePart(2, 20, 20, 0))
+    sequence.blocks.segments.append(TableSegment(2, 20, 20, 0))
     entries = sequence.blocks.entries(BLOCK)
     assert entries[1] == TableEntry(sequence.blocks.block_ids[1], BLOCK, BLOCK, 20, 0)
     bench.run()

@@ -1,11 +1,11 @@
-"""Tables whose parts begin inside a block: positions, slots and chains without `index == position
+"""Tables whose segments begin inside a block: positions, slots and chains without `index == position
 // block_size`.
 """
 
 import pytest
 
 from kvboost_edge.errors import CacheCorruption
-from kvboost_edge.kvcache.block_table import WHOLE, TableEntry, TablePart
+from kvboost_edge.kvcache.block_table import WHOLE, TableEntry, TableSegment
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
@@ -20,10 +20,10 @@ def seamed(manager):
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 6)
     manager.commit(table, range(11), 6)
-    table.parts.append(TablePart(2, 6, 6, 0))
+    table.segments.append(TableSegment(2, 6, 6, 0))
     manager.extend(table, 9)
     manager.commit(table, range(11), 9)
-    table.parts.append(TablePart(3, 7, 9, 0))
+    table.segments.append(TableSegment(3, 7, 9, 0))
     manager.extend(table, 11)
     return table
 
@@ -32,7 +32,7 @@ def test_a_plain_table_is_one_part():
     manager = KVCacheManager(8, B)
     table = manager.open_table(range(6), ROOT)
     manager.extend(table, 6)
-    assert table.parts == [WHOLE]
+    assert table.segments == [WHOLE]
     assert table.entries(B) == [TableEntry(0, 0, 0, 4, 0), TableEntry(1, 4, 4, 8, 0)]
     assert (table.num_slots(B), table.index_of(5, B), table.index_of(8, B)) == (8, 1, 2)
 
@@ -94,31 +94,31 @@ def test_a_chain_ends_where_a_part_begins_inside_a_block():
     manager.commit(table, range(15), 15)
     assert manager.published_block_count == 1
     child = manager.fork(table)
-    assert child.parts == table.parts
-    assert child.parts is not table.parts
+    assert child.segments == table.segments
+    assert child.segments is not table.segments
     manager.check_invariants([table, child])
     manager.free(table)
     manager.free(child)
-    assert (child.parts, manager.free_block_count, manager.cached_block_count) == ([WHOLE], 8, 1)
+    assert (child.segments, manager.free_block_count, manager.cached_block_count) == ([WHOLE], 8, 1)
     assert manager.peek(range(15), ROOT) == B
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "segments",
     [
         [],
-        [TablePart(0, 1, 1, 0)],
-        [WHOLE, TablePart(2, 9, 9, 0)],  # a gap: blocks 0 and 1 end at 8
-        [WHOLE, TablePart(2, 6, 0, 0)],  # serves nothing
-        [WHOLE, TablePart(2, 7, 6, 0)],  # its first block begins behind what it serves
-        [WHOLE, TablePart(9, 8, 8, 0)],
+        [TableSegment(0, 1, 1, 0)],
+        [WHOLE, TableSegment(2, 9, 9, 0)],  # a gap: blocks 0 and 1 end at 8
+        [WHOLE, TableSegment(2, 6, 0, 0)],  # serves nothing
+        [WHOLE, TableSegment(2, 7, 6, 0)],  # its first block begins behind what it serves
+        [WHOLE, TableSegment(9, 8, 8, 0)],
     ],
 )
-def test_parts_that_do_not_fit_are_found(parts):
+def test_parts_that_do_not_fit_are_found(segments):
     manager = KVCacheManager(8, B)
     table = manager.open_table(range(11), ROOT)
     manager.extend(table, 11)
     manager.check_invariants([table])
-    table.parts = parts
+    table.segments = segments
     with pytest.raises((CacheCorruption, IndexError)):
         manager.check_invariants([table])

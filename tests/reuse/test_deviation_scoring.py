@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvboost_edge.kvcache.block_table import Span, TablePart
+from kvboost_edge.kvcache.block_table import Span, TableSegment
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.deviation_scoring import NUM_ASKING, Probe, QueryProbe, num_probed_blocks
 from kvboost_edge.reuse.span_plan import cut_spans
@@ -43,7 +43,7 @@ def test_every_token_before_the_end_of_the_last_span_is_looked_at_once_in_order(
     while not probe.is_done:
         rows = probe.next_rows(limit)
         assert 0 < sum(row.stop - row.start for row in rows) <= max(SIZE, limit)
-        scratch = [row.block_ids[row.parts[-1].first_index :] for row in rows if row.stored]
+        scratch = [row.block_ids[row.segments[-1].first_index :] for row in rows if row.stored]
         written = [block for blocks in scratch for block in blocks]
         assert len(written) == len(set(written))
         assert set(written) <= set(table.reserve)
@@ -63,11 +63,11 @@ def test_a_row_of_a_span_is_behind_all_before_it_in_a_part_of_its_own():
     probe = Probe(table, SIZE)
     rows = probe.next_rows(12)
     assert looked_at(rows) == [(0, 4, False), (4, 12, True)]
-    assert rows[1].parts == [*table.parts[:1], TablePart(1, 4, 4, 0)]
+    assert rows[1].segments == [*table.segments[:1], TableSegment(1, 4, 4, 0)]
     assert rows[1].block_ids == [*table.block_ids[:1], *table.reserve[:2]]
     rows = probe.next_rows(16)
     assert looked_at(rows) == [(14, 18, False), (18, 26, True)]
-    assert rows[0].parts == table.parts[:3]
+    assert rows[0].segments == table.segments[:3]
 
 
 def test_the_blocks_that_deviate_most_go_to_reserved_blocks():

@@ -84,13 +84,13 @@ class TorchBatch:
         self._block_size = block_size
         self._most_slots = most_slots
         self._groups: dict[int, list[SameLength]] = {}
-        self._entries = entry_positions(layout.block_tables.shape, layout.parts, block_size)
+        self._entries = entry_positions(layout.block_tables.shape, layout.segments, block_size)
         # Position deltas of keys: int64 [num_deltas], and the index of each entry's delta; empty
         # without deltas.
         self.deltas = np.zeros(0, np.int64)
         self._turns = None
-        if layout.parts is not None and has_delta(layout.parts):
-            deltas = entry_deltas(layout.block_tables.shape, layout.parts)
+        if layout.segments is not None and has_delta(layout.segments):
+            deltas = entry_deltas(layout.block_tables.shape, layout.segments)
             self.deltas, turns = np.unique(deltas, return_inverse=True)
             self._turns = turns.reshape(deltas.shape)
 
@@ -109,7 +109,7 @@ class TorchBatch:
         return self._groups[window]
 
     def _fitting(self, seqs: Longs) -> list[Longs]:
-        """Divide sequences so that each part's gathered slots stay within the limit."""
+        """Divide sequences so that each segment's gathered slots stay within the limit."""
         width = self.layout.block_tables.shape[1] * self._block_size
         if self._most_slots is None:
             return [seqs]

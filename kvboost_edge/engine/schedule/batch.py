@@ -12,7 +12,7 @@ from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.runners.base import ForwardBatch
-from kvboost_edge.segments import Part, Parts
+from kvboost_edge.segments import Segment, Segments
 
 __all__ = ["build_batch", "split_rows"]
 
@@ -47,7 +47,7 @@ def build_batch(
         seq_lens=np.array([one.stop for one in work], np.int32),
         block_tables=block_tables,
         slot_mapping=np.array(slots, np.int64),
-        parts=_parts_of(work, tables),
+        segments=_segments_of(work, tables),
         states=_states_of(work, tables, manager),
     )
     return ForwardBatch(
@@ -95,15 +95,15 @@ def _states_of(
     )
 
 
-def _parts_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Parts:
-    """The parts of all tables up to the one that the row's tokens are in; None where all are
+def _segments_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Segments:
+    """The segments of all tables up to the one that the row's tokens are in; None where all are
     plain.
     """
-    if all(len(table.parts) == 1 for table in tables):
+    if all(len(table.segments) == 1 for table in tables):
         return None
-    rows: list[Part] = []
+    rows: list[Segment] = []
     for i, (one, table) in enumerate(zip(work, tables, strict=True)):
-        own = table.part_of(one.start)
-        seen = [part for part in table.parts if part.first_index <= own.first_index]
-        rows += [Part(sequence=i, **part._asdict()) for part in seen]
+        own = table.segment_of(one.start)
+        seen = [segment for segment in table.segments if segment.first_index <= own.first_index]
+        rows += [Segment(sequence=i, **segment._asdict()) for segment in seen]
     return np.array(rows, np.int32)

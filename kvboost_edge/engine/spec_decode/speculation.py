@@ -74,7 +74,7 @@ class Speculation(DraftPlanner):
         if not self._closes_blocks:
             return most
         # Of a table that shares spans the last part may begin anywhere.
-        offset = (known - sequence.blocks.parts[-1].first_position) % block_size
+        offset = (known - sequence.blocks.segments[-1].first_position) % block_size
         return min(most, block_size - 1 - offset)
 
     def drafter(self, request: Request) -> Drafter | None:

@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
     max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
     cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
     unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as
-                  in QueryRotation; half: rotary pairs. All empty or 0 where no part has a delta
+                  in QueryRotation; half: rotary pairs. All empty or 0 where no segment has a delta
     """
 
     queries: Floats
@@ -121,7 +121,7 @@ class Job(NamedTuple):
 
 
 class RotationPointers(NamedTuple):
-    """What an AttentionCall has for parts with a delta, as addresses; apart from a Job, of which
+    """What an AttentionCall has for segments with a delta, as addresses; apart from a Job, of which
     every number is handed on with each 16 tokens.
     """
 
@@ -137,7 +137,8 @@ class Unit(NamedTuple):
     most.
 
     first_index   entry of the block table that holds the tokens from `shift` on
-    whole         0, or `high` where the rows' own tokens are in another part: then all rows see all
+    whole         0, or `high` where the rows' own tokens are in another segment: then all rows see
+                  all
                   up to there
 
     query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0

@@ -32,7 +32,7 @@ from kvboost_edge.kernels.attention.paged import (
 )
 from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.kernels.vectors import LANES
-from kvboost_edge.segments import Part, has_delta, turned_positions
+from kvboost_edge.segments import Segment, has_delta, turned_positions
 
 __all__ = [
     "AttentionWorkspace",
@@ -95,7 +95,8 @@ def paged_attention(
     queries    float32 [num_tokens, num_q_heads, head_dim]
     workspace  None: one thread and buffers of its own
     plan       the batch's `plan_work` for these head counts and this window, if it is known already
-    turning    for a batch that has parts with a delta; ConfigError where such a batch comes without
+    turning    for a batch that has segments with a delta; ConfigError where such a batch comes
+               without
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
     are trusted.
@@ -140,18 +141,18 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
 
 
 def check_turning(queries: Floats, batch: PagedBatch, turning: QueryRotation | None) -> None:
-    """ConfigError where parts of the batch have a delta and no queries before rotation, or no rows
-    of rope's tables, are there for it.
+    """ConfigError where segments of the batch have a delta and no queries before rotation, or no
+    rows of rope's tables, are there for it.
     """
-    if batch.parts is None or not has_delta(batch.parts):
+    if batch.segments is None or not has_delta(batch.segments):
         return
     if turning is None:
-        deltas = Part(*batch.parts.T).delta.tolist()
+        deltas = Segment(*batch.segments.T).delta.tolist()
         raise ConfigError(
-            f"keys computed at other positions, parts with delta {deltas}, are attended by queries "
-            "before rotation, which were not given"
+            f"keys computed at other positions, segments with delta {deltas}, are attended by "
+            "queries before rotation, which were not given"
         )
-    needed = turned_positions(batch.parts, batch.seq_lens)
+    needed = turned_positions(batch.segments, batch.seq_lens)
     rows = min(len(turning.cos), len(turning.sin))
     if turning.queries.shape != queries.shape or rows < needed:
         raise ConfigError(

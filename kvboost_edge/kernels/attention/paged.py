@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kernels.vectors import KIND_BF16, KIND_F16, KIND_F32, LANES
-from kvboost_edge.segments import Longs, Part, Parts, valid_to
+from kvboost_edge.segments import Longs, Segment, Segments, valid_to
 
 __all__ = [
     "ITEM_COLUMNS",
@@ -84,14 +84,14 @@ class PagedBatch(NamedTuple):
     seq_lens      int32 [num_seqs]               the position behind each sequence's last query row
     block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's
                   end
-    parts         which positions the blocks hold, see segments.py; None: block i holds those from
+    segments      which positions the blocks hold, see segments.py; None: block i holds those from
                   i * block_size on
     """
 
     cu_seqlens_q: Ints
     seq_lens: Ints
     block_tables: Ints
-    parts: Parts = None
+    segments: Segments = None
 
 
 class AttentionOptions(NamedTuple):
@@ -99,7 +99,7 @@ class AttentionOptions(NamedTuple):
 
     sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no
     value. ahead: so many keys behind p are seen too, as far as the sequence goes; 0: causal. Only
-    where no batch has parts.
+    where no batch has segments.
     """
 
     softmax_scale: float
@@ -110,7 +110,7 @@ class AttentionOptions(NamedTuple):
 
 
 class QueryRotation(NamedTuple):
-    """What queries over parts with a delta are made of: one at position p is rotated by row p -
+    """What queries over segments with a delta are made of: one at position p is rotated by row p -
     delta of the tables.
 
     queries   float32 [num_tokens, num_q_heads, head_dim], before rotation
@@ -128,16 +128,17 @@ class Item(NamedTuple):
 
     first_row, num_rows              query tokens, counted from the sequence's first one in the
                                      batch
-    first_partition, end_partition   what this item walks, of one part of the sequence's blocks
+    first_partition, end_partition   what this item walks, of one segment of the sequence's blocks
     split                            number of the split tile, -1: not split
     ordinal, num_partitions          which of the split tile's partitions this is, and how many it
                                      has
     first_partial                    the split tile's first partial result
-    first_index                      the part's first entry in the block table
+    first_index                      the segment's first entry in the block table
     shift                            position of that entry's slot 0; the item's other positions are
                                      counted from there
-    valid_from, valid_to             what the part serves; NO_END: the queries themselves are in it
-    delta                            of the part: 0, or how far back the queries are turned
+    valid_from, valid_to             what the segment serves; NO_END: the queries themselves are in
+                                     it
+    delta                            of the segment: 0, or how far back the queries are turned
     """
 
     sequence: Any
@@ -190,28 +191,28 @@ def plan_work(
     partition.
 
     How the batch is cut decides speed only: partial results end at absolute positions and merge in
-    order either way. A sequence of several parts is always split, each part into partitions of its
-    own. ConfigError for parts and `ahead`.
+    order either way. A sequence of several segments is always split, each segment into partitions
+    of its own. ConfigError for segments and `ahead`.
     """
-    if ahead and batch.parts is not None:
+    if ahead and batch.segments is not None:
         raise ConfigError(
-            f"ahead={ahead}: keys behind a query are not seen where a sequence has parts"
+            f"ahead={ahead}: keys behind a query are not seen where a sequence has segments"
         )
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     starts = batch.cu_seqlens_q.tolist()
     seq_lens = batch.seq_lens.tolist()
     lengths = tuple(end - first for first, end in pairwise(starts))
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
-    if max(lengths, default=0) > tile_rows or (window > 0 and batch.parts is not None):
-        return _plan_items(lengths, seq_lens, batch.parts, cut)
+    if max(lengths, default=0) > tile_rows or (window > 0 and batch.segments is not None):
+        return _plan_items(lengths, seq_lens, batch.segments, cut)
     # Steps of decoding: the same plan until a sequence begins another tile, or leaves a partition
     # behind its window.
     alike = tuple(
         _last_alike(seq_len, seq_len - length, window)
         for seq_len, length in zip(seq_lens, lengths, strict=True)
     )
-    parts = None if batch.parts is None else batch.parts.tobytes()
-    return _plan_again(lengths, alike, parts, cut)
+    segments = None if batch.segments is None else batch.segments.tobytes()
+    return _plan_again(lengths, alike, segments, cut)
 
 
 def _last_alike(seq_len: int, position: int, window: int) -> int:
@@ -238,23 +239,23 @@ class _Cut(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _plan_again(
-    lengths: tuple[int, ...], seq_lens: tuple[int, ...], parts: bytes | None, cut: _Cut
+    lengths: tuple[int, ...], seq_lens: tuple[int, ...], segments: bytes | None, cut: _Cut
 ) -> WorkPlan:
-    """`_plan_items`, for lengths and parts, int32, that it has met before the same again."""
+    """`_plan_items`, for lengths and segments, int32, that it has met before the same again."""
     rows = (
         None
-        if parts is None
-        else np.frombuffer(parts, dtype=np.int32).reshape(-1, len(Part._fields))
+        if segments is None
+        else np.frombuffer(segments, dtype=np.int32).reshape(-1, len(Segment._fields))
     )
     return _plan_items(lengths, seq_lens, rows, cut)
 
 
 class _Walks(NamedTuple):
-    """What tiles of query rows walk: one walk for each part of the tile's sequence. int64
+    """What tiles of query rows walk: one walk for each segment of the tile's sequence. int64
     [num_walks] each.
 
     tile  the tile;  position: of its first query;  partitions [first, end) and what else there is
-          as in `Item`: one number stands for all walks where every sequence has one part
+          as in `Item`: one number stands for all walks where every sequence has one segment
     """
 
     tile: Longs
@@ -276,7 +277,9 @@ class _Walks(NamedTuple):
         }
 
 
-def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cut) -> WorkPlan:
+def _plan_items(
+    new: Sequence[int], known: Sequence[int], segments: Segments, cut: _Cut
+) -> WorkPlan:
     """new, known: query rows and tokens of each sequence."""
     lengths = np.array(new, np.int64)
     seq_lens = np.array(known, np.int64)
@@ -287,13 +290,13 @@ def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cu
     rows = np.minimum(lengths[sequence] - first_row, tile_rows)
     position = seq_lens[sequence] - lengths[sequence] + first_row
     seen = np.minimum(seq_lens[sequence], position + rows + cut.ahead) - position
-    walks = _walks(sequence, position, seen, parts, cut.window)
+    walks = _walks(sequence, position, seen, segments, cut.window)
     totals = counts = walks.end_partition - walks.first_partition
-    if parts is not None:
+    if segments is not None:
         totals = np.bincount(walks.tile, counts, sequence.size).astype(np.int64)
     few = (tiles == 1) | (tiles * cut.num_kv_heads < _ITEMS_PER_THREAD * cut.num_threads)
     split = few[sequence] & (totals > 1) & (cut.num_threads > 1)
-    if parts is not None:
+    if segments is not None:
         split |= np.bincount(walks.tile, minlength=sequence.size) > 1
 
     source, within = _repeated(np.where(split[walks.tile], counts, 1))
@@ -310,7 +313,7 @@ def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cu
         end_partition=np.where(is_split, begin + 1, walks.end_partition[source]),
         split=np.where(is_split, (np.cumsum(split) - 1)[tile], -1),
         ordinal=within
-        if parts is None
+        if segments is None
         else np.where(is_split, np.cumsum(is_split) - 1 - first_partial[tile], 0),
         num_partitions=np.where(is_split, totals[tile], 1),
         first_partial=first_partial[tile],
@@ -331,11 +334,13 @@ def _plan_items(new: Sequence[int], known: Sequence[int], parts: Parts, cut: _Cu
     return WorkPlan(items, int(split.sum()), int(partials.sum()), tile_rows, num_steps)
 
 
-def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: int) -> _Walks:
+def _walks(
+    sequence: Longs, position: Longs, seen: Longs, segments: Segments, window: int
+) -> _Walks:
     """The walks of tiles whose first query row is at `position` of `sequence`; what is `seen` from
     there on is the tile's rows, and more where queries look ahead.
     """
-    if parts is None:
+    if segments is None:
         first = (
             np.maximum(position - window + 1, 0) // PARTITION
             if window > 0
@@ -352,12 +357,12 @@ def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: 
             NO_END,
             0,
         )
-    tile, number = np.nonzero(sequence[:, None] == parts[:, 0])
-    part = Part(*parts[number].astype(np.int64).T)
-    end = valid_to(parts)[number]
-    position = position[tile] - part.first_position
-    valid_from = part.valid_from - part.first_position
-    end = np.where(end == NO_END, NO_END, end - part.first_position)
+    tile, number = np.nonzero(sequence[:, None] == segments[:, 0])
+    segment = Segment(*segments[number].astype(np.int64).T)
+    end = valid_to(segments)[number]
+    position = position[tile] - segment.first_position
+    valid_from = segment.valid_from - segment.first_position
+    end = np.where(end == NO_END, NO_END, end - segment.first_position)
     low = np.maximum(valid_from, position - window + 1) if window > 0 else valid_from
     first = low // PARTITION
     last = np.maximum(-(-np.minimum(end, position + seen[tile]) // PARTITION), first)
@@ -366,11 +371,11 @@ def _walks(sequence: Longs, position: Longs, seen: Longs, parts: Parts, window: 
         position,
         first,
         last,
-        part.first_index,
-        part.first_position,
+        segment.first_index,
+        segment.first_position,
         valid_from,
         end,
-        part.delta,
+        segment.delta,
     )
 
 

@@ -19,7 +19,7 @@ from kvboost_edge.kernels.attention.paged import (
 )
 from kvboost_edge.kernels.attention.storage import from_storage, to_storage
 from kvboost_edge.kernels.reference.rope import turn_keys
-from kvboost_edge.segments import Parts, deltas_of, entry_of
+from kvboost_edge.segments import Segments, deltas_of, entry_of
 
 __all__ = ["copy_blocks", "gather_kv", "merge_state", "paged_attention", "write_kv"]
 
@@ -31,13 +31,13 @@ def gather_kv(
     block_table: npt.NDArray[Any],
     start: int,
     stop: int,
-    parts: Parts = None,
+    segments: Segments = None,
     sequence: int = 0,
 ) -> tuple[Doubles, Doubles]:
     """Keys and values of tokens [start, stop) of one sequence, float64 [num_kv_heads, stop - start,
     head_dim].
     """
-    entries, offsets = entry_of(parts, sequence, np.arange(start, stop), pool.keys.shape[3])
+    entries, offsets = entry_of(segments, sequence, np.arange(start, stop), pool.keys.shape[3])
     blocks = np.asarray(block_table)[entries]
     keys = from_storage(pool.keys[blocks, :, :, offsets]).astype(np.float64)
     values = from_storage(pool.values[blocks, :, offsets, :]).astype(np.float64)
@@ -55,7 +55,7 @@ def paged_attention(
     the options look ahead.
 
     queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32
-    [num_tokens, num_q_heads]). turning: for a batch that has parts with a delta, whose keys are
+    [num_tokens, num_q_heads]). turning: for a batch that has segments with a delta, whose keys are
     turned by its tables.
     """
     out = np.empty(queries.shape, dtype=np.float32)
@@ -68,11 +68,11 @@ def paged_attention(
             low = max(0, position - options.window + 1) if options.window > 0 else 0
             stop_key = min(position + 1 + options.ahead, int(seq_len))
             keys, values = gather_kv(
-                pool, batch.block_tables[sequence], low, stop_key, batch.parts, sequence
+                pool, batch.block_tables[sequence], low, stop_key, batch.segments, sequence
             )
             if turning is not None:
                 keys = turn_keys(
-                    keys, deltas_of(batch.parts, sequence, np.arange(low, stop_key)), turning
+                    keys, deltas_of(batch.segments, sequence, np.arange(low, stop_key)), turning
                 )
             out[row], lse[row] = _attend_row(queries[row].astype(np.float64), keys, values, options)
     return out, lse

@@ -26,7 +26,7 @@ from kvboost_edge.kernels.attention.paged import (
 from kvboost_edge.kernels.quantized_kv.code_layout import STEP_BIAS, CodeLayout
 from kvboost_edge.kernels.reference.floats import exp_f32, fma_f32
 from kvboost_edge.kernels.reference.rope import rotate_heads
-from kvboost_edge.segments import Part, valid_to
+from kvboost_edge.segments import Segment, valid_to
 
 __all__ = ["decode_block", "paged_attention_coded", "quantize_blocks"]
 
@@ -351,8 +351,8 @@ def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _S
     return _State(sums, maxima.astype(F32), weights.sum(axis=1).astype(F32))
 
 
-class _PartRange(NamedTuple):
-    """Positions [low, high) of one part, counted from the slot 0 of its first entry."""
+class _SegmentRange(NamedTuple):
+    """Positions [low, high) of one segment, counted from the slot 0 of its first entry."""
 
     first_index: int
     low: int
@@ -360,20 +360,20 @@ class _PartRange(NamedTuple):
     delta: int
 
 
-def _parts_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_PartRange]:
-    """The parts of a sequence as far as they hold positions [low, high)."""
-    if batch.parts is None:
-        return [_PartRange(0, low, high, 0)]
-    ends = valid_to(batch.parts)
+def _segments_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_SegmentRange]:
+    """The segments of a sequence as far as they hold positions [low, high)."""
+    if batch.segments is None:
+        return [_SegmentRange(0, low, high, 0)]
+    ends = valid_to(batch.segments)
     found = []
-    for row, end in zip(batch.parts.tolist(), ends.tolist(), strict=True):
-        part = Part(*row)
-        start = max(low, part.valid_from)
+    for row, end in zip(batch.segments.tolist(), ends.tolist(), strict=True):
+        segment = Segment(*row)
+        start = max(low, segment.valid_from)
         stop = min(high, end)
-        if part.sequence == sequence and start < stop:
-            first = start - part.first_position
-            last = stop - part.first_position
-            found.append(_PartRange(part.first_index, first, last, part.delta))
+        if segment.sequence == sequence and start < stop:
+            first = start - segment.first_position
+            last = stop - segment.first_position
+            found.append(_SegmentRange(segment.first_index, first, last, segment.delta))
     return found
 
 
@@ -390,7 +390,7 @@ def paged_attention_coded(
 
     queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads,
     bytes]; returns (out like queries, lse float32 [num_tokens, num_q_heads]). turning: for a batch
-    that has parts with a delta.
+    that has segments with a delta.
     """
     if options.ahead:
         raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
@@ -414,19 +414,21 @@ def paged_attention_coded(
                     heads = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
                     rows = _query_rows(queries[row, heads], options.softmax_scale, layout.dim)
                     coded = _empty(heads_per_kv, layout.dim)
-                    for part in _parts_of(batch, sequence, low, begin):
+                    for segment in _segments_of(batch, sequence, low, begin):
                         where = _Sequence(
-                            codes, layout, batch.block_tables[sequence][part.first_index :], head
+                            codes, layout, batch.block_tables[sequence][segment.first_index :], head
                         )
                         mine = rows
-                        if part.delta and turning is not None:
+                        if segment.delta and turning is not None:
                             turned = rotate_heads(
-                                turning.queries[row, heads], position - part.delta, turning
+                                turning.queries[row, heads], position - segment.delta, turning
                             )
                             mine = _query_rows(turned, options.softmax_scale, layout.dim)
                         coded = _merge(
                             coded,
-                            _attend_partitions(mine, where, part.low, part.high, options.softcap),
+                            _attend_partitions(
+                                mine, where, segment.low, segment.high, options.softcap
+                            ),
                         )
                     keys = own.pool.keys[buffer, head][:, seen]
                     values = own.pool.values[buffer, head][seen]

@@ -46,7 +46,7 @@ class PassTexts:
         pass.
         """
         lengths = np.diff(layout.cu_seqlens_q)
-        if not np.array_equal(lengths, layout.seq_lens) or layout.parts is not None:
+        if not np.array_equal(lengths, layout.seq_lens) or layout.segments is not None:
             raise ConfigError(
                 f"texts that attend both ways are computed whole: {lengths.tolist()} tokens are "
                 f"here of sequences of {layout.seq_lens.tolist()}"

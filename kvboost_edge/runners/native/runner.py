@@ -358,7 +358,7 @@ class NativeRunner:
     ) -> tuple[Longs, list[Any]]:
         """The buffers of a pass, and what must outlive it as `tokens` and `positions` must."""
         num_positions = int(positions.max()) + 1
-        parts = batch.layout.parts
+        parts = batch.layout.segments
         if parts is not None:
             num_positions = max(num_positions, turned_positions(parts, batch.layout.seq_lens))
         addresses = self._buffers.addresses(len(tokens), num_positions)
@@ -386,7 +386,7 @@ class NativeRunner:
         """Memory for operations [first, end), which attend in some layers, entered into the
         addresses.
         """
-        turning = self._buffers.turning() if has_delta(batch.layout.parts) else {}
+        turning = self._buffers.turning() if has_delta(batch.layout.segments) else {}
         heads = self._spec.num_heads
         widest = max(self._buffers.sizes.attended)
         counters = self._num_counters(*part)

@@ -132,7 +132,7 @@ class OnnxRunner:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
         layout = batch.layout
         refuse_deltas(layout, "the ONNX runner")
-        if layout.parts is not None:
+        if layout.segments is not None:
             raise ConfigError(
                 "the ONNX runner attends whole prefixes only, and a table has several parts"
             )

@@ -57,7 +57,7 @@ def spoil(engine):
 
     def noisy(batch):
         logits = forward(batch)
-        moved = batch.layout.parts is not None and (batch.layout.parts[:, -1] != 0).any()
+        moved = batch.layout.segments is not None and (batch.layout.segments[:, -1] != 0).any()
         return logits[:, ::-1].copy() if moved else logits
 
     runner.forward = noisy

@@ -47,7 +47,7 @@ from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.runners.base import ForwardBatch, RunnerInfo, StoredKeys
-from kvboost_edge.segments import Part
+from kvboost_edge.segments import Segment
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.tiers.base import Tier
 
@@ -235,8 +235,8 @@ class FakeRunner:
         size = self.backend.spec.block_size
         tokens = np.full(length, POISON)
         positions = np.full(length, POISON)
-        rows = [[sequence, 0, 0, 0, 0]] if layout.parts is None else layout.parts.tolist()
-        parts = [part for part in (Part(*row) for row in rows) if part.sequence == sequence]
+        rows = [[sequence, 0, 0, 0, 0]] if layout.segments is None else layout.segments.tolist()
+        parts = [part for part in (Segment(*row) for row in rows) if part.sequence == sequence]
         for part, end in zip(
             parts, [*(other.valid_from for other in parts[1:]), length], strict=True
         ):

@@ -10,18 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.segments import Part, entry_of
+from kvboost_edge.segments import Segment, entry_of
 
 
 class Row(NamedTuple):
-    """Tokens [start, stop) that a sequence computes, as a row of a batch; parts are those of
+    """Tokens [start, stop) that a sequence computes, as a row of a batch; segments are those of
     sequence 0.
     """
 
     start: int
     stop: int
     table: list[int]
-    parts: list[Part]
+    segments: list[Segment]
 
     def last(self, count: int) -> Row:
         """The last tokens of it."""
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     def slots(self, size: int) -> np.ndarray:
         indices, offsets = entry_of(
-            np.array(self.parts, np.int32), 0, np.arange(self.start, self.stop), size
+            np.array(self.segments, np.int32), 0, np.arange(self.start, self.stop), size
         )
         return np.array(self.table, np.int64)[indices] * size + offsets
 
@@ -41,7 +41,7 @@ class Pieces:
         self.size = size
         self._take = take
         self.table: list[int] = []
-        self.parts: list[Part] = []
+        self.segments: list[Segment] = []
         self.length = 0
 
     def run(self, stored: Sequence[int], start: int, count: int) -> None:
@@ -57,10 +57,10 @@ class Pieces:
         self._begin(0, 0)
         self.table += self._take(-(-count // self.size))
         self.length += count
-        return Row(self.length - count, self.length, list(self.table), list(self.parts))
+        return Row(self.length - count, self.length, list(self.table), list(self.segments))
 
     def _begin(self, offset: int, delta: int) -> None:
-        self.parts.append(Part(0, len(self.table), self.length - offset, self.length, delta))
+        self.segments.append(Segment(0, len(self.table), self.length - offset, self.length, delta))
 
 
 def plain(count: int, size: int, take: Callable[[int], list[int]]) -> Row:
@@ -85,7 +85,11 @@ def layout_of(rows: Sequence[Row], size: int) -> BatchLayout:
         tables,
         np.concatenate([row.slots(size) for row in rows]),
         np.array(
-            [part._replace(sequence=index) for index, row in enumerate(rows) for part in row.parts],
+            [
+                segment._replace(sequence=index)
+                for index, row in enumerate(rows)
+                for segment in row.segments
+            ],
             np.int32,
         ),
     )
@@ -94,5 +98,8 @@ def layout_of(rows: Sequence[Row], size: int) -> BatchLayout:
 def with_deltas(row: Row, change: Callable[[int], int]) -> Row:
     """The row with other deltas, where it has any."""
     return row._replace(
-        parts=[part._replace(delta=part.delta and change(part.delta)) for part in row.parts]
+        segments=[
+            segment._replace(delta=segment.delta and change(segment.delta))
+            for segment in row.segments
+        ]
     )

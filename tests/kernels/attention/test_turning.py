@@ -46,7 +46,7 @@ OPTIONS = {
 ROPES = {
     "whole": (24, 12, 1.0),
     "wide": (64, 32, 1.0),
-    "part": (40, 10, 1.0),
+    "segment": (40, 10, 1.0),
     "yarn": (32, 16, 1.25),
     "none": (16, 0, 1.0),
 }
@@ -104,7 +104,9 @@ class Moved(NamedTuple):
 
     def batch(self, row):
         layout = layout_of([row], SIZE)
-        return PagedBatch(layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.parts)
+        return PagedBatch(
+            layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.segments
+        )
 
 
 def make(rope, last, seed=0):
@@ -178,8 +180,8 @@ def assert_far(got, wanted):
 @pytest.mark.parametrize("rope", ROPES)
 def test_the_specification_is_attention_over_keys_computed_where_they_are_attended(rope, options):
     moved = make(rope, 9)
-    assert sorted({part.delta for part in moved.row.parts}) == [-361, -5, 0, 32, 39, 85]
-    assert moved.row.parts[0].first_position == -5
+    assert sorted({segment.delta for segment in moved.row.segments}) == [-361, -5, 0, 32, 39, 85]
+    assert moved.row.segments[0].first_position == -5
     queries, turning = moved.new(moved.row)
     got = reference.paged_attention(
         queries, float_pool(moved, "float32"), moved.batch(moved.row), options, turning
@@ -210,7 +212,7 @@ def test_turned_queries_attend_what_turned_keys_give(rope, dtype, name, last, tw
     ("bits", "rope", "last"),
     pairwise(
         BIT_PAIRS,
-        {"whole": "plain", "wide": "softcap", "part": "window 300", "yarn": "plain"}.items(),
+        {"whole": "plain", "wide": "softcap", "segment": "window 300", "yarn": "plain"}.items(),
         (1, 13),
     ),
 )

@@ -163,7 +163,7 @@ class Mixed:
 
     @property
     def deltas(self):
-        return [part.delta for part in self.rows[-1].parts]
+        return [segment.delta for segment in self.rows[-1].segments]
 
 
 def error(got, wanted):
@@ -397,12 +397,12 @@ def test_what_tokens_attend_to_is_what_transformers_gives(name, bits, tmp_path):
     mixed = Mixed(hand, hand.stored(STORED), STORED, 10, (16, 32, 16, 9))
     hand.forward(mixed.rows[:-1], [mixed.tokens] * 3)
     row = mixed.rows[-1]
-    parts = np.array(row.parts, np.int32)
+    segments = np.array(row.segments, np.int32)
     own = {position for one in mixed.rows for position in range(one.start, one.stop)}
     positions = np.array([position for position in range(row.stop) if position not in own])
-    entries, offsets = entry_of(parts, 0, positions, SIZE)
+    entries, offsets = entry_of(segments, 0, positions, SIZE)
     stored = StoredKeys(
-        np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions)
+        np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(segments, 0, positions)
     )
     new = np.arange(row.start, row.stop)
     batch = ForwardBatch(

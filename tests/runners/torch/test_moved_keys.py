@@ -101,7 +101,7 @@ class Mixed:
             if run is not None:
                 pieces.run(stored.table, *run)
                 self.tokens += STORED[run[0] : sum(run)]
-        assert [part.delta for part in self.rows[-1].parts] == [0, -5, 0, 44, 0]
+        assert [segment.delta for segment in self.rows[-1].segments] == [0, -5, 0, 44, 0]
 
     @property
     def own(self):
@@ -111,11 +111,13 @@ class Mixed:
     def stored(self):
         """The tokens of the runs."""
         row = self.rows[-1]
-        parts = np.array(row.parts, np.int32)
+        segments = np.array(row.segments, np.int32)
         positions = np.setdiff1d(np.arange(row.stop), self.own)
-        entries, offsets = entry_of(parts, 0, positions, SIZE)
+        entries, offsets = entry_of(segments, 0, positions, SIZE)
         return StoredKeys(
-            np.array(row.table)[entries] * SIZE + offsets, positions, deltas_of(parts, 0, positions)
+            np.array(row.table)[entries] * SIZE + offsets,
+            positions,
+            deltas_of(segments, 0, positions),
         )
 
 
