@@ -58,7 +58,7 @@ class KVCache:
         self._page_size = page_size
         self._enable_prefix_sharing = enable_prefix_sharing
         self._manager = KVCacheManager(max_pages, page_size)
-        self._manager.twins.keep_apart()  # payloads of equal tokens may differ
+        self._manager.duplicates.keep_apart()  # payloads of equal tokens may differ
         self._payloads: list[list[Any]] = [[] for _ in range(max_pages)]
         self._sequences: dict[Hashable, BlockTable] = {}
         self._drafts: dict[Hashable, list[Draft]] = {}

@@ -128,7 +128,7 @@ class BlockTable:
     new, with 48 it publishes block 9.
 
     block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and
-                         when the table goes over to an equal block, see `Twins`
+                         when the table goes over to an equal block, see `DuplicateBlocks`
     segments             which positions they hold; `[WHOLE]` unless a segment begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
     num_matched_tokens   tokens whose keys and values were there then: more than those where a state
@@ -151,12 +151,12 @@ class BlockTable:
         "_chain_serial",
         "_claims",
         "_counts_spans",
+        "_duplicates",
         "_goes_on",
         "_num_chained",
         "_publishes",
         "_serial",
         "_shares",
-        "_twins",
         "_uncounted_misses",
         "_withdrawn",
         "block_ids",
@@ -211,8 +211,8 @@ class BlockTable:
         # block index -> prefix hash this table promised to compute (single flight)
         self._claims: dict[int, bytes] = {}
         # block index -> the published equal of a block this table holds privately, and its entry,
-        # see `Twins`
-        self._twins: dict[int, tuple[int, PrefixEntry]] = {}
+        # see `DuplicateBlocks`
+        self._duplicates: dict[int, tuple[int, PrefixEntry]] = {}
         # block index -> entry taken out of the index while this table, its only holder, rewrites
         # the block
         self._withdrawn: dict[int, PrefixEntry] = {}

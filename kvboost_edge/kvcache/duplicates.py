@@ -1,4 +1,4 @@
-"""Twins: published blocks with the content of blocks that tables hold for themselves.
+"""Duplicate blocks: published blocks with the content of blocks that tables hold for themselves.
 
 A table's own block may have an equal that is published already: the one it was copied from, or one
 that was there while the table computed its own, because its state was missing or somebody else
@@ -14,22 +14,22 @@ from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
-__all__ = ["Twins", "standing_for"]
+__all__ = ["DuplicateBlocks", "standing_for"]
 
 
 def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
-    """The published block with the content of a table's block: itself, or its twin; None where
+    """The published block with the content of a table's block: itself, or its duplicate; None where
     there is none.
     """
     if index >= table._num_chained:
         return None
     if published.entry(table.block_ids[index]) is not None:
         return table.block_ids[index]
-    twin, entry = table._twins.get(index, (-1, None))
-    return twin if entry is not None and published.entry(twin) == entry else None
+    duplicate, entry = table._duplicates.get(index, (-1, None))
+    return duplicate if entry is not None and published.entry(duplicate) == entry else None
 
 
-class Twins:
+class DuplicateBlocks:
     """Those of one manager's tables. `released`: where ids of blocks go that are freed with nothing
     to match.
     """
@@ -46,24 +46,26 @@ class Twins:
         self._are_apart = False
 
     def keep_apart(self) -> None:
-        """From here on no table goes over to a twin: equal tokens do not mean equal content."""
+        """From here on no table goes over to a duplicate: equal tokens do not mean equal
+        content.
+        """
         self._are_apart = True
 
     def note(self, table: BlockTable, index: int, block_id: int, entry: PrefixEntry) -> None:
         """Published block `block_id` has the content of the table's own block."""
         if block_id != table.block_ids[index]:
-            table._twins[index] = (block_id, entry)
+            table._duplicates[index] = (block_id, entry)
 
     def adopt(self, table: BlockTable, num_full: int) -> int:
-        """Let a table that uses the cache share the twins of its first `num_full` blocks, all
-        computed, and give its own back; where a twin was evicted meanwhile, its own block takes
-        that one's place. How many blocks changed.
+        """Let a table that uses the cache share the duplicates of its first `num_full` blocks, all
+        computed, and give its own back; where a duplicate was evicted meanwhile, its own block
+        takes that one's place. How many blocks changed.
         """
-        if not table._twins or not table._shares or table.spans or self._are_apart:
+        if not table._duplicates or not table._shares or table.spans or self._are_apart:
             return 0
-        indices = sorted(index for index in table._twins if index < num_full)
+        indices = sorted(index for index in table._duplicates if index < num_full)
         for index in indices:
-            block_id, entry = table._twins.pop(index)
+            block_id, entry = table._duplicates.pop(index)
             if self._index.entry(block_id) != entry:
                 found = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
                 if found is None:
@@ -87,9 +89,9 @@ class Twins:
             self._released[own] = None
 
     def keep(self, table: BlockTable, index: int) -> None:
-        """The table gives its own block back. The blocks after it were matched through its twin,
-        which is to outlive them.
+        """The table gives its own block back. The blocks after it were matched through its
+        duplicate, which is to outlive them.
         """
-        twin, entry = table._twins.get(index, (-1, None))
-        if entry is not None and self._index.entry(twin) == entry:
-            self._pool.refresh(twin)
+        duplicate, entry = table._duplicates.get(index, (-1, None))
+        if entry is not None and self._index.entry(duplicate) == entry:
+            self._pool.refresh(duplicate)

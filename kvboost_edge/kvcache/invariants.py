@@ -48,7 +48,7 @@ def check_tables(
             raise CacheCorruption(
                 f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}"
             )
-        if any(index >= len(table.block_ids) for index in (*table._twins, *table._withdrawn)):
+        if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):
             raise CacheCorruption("a table remembers a block beyond its end")
         claims.update(dict.fromkeys(table._claims.values(), table._serial))
     if claims != in_flight:

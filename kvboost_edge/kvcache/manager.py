@@ -21,7 +21,7 @@ from kvboost_edge.kvcache.block_contents import (
 )
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import WHOLE, BlockTable, CopyOp
-from kvboost_edge.kvcache.duplicates import Twins
+from kvboost_edge.kvcache.duplicates import DuplicateBlocks
 from kvboost_edge.kvcache.events import EventLog
 from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.eviction.pins import Pins
@@ -53,7 +53,7 @@ class KVCacheManager(PoolUsage):
     spans          blocks at other positions than those they were computed at, see `Spans`
     content        what blocks hold, for whoever keeps copies of them elsewhere
     events         which prefixes came and left, for whoever sends requests where they are
-    twins          blocks that tables hold beside published ones of equal content, see `Twins`
+    duplicates     blocks that tables hold in addition to published ones of equal content
     pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
     recurrent      the recurrent state of tables, see `TableStates`; `NoTableStates` where
                    `state_sizes` is None
@@ -100,9 +100,9 @@ class KVCacheManager(PoolUsage):
         # ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
-        self.twins = Twins(self._index, self._pool, self.content, self._released)
+        self.duplicates = DuplicateBlocks(self._index, self._pool, self.content, self._released)
         self._publisher = Publisher(
-            self._index, self._claims, self.content, self.twins, hash_fn, block_size
+            self._index, self._claims, self.content, self.duplicates, hash_fn, block_size
         )
         self.spans = Spans(
             self._pool, self._index, self._claims, self._take, self._released, block_size
@@ -286,7 +286,7 @@ class KVCacheManager(PoolUsage):
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
-            self.twins.note(table, block_index, block_id, entry)
+            self.duplicates.note(table, block_index, block_id, entry)
         self.cow_copies += 1
         return CopyOp(block_id, new)
 
@@ -334,7 +334,8 @@ class KVCacheManager(PoolUsage):
         this made full.
 
         `token_ids` is the running list, prompt and generated; only blocks not published before are
-        read. Where an equal block is published already the table goes over to that, see `Twins`.
+        read. Where an equal block is published already the table goes over to that
+        (`DuplicateBlocks`).
         `publish=False`: content that its tokens alone do not determine; the table publishes nothing
         from here on. Raises CacheCorruption for a count below the last one, beyond the tokens or
         beyond the blocks, and for tokens that changed under a rewrite.
@@ -349,7 +350,7 @@ class KVCacheManager(PoolUsage):
         table._publishes = table._publishes and publish
         if table._publishes:
             num_full = table.num_full_blocks(num_computed, self.block_size)
-            if num_full > table._num_chained or table._withdrawn or table._twins:
+            if num_full > table._num_chained or table._withdrawn or table._duplicates:
                 first = max(0, table._num_chained - 1)
                 self._progress += self._publisher.publish(table, token_ids, num_full)
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
@@ -402,7 +403,7 @@ class KVCacheManager(PoolUsage):
         child._publishes = table._publishes
         child._chain_hash = table._chain_hash
         child._chain_serial = table._chain_serial
-        child._twins = table._twins.copy()
+        child._duplicates = table._duplicates.copy()
         self.recurrent.fork(table, child)
         return self._enter(child)
 
@@ -420,7 +421,7 @@ class KVCacheManager(PoolUsage):
             self._uses.mark(table.block_ids)
         rank = self._uses.rank
         for index in range(len(table.block_ids) - 1, -1, -1):
-            self.twins.keep(table, index)
+            self.duplicates.keep(table, index)
             block_id = table.block_ids[index]
             matchable = self._index.entry(block_id) is not None
             self._pool.release(

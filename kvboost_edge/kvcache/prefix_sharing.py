@@ -12,7 +12,7 @@ from kvboost_edge.errors import CacheCorruption
 from kvboost_edge.kvcache.block_contents import BlockContents
 from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.duplicates import Twins
+from kvboost_edge.kvcache.duplicates import DuplicateBlocks
 from kvboost_edge.kvcache.eviction.block_usage import Uses
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn, LoneRoot, encode_tokens
 from kvboost_edge.kvcache.lookup import Lookup
@@ -126,24 +126,24 @@ class Opener:
 
 class Publisher:
     """Publishes blocks of tables. Where an equal one is published already, the table goes over to
-    that, see `Twins`.
+    that, see `DuplicateBlocks`.
     """
 
-    __slots__ = ("_block_size", "_claims", "_content", "_hash_fn", "_index", "_twins")
+    __slots__ = ("_block_size", "_claims", "_content", "_duplicates", "_hash_fn", "_index")
 
     def __init__(
         self,
         index: PrefixIndex,
         claims: Claims,
         content: BlockContents,
-        twins: Twins,
+        duplicates: DuplicateBlocks,
         hash_fn: HashFn,
         block_size: int,
     ) -> None:
         self._index = index
         self._claims = claims
         self._content = content
-        self._twins = twins
+        self._duplicates = duplicates
         self._hash_fn = hash_fn
         self._block_size = block_size
 
@@ -158,7 +158,7 @@ class Publisher:
             count += self._republish(table, index, self._encode_block(token_ids, index))
         for index in range(table._num_chained, num_full):
             count += self._append(table, index, self._encode_block(token_ids, index))
-        return count + self._twins.adopt(table, num_full)
+        return count + self._duplicates.adopt(table, num_full)
 
     def _encode_block(self, token_ids: Sequence[int], index: int) -> bytes:
         return encode_tokens(token_ids[index * self._block_size : (index + 1) * self._block_size])
@@ -213,5 +213,5 @@ class Publisher:
         """Block `known` stands in the index for the table's own block: its serial."""
         entry = self._index.entry(known)
         assert entry is not None  # it was just found there
-        self._twins.note(table, index, known, entry)
+        self._duplicates.note(table, index, known, entry)
         return entry.serial

@@ -111,7 +111,7 @@ def test_a_table_without_the_cache_keeps_its_own_and_its_equals_outlive_what_han
 def test_kept_apart_a_table_keeps_its_own():
     manager = KVCacheManager(8, B)
     tokens = list(range(8))
-    manager.twins.keep_apart()
+    manager.duplicates.keep_apart()
     first, second = (manager.open_table(tokens, ROOT) for _ in range(2))
     for table in (first, second):
         manager.extend(table, 8)
