@@ -38,7 +38,7 @@ from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
-from kvboost_edge.runners.base import ForwardBatch, Runner
+from kvboost_edge.runners.base import ForwardBatch, PassAbandoned, Runner
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.schedule.sequence import Sequence
@@ -62,6 +62,7 @@ _FORKED = (
 )
 _WHILE_LOADING = 1.0  # seconds between two looks at whether anything arrives
 _WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
+_WHILE_COMPUTED = 0.002  # seconds between two looks at what other threads compute for a sequence
 _LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
 
 
@@ -198,6 +199,7 @@ class EngineCore:
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
         # Held for moments only, so that submitting never waits for the bookkeeping.
         self._gate = threading.Lock()
+        self._close_requested = False
         self._closing = False
         self._stopped = False
         self._failure: BaseException | None = None
@@ -288,10 +290,15 @@ class EngineCore:
     def cancel(self, index: int) -> None:
         """Ask for the end of a request; unknown or finished ones are ignored."""
         self._inbox.put(Cancel(index))
+        # The message first: where a pass is abandoned for it, the next step finds it.
+        sequence = self._live.get(index)
+        if sequence is not None:
+            sequence.handle.cancel_requested = True
 
     def request_close(self) -> None:
         """Ask the thread to end; callable from a finalizer."""
         self._inbox.put(Close())
+        self._close_requested = True
 
     def close(self) -> None:
         """End the thread and release runner and backend; running requests fail. Waits for the step
@@ -354,6 +361,9 @@ class EngineCore:
         """
         if self._closing:
             return
+        if self.scheduler.awaits_features:
+            self._sleep(_WHILE_COMPUTED)
+            return
         with self.lock:
             if not self.scheduler.has_work:
                 self._watch.idle()
@@ -368,7 +378,10 @@ class EngineCore:
             if self.scheduler.only_waits
             else _LONG_SLEEP
         )
-        seconds = min([longest, *(max(0.0, end - time.monotonic()) for end in ends)])
+        self._sleep(min([longest, *(max(0.0, end - time.monotonic()) for end in ends)]))
+
+    def _sleep(self, seconds: float) -> None:
+        """Wait for a message, so long at most, and act on it."""
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=seconds)
             with self.lock:
@@ -392,7 +405,14 @@ class EngineCore:
         """Return the batch of a step; None where it computes nothing."""
         if not plan.work:
             return None
-        return build_batch(plan.work, self.scheduler.manager, self._runner.info.hidden_size)
+        members = plan.members
+
+        def is_abandoned() -> bool:
+            return self._close_requested or all(map(_is_ending, members))
+
+        return build_batch(
+            plan.work, self.scheduler.manager, self._runner.info.hidden_size, is_abandoned
+        )
 
     def _probe(self, sequences: list[Sequence]) -> None:
         """Score a piece of the spans of each sequence; one that fails ends alone."""
@@ -407,7 +427,8 @@ class EngineCore:
     def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> list[Floats] | None:
         """Copy blocks and run the forward pass; return what it found for each item of work.
 
-        Where it fails all sequences that depend on it end, and None is returned.
+        Where it fails all sequences that depend on it end, and None is returned; likewise where
+        all of them are ending anyway.
         """
         try:
             if plan.copies:
@@ -415,6 +436,8 @@ class EngineCore:
             if batch is None:
                 return []
             return split_rows(plan.work, self._runner.forward(batch), batch.states)
+        except PassAbandoned:
+            return None  # the next step ends all that were in it
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
@@ -425,7 +448,10 @@ class EngineCore:
         self, plan: StepPlan, batch: ForwardBatch | None, found: list[Floats], began: float
     ) -> None:
         """Give each sequence its rows, take in accepted draft tokens, and write back blocks."""
-        self._pace.observe(plan, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self._pace.observe(plan, seconds)
+        if not plan.probed:
+            self.scheduler.pacing.observe(plan.work, seconds)
         with self.lock:
             self._take(plan.work, found)
             has_drafts = batch is not None and self._accepted.plan(plan.work, batch.layout)
@@ -459,7 +485,8 @@ class EngineCore:
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
         is_empty = not plan.work and not plan.copies
-        return None if is_empty and self.scheduler.only_waits else plan
+        waits = self.scheduler.only_waits or self.scheduler.awaits_features
+        return None if is_empty and waits else plan
 
     def _release_blocks(self, wanted: frozenset[int]) -> None:
         """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for
@@ -553,3 +580,11 @@ class EngineCore:
             self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
             self.scheduler.speculation.remember(sequence)
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
+
+
+def _is_ending(sequence: Sequence) -> bool:
+    """Return whether the next step will end a sequence: cancelled, or past its deadline."""
+    deadline = sequence.request.terms.deadline
+    return sequence.handle.cancel_requested or (
+        deadline is not None and time.monotonic() >= deadline
+    )

@@ -131,6 +131,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
             loads,
             max_num_seqs=parts.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
+            target_tpot=config.target_tpot,
             min_chunk_tokens=config.min_chunk_tokens,
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not info.stores_kv,

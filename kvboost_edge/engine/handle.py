@@ -94,6 +94,7 @@ class RequestHandle:
         self._has_started = False
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.cached_tokens = self.pinned_tokens = 0
+        self.cancel_requested = False  # set by the engine, after it has noted the request's end
         self._request_cancel = cancel
         self._make_lock()
         self._events: deque[TokenEvent] = deque()

@@ -7,6 +7,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Constraint, SharedSpans
+from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.engine.spans import SequenceSpans, SpanSharing
@@ -23,12 +24,14 @@ def make_scheduler(
     *,
     max_num_seqs: int,
     max_batch_tokens: int,
+    target_tpot: float | None = 0.0,
     min_chunk_tokens: int = 32,
     closes_blocks: bool = False,
     whole: bool = False,
 ) -> tuple[Scheduler, Speculation]:
     """Return a scheduler with all features, and the one of them that makes drafters.
 
+    target_tpot      milliseconds of a step while sequences decode, see `StepPacing`
     closes_blocks    a full block is quantized, so that only a certain token may fill it
     whole            a step computes all of a sequence or nothing
     """
@@ -40,6 +43,7 @@ def make_scheduler(
         loads=loads,
         sharing=SpanSharing(manager, min_chunk_tokens, remembers=loads.has_tiers),
         speculation=speculation,
+        pacing=StepPacing(0.0 if whole else target_tpot and target_tpot / 1e3),
         whole=whole,
     )
     return scheduler, speculation

@@ -18,6 +18,7 @@ __all__ = [
     "ForwardBatch",
     "LoadOptions",
     "ModelTraits",
+    "PassAbandoned",
     "Runner",
     "RunnerInfo",
     "StoredKeys",
@@ -28,6 +29,10 @@ KEEPS_STATES = (
     "native runner alone computes"
 )
 """Why the other runners refuse a model."""
+
+
+class PassAbandoned(Exception):
+    """The end of a pass whose result is not wanted any more. What it stored is not whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class ForwardBatch:
     state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted
                    instead, without the head
     states         float32 [num_states, hidden_size]   where the pass puts those
+    is_abandoned   asked from time to time during a long pass, if the runner can: where it returns
+                   True the runner raises PassAbandoned
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -53,6 +60,7 @@ class ForwardBatch:
     states: npt.NDArray[np.float32] = dataclasses.field(
         default_factory=lambda: np.empty((0, 0), np.float32)
     )
+    is_abandoned: Callable[[], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

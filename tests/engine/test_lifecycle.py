@@ -4,6 +4,7 @@ behind.
 
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from helpers.engine.fake_runner import (
     Bench,
     FakeRunner,
     assert_clean,
+    checked,
     expected_tokens,
     fake_engine,
     hold_passes,
@@ -25,6 +27,7 @@ from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.schedule.sequence import Sequence
 from kvboost_edge.errors import CacheCorruption, CapacityError, KVBoostError
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.runners.base import PassAbandoned
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
@@ -206,6 +209,52 @@ def test_cancel_while_the_model_computes(engine):
     assert handle.result(30).finish_reason == "cancelled"
     assert handle.result(30).generated_tokens <= 1
     assert_clean(engine)
+
+
+@pytest.mark.parametrize("end", ["cancel", "timeout", "close"])
+def test_a_pass_that_nobody_wants_is_abandoned(end):
+    """By a runner that asks; with another request in the pass it goes on."""
+    started = threading.Event()
+
+    def ask(batch):
+        started.set()
+        deadline = time.monotonic() + 20
+        while not batch.is_abandoned():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        raise PassAbandoned
+
+    with fake_engine() as engine:
+        runner_of(engine).on_forward = ask
+        options = {"deadline": time.monotonic() + 0.5} if end == "timeout" else {}
+        handle = engine.submit(list(range(200)), max_new_tokens=5, **options)
+        assert started.wait(20)
+        if end == "close":
+            engine.close()
+            with pytest.raises(KVBoostError, match="closed"):
+                handle.result(20)
+            return
+        if end == "cancel":
+            handle.cancel()
+        assert handle.result(20).finish_reason == {"cancel": "cancelled"}.get(end, end)
+        runner_of(engine).on_forward = None
+        checked(engine, list(range(200)), 5)
+        assert_clean(engine)
+
+
+def test_a_pass_that_somebody_wants_is_not_abandoned():
+    bench = Bench()
+    first = bench.submit(list(range(10)), 5)
+    bench.submit(list(range(20, 30)), 5)
+    answers = []
+
+    def ask(batch):
+        first.cancel()
+        answers.append(batch.is_abandoned())
+
+    bench.runner.on_forward = ask
+    bench.step()
+    assert answers == [False]
 
 
 def test_closing_a_stream_cancels(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 
 import numpy as np
@@ -18,11 +19,18 @@ __all__ = ["build_batch", "split_rows"]
 
 
 def build_batch(
-    work: Several[ScheduledTokens[Sequence]], manager: KVCacheManager, hidden_size: int = 0
+    work: Several[ScheduledTokens[Sequence]],
+    manager: KVCacheManager,
+    hidden_size: int = 0,
+    is_abandoned: Callable[[], bool] | None = None,
 ) -> ForwardBatch:
-    """The tokens of `work`, at least one, one sequence after another; every sequence has its
-    blocks. Stretches of one sequence are rows of their own: what one of them stores the later ones
-    attend to in the same pass. hidden_size: of the states that some of them want.
+    """Return the tokens of `work`, at least one, one sequence after another.
+
+    Every sequence has its blocks. Stretches of one sequence are rows of their own: what one of them
+    stores the later ones attend to in the same pass.
+
+    hidden_size     of the states that some of them want
+    is_abandoned    see `ForwardBatch`
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
@@ -57,6 +65,7 @@ def build_batch(
         logit_rows=np.array(logit_rows, np.int64),
         state_rows=np.array(state_rows, np.int64),
         states=np.empty((len(state_rows), hidden_size), np.float32),
+        is_abandoned=is_abandoned,
     )
 
 

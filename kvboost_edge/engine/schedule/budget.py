@@ -1,4 +1,8 @@
-"""The token budget of a step: how many tokens each sequence computes."""
+"""The division of a step among the running sequences: how many tokens each of them computes.
+
+A step is limited in units of work. Without pacing a token of any sequence is one unit; with it
+(`StepPacing`) the price of a prompt's token is the time that it takes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections import Counter
 from operator import attrgetter
 
 from kvboost_edge.engine.schedule.fairness import Fairness
+from kvboost_edge.engine.schedule.pacing import StepLimit
 from kvboost_edge.engine.schedule.sequence import Sequence
 
 __all__ = ["Budget"]
@@ -30,18 +35,21 @@ class Budget:
         self._step = 0
         self._turns = itertools.count()
 
-    def share(self, running: list[Sequence], most: int) -> dict[int, int]:
-        """Tokens of the next step, `most` in all, by sequence index."""
+    def share(self, running: list[Sequence], limit: StepLimit) -> dict[int, int]:
+        """Return the tokens of the next step by sequence index."""
         self._step += 1
         shares: dict[int, int] = {}
-        for members, budget in self._of_tenants(running, most):
-            self._share_among(members, budget, shares)
+        for members, budget in self._of_tenants(running, limit):
+            self._share_among(members, limit._replace(total=budget), shares)
         return shares
 
-    def share_whole(self, running: list[Sequence], most: int) -> dict[int, int]:
-        """The same of sequences that are computed whole: by priority, the tenants' shares and
-        arrival all tokens of each that still fits, and of the first one whatever their number.
+    def share_whole(self, running: list[Sequence], limit: StepLimit) -> dict[int, int]:
+        """Return the same for sequences that are computed whole, in tokens.
+
+        By priority, the tenants' shares and arrival: all tokens of each that still fits, and of the
+        first one whatever their number.
         """
+        most = limit.total
         turn = list(running)
         if self._fairness.is_shared:
             groups = itertools.groupby(running, key=_BY_PRIORITY)
@@ -55,67 +63,84 @@ class Budget:
                 most -= sequence.num_pending
         return shares
 
-    def _of_tenants(self, running: list[Sequence], most: int) -> list[tuple[list[Sequence], int]]:
-        """Each tenant's running sequences and its part of the budget: by priority first, then by
-        the tenants' shares.
+    def _of_tenants(
+        self, running: list[Sequence], limit: StepLimit
+    ) -> list[tuple[list[Sequence], int]]:
+        """Return each tenant's running sequences and its part of the step, in units of work.
 
-        A token of an urgent prompt does not keep a less urgent sequence from its next one: where
-        the budget has room for all of those they count as no less urgent, as they do among the
-        sequences of one tenant.
+        Priority decides first, then the tenants' shares. A token of an urgent prompt does not keep
+        a less urgent sequence from its next one: where there is room for all of those they count
+        as no less urgent, as they do among the sequences of one tenant.
         """
-        ready = [sequence for sequence in running if sequence.spans.probe is None]
         if not self._fairness.is_shared:
-            return [(ready, most)]
+            return [(running, limit.total)]
         tenants: dict[bytes, list[Sequence]] = {}
-        for sequence in ready:
+        for sequence in running:
             tenants.setdefault(sequence.tenant, []).append(sequence)
         if len(tenants) < 2:
-            return [(ready, most)]
-        urgent = min((s.priority for s in ready if s.num_pending > 1), default=ready[0].priority)
-        roomy = 2 * sum(s.num_pending == 1 for s in ready) <= most
+            return [(running, limit.total)]
+        urgent = min(
+            (s.priority for s in running if s.num_pending > 1), default=running[0].priority
+        )
+        roomy = 2 * sum(s.num_pending == 1 for s in running) <= limit.total
         wants: dict[int, Counter[bytes]] = {}
-        for sequence in ready:
+        for sequence in running:
             lifted = roomy and sequence.num_pending == 1
             level = min(sequence.priority, urgent) if lifted else sequence.priority
-            wants.setdefault(level, Counter())[sequence.tenant] += sequence.most_at_once
+            wanted = sequence.most_at_once * limit.price(sequence)
+            wants.setdefault(level, Counter())[sequence.tenant] += wanted
         given: Counter[bytes] = Counter()
-        for _, wanted in sorted(wants.items()):
-            given.update(self._fairness.divide(most - given.total(), wanted))
+        for _, by_tenant in sorted(wants.items()):
+            given.update(self._fairness.divide(limit.total - given.total(), by_tenant))
         return [(members, given[tenant]) for tenant, members in tenants.items() if given[tenant]]
 
-    def _share_among(self, members: list[Sequence], budget: int, shares: dict[int, int]) -> None:
+    def _share_among(
+        self, members: list[Sequence], limit: StepLimit, shares: dict[int, int]
+    ) -> None:
         """Give out tokens to compute of one tenant's sequences."""
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
         for sequence in members:
             if pending := sequence.num_pending:
                 (decoding if pending == 1 else filling).append(sequence)
+        budget = limit.total
         # Neither kind starves the other: a token is kept for prefill; a budget of one token
         # alternates.
-        kept = 0 if not (decoding and filling) else (1 if budget > 1 else self._step % 2)
+        kept = 0
+        if decoding and filling:
+            kept = min(map(limit.price, filling))
+            if budget <= kept:
+                kept *= self._step % 2
         # The least recently served go first, which matters only when the budget is smaller than
         # their number.
-        chosen = sorted(decoding, key=_BY_TURN)[: budget - kept]
+        chosen = sorted(decoding, key=_BY_TURN)[: max(0, budget - kept)]
         budget -= len(chosen)
         for sequence in chosen:
             shares[sequence.index] = 1
             sequence.last_turn = next(self._turns)
-        for _, group in itertools.groupby(sorted(filling, key=_BY_PRIORITY), key=_BY_PRIORITY):
-            budget -= _fill(list(group), budget, shares)
+        filling.sort(key=_BY_PRIORITY)
+        if budget > 0 and filling:
+            # A token may cost more than the tenant's part: one is computed all the same.
+            most_urgent = (one for one in filling if one.priority == filling[0].priority)
+            budget = max(budget, limit.price(min(most_urgent, key=_BY_ARRIVAL)))
+        for _, group in itertools.groupby(filling, key=_BY_PRIORITY):
+            budget -= _fill(list(group), limit._replace(total=budget), shares)
 
 
-def _fill(prompts: list[Sequence], budget: int, shares: dict[int, int]) -> int:
-    """Give out tokens of prompts, none of them over the budget; how many. A part goes to the
-    oldest, the rest to those with fewest pending tokens, in this order.
+def _fill(prompts: list[Sequence], limit: StepLimit, shares: dict[int, int]) -> int:
+    """Give out tokens of prompts; return the units of work that they take.
+
+    A part goes to the oldest, at least one token; the rest to those with fewest pending tokens, in
+    this order.
     """
-    left = budget
-    kept = -(-budget // _OLDEST_PART)
+    oldest = min(prompts, key=_BY_ARRIVAL)
+    kept = max(-(-limit.total // _OLDEST_PART), min(limit.price(oldest), limit.total))
     shortest_first = sorted(prompts, key=lambda one: (one.num_pending, one.index))
-    for sequence, most in (
-        (min(prompts, key=_BY_ARRIVAL), kept),
-        *((one, budget) for one in shortest_first),
-    ):
+    left = limit.total
+    for sequence, most in ((oldest, kept), *((one, limit.total) for one in shortest_first)):
+        price = limit.price(sequence)
         given = shares.get(sequence.index, 0)
-        shares[sequence.index] = given + min(sequence.most_at_once - given, most, left)
-        left -= shares[sequence.index] - given
-    return budget - left
+        more = min(sequence.most_at_once - given, min(most, left) // price)
+        shares[sequence.index] = given + more
+        left -= more * price
+    return limit.total - left

@@ -26,6 +26,11 @@ Floats = npt.NDArray[np.float32]
 class Feature:
     """A feature's part of one sequence."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the sequence may take part in the next step."""
+        return True
+
     def admit(self, table: BlockTable) -> None:
         """Take note of the fresh table on which the sequence starts or resumes."""
 
@@ -89,6 +94,11 @@ class SharedSpans(Feature):
     probe: Probe | None = None
     recomputed_at: float | None = None
     probe_seconds = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether no deviation scoring comes first."""
+        return self.probe is None
 
     def ahead(self) -> Iterable[tuple[int, int]]:
         """Return the [start, stop) of the spans that the sequence has not reached, in order."""

@@ -67,7 +67,7 @@ class StepPacing:
         self, running: Several[Sequence], num_waiting: int, max_batch_tokens: int
     ) -> tuple[list[Sequence], StepLimit]:
         """Return the sequences that take part in the next step, and its limit."""
-        everyone = list(running)
+        everyone = [one for one in running if one.is_ready]
         plain = StepLimit(max_batch_tokens, {})
         if self._target == 0.0:
             return everyone, plain
@@ -78,7 +78,7 @@ class StepPacing:
             return everyone, plain
         if decoding and (not self._cost.knows_decode or self._since_measured >= _MEASURED_EVERY):
             return decoding, plain
-        is_alone = len(everyone) + num_waiting == 1
+        is_alone = len(running) + num_waiting == 1
         if not self._cost.knows_prompts:
             tokens = room if is_alone else min(room, _FIRST_TOKENS)
             return everyone, StepLimit(len(decoding) + tokens, {})

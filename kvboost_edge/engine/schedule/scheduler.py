@@ -1,7 +1,7 @@
 """The scheduler: admission, token budget and preemption. Integers only: no tensor, text or clock.
 
-Prefill and decode are not separate phases. Each sequence has one counter that catches up with its
-tokens, and each step has a token budget:
+Prefill and decode are not separate phases (chunked prefill). Each sequence has one counter that
+catches up with its tokens, and each step has a budget, in tokens and in time (`StepPacing`):
 
 - Sequences that lack one token (decoding) come first.
 - Of the rest, those that lack fewest tokens get most, so that short prompts finish one after
@@ -23,6 +23,7 @@ from operator import attrgetter
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.budget import Budget
 from kvboost_edge.engine.schedule.fairness import Fairness
+from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.planners import DraftPlanner, Prefetcher, SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
@@ -75,9 +76,12 @@ class Scheduler:
         loads: Prefetcher | None = None,
         sharing: SpanPlacement | None = None,
         speculation: DraftPlanner | None = None,
+        pacing: StepPacing | None = None,
         whole: bool = False,
     ) -> None:
-        """whole: a step computes all of a sequence or nothing."""
+        """pacing    limits the time of a step; None: `max_batch_tokens` alone limits it
+        whole     a step computes all of a sequence or nothing
+        """
         self.manager = manager
         self.speculation = DraftPlanner() if speculation is None else speculation
         self.loads = Prefetcher() if loads is None else loads
@@ -89,6 +93,7 @@ class Scheduler:
         self.num_generated_tokens = 0
         self.max_num_seqs = max_num_seqs
         self.max_batch_tokens = max_batch_tokens
+        self.pacing = StepPacing() if pacing is None else pacing
         self._fairness = Fairness()
         budget = Budget(self._fairness)
         self._share = budget.share_whole if whole else budget.share
@@ -101,6 +106,13 @@ class Scheduler:
     def only_waits(self) -> bool:
         """Whether nothing can be done until a prefetch brings something."""
         return not self.running and self.loads.num_arriving > 0
+
+    @property
+    def awaits_features(self) -> bool:
+        """Whether features of running sequences work in other threads, and none can go on."""
+        return bool(self.running) and not any(
+            sequence.is_ready or sequence.spans.probe is not None for sequence in self.running
+        )
 
     def check_fits(self, request: Request) -> None:
         """Refuse a request that could not run even alone, or whose prompt cannot be pinned
@@ -163,7 +175,9 @@ class Scheduler:
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
             self._admit(plan)
-        wanted = self._share(self.running, self.max_batch_tokens)
+        wanted = self._share(
+            *self.pacing.limit(self.running, len(self.waiting), self.max_batch_tokens)
+        )
         self._reserve(wanted, plan)
         self._draft(wanted, plan)
         plan.probed = [one for one in self.running if one.spans.probe is not None]

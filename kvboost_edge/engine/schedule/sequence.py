@@ -145,6 +145,11 @@ class Sequence:
         return self.drafting, self.grammar, self.spans, self.restored
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it may take part in the next step, as far as its features know."""
+        return self.grammar.is_ready and self.spans.is_ready
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -246,7 +251,8 @@ class Sequence:
                     break
                 computed = position + 1
                 reason = self.accept(rows[i], largest[i] if i < len(largest) else None)
-                if reason is not None:
+                # Where the next mask takes long, the draft tokens that are left count as rejected.
+                if reason is not None or not self.grammar.is_ready:
                     break
         self.drafting.count(work.num_drafted, computed - work.certain_stop)
         self._move_to(computed)

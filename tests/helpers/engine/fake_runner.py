@@ -329,6 +329,7 @@ class Bench:
         *,
         max_num_seqs: int = 16,
         max_batch_tokens: int = 64,
+        target_tpot: float | None = 0.0,
         debug_checks: bool = True,
         tiers: Sequence[Tier] = (),
         parts: EngineParts | None = None,
@@ -341,7 +342,11 @@ class Bench:
         )
         loads = PrefetchQueue(self.manager, self.mover)
         self.scheduler, speculation = make_scheduler(
-            self.manager, loads, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens
+            self.manager,
+            loads,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            target_tpot=target_tpot,
         )
         sequences = Sequences(
             self.parts.tokenizer, speculation, VOCAB_SIZE, self.parts.eos_token_ids

@@ -1,0 +1,170 @@
+"""Steps that end in time for the streams, on a machine whose step times the test knows."""
+
+import itertools
+import random
+
+import pytest
+
+from helpers.engine.fake_runner import Bench
+from kvboost_edge.engine.schedule.step_cost import StepShape
+
+LONG = 4000
+
+
+def machine(shape):
+    """The time of a step: 10 ms, 0.5 ms a stream, 1 ms a prompt's token and more with depth."""
+    return (
+        0.010
+        + 0.0005 * shape.sequences
+        + 5e-7 * shape.decode_depth
+        + 0.001 * shape.tokens
+        + 5e-7 * shape.prompt_depth
+    )
+
+
+class Paced(Bench):
+    """A bench whose steps take `machine` seconds; `steps` lists them with their sizes."""
+
+    def __init__(self, target_tpot=None, noise=0.0, **options):
+        options = {"num_blocks": 3000, "max_batch_tokens": 512, "debug_checks": False} | options
+        super().__init__(target_tpot=target_tpot, **options)
+        self.steps = []
+        rng = random.Random(1)
+        pacing = self.scheduler.pacing
+        observe = pacing.observe
+
+        def timed(work, seconds):
+            shape = StepShape.of(work)
+            seconds = machine(shape) * (1 + noise * rng.uniform(-1, 1))
+            self.steps.append((shape, seconds))
+            observe(work, seconds)
+
+        pacing.observe = timed
+
+    def long_prompt(self, count=LONG, **options):
+        rng = random.Random(self.num_requests)
+        return self.submit([rng.randrange(256) for _ in range(count)], 1, **options)
+
+    def streams(self, count):
+        """Start streams and let them decode for a while."""
+        for _ in range(count):
+            self.long_prompt_of_stream()
+        for _ in range(10):
+            self.step()
+        self.steps.clear()
+
+    def long_prompt_of_stream(self):
+        rng = random.Random(self.num_requests)
+        self.submit([rng.randrange(256) for _ in range(30)], 5000)
+
+    def check(self):
+        """Only when asked: these runs are long."""
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("streams", [1, 4, 8])
+def test_streams_keep_their_pace_during_a_long_prompt(streams, noise):
+    bench = Paced(noise=noise, max_num_seqs=16)
+    bench.streams(streams)
+    handle = bench.long_prompt()
+    while not handle.done:
+        bench.step()
+    late = 0
+    for shape, seconds in bench.steps:
+        assert shape.sequences >= streams, "each stream has its token in every step"
+        alone = machine(StepShape(shape.sequences, shape.decode_depth))
+        late += seconds > 2 * alone + 0.05
+    assert late <= 0.01 * len(bench.steps)
+    # The prompt gets most of the time that streams leave: it is not starved either.
+    busy = sum(seconds for _, seconds in bench.steps)
+    prompt = sum(0.001 * s.tokens + 5e-7 * s.prompt_depth for s, _ in bench.steps)
+    assert prompt > 0.55 * busy
+
+
+@pytest.mark.parametrize("tenant", ["", "other"])
+@pytest.mark.parametrize("prompts", [2, 6])
+def test_a_short_prompt_has_its_token_within_two_steps_of_long_ones(prompts, tenant):
+    bench = Paced(max_num_seqs=16)
+    for _ in range(prompts):
+        bench.long_prompt()
+    for _ in range(10):
+        bench.step()
+    bench.steps.clear()
+    handle = bench.submit([7, 1] * 30, 1, tenant=tenant)
+    while not handle.done:
+        bench.step()
+    assert len(bench.steps) <= 2
+    assert all(seconds < 0.3 for _, seconds in bench.steps)
+
+
+def test_a_prompt_alone_takes_whole_steps_up_to_a_second():
+    bench = Paced()
+    handle = bench.long_prompt()
+    while not handle.done:
+        bench.step()
+    sizes = [shape.tokens for shape, _ in bench.steps]
+    assert sizes[0] == 512
+    assert max(seconds for _, seconds in bench.steps) < 1.4
+    # With 3 ms a token at the end, more than 300 tokens still take less than a second.
+    assert min(sizes[:-1]) > 300
+
+
+def test_a_given_target_holds_steps_to_it():
+    bench = Paced(target_tpot=30.0)
+    bench.streams(2)
+    handle = bench.long_prompt()
+    while not handle.done:
+        bench.step()
+    mixed = [seconds for shape, seconds in bench.steps[5:] if shape.tokens]
+    assert sorted(mixed)[len(mixed) // 2] == pytest.approx(0.03, rel=0.1)
+
+
+def test_a_target_below_the_streams_own_time_still_computes_prompts():
+    bench = Paced(target_tpot=1.0)
+    bench.streams(2)
+    handle = bench.long_prompt(300)
+    for _ in range(200):
+        bench.step()
+    assert handle.done
+
+
+def test_no_target_leaves_steps_to_max_batch_tokens():
+    bench = Paced(target_tpot=0.0)
+    bench.streams(2)
+    bench.long_prompt(1000)
+    bench.step()
+    shape, _ = bench.steps[0]
+    assert shape == StepShape(2, shape.decode_depth, 510, 510 * 255.0)
+
+
+def test_decoding_alone_is_measured_now_and_then():
+    bench = Paced()
+    bench.streams(2)
+    handle = bench.long_prompt()
+    while not handle.done:
+        bench.step()
+    gaps = [i for i, (shape, _) in enumerate(bench.steps[:-1]) if not shape.tokens]
+    assert len(gaps) > 3
+    assert max(after - before for before, after in itertools.pairwise(gaps)) <= 33
+
+
+@pytest.mark.parametrize("tenants", [1, 5])
+def test_every_deep_prompt_advances_in_every_step(tenants):
+    """A token that costs more than a tenant's part of the step is computed all the same."""
+    bench = Paced(target_tpot=14.0, max_num_seqs=16)
+    bench.streams(1)
+    handles = [bench.long_prompt(600, tenant=f"t{i}") for i in range(tenants)]
+    for _ in range(2000):
+        bench.step()
+    assert all(handle.done for handle in handles)
+
+
+def test_never_more_than_max_batch_tokens():
+    for seed in range(20):
+        rng = random.Random(seed)
+        most = rng.choice((1, 2, 5, 16, 64))
+        bench = Paced(max_batch_tokens=most, max_num_seqs=rng.choice((1, 4, 16)))
+        for number in range(8):
+            bench.long_prompt(rng.randrange(1, 80), tenant=rng.choice("ab"), priority=number % 2)
+        bench.run()
+        assert max(shape.sequences + shape.tokens for shape, _ in bench.steps) <= most
