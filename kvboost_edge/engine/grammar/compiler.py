@@ -9,7 +9,7 @@ import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
 from kvboost_edge.engine.request.grammar import Grammar, MadeGrammar
-from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
+from kvboost_edge.errors import BackendUnavailable, RequestError
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
@@ -67,6 +67,8 @@ class GrammarCompiler:
         self._known: LLTokenizer | None = None
         self._room: Floats = np.empty(0, np.float32)
         self._reader: threading.Thread | None = None
+        # Threads start with the first slow mask. Two: one slow grammar does not wait for another.
+        self._mask_threads = ThreadPoolExecutor(2, thread_name_prefix="kvboost-masks")
 
     def make(self, grammar: Grammar) -> GrammarConstraint:
         """A parser at its beginning, the first mask known. RequestError where the grammar is not
@@ -91,6 +93,7 @@ class GrammarCompiler:
         """Wait for what was begun in the background."""
         if self._reader is not None:
             self._reader.join()
+        self._mask_threads.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: Grammar, tokenizer: LLTokenizer) -> GrammarConstraint:
         from llguidance import LLMatcher
@@ -103,8 +106,8 @@ class GrammarCompiler:
                 f"{grammar.kind} is not supported: {first_line(matcher.get_error())}"
             )
         try:
-            return GrammarConstraint(matcher, self._room)
-        except KVBoostError as error:
+            return GrammarConstraint(matcher, self._room, self._mask_threads.submit)
+        except RequestError as error:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
 
     def _prepare(self) -> None:

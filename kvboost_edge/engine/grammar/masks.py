@@ -4,18 +4,25 @@ Each sequence has a parser of its own (llguidance), which says after each token 
 follow. It advances with the tokens that the sequence keeps: draft tokens are masked and sampled row
 by row like any other token, so nothing is ever taken back. Where only one text can follow, its
 tokens are proposed as draft tokens.
+
+A mask usually takes less than a millisecond, and the engine's thread computes it where it is
+needed. An ambiguous grammar takes a hundred times as long. Its masks are computed in a thread of
+their own, and the sequence sits out the passes until its mask is there.
 """
 
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.schedule.feature import Constraint
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import RequestError
 from kvboost_edge.kernels.aot import compile_ahead
 from kvboost_edge.kernels.bitmask import WORD_BITS, mask_logits, mask_logits_entry
 
@@ -26,6 +33,11 @@ __all__ = ["GrammarConstraint", "first_line", "prepare_masks"]
 
 Floats = npt.NDArray[np.float32]
 
+_SLOW_SECONDS = 0.004  # of a processor; a mask that takes longer holds up the engine's thread
+_SLOW_TOKENS = 32  # after a slow mask whose masks are computed in a thread of their own
+_TOKEN_SECONDS = 0.05  # of a processor for the mask of one token, on average over a few
+_TOTAL_SECONDS = 2.0  # of a processor for all masks of a request
+_MEASURED_TOKENS = 8
 # Tokens: a text that is forced and written otherwise is not cut into tokens a second time.
 _LONG_TEXT = 256
 
@@ -41,19 +53,38 @@ def prepare_masks() -> None:
 class GrammarConstraint(Constraint):
     """The grammar of one sequence: its parser, and the mask of tokens that may follow."""
 
-    def __init__(self, matcher: LLMatcher, room: Floats) -> None:
-        """room: [vocab_size], where `masked` writes; others of the engine write there too."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        room: Floats,
+        submit: Callable[[Callable[[], None]], Future[None]] | None = None,
+    ) -> None:
+        """room      [vocab_size], where `masked` writes; others of the engine write there too
+        submit    runs a function in a thread for slow masks; None: there is none
+        """
         self._matcher = matcher
         self._room = room
+        self._submit = submit
         self._words = np.empty(-(-len(room) // WORD_BITS), np.int32)
         self._forced: list[int] = []
         self._asks = True
+        self._slow_tokens = 0
+        self._seconds = 0.0
+        self._num_tokens = 0
+        self._pending: Future[None] | None = None
         self._find()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mask takes no time worth waiting for."""
+        return self._pending is None or self._pending.done()
+
     def masked(self, logits: Floats) -> Floats:
-        """The logits [vocab_size] with those of tokens that cannot follow at -inf; they stay until
-        the next call.
+        """Return the logits [vocab_size] with those of tokens that cannot follow at -inf.
+
+        They stay until the next call.
         """
+        self._settle()
         if not self._is_found:
             self._find()
         mask_logits(self._words, logits, self._room)
@@ -65,32 +96,66 @@ class GrammarConstraint(Constraint):
 
     def advance(self, token_id: int) -> bool:
         """Take the chosen token; return whether nothing can follow it but the end."""
+        began = time.thread_time()
         if not self._matcher.consume_token(token_id):
             self._check()
+        self._seconds += time.thread_time() - began
+        self._num_tokens += 1
         self._is_found = False
         if self._forced and self._forced[0] != token_id:
             self._asks = len(self._forced) <= _LONG_TEXT
             self._forced = []
         self._forced = self._forced[1:]
-        return self._matcher.is_stopped()
+        is_stopped = self._matcher.is_stopped()
+        if self._slow_tokens and self._submit is not None and not is_stopped:
+            self._pending = self._submit(self._find)
+        return is_stopped
 
     def forced(self) -> list[int]:
-        """Tokens that follow in any case; none where their text can be cut into tokens in several
-        ways.
+        """Return the tokens that follow in any case.
+
+        None where their text can be cut into tokens in several ways.
         """
+        self._settle()
         if not self._forced and self._asks and not self._matcher.is_stopped():
             self._forced = list(self._matcher.compute_ff_tokens())
         return self._forced
 
+    def _settle(self) -> None:
+        """Wait for the mask that is being computed elsewhere, and raise its error."""
+        if self._pending is not None:
+            pending = self._pending
+            self._pending = None
+            pending.result()
+
     def _find(self) -> None:
-        """Which tokens may follow."""
+        """Compute which tokens may follow."""
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
+        seconds = time.thread_time() - began
+        self._seconds += seconds
+        self._slow_tokens = (
+            _SLOW_TOKENS if seconds > _SLOW_SECONDS else max(0, self._slow_tokens - 1)
+        )
+        self._check_time()
         self._is_found = True
 
+    def _check_time(self) -> None:
+        """Raise RequestError where the masks so far took too long."""
+        each = self._seconds / max(self._num_tokens, _MEASURED_TOKENS)
+        if self._seconds > _TOTAL_SECONDS or each > _TOKEN_SECONDS:
+            raise RequestError(
+                f"the grammar is too ambiguous: its masks took {self._seconds:.2f} s for "
+                f"{self._num_tokens} tokens; {_TOTAL_SECONDS:g} s in all and "
+                f"{1e3 * _TOKEN_SECONDS:.0f} ms a token are allowed. Make fewer rules match the "
+                "same text"
+            )
+
     def _check(self) -> None:
+        """Raise RequestError where the parser gave up."""
         if self._matcher.is_error():
-            raise KVBoostError(
+            raise RequestError(
                 f"the answer cannot be kept to its grammar: {first_line(self._matcher.get_error())}"
             )
 

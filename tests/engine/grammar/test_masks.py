@@ -1,0 +1,175 @@
+"""Slow token masks are computed beside the engine's thread, within a bound of time; with parsers
+whose speed the test says.
+"""
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from helpers.engine.fake_runner import VOCAB_SIZE, Bench, fake_engine
+from kvboost_edge.engine.grammar import masks
+from kvboost_edge.engine.grammar.masks import GrammarConstraint
+from kvboost_edge.errors import RequestError
+
+EVEN = np.uint32(0x55555555).astype(np.int32)
+
+
+class Parser:
+    """Even tokens may follow, for ever. `cost`: seconds of a processor that each mask takes."""
+
+    def __init__(self, cost=0.0):
+        self.cost = cost
+        self.gate = None
+        self.threads = []
+
+    def unsafe_compute_mask_ptr(self, address, num_bytes):
+        self.threads.append(threading.current_thread().name)
+        if self.gate is not None and len(self.threads) > 1:
+            assert self.gate.wait(20)
+        end = time.thread_time() + self.cost
+        while time.thread_time() < end:
+            pass
+        words = np.ctypeslib.as_array(
+            (np.ctypeslib.ctypes.c_int32 * (num_bytes // 4)).from_address(address)
+        )
+        words[:] = EVEN
+
+    def consume_token(self, token_id):
+        return token_id % 2 == 0
+
+    def is_stopped(self):
+        return False
+
+    def is_error(self):
+        return False
+
+    def get_error(self):
+        return ""
+
+    def compute_ff_tokens(self):
+        return []
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(1, thread_name_prefix="masks") as pool:
+        yield pool
+
+
+def room():
+    return np.empty(VOCAB_SIZE, np.float32)
+
+
+def test_fast_masks_stay_in_the_callers_thread(threads):
+    parser = Parser()
+    grammar = GrammarConstraint(parser, room(), threads.submit)
+    for _ in range(5):
+        assert grammar.is_ready
+        kept = grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+        assert np.isneginf(kept[1::2]).all()
+        assert (kept[::2] == 0).all()
+        grammar.advance(2)
+    assert set(parser.threads) == {threading.current_thread().name}
+
+
+def test_slow_masks_move_to_another_thread_and_back(threads, monkeypatch):
+    monkeypatch.setattr(masks, "_SLOW_TOKENS", 2)
+    parser = Parser(cost=2 * masks._SLOW_SECONDS)
+    grammar = GrammarConstraint(parser, room(), threads.submit)
+    parser.cost = 0.0
+    parser.gate = threading.Event()
+    grammar.advance(2)
+    assert not grammar.is_ready
+    parser.gate.set()
+    assert np.isneginf(grammar.masked(np.zeros(VOCAB_SIZE, np.float32))[1::2]).all()
+    assert grammar.is_ready
+    for _ in range(3):
+        grammar.advance(2)
+        grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+    mine = threading.current_thread().name
+    assert [name == mine for name in parser.threads] == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("cost", "tokens"), [(0.9, 0), (0.12, 3)])
+def test_masks_that_take_too_long_end_the_request(monkeypatch, cost, tokens):
+    monkeypatch.setattr(masks, "_TOTAL_SECONDS", 0.4)
+    parser = Parser(cost=cost)
+
+    def answer():
+        grammar = GrammarConstraint(parser, room())
+        for _ in range(50):
+            grammar.masked(np.zeros(VOCAB_SIZE, np.float32))
+            grammar.advance(2)
+
+    with pytest.raises(RequestError, match=f"too ambiguous.* for {tokens} tokens; 0.4 s in all"):
+        answer()
+
+
+def test_a_sequence_sits_out_until_its_mask_is_there(threads):
+    bench = Bench()
+    parser = Parser(cost=2 * masks._SLOW_SECONDS)
+    slow = bench.submit([1, 2, 3], 4)
+    sequence = bench.core._live[slow.index]
+    sequence.grammar = GrammarConstraint(parser, room(), threads.submit)
+    parser.gate = threading.Event()
+    bench.step()
+    assert len(sequence.token_ids) == 4
+    other = bench.submit([4, 5, 6], 6)
+    for _ in range(6):
+        bench.step()
+    assert other.done, "others go on"
+    assert len(sequence.token_ids) == 4
+    parser.gate.set()
+    end = time.monotonic() + 20
+    while not slow.done and time.monotonic() < end:
+        bench.step()
+    assert slow.result().generated_tokens == 4
+    assert all(token % 2 == 0 for token in slow.result().output_token_ids)
+
+
+def test_the_engine_rests_while_masks_are_computed_and_cancels_at_once(monkeypatch):
+    gate = threading.Event()
+    with fake_engine() as engine:
+        make = engine._sequences._grammars.make
+        parser = Parser(cost=2 * masks._SLOW_SECONDS)
+        parser.gate = gate
+        monkeypatch.setattr(
+            engine._sequences._grammars,
+            "make",
+            lambda grammar: GrammarConstraint(parser, room(), _threads_of(make).submit),
+        )
+        handle = engine.submit([1, 2, 3], max_new_tokens=50, regex="a*")
+        assert handle.started(20)
+        used = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - used < 0.15, "it does not spin"
+        handle.cancel()
+        assert handle.result(5).finish_reason == "cancelled"
+        gate.set()
+
+
+def _threads_of(make):
+    return make.__self__._mask_threads
+
+
+AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | ""'
+
+
+def test_an_ambiguous_grammar_of_40_bytes_leaves_others_their_pace():
+    with fake_engine(num_blocks=512, debug_checks=False) as engine:
+        handle = engine.submit(
+            [1, 2, 3], max_new_tokens=300, temperature=1.5, seed=1, grammar=AMBIGUOUS
+        )
+        others = [
+            engine.submit([n, 5, 6], max_new_tokens=4, temperature=0).result(20).generated_tokens
+            for n in range(10)
+        ]
+        assert others == [4] * 10
+        handle.cancel()
+        with contextlib.suppress(RequestError):  # it may have ended as too ambiguous
+            handle.result(20)
+        assert engine.is_alive()
