@@ -60,15 +60,31 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
     assert MemoryLedger(6000, 0).snapshot()["other_bytes"] == 0
 
 
-@linux
-@pytest.mark.parametrize("bits", [16, 8])
-def test_an_untouched_pool_is_not_resident(bits):
+_RESIDENT = """
+from kvboost_edge import CPUPagedEngine
+
+for bits in (16, 8):
     with CPUPagedEngine.from_pretrained(
         "kvboost-edge/demo", max_cache_bytes=200e6, kv_cache_bits=bits, max_num_seqs=2
     ) as engine:
         stats = engine.paged_stats()
-        assert stats["pool_bytes"] > 190e6
-        assert stats["process_rss_bytes"] - stats["other_bytes"] < 20e6 + stats["weight_bytes"]
+        resident = stats["process_rss_bytes"] - stats["other_bytes"] - stats["weight_bytes"]
+        print(stats["pool_bytes"], resident)
+"""
+
+
+@linux
+def test_an_untouched_pool_is_not_resident():
+    """In a new process: elsewhere an array may get memory that earlier ones have touched."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        pool, resident = map(int, line.split())
+        assert pool > 190e6
+        assert resident < 20e6
 
 
 def test_without_a_pack_cache_the_answers_are_the_same_and_nothing_is_kept(
