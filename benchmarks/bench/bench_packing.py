@@ -48,7 +48,7 @@ from kvboost_edge.host.memory import process_peak, process_rss
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 
 def io():
     lines = open("/proc/self/io").read().splitlines() if os.path.exists("/proc/self/io") else ()

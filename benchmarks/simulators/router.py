@@ -65,8 +65,8 @@ from benchmarks.simulators.router_replicas import (
     pool_tokens,
 )
 from kvboost_edge.kvcache.hashing import root_hash
+from kvboost_edge.serve_ray.routing.cache_records import OUTSIDE_MASK, Place
 from kvboost_edge.serve_ray.routing.chain import PromptChain, key_of, prefix_hashes
-from kvboost_edge.serve_ray.routing.records import OUTSIDE_MASK, Place
 
 __all__ = ["Faults", "Outcome", "floor", "simulate", "workload"]
 

@@ -26,9 +26,9 @@ from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.tables import StateSizes
+from kvboost_edge.serve_ray.routing.cache_records import Place
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
-from kvboost_edge.serve_ray.routing.records import Place
 
 __all__ = [
     "DECODE_STEP",

@@ -33,7 +33,7 @@ from kvboost_edge.models.config.pooling import UNSAID, Pooling
 from kvboost_edge.models.fingerprint import fingerprint_of_module
 from kvboost_edge.models.locate import locate_model, model_name
 from kvboost_edge.models.packed.file import Progress
-from kvboost_edge.models.weights.dense import Matrices
+from kvboost_edge.models.weights.dense_folders import Matrices
 from kvboost_edge.reuse.chunking import chunk_options
 from kvboost_edge.runners.base import LoadOptions, Runner
 from kvboost_edge.runners.choice import load_runner, plan_of

@@ -29,19 +29,19 @@ from kvboost_edge.models.fingerprint import (
     fingerprint_of_onnx,
     fingerprinted_files,
 )
-from kvboost_edge.models.gguf.check import check_gguf
-from kvboost_edge.models.gguf.config import TOKENS, gguf_config, gguf_generation
-from kvboost_edge.models.gguf.dense import gguf_dense
-from kvboost_edge.models.gguf.names import counted_parts, is_other_part
+from kvboost_edge.models.gguf.dense_tensors import gguf_dense
+from kvboost_edge.models.gguf.metadata_config import TOKENS, gguf_config, gguf_generation
 from kvboost_edge.models.gguf.source import GgufSource, own_layers
 from kvboost_edge.models.gguf.split import read_gguf_model
-from kvboost_edge.models.onnx.check import check_onnx, onnx_types
-from kvboost_edge.models.onnx.config import outer_config
+from kvboost_edge.models.gguf.tensor_check import check_gguf
+from kvboost_edge.models.gguf.tensor_names import counted_parts, is_other_part
 from kvboost_edge.models.onnx.file import read_onnx
 from kvboost_edge.models.onnx.folder import OnnxFolder, find_onnx
+from kvboost_edge.models.onnx.folder_config import outer_config
+from kvboost_edge.models.onnx.graph_check import check_onnx, onnx_types
 from kvboost_edge.models.onnx.native import OnnxDecoder, native_decoder
 from kvboost_edge.models.onnx.past import PastLayout, past_layout
-from kvboost_edge.models.packed.plan import (
+from kvboost_edge.models.packed.pack_plan import (
     STORED,
     PackEntry,
     check_tensors,
@@ -50,7 +50,7 @@ from kvboost_edge.models.packed.plan import (
     plan_bytes,
 )
 from kvboost_edge.models.weights.awq_gptq import PackedQuantSource
-from kvboost_edge.models.weights.dense import Matrices, read_dense
+from kvboost_edge.models.weights.dense_folders import Matrices, read_dense
 from kvboost_edge.models.weights.head import with_found_head
 from kvboost_edge.models.weights.ordered import in_kernel_order
 from kvboost_edge.models.weights.safetensors_check import check_weights

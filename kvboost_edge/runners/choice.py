@@ -123,7 +123,7 @@ def _wish(name: str, config: EngineConfig, model: ModelTraits) -> str:
 
 def plan_of(name: str) -> RunnerPlan:
     """How a runner decides; KeyError for a name that is not in the table."""
-    return cast(RunnerPlan, importlib.import_module(f"{RUNNERS[name]}.plan"))
+    return cast(RunnerPlan, importlib.import_module(f"{RUNNERS[name]}.select_{name}"))
 
 
 def load_runner(name: str, checkpoint: Checkpoint, options: LoadOptions) -> Runner:

@@ -12,8 +12,8 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.serve_ray.messages import Came, Sent
+from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import RoutingDecision
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.server.errors import ApiError, NoReplica
 

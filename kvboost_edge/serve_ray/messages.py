@@ -15,7 +15,7 @@ from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.base import RunnerInfo
-from kvboost_edge.serve_ray.routing.records import EventBatch, ReplicaReport
+from kvboost_edge.serve_ray.routing.cache_records import EventBatch, ReplicaReport
 
 __all__ = [
     "Came",

@@ -31,9 +31,9 @@ from kvboost_edge.serve_ray.messages import (
     failure_of,
 )
 from kvboost_edge.serve_ray.model import model_digest
+from kvboost_edge.serve_ray.routing.cache_records import Cursor, Place
 from kvboost_edge.serve_ray.routing.journal import Journal
 from kvboost_edge.serve_ray.routing.meter import Meter
-from kvboost_edge.serve_ray.routing.records import Cursor, Place
 from kvboost_edge.serve_ray.watch.stillness import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]

@@ -25,8 +25,8 @@ from kvboost_edge.serve_ray.messages import (
     ReplicaUpdate,
     Sent,
 )
+from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import RoutingDecision
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 from kvboost_edge.serve_ray.watch.looks import HealthChecks
 from kvboost_edge.server.errors import NoReplica

@@ -41,7 +41,7 @@ def test_doctor_names_the_runner_or_what_is_missing(tmp_path, monkeypatch):
     assert report[section]["runner"] == "onnx"
     assert report["Versions"]["onnxruntime"] != "not installed"
     monkeypatch.setattr(
-        "kvboost_edge.runners.onnx.plan.importlib.util.find_spec", lambda name: None
+        "kvboost_edge.runners.onnx.select_onnx.importlib.util.find_spec", lambda name: None
     )
     found = doctor_report(str(folder), {}, EngineConfig())[section]
     assert found["runner"] == "none"

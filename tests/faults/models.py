@@ -61,7 +61,7 @@ FAULTS = (
     ),
     fault(
         "gate and up are exchanged",
-        "models/weights/experts.py",
+        "models/weights/split_experts.py",
         '_GATE_UP = ("gate_proj", "up_proj")',
         '_GATE_UP = ("up_proj", "gate_proj")',
         *SPARSE,
@@ -117,7 +117,7 @@ FAULTS = (
     ),
     fault(
         "the end of a message ends the answer",
-        "models/gguf/config.py",
+        "models/gguf/metadata_config.py",
         "in_messages = set(vocabulary) >= _TURN_ENDINGS",
         "in_messages = False",
         "tests/models/gguf/test_source.py::test_the_endings_of_turns_in_messages",
@@ -145,7 +145,7 @@ FAULTS = (
     ),
     fault(
         "norms of mixers have 1 on top",
-        "models/packed/plan.py",
+        "models/packed/pack_plan.py",
         "PackEntry(name, VECTOR, ((tensor, count),)) for",
         "PackEntry(name, VECTOR, ((tensor, count),), offset=spec.family.norm_offset) for",
         f"{_PACKED}[qwen3_5_text]",

@@ -422,7 +422,7 @@ FAULTS = faults(
     ),
     (
         "state: a graph without any runs",
-        "runners/onnx/plan.py",
+        "runners/onnx/select_onnx.py",
         "if may_keep_states(model.config, model.onnx_layers)",
         "if False",
         "tests/runners/test_choice.py",

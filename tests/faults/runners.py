@@ -22,7 +22,7 @@ FAULTS = (
     ),
     fault(
         "open blocks that later layers read are written over",
-        "runners/native/plan.py",
+        "runners/native/select_native.py",
         "layer.kv + 1 if layer.kv in given else 0",
         "0",
         *GEMMA4_ROWS,

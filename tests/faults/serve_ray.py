@@ -107,7 +107,7 @@ FAULTS = (
     ),
     fault(
         "the blocks of a server that all replicas share are counted for each",
-        "serve_ray/sums.py",
+        "serve_ray/aggregation.py",
         "            summed[field] = max(values)\n",
         "            summed[field] = sum(values)\n",
         "tests/serve_ray/test_sums.py::test_blocks_of_a_shared_server_are_counted_once",

@@ -21,7 +21,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config import spec
 from kvboost_edge.models.gguf import file as gguf_file
 from kvboost_edge.models.gguf import source
-from kvboost_edge.models.packed import plan
+from kvboost_edge.models.packed import pack_plan as plan
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from helpers.oracles.packed_plan import hybrid_logits, plan_floats
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.families.mixers import Mixer
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

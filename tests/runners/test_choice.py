@@ -14,11 +14,11 @@ from kvboost_edge.config import CHOICES, EngineConfig
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.models.packed.plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
+from kvboost_edge.models.packed.pack_plan import STORED, WEIGHT_FORMATS, pack_plan, plan_bytes
 from kvboost_edge.runners.base import LoadOptions, ModelTraits
 from kvboost_edge.runners.choice import RUNNERS, choose_runner, load_runner, plan_of
-from kvboost_edge.runners.native.plan import choose_weights, native_kv_spec
-from kvboost_edge.runners.torch.plan import compute_dtype
+from kvboost_edge.runners.native.select_native import choose_weights, native_kv_spec
+from kvboost_edge.runners.torch.select_torch import compute_dtype
 
 LLAMA = {
     "model_type": "llama",

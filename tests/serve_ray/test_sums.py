@@ -1,6 +1,6 @@
 """The figures of several replicas as those of one."""
 
-from kvboost_edge.serve_ray.sums import summed_paged
+from kvboost_edge.serve_ray.aggregation import summed_paged
 
 
 def replica(used, **snapshots):

@@ -30,7 +30,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.fingerprint import are_remembered
 from kvboost_edge.models.locate import locate_model
 from kvboost_edge.models.packed.file import free_bytes, packed_path
-from kvboost_edge.models.packed.plan import (
+from kvboost_edge.models.packed.pack_plan import (
     STORED,
     WEIGHT_FORMATS,
     check_tensors,

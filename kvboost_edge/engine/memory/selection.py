@@ -18,9 +18,9 @@ from kvboost_edge.models.families.fields import size_of
 from kvboost_edge.models.weights.source import WeightSummary
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 from kvboost_edge.runners.choice import RunnerChoice, choose_runner, plan_of
-from kvboost_edge.runners.native.plan import native_kv_spec
-from kvboost_edge.runners.onnx.plan import onnx_kv_spec
-from kvboost_edge.runners.torch.plan import compute_dtype
+from kvboost_edge.runners.native.select_native import native_kv_spec
+from kvboost_edge.runners.onnx.select_onnx import onnx_kv_spec
+from kvboost_edge.runners.torch.select_torch import compute_dtype
 
 __all__ = [
     "Selection",

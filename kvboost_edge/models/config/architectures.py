@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.json_file import read_config_object
+from kvboost_edge.models.config.model_config import read_config_object
 from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.quant_config import packed_layout
 from kvboost_edge.models.families.family import Architecture

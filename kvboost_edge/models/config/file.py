@@ -10,7 +10,7 @@ from typing import Any
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
-from kvboost_edge.models.config.json_file import read_config_object
+from kvboost_edge.models.config.model_config import read_config_object
 from kvboost_edge.models.config.nested import is_nested, text_config
 from kvboost_edge.models.families.family import Family
 from kvboost_edge.models.families.fields import number_of, positive, size_of

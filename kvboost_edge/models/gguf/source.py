@@ -20,11 +20,11 @@ from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.families.registry import ARCHITECTURES
 from kvboost_edge.models.gguf.blocks import BLOCKS, dequantize, quant_rows_of
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor
-from kvboost_edge.models.gguf.names import hf_name, is_ahead, is_other_part
-from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
+from kvboost_edge.models.gguf.tensor_names import hf_name, is_ahead, is_other_part
 from kvboost_edge.models.weights.file_bytes import FileBytes, check_stamped, open_stamped
 from kvboost_edge.models.weights.mxfp4 import LEAST_WEIGHT
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
+from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
 
 __all__ = [
     "LONG_FACTORS",

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.gguf.file import GgufHeader, GgufTensor, read_gguf
-from kvboost_edge.models.locate.parts import part_name
+from kvboost_edge.models.locate.split_files import part_name
 
 __all__ = ["read_gguf_model"]
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.host.file_memo import FileStamp, recall, remember
-from kvboost_edge.models.locate.parts import part_name
+from kvboost_edge.models.locate.split_files import part_name
 
 __all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
-from kvboost_edge.models.onnx.config import check_spec, onnx_config
 from kvboost_edge.models.onnx.decoder import recognise
 from kvboost_edge.models.onnx.file import OnnxModel
 from kvboost_edge.models.onnx.folder import OnnxFolder
+from kvboost_edge.models.onnx.folder_config import check_spec, onnx_config
 from kvboost_edge.models.onnx.graph import Rows
 from kvboost_edge.models.onnx.source import OnnxSource, tensors_of
 

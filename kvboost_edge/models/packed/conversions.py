@@ -13,7 +13,7 @@ import numpy as np
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.linear.weights import pack_rows, packed_sizes
 from kvboost_edge.models.gguf.blocks import BLOCKS
-from kvboost_edge.models.packed.plan import VECTOR, PackEntry, holds_exactly, is_quantized
+from kvboost_edge.models.packed.pack_plan import VECTOR, PackEntry, holds_exactly, is_quantized
 from kvboost_edge.models.weights.source import WeightSource
 
 __all__ = ["ConversionError", "conversion_error", "log_conversions"]

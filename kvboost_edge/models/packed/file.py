@@ -40,7 +40,7 @@ from kvboost_edge.kernels.linear.weights import PackedRows
 from kvboost_edge.kernels.vectors import LANES
 from kvboost_edge.models.locate import model_name
 from kvboost_edge.models.packed.conversions import log_conversions
-from kvboost_edge.models.packed.plan import PackEntry
+from kvboost_edge.models.packed.pack_plan import PackEntry
 from kvboost_edge.models.packed.stream import EntryRows, pack_stream
 from kvboost_edge.models.weights.source import WeightSource
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.experts import ExpertRows, expert_rows
 from kvboost_edge.models.weights.file_bytes import FileBytes
-from kvboost_edge.models.weights.parts import counted_parts, text_names
+from kvboost_edge.models.weights.modalities import counted_parts, text_names
 from kvboost_edge.models.weights.safetensors_check import TensorEntry, read_header, weight_files
 from kvboost_edge.models.weights.source import QuantRows, StoredRows
+from kvboost_edge.models.weights.split_experts import ExpertRows, expert_rows
 
 __all__ = ["SafetensorsSource"]
 

@@ -14,7 +14,7 @@ from kvboost_edge.models.config.nested import text_config
 from kvboost_edge.models.config.spec import Describe, describe_model, heads_by_layer
 from kvboost_edge.models.families.fields import integer_of, size_of
 from kvboost_edge.models.families.registry import FAMILIES
-from kvboost_edge.models.weights.parts import is_other_part
+from kvboost_edge.models.weights.modalities import is_other_part
 
 __all__ = ["check_shapes"]
 

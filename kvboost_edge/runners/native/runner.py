@@ -29,7 +29,7 @@ from kvboost_edge.kernels.team import KernelTeam
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.models.packed.file import PACKED_VERSION, PackedWeights, load_packed
-from kvboost_edge.models.packed.plan import (
+from kvboost_edge.models.packed.pack_plan import (
     PackEntry,
     check_tensors,
     kinds_of,
@@ -43,14 +43,14 @@ from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, Sto
 from kvboost_edge.runners.native.buffers import ProgramBuffers
 from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.pass_texts import PassTexts
-from kvboost_edge.runners.native.plan import (
+from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
+from kvboost_edge.runners.native.select_native import (
     LATE_NORM,
     RECURRENT,
     STORES_NOTHING,
     log_notices,
     native_kv_spec,
 )
-from kvboost_edge.runners.native.program import attention_params, build_program, possible_operations
 from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 from kvboost_edge.segments import has_delta, turned_positions

@@ -22,8 +22,8 @@ from kvboost_edge.models.config.architectures import pinned_context
 from kvboost_edge.models.config.file import context_length
 from kvboost_edge.models.onnx.past import PastLayout
 from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo
-from kvboost_edge.runners.onnx.buffers import Buffer, PastBuffers
-from kvboost_edge.runners.onnx.plan import MOVED_KEYS_REFUSAL, onnx_kv_spec
+from kvboost_edge.runners.onnx.kv_buffers import Buffer, PastBuffers
+from kvboost_edge.runners.onnx.select_onnx import MOVED_KEYS_REFUSAL, onnx_kv_spec
 
 __all__ = ["OnnxRunner", "load"]
 

@@ -48,7 +48,7 @@ from kvboost_edge.runners.torch.attention import (
     Seen,
 )
 from kvboost_edge.runners.torch.eager_check import check_against_eager
-from kvboost_edge.runners.torch.plan import BOTH_WAYS, compute_dtype
+from kvboost_edge.runners.torch.select_torch import BOTH_WAYS, compute_dtype
 from kvboost_edge.runners.torch.turning import NUM_PROBED, RopeFrequencies, find_turning
 
 __all__ = ["TorchRunner", "load"]

@@ -18,7 +18,7 @@ from kvboost_edge.kvcache.hashing import (
     narrowed_root,
     prefix_hashes,
 )
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, OUTSIDE_MASK, Place
+from kvboost_edge.serve_ray.routing.cache_records import KEY_BYTES, OUTSIDE_MASK, Place
 
 __all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
 

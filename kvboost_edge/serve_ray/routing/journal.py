@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvboost_edge.kvcache.events import CacheEvents
-from kvboost_edge.serve_ray.routing.records import (
+from kvboost_edge.serve_ray.routing.cache_records import (
     KEY_BYTES,
     OUTSIDE_MASK,
     Cursor,

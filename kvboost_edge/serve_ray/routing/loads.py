@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.serve_ray.routing.records import Place, ReplicaReport
+from kvboost_edge.serve_ray.routing.cache_records import Place, ReplicaReport
 
 __all__ = ["ReplicaLoads"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 
-from kvboost_edge.serve_ray.routing.records import Place, ReplicaReport
+from kvboost_edge.serve_ray.routing.cache_records import Place, ReplicaReport
 
 __all__ = ["Meter"]
 

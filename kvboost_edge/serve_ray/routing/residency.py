@@ -25,7 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor, EventBatch
+from kvboost_edge.serve_ray.routing.cache_records import (
+    KEY_BYTES,
+    NOTHING_KNOWN,
+    Cursor,
+    EventBatch,
+)
 
 __all__ = ["MOST_LEVELS", "Level", "Residency"]
 

@@ -8,15 +8,15 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.loads import ReplicaLoads
-from kvboost_edge.serve_ray.routing.records import (
+from kvboost_edge.serve_ray.routing.cache_records import (
     Cursor,
     EventBatch,
     Place,
     ReplicaReport,
     RoutingDecision,
 )
+from kvboost_edge.serve_ray.routing.chain import PromptChain
+from kvboost_edge.serve_ray.routing.loads import ReplicaLoads
 from kvboost_edge.serve_ray.routing.residency import Level, Residency
 
 __all__ = ["PrefixRouter", "choose", "home", "seed_of"]

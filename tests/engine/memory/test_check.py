@@ -22,7 +22,7 @@ from kvboost_edge.engine.memory.selection import select_path
 from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
-from kvboost_edge.models.packed.plan import WEIGHT_FORMATS
+from kvboost_edge.models.packed.pack_plan import WEIGHT_FORMATS
 
 GB = 10**9
 SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}

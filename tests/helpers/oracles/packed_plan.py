@@ -17,7 +17,7 @@ from kvboost_edge.kernels.reference.experts import Routing, route_rows
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
-from kvboost_edge.models.packed.plan import VECTOR, PackEntry, check_tensors, pack_plan
+from kvboost_edge.models.packed.pack_plan import VECTOR, PackEntry, check_tensors, pack_plan
 from kvboost_edge.models.packed.stream import EntryRows, read_rows
 
 Doubles = npt.NDArray[np.float64]

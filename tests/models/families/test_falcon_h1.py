@@ -8,7 +8,7 @@ from helpers.json_files import read_json
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.families.layers import NO_FACTORS
-from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.native.select_native import native_kv_spec
 
 
 @pytest.fixture(scope="module")

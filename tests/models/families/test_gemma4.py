@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.architectures import check_model_compatibility
 from kvboost_edge.models.config.spec import describe_model, heads_by_layer
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

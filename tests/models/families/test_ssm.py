@@ -6,7 +6,7 @@ from helpers.json_files import read_json
 from helpers.models.specs import spec_of
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.config.spec import describe_model
-from kvboost_edge.runners.native.plan import native_kv_spec
+from kvboost_edge.runners.native.select_native import native_kv_spec
 from models.families.test_granite import MAKERS as GRANITES
 
 

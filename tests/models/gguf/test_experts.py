@@ -10,7 +10,7 @@ from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
-from kvboost_edge.models.packed.plan import plan_bytes, plan_label
+from kvboost_edge.models.packed.pack_plan import plan_bytes, plan_label
 from kvboost_edge.runners.native.runner import NativeRunner
 
 WIDE = {

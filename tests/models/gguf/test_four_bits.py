@@ -18,7 +18,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
-from kvboost_edge.models.packed.plan import plan_bytes
+from kvboost_edge.models.packed.pack_plan import plan_bytes
 from kvboost_edge.runners.native.runner import NativeRunner
 
 # gpt-oss is 2880 wide: 90 groups of 32, and no whole blocks of 256.

@@ -21,7 +21,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.gguf.file import read_gguf
 from kvboost_edge.models.gguf.source import GgufSource
-from kvboost_edge.models.packed.plan import pack_plan, row_tables
+from kvboost_edge.models.packed.pack_plan import pack_plan, row_tables
 from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.native.runner import NativeRunner

@@ -13,7 +13,7 @@ from helpers.gguf.writer import write_gguf
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import locate_model
-from kvboost_edge.models.locate.parts import part_name
+from kvboost_edge.models.locate.split_files import part_name
 
 
 @pytest.fixture(scope="module")

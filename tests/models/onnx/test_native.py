@@ -21,7 +21,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.conversions import conversion_error
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

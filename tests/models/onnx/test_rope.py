@@ -6,7 +6,7 @@ import pytest
 from kvboost_edge.errors import ModelFormatError
 from kvboost_edge.models.config.rope_kinds import rope_kind
 from kvboost_edge.models.onnx.file import OnnxTensor
-from kvboost_edge.models.onnx.rope import rope_difference, rope_settings
+from kvboost_edge.models.onnx.rope_tables import rope_difference, rope_settings
 
 POSITIONS = 4096
 DIM = 64

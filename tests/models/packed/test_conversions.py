@@ -13,7 +13,7 @@ from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.gguf.blocks import BLOCKS
 from kvboost_edge.models.packed.conversions import conversion_error, log_conversions
-from kvboost_edge.models.packed.plan import STORED, pack_plan
+from kvboost_edge.models.packed.pack_plan import STORED, pack_plan
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

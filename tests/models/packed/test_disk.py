@@ -19,7 +19,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ from pathlib import Path
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 model, cache = Checkpoint.open(sys.argv[1]), Path(sys.argv[2])
 plan = pack_plan(describe_model(model.config), "f32")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -24,7 +24,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed import file as packed_file
 from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import WEIGHT_FORMATS, check_tensors, pack_plan
+from kvboost_edge.models.packed.pack_plan import WEIGHT_FORMATS, check_tensors, pack_plan
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
 
 

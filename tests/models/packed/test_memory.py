@@ -66,7 +66,7 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 model = Checkpoint.open(sys.argv[1])
 with model.open_source() as source:
     plan = pack_plan(describe_model(model.config), sys.argv[3], source)
@@ -85,7 +85,7 @@ from kvboost_edge.host.memory import process_peak
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import load_packed
-from kvboost_edge.models.packed.plan import pack_plan
+from kvboost_edge.models.packed.pack_plan import pack_plan
 model, weights = Checkpoint.open(sys.argv[1]), sys.argv[3]
 cache = Path(sys.argv[2]) if sys.argv[2] else NO_CACHE
 plan = pack_plan(describe_model(model.config), weights)

@@ -8,7 +8,7 @@ from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.locate import BUNDLED_MODEL, locate_model
-from kvboost_edge.models.packed.report import weight_error
+from kvboost_edge.models.packed.weight_error import weight_error
 
 
 # Format, relative error at most and at least, bits per weight.

@@ -17,7 +17,7 @@ from kvboost_edge.kernels.linear.weights import PackedRows, pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.gguf.blocks import dequantize, scales_of
-from kvboost_edge.models.packed.plan import (
+from kvboost_edge.models.packed.pack_plan import (
     VECTOR,
     WEIGHT_FORMATS,
     PackEntry,

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.dense import read_dense
+from kvboost_edge.models.weights.dense_folders import read_dense
 
 SETTINGS = {
     "in_features": 6,

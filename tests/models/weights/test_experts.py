@@ -8,8 +8,8 @@ from helpers.models.specs import spec_of
 from helpers.models.tensor_files import change_tensors
 from helpers.models.tiny_checkpoints import save_tiny_checkpoint
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.weights.experts import expert_number, expert_rows
 from kvboost_edge.models.weights.safetensors_source import SafetensorsSource
+from kvboost_edge.models.weights.split_experts import expert_number, expert_rows
 from kvboost_edge.runners.native.runner import NativeRunner
 
 LAYER = "model.layers.1.mlp."

@@ -21,7 +21,7 @@ from helpers.random_ids import random_ids
 from helpers.runners.logits import native_logits
 from kvboost_edge.kernels.linear.weights import pack_rows
 from kvboost_edge.kernels.reference.weights import unpack_rows
-from kvboost_edge.models.packed.plan import VECTOR, pack_plan
+from kvboost_edge.models.packed.pack_plan import VECTOR, pack_plan
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 

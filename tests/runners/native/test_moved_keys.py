@@ -27,8 +27,8 @@ from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.runners.attended import asked_layer
 from kvboost_edge.runners.base import ForwardBatch, StoredKeys
-from kvboost_edge.runners.native.plan import moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
+from kvboost_edge.runners.native.select_native import moved_keys_refusal
 from kvboost_edge.segments import deltas_of, entry_of
 
 SIZE = 16

@@ -17,8 +17,8 @@ from helpers.runners.recurrent_driver import StateDriver
 from kvboost_edge.backends.base import PassStates
 from kvboost_edge.backends.select import choose_backend, make_backend
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.runners.native.plan import RECURRENT, moved_keys_refusal
 from kvboost_edge.runners.native.runner import NativeRunner
+from kvboost_edge.runners.native.select_native import RECURRENT, moved_keys_refusal
 
 # The last two: layers that are one thing each, and layers with keys, values and a state.
 FAMILIES = (

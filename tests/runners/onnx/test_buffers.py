@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvboost_edge.models.onnx.past import LayerPast, PastLayout
-from kvboost_edge.runners.onnx.buffers import PastBuffers
+from kvboost_edge.runners.onnx.kv_buffers import PastBuffers
 
 BLOCK = 16
 HEADS = 2

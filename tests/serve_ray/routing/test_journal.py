@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.events import CacheEvents
+from kvboost_edge.serve_ray.routing.cache_records import KEY_BYTES, NOTHING_KNOWN, Cursor, Place
 from kvboost_edge.serve_ray.routing.journal import Journal
-from kvboost_edge.serve_ray.routing.records import KEY_BYTES, NOTHING_KNOWN, Cursor, Place
 
 
 def hash_of(number):

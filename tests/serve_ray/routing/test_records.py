@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.serve_ray.routing.records import ReplicaReport
+from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
 
 WRONG = {
     "seconds_per_token": [0.0, -1.0, math.inf, math.nan],

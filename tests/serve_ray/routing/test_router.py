@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvboost_edge.kvcache.hashing import shared_root
-from kvboost_edge.serve_ray.routing.chain import Outside, PromptChain
-from kvboost_edge.serve_ray.routing.records import (
+from kvboost_edge.serve_ray.routing.cache_records import (
     KEY_BYTES,
     NOTHING_KNOWN,
     EventBatch,
     ReplicaReport,
 )
+from kvboost_edge.serve_ray.routing.chain import Outside, PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
 
 SPEED = 1e-3

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvboost_edge.serve_ray.routing.cache_records import Place
 from kvboost_edge.serve_ray.routing.chain import PromptChain
-from kvboost_edge.serve_ray.routing.records import Place
 from serve_ray.routing.test_router import (
     DISK,
     ROOT,

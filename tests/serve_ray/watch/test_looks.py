@@ -14,7 +14,7 @@ from kvboost_edge.serve_ray import pool, replicas
 from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, ReplicaUpdate
 from kvboost_edge.serve_ray.pool import ReplicatedEngine
 from kvboost_edge.serve_ray.replicas import Replicas
-from kvboost_edge.serve_ray.routing.records import ReplicaReport
+from kvboost_edge.serve_ray.routing.cache_records import ReplicaReport
 from kvboost_edge.serve_ray.watch.looks import HealthChecks
 from kvboost_edge.server.errors import NoReplica
 

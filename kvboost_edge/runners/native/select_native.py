@@ -130,7 +130,7 @@ def choose_weights(
     most half of the memory, else int4; both with head and embedding at 8 bit.
     """
     # The plan of packed weights comes with the layouts of the kernels, and so with numba.
-    from kvboost_edge.models.packed.plan import STORED
+    from kvboost_edge.models.packed.pack_plan import STORED
 
     spec = model.spec
     pool_bytes = plan_pool(

@@ -21,7 +21,7 @@ from kvboost_edge.models.families.fields import MAX_LAYERS, integer_of
 from kvboost_edge.models.families.registry import FAMILIES, MODEL_TYPES
 from kvboost_edge.models.onnx.decoder import Decoder, DecoderLayer
 from kvboost_edge.models.onnx.folder import GENAI_CONFIG, OnnxFolder
-from kvboost_edge.models.onnx.rope import rope_difference, rope_settings
+from kvboost_edge.models.onnx.rope_tables import rope_difference, rope_settings
 
 __all__ = ["check_spec", "onnx_config", "outer_config"]
 

@@ -13,7 +13,7 @@ from kvboost_edge.host.file_at import FileAt
 from kvboost_edge.models.gguf.blocks import dequantize
 from kvboost_edge.models.gguf.file import GgufHeader
 from kvboost_edge.models.gguf.source import architecture_of
-from kvboost_edge.models.weights.dense import Matrices, check_dense
+from kvboost_edge.models.weights.dense_folders import Matrices, check_dense
 
 __all__ = ["gguf_dense"]
 

@@ -11,7 +11,7 @@ from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.reference.weights import unpack_rows
 from kvboost_edge.models.config.spec import describe_model
 from kvboost_edge.models.packed.file import Packable, Progress
-from kvboost_edge.models.packed.plan import (
+from kvboost_edge.models.packed.pack_plan import (
     VECTOR,
     PackEntry,
     check_tensors,
