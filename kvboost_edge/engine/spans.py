@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
 from typing import Any
 
@@ -29,18 +29,23 @@ __all__ = ["Prober", "SequenceSpans", "SpanSharing"]
 
 
 class SequenceSpans(SharedSpans):
-    """The spans of one sequence.
-
-    found        [start, stop) of the runs found at other positions, when it was let in
-    lost_runs    runs that tiers are still to be asked for, last first; None: not looked for yet
-    """
+    """The spans of one sequence."""
 
     def __init__(self, request: Request) -> None:
-        self.found: list[tuple[int, int]] = []
-        self.lost_runs: list[Chain] | None = None
+        self._lost_runs: list[Chain] | None = None  # last first; None: not looked for yet
         self._request = request
+        self._found: list[tuple[int, int]] = []
         self._ahead: list[tuple[int, int]] = []  # last first
         self._num_found = 0
+
+    def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
+        if self._lost_runs is None:
+            self._lost_runs = find()[::-1]
+        return self._lost_runs.pop() if self._lost_runs else None
+
+    def place(self, found: list[tuple[int, int]], probe: Probe | None) -> None:
+        self._found = found
+        self.probe = probe
 
     def ahead(self) -> Iterable[tuple[int, int]]:
         return reversed(self._ahead)
@@ -53,7 +58,7 @@ class SequenceSpans(SharedSpans):
         # preemption counts.
         if self.probe is None and shared > self.num_shared:
             self.num_shared = shared
-            self._num_found = self._num_in_prompt(self.found)
+            self._num_found = self._num_in_prompt(self._found)
 
     def pass_over(self, position: int) -> int:
         while self._ahead and self._ahead[-1][0] == position:
@@ -94,14 +99,11 @@ class SpanSharing(SpanPlacement):
         """The load of the next run that the sequence could share if it were in the pool; each is
         tried once. What was loaded for it before is in the cache.
         """
-        shared = sequence.spans
-        if not isinstance(shared, SequenceSpans):
-            return None
-        if shared.lost_runs is None:
-            lost = self.harvest.lost(sequence.cacheable_ids, sequence.request.root)
-            shared.lost_runs = lost[::-1]
-        while shared.lost_runs:
-            chain = shared.lost_runs.pop()
+
+        def find() -> list[Chain]:
+            return self.harvest.lost(sequence.cacheable_ids, sequence.request.root)
+
+        while (chain := sequence.spans.next_lost_run(find)) is not None:
             load = loads.begin_run(sequence, decode_tokens(chain.tokens), chain.root, spare)
             if load is not None:
                 return load
@@ -115,9 +117,8 @@ class SpanSharing(SpanPlacement):
         where `spare` free blocks do not suffice; None where there is nothing to share.
         """
         request = sequence.request
-        shared = sequence.spans
         size = self._manager.block_size
-        if request.repair is None or not isinstance(shared, SequenceSpans):
+        if request.repair is None:
             return None
         found = self.harvest.find(
             sequence.cacheable_ids, len(table) * size, request.root, request.repair
@@ -128,13 +129,13 @@ class SpanSharing(SpanPlacement):
         spans = self._manager.spans
         if not spans.place(table, found.spans, sequence.num_tokens, spare, num_reserved=num_probed):
             return False
-        shared.found = found.runs
-        shared.probe = None
+        probe = None
         if num_probed:
             asks = request.repair.strategy is RecomputeStrategy.QUERY
-            shared.probe = (
+            probe = (
                 QueryProbe(table, size, len(sequence.cacheable_ids)) if asks else Probe(table, size)
             )
+        sequence.spans.place(found.runs, probe)
         return True
 
 

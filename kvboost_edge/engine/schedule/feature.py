@@ -8,7 +8,7 @@ the same way whether or not a feature is on. What features do for all sequences 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from kvboost_edge.kvcache.block_table import BlockTable
+    from kvboost_edge.reuse.block_history import Chain
     from kvboost_edge.reuse.deviation_scoring import Probe
 
 __all__ = ["Constraint", "Drafting", "Feature", "SharedSpans"]
@@ -99,6 +100,13 @@ class SharedSpans(Feature):
     def is_ready(self) -> bool:
         """Whether no deviation scoring comes first."""
         return self.probe is None
+
+    def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
+        """Return the next run that only a tier may hold, each once; `find` returns all of them."""
+        return None
+
+    def place(self, found: list[tuple[int, int]], probe: Probe | None) -> None:
+        """Note the [start, stop) of the runs found at other positions, and their scoring."""
 
     def ahead(self) -> Iterable[tuple[int, int]]:
         """Return the [start, stop) of the spans that the sequence has not reached, in order."""
