@@ -7,6 +7,7 @@ threads.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,13 @@ from kvboost_edge.models.packed.pack_plan import (
 from kvboost_edge.models.packed.stream import packing_entries
 from kvboost_edge.models.weights.row_table import RowTable
 from kvboost_edge.runners.attended import asked_layer, attended_masses
-from kvboost_edge.runners.base import ForwardBatch, LoadOptions, RunnerInfo, StoredKeys
+from kvboost_edge.runners.base import (
+    ForwardBatch,
+    LoadOptions,
+    PassAbandoned,
+    RunnerInfo,
+    StoredKeys,
+)
 from kvboost_edge.runners.native.buffers import ProgramBuffers
 from kvboost_edge.runners.native.layerwise import attend_layer
 from kvboost_edge.runners.native.pass_texts import PassTexts
@@ -56,6 +63,9 @@ from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 from kvboost_edge.segments import has_delta, turned_positions
 
 __all__ = ["NUMERICS_VERSION", "NativeRunner", "describe_numerics", "load"]
+
+_SHORT_PASS = 32  # tokens: fewer are one call, which costs decoding least
+_CALL_SECONDS = 0.025  # about as long a call of a longer pass takes; then it may be abandoned
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -414,7 +424,7 @@ class NativeRunner:
             )
             logits = self._buffers.logits(num_tokens)
             addresses[lt.B_LOGITS] = logits.ctypes.data
-            self._run((0, end), addresses, num_tokens, memory.counters)
+            self._run_layers(end, addresses, batch, memory.counters)
             return logits[:, : self._spec.vocab_size]
         # Attention before a part is its last operation: a piece of a prompt whose logits nobody
         # wants needs none. What turns a state is needed always.
@@ -424,7 +434,7 @@ class NativeRunner:
         ):
             first -= 1
         memory = self._prepare_whole(whole, batch, prepared, addresses, (0, first), range(narrow))
-        self._run((0, first), addresses, num_tokens, memory.counters)
+        self._run_layers(first, addresses, batch, memory.counters)
         width = self._buffers.sizes.attended[narrow - 1]
         attended = memory.attended[: num_tokens * width].reshape(num_tokens, width)
         return self._outputs(batch, addresses, attended, narrow, prepared)
@@ -486,8 +496,33 @@ class NativeRunner:
             addresses[border.buffer] = more.ctypes.data
         self._run(part, addresses, len(rows), counters)
 
+    def _run_layers(self, end: int, addresses: Longs, batch: ForwardBatch, counters: Longs) -> None:
+        """Run operations [0, end), a few layers in a call if the pass is long.
+
+        Raises PassAbandoned between two calls. counters: zeros, as many as `_num_counters` says.
+        """
+        num_tokens = len(batch.token_ids)
+        if batch.is_abandoned is None or num_tokens < _SHORT_PASS:
+            self._run((0, end), addresses, num_tokens, counters)
+            return
+        ends = [last for _, last in self._program.parts if last < end]
+        start = done = 0
+        count = 1  # layers of the next call
+        used = 0
+        while start < end:
+            if batch.is_abandoned():
+                raise PassAbandoned
+            began = time.perf_counter()
+            stop = ends[done + count - 1] if done + count <= len(ends) else end
+            self._run((start, stop), addresses, num_tokens, counters[used:])
+            used += lt.COUNTERS_PER_OP * (stop - start + 1)
+            start = stop
+            done += count
+            count = max(1, round(count * _CALL_SECONDS / (time.perf_counter() - began)))
+
     def _num_counters(self, first: int, end: int) -> int:
-        return lt.COUNTERS_PER_OP * (end - first + 1)
+        """Return the counters for operations [first, end) in one call, or in one for each layer."""
+        return lt.COUNTERS_PER_OP * (end - first + len(self._program.parts))
 
     def _run(
         self,

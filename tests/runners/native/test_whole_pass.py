@@ -2,11 +2,15 @@
 tie to references.
 """
 
+import dataclasses
+import threading
+
 import numpy as np
 import pytest
 
 from helpers.models.tiny_models import save_tiny_model
 from helpers.runners.paged_driver import PagedDriver
+from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.backends.reference import ReferenceBackend
 from kvboost_edge.runners.native.runner import NativeRunner
@@ -41,9 +45,16 @@ def model_dir(request, tmp_path_factory):
     return directory
 
 
-def _logits(directory, backend_type, threads, bits):
+class InCalls(NativeRunner):
+    """Asks between the layers of a pass whether it is abandoned."""
+
+    def forward(self, batch):
+        return super().forward(dataclasses.replace(batch, is_abandoned=lambda: False))
+
+
+def _logits(directory, backend_type, threads, bits, kind=NativeRunner):
     """All logits of a prefill in chunks, then of decode steps of three sequences together."""
-    runner = NativeRunner.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
+    runner = kind.from_dir(directory, weights="int8", num_threads=threads, kv_bits=bits)
     backend = backend_type(runner.info.kv_spec, 64, num_threads=threads)
     driver = PagedDriver(runner, backend)
     results = []
@@ -67,6 +78,54 @@ def test_same_bits_as_layer_by_layer(model_dir, threads, bits):
     assert len(whole) == len(apart) == 3 * (1 + STEPS)
     for one, other in zip(whole, apart, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.002])
+def test_same_bits_in_calls_of_a_few_layers(model_dir, monkeypatch, seconds):
+    monkeypatch.setattr("kvboost_edge.runners.native.runner._CALL_SECONDS", seconds)
+    whole = _logits(model_dir, CPUBackend, 2, (8, 8))
+    calls = _logits(model_dir, CPUBackend, 2, (8, 8), InCalls)
+    for one, other in zip(whole, calls, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_an_abandoned_pass_ends_between_two_layers(tmp_path, monkeypatch, family):
+    """Cancelled while its prompt is computed, a request ends; what earlier steps computed stays."""
+    monkeypatch.setattr("kvboost_edge.runners.native.runner._CALL_SECONDS", 0.0)
+    save_tiny_model(family, tmp_path)
+    prompt = np.random.default_rng(1).integers(0, 256, 200).tolist()
+    with CPUPagedEngine.from_pretrained(
+        tmp_path, runner="native", num_blocks=64, max_batch_tokens=64, kv_cache_bits=8
+    ) as engine:
+        expected = engine.generate(prompt, max_new_tokens=3).output_token_ids
+        engine.reset_cache()
+        runner = engine._parts.runner
+        forward = runner.forward
+        passes = []
+
+        def cancelling(batch):
+            passes.append(batch)
+
+            def is_abandoned():
+                if len(passes) == 2:
+                    handle.cancel()
+                return batch.is_abandoned()
+
+            go.wait(20)
+            return forward(dataclasses.replace(batch, is_abandoned=is_abandoned))
+
+        go = threading.Event()
+        monkeypatch.setattr(runner, "forward", cancelling)
+        handle = engine.submit(prompt, max_new_tokens=3)
+        go.set()
+        assert handle.result(20).finish_reason == "cancelled"
+        assert len(passes) == 2
+        monkeypatch.setattr(runner, "forward", forward)
+        again = engine.generate(prompt, max_new_tokens=3)
+        assert again.output_token_ids == expected
+        if family == "llama":
+            assert again.cached_tokens == 64, "the first step"
 
 
 def test_only_compiled_kernels_qualify(tmp_path):
