@@ -22,7 +22,7 @@ _STRETCH = 1.75  # of the time that decoding alone takes
 _EXTRA = 0.04  # seconds
 _PROMPTS = 0.2  # seconds of a step of several prompts
 _ALONE = 1.0  # seconds of a step of one request
-_FIRST_TOKENS = 64  # of prompts in a step while nothing is known of their time
+_FIRST_TOKENS = 64  # of prompts beside decoding, while nothing is known of their time
 _LEAST_TOKENS = 4  # of prompts in a step, whatever they cost
 _MEASURED_EVERY = 32  # steps with prompts; then one step decodes only, to measure that
 
@@ -80,7 +80,7 @@ class StepPacing:
             return decoding, plain
         is_alone = len(running) + num_waiting == 1
         if not self._cost.knows_prompts:
-            tokens = room if is_alone else min(room, _FIRST_TOKENS)
+            tokens = min(room, _FIRST_TOKENS) if decoding else room
             return everyone, StepLimit(len(decoding) + tokens, {})
         seconds = _ALONE if is_alone else self._seconds_for_prompts(decoding)
         return everyone, self._limit_of(prompts, seconds, room, len(decoding))
