@@ -173,7 +173,8 @@ def _logits(
     )
     if repair is not None:
         prepare_search()
-        request = dataclasses.replace(request, mode=GenerationMode.CHUNK_KV_REUSE, repair=repair)
+        terms = dataclasses.replace(request.terms, mode=GenerationMode.CHUNK_KV_REUSE)
+        request = dataclasses.replace(request, terms=terms, repair=repair)
     handle, rows = engine._core.submit_logits(request)
     result = handle.result()
     return np.concatenate(rows), (

@@ -194,7 +194,7 @@ class Replica:
         if job.read_until is None:
             after = self.manager.content.addresses_after(job.prompt, job.root)
             there = itertools.takewhile(
-                self.shared.blocks.__contains__, (key.prefix_hash for key in after.keys)
+                self.shared.blocks.__contains__, (one.prefix_hash for one in after.addresses)
             )
             count = sum(1 for _ in there)
             job.read_blocks = after.num_shared + count
