@@ -317,8 +317,7 @@ def test_version_names_the_package(live_server):
 def test_the_deployment_files_name_flags_that_exist(name, capsys):
     shown = (ROOT / "docs" / "deploy" / name).read_text(encoding="utf-8")
     flags = set(re.findall(r"(?<=[\s`\"])--[a-z][a-z-]+", shown))
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == 0
     known = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     of_others = {
         "--rm",

@@ -18,9 +18,9 @@ from helpers.engine.fake_runner import expected_tokens, fake_engine, runner_of
 from helpers.server.live_servers import app_client
 from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.stats import BLOCK_SPAN
 from kvboost_edge.errors import RequestError
-from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.server.api.bounds import BOUNDS
 from kvboost_edge.server.api.schemas.cache_use import CacheUse
 from kvboost_edge.server.api.schemas.chat import ChatRequest
@@ -289,14 +289,11 @@ def test_the_bounds_and_names_are_the_engine_s():
     }
     for name, values in (("mode", GenerationMode), ("recompute_strategy", RecomputeStrategy)):
         assert set(get_args(get_args(literals[name])[0])) == {one.value for one in values}
-    for name, place in (("recompute_overlap", 1), ("recompute_ratio", 2)):
-        high = BOUNDS[name].high
-        given = ["none", 0, 0]
-        given[place] = int(high)
-        Repair.checked(*given)
-        given[place] = int(high) + 1
+    for name in ("recompute_overlap", "recompute_ratio"):
+        high = int(BOUNDS[name].high)
+        assert getattr(Terms(**{name: high}), name) == high
         with pytest.raises(RequestError):
-            Repair.checked(*given)
+            Terms(**{name: high + 1})
 
 
 def test_the_documentation_names_what_there_is():

@@ -99,8 +99,9 @@ async def test_they_run_with_the_terms_of_their_key(app, monkeypatch):
         app.engine._core, "submit", lambda request: seen.append(request) or submit(request)
     )
     await warm(app, "two", documents=[document(6, 40)], priority=2)
-    (request,) = seen
-    assert (request.weight, request.priority, request.deadline is not None) == (3.0, 2, True)
+    terms = seen[0].terms
+    assert len(seen) == 1
+    assert (terms.weight, terms.priority, terms.deadline is not None) == (3.0, 2, True)
 
 
 async def test_who_goes_takes_his_documents_along(app):

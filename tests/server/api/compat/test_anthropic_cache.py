@@ -191,7 +191,7 @@ async def test_a_template_that_takes_no_half_conversation_pins_nothing(
     tokenizer = spoken_engine.tokenizer
     tokenizer.turn_format  # noqa: B018 - derived before: it asks with messages of its own
     monkeypatch.setattr(tokenizer, "chat_template", strict)
-    kept = vars(tokenizer).pop("_template", None)
+    kept = vars(tokenizer).pop("_compiled", None)
     answer = await ask(app, system=[block(LONG, FIVE)])
     assert (answer["usage"]["cache_creation_input_tokens"], pinned(spoken_engine)) == (0, 0)
-    vars(tokenizer)["_template"] = kept
+    vars(tokenizer)["_compiled"] = kept
