@@ -180,6 +180,7 @@ def posted(server, path, body):
 
 
 def test_a_stream_that_is_closed_ends_its_work(client, live_server):
+    used = live_server.engine.paged_stats()["used_blocks"]  # pinned by earlier tests
     stream = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -195,7 +196,7 @@ def test_a_stream_that_is_closed_ends_its_work(client, live_server):
     # The server's task ends after the engine's request.
     admission = live_server.state.admission
     wait_until(lambda: admission.sequences == 0, "the server to give back the places")
-    assert live_server.engine.paged_stats()["used_blocks"] == 0
+    assert live_server.engine.paged_stats()["used_blocks"] <= used
 
 
 def test_a_client_that_goes_while_its_prompt_is_tokenized(live_server, monkeypatch):
