@@ -91,23 +91,48 @@ def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
 def paged_stats(
     parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered
 ) -> dict[str, Any]:
-    """The pool and the engine. used_blocks are referenced, cached_blocks idle and matchable,
-    free_blocks all that are not used; pinned_blocks are used ones, at most max_pinned_blocks, and
-    pinned_bytes a part of pool_bytes; retained_blocks, used or cached, are given up after all
-    others of their tenant; tokens_held counts the tokens whose KV is in the pool, shared ones once;
-    hit_tokens, span_tokens and miss_tokens are the prompt tokens looked up: found as a prefix,
-    shared at other positions, computed; drafted_tokens were guessed ahead, and accepted_tokens of
-    them are among generated_tokens; max_draft_tokens is the most in a step, where drafts are tried,
-    for who asks for no number, of a model with states for all together; draft_bytes, a part of
-    other_bytes, are what they are guessed from, 118 MB at most; max_num_seqs sequences run
-    together. isa is what the processor has, kernel_path and attention_path which forms of the
-    project's own kernels run ("none": torch's do). state_slots are those of a model that keeps
-    states beside keys and values (0: of any other), state_slots_used of them hold one,
-    state_snapshots says how many are snapshots that prompts go on from, by the reason they were
-    kept for; replayed_tokens were computed again for their state alone, and state_bytes is the size
-    of all slots, with the room for what drafts bring to them. tiers: of each tier outside the pool
-    the fields of `TierStats`; staging_bytes are of blocks on their way between it and the pool,
-    lost_blocks were evicted before any tier could take them.
+    """Return the figures of the pool and the engine.
+
+    Blocks:
+
+    used_blocks            blocks that sequences or pins reference
+    cached_blocks          unreferenced blocks that still match prompts
+    free_blocks            blocks that are not used, cached ones included
+    pinned_blocks          used blocks of pinned prompts, at most max_pinned_blocks
+    pinned_bytes           their size, a part of pool_bytes
+    retained_blocks        blocks that are evicted after all others of their tenant
+    tokens_held            tokens whose KV is in the pool; shared tokens count once
+
+    Tokens:
+
+    hit_tokens             prompt tokens found as a prefix
+    span_tokens            prompt tokens reused from other positions
+    miss_tokens            prompt tokens computed
+    drafted_tokens         draft tokens verified
+    accepted_tokens        draft tokens accepted; they are among generated_tokens
+    max_draft_tokens       default limit of draft tokens in a step; of a hybrid model for all
+                           sequences together
+    draft_bytes            memory of the draft history, at most 118 MB, a part of other_bytes
+
+    Processor:
+
+    isa                    instruction set of the processor
+    kernel_path            form of the linear kernels that runs; "none": torch's run
+    attention_path         likewise of the attention kernels
+
+    Recurrent state of hybrid models, 0 for others:
+
+    state_slots            slots for states
+    state_slots_used       slots that hold a state
+    state_snapshots        slots that hold a snapshot, by the reason it is kept for
+    state_bytes            size of all slots, room for draft tokens included
+    replayed_tokens        tokens recomputed for their state alone
+
+    Offload tiers:
+
+    tiers                  the fields of `TierStats`, by tier
+    staging_bytes          size of blocks on their way between pool and tiers
+    lost_blocks            blocks evicted before a tier could take them
     """
     manager = parts.manager
     backend = parts.backend.describe()

@@ -127,23 +127,21 @@ class BlockTable:
     9]; slots 9*16 .. 9*16+7 take tokens 32..39; `commit` with 40 computed tokens publishes nothing
     new, with 48 it publishes block 9.
 
-    block_ids            ids of the blocks; grows at the end, an entry changes by copy-on-write, and
-                         when the table goes over to an equal block, see `DuplicateBlocks`
-    segments             which positions they hold; `[WHOLE]` unless a segment begins inside a block
+    block_ids            ids of the blocks, in order. The list grows at its end. An entry changes by
+                         copy-on-write, and where an equal block replaces it (`DuplicateBlocks`)
+    segments             positions that the blocks hold; `[WHOLE]` unless one begins inside a block
     num_cached_tokens    tokens served by the cache when the table was opened
-    num_matched_tokens   tokens whose keys and values were there then: more than those where a state
-                         was missing
+    num_matched_tokens   tokens whose KV was cached then; more than num_cached_tokens where a
+                         snapshot of the recurrent state was missing
     num_computed_tokens  tokens whose KV is in the pool
     root                 32-byte root hash the chain starts from
-    spans                what it shares at other positions, in order
-    reserve              own blocks that are in no segment yet: what is computed of the spans after
-                         all
-                         goes there
-    owner                whose blocks they are, for the eviction policy
-    miss_reason          why the token after the cached ones was not served; see
+    spans                KV reused from other positions, in order
+    reserve              own blocks in no segment yet, for tokens of spans that are recomputed
+    owner                tenant of the blocks, for the eviction policy
+    miss_reason          why the token after the cached ones was not served, see
                          `Lookup.miss_reason`
-    missed_hash          prefix hash of the full block it lies in; None where it lies in none, or
-                         nobody looked
+    missed_hash          prefix hash of that token's full block; None without one, or without a
+                         lookup
     """
 
     __slots__ = (

@@ -38,25 +38,30 @@ __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KV
 
 
 class KVCacheManager(PoolUsage):
-    """Block tables over a pool of `num_blocks` blocks of `block_size` tokens, with exact prefix
-    sharing.
+    """Block tables over a pool of blocks, with exact prefix sharing.
 
-    `hash_fn(parent, tokens) -> bytes` is replaceable, so that tests can make every hash collide.
-    `whole_blocks`: full blocks cannot be written into again (quantized storage), see `Lookup`.
-    `policy` orders the free blocks.
+    Parameters:
 
-    cow_copies     blocks copied because somebody else still reads them
-    evictions      published blocks handed out again, their prefix forgotten
+    num_blocks     blocks of the pool
+    block_size     tokens of a block
+    hash_fn        `hash_fn(parent, tokens) -> bytes`; tests make every hash collide
+    whole_blocks   full blocks are never written again (quantized storage), see `Lookup`
+    policy         order of the free blocks
+
+    Attributes:
+
+    cow_copies     blocks copied because another table still reads them
+    evictions      published blocks that were reused for other tokens
     hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
-    miss_tokens    tokens it left them to compute; a table that is freed before it was extended
-                   counts for nothing
-    spans          blocks at other positions than those they were computed at, see `Spans`
-    content        what blocks hold, for whoever keeps copies of them elsewhere
-    events         which prefixes came and left, for whoever sends requests where they are
+    miss_tokens    tokens that those tables had to compute; tables freed before they were extended
+                   do not count
+    spans          blocks reused at other positions, see `Spans`
+    content        content of blocks, for the offload tiers
+    events         prefixes that came and left, for cache-aware routing
     duplicates     blocks that tables hold in addition to published ones of equal content
-    pins           prompts that stay, see `Pins`; `max_pinned_blocks` bounds them
-    recurrent      the recurrent state of tables, see `TableStates`; `NoTableStates` where
-                   `state_sizes` is None
+    pins           pinned prompts, at most `max_pinned_blocks` blocks, see `Pins`
+    recurrent      recurrent state of tables, see `TableStates`; `NoTableStates` without
+                   `state_sizes`
     """
 
     def __init__(

@@ -215,30 +215,31 @@ class RequestArrival(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request as it was asked, checked and resolved. Times are seconds of `time.perf_counter`.
+    """A checked request. Times are seconds of `time.perf_counter`.
 
     index            arrival number in this engine; earlier requests are served first
-    prompt_ids       the prompt's token ids
-    terms            how it runs
-    max_tokens       longest the sequence may become, prompt included
-    seed             the seed in use: the caller's, or one drawn for it, see `Seeds`
+    prompt_ids       token ids of the prompt
+    terms            options of the request that are not of sampling, see `Terms`
+    max_tokens       most tokens of the sequence, prompt included
+    seed             the caller's seed, or one drawn for the request, see `Seeds`
     stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus
                      `stop_token_ids`
-    root             where its prefix hashes start; tenant and salt are in it
-    logits_start     None for generation; else the request returns the logits of tokens
-                     [logits_start, n)
-    wants_states     of those tokens the hidden states after the last norm instead
-    stores_nothing   the whole request is one pass, and its KV cannot be found
-    prefill_only     the prompt is computed and nothing is generated
+    root             root of its prefix hashes, made from tenant and salt
+    logits_start     first token whose logits the request returns; None: it generates text
+    wants_states     return hidden states after the last norm in place of logits
+    stores_nothing   the request is one pass whose KV is not cached
+    prefill_only     compute the prompt and generate nothing
     suppressed       tokens that the model's files exclude from answers
     tenant           digest of the tenant: the root without the salt
     cache_key        digest of the terms' key, see engine/schedule/retention.py; None without one
     snapshot_hints   positions of the prompt at which snapshots of recurrent state are kept
-    repair           how reuse at other positions is repaired; None: the mode has none
-    gate             whether that was tested on this model before, see `GenerationResult`
-    max_draft_tokens   most draft tokens in a step, 0: none; always_drafts: at any cost
-    grammar          what its answer matches
-    prefix_hashes    of the prompt's first full blocks, as the caller gave them (`RequestArrival`)
+    repair           recomputation of tokens reused from other positions; None without such reuse
+    gate             result of the quality gate, see `GenerationResult`
+    max_draft_tokens   most draft tokens in a step; 0: none
+    always_drafts    verify draft tokens even where that is not expected to pay
+    grammar          grammar of the answer; None: any text
+    prefix_hashes    hashes of the prompt's first full blocks, given by the caller
+                     (`RequestArrival`)
     """
 
     index: int

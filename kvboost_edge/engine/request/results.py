@@ -42,44 +42,44 @@ class Missed(NamedTuple):
 class GenerationResult:
     """The outcome of one request.
 
-    mode                 what ran: CHUNK_KV_REUSE only where something was shared at another
-                         position
-    approximate          whether something was: the output may differ from that of a full
-                         computation
-    reused_span_tokens   prompt tokens whose keys and values were shared at another position
-    recomputed_tokens    prompt tokens that were found at another position and computed all the same
-    gate                 "passed": this model was tested before it was allowed to share at other
-                         positions; "off": it was not (reuse_gate="off"); "": nothing was shared so
-    output_text          without the EOS or stop token and without the stop string that ended it
+    mode                 the mode that ran; CHUNK_KV_REUSE only if KV of other positions was reused
+    approximate          whether KV of other positions was reused, so that the output may differ
+                         from that of a full computation
+    reused_span_tokens   prompt tokens whose KV was reused from other positions
+    recomputed_tokens    prompt tokens found at other positions and still recomputed
+    gate                 quality gate of that reuse: "passed"; "off" (reuse_gate="off"); "" if
+                         nothing was reused
+    output_text          text without the EOS or stop token and without the stop string
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
     finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
     cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by
                          tier
-    matched_tokens       prompt tokens whose KV was in the cache: more than `cached_tokens` where a
-                         state was missing
+    matched_tokens       prompt tokens whose KV was in the cache; more than `cached_tokens` where a
+                         snapshot of the recurrent state was missing
     kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
-    miss_reason          why the next prompt token was computed: "" nothing was missed; "first_seen"
-                         no block of it was ever cached for this tenant and salt; "evicted" one was,
-                         and was dropped; "tail" it lies in a last block that is not full, and only
-                         full ones are kept; "state" its KV is cached and the state before it, of a
-                         model that has such, is not: the deepest is behind `cached_tokens`, KV up
-                         to `matched_tokens`; "bypassed" the mode or prompt_logprobs ask for
-                         computing; "not_started" the request ended while it waited
-    evicted_from         the pool and tiers that had its block and dropped it, the nearest first; ()
-                         unless "evicted"
+    miss_reason          why the first prompt token after the cached ones was computed:
+                         ""             every token was cached
+                         "first_seen"   this tenant and salt never cached its block
+                         "evicted"      its block was cached and evicted
+                         "tail"         it is in the last block, which is not full
+                         "state"        its KV is cached, a snapshot of the recurrent state is not
+                         "bypassed"     the mode or prompt_logprobs asked for a computation
+                         "not_started"  the request ended while it waited
+    evicted_from         the pool and tiers that evicted the block, nearest first; () unless
+                         "evicted"
     ttft_ms              entry of the call to the first token (the whole time if none came)
     total_ms             entry of the call to the end
     tokens_per_sec       generated tokens over the whole time
     token_times_ms       arrival of each output token, since entry
-    phases               tokenize, queue, lookup, load, probe, repair, prefill, decode in
-                         milliseconds; sum == total_ms; each is an attribute too, such as
-                         `queue_ms`. probe: one layer over what is shared at other positions,
-                         repair: computing up to the end of the last span
+    phases               milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and
+                         decode; they add up to total_ms, and each is an attribute such as
+                         `queue_ms`. probe: deviation scoring of reused spans; repair: prefill up
+                         to the end of the last span
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
-    drafted_tokens       output tokens guessed ahead, see `EngineConfig.speculation`;
-                         accepted_tokens of them were right
+    drafted_tokens       draft tokens verified, see `EngineConfig.speculation`
+    accepted_tokens      draft tokens accepted
     prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if
                          not asked for
     """

@@ -46,17 +46,18 @@ _MOST = 1 << 12  # experts, beyond any model
 
 
 class ExpertNames(NamedTuple):
-    """What the checkpoint calls them inside a layer, without ".weight".
+    """The tensor names of a mixture inside a layer, without ".weight".
 
-    experts       the prefix of an expert's number; parts: gate, if it has one, up and down behind
-                  it
-    bias          of the choice, all of the name; "" where there is none
-    shared        the same of the expert that all tokens share; () where there is none
-    shared_gate   the row whose sigmoid is the shared expert's share; "": its share is 1
-    scales        vectors: what the router's inputs are multiplied with, and what each expert's
-                  share is; all of the names; () where there are none
-    norms         of a mixture beside an MLP: behind the MLP, before the experts, behind them; ()
-                  elsewhere
+    router        matrix of the router
+    experts       prefix of an expert's number
+    parts         gate (if an expert has one), up and down, after the number
+    bias          whole name of the router's bias; "" without one
+    shared        names of the shared expert's matrices, like parts; () without one
+    shared_gate   row whose sigmoid weighs the shared expert; "": its weight is 1
+    scales        whole names of the vectors that scale the router's inputs and each expert's
+                  weight; () without them
+    norms         of a mixture next to an MLP: the norm after the MLP, before the experts and after
+                  them; () elsewhere
     """
 
     router: str = "mlp.gate"
@@ -73,14 +74,16 @@ class ExpertNames(NamedTuple):
 class Experts:
     """The mixture of experts of a model.
 
-    count, used   experts of a layer, and those a token goes to;  width: of one
+    count         experts of a layer
+    used          experts that a token goes to
+    width         inner width of an expert
+    sparse        by layer: True for experts, False for a dense MLP
     score, renorm, eps, scale   as in `kernels.reference.experts.Routing`
-    shared        width of the expert that all tokens share, 0 without one
-    sparse        by layer: whether it has experts, or an MLP as other models
-    beside        experts stand beside an MLP of the layer's own width: each reads the hidden state
-                  through a norm of its own, has one behind it, and their sum is the layer's
+    shared        inner width of the shared expert; 0 without one
+    beside        a layer has experts and an MLP. Each reads the hidden state through a norm of its
+                  own and has a norm after it; the layer's output is their sum
     biased        the router and every matrix of an expert have a bias
-    activation    of experts, where it is another than the model's
+    activation    activation of the experts; "": the model's
     """
 
     count: int
