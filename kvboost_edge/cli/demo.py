@@ -76,7 +76,7 @@ def run_demo(model: str, options: dict[str, Any]) -> None:
         )
     first = "" if real_model().is_file() else "make real-model, then "
     chat = f"{command_name()} chat -m {real_model()}"
-    console.print(f"To chat with a model that was really trained: {first}{chat}", soft_wrap=True)
+    console.print(f"To chat with a trained model: {first}{chat}", soft_wrap=True)
 
 
 def _prompt(document: str, question: str) -> list[dict[str, str]]:
