@@ -9,12 +9,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvboost_edge.errors import CacheCorruption
+from kvboost_edge.kvcache.dropped import Dropped
 from kvboost_edge.kvcache.hashing import TOKEN_BYTES, HashFn
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_hashes
 
 __all__ = ["Lookup"]
 
-_FORGOTTEN_PER_BLOCK = 2
+_FORGOTTEN_PER_BLOCK = 2  # evictions that the policy learns from
+_REASONS_PER_BLOCK = 8  # evictions that a miss is explained by
+_LEAST_REASONS = 1 << 15
 
 
 class Lookup:
@@ -31,6 +34,7 @@ class Lookup:
     __slots__ = (
         "_block_size",
         "_deepest",
+        "_dropped",
         "_forgotten",
         "_hash_fn",
         "_index",
@@ -52,9 +56,10 @@ class Lookup:
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # Hashes that were dropped, the oldest first: a miss of one of them was an eviction. Whether
-        # the block had been used again; None where that was told already, or nobody evicted it.
+        # Blocks that were evicted lately, the oldest first: whether each had been used again. None
+        # where that was told already, or nobody evicted it.
         self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
+        self._dropped = Dropped(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
 
     @property
@@ -119,6 +124,7 @@ class Lookup:
         """Remember that a published block was dropped; evicted after more than one use, or after
         one.
         """
+        self._dropped.add([prefix_hash])
         self._forgotten[prefix_hash] = again
         self._forgotten.move_to_end(prefix_hash)
         if len(self._forgotten) > self._most_forgotten:
@@ -146,5 +152,5 @@ class Lookup:
         if match.beyond:
             return "state"
         if match.next_hash is not None:
-            return "evicted" if match.next_hash in self._forgotten else "first_seen"
+            return "evicted" if match.next_hash in self._dropped else "first_seen"
         return "" if self.servable(match, num_tokens) >= num_tokens - 1 else "tail"

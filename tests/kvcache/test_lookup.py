@@ -4,6 +4,7 @@ missed.
 
 import pytest
 
+from kvboost_edge.kvcache import lookup
 from kvboost_edge.kvcache.hashing import narrowed_root, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 
@@ -89,12 +90,24 @@ def test_a_tenant_never_learns_that_another_ones_block_was_dropped():
     assert reason(manager, list(range(40)), other) == "evicted"
 
 
-def test_what_was_dropped_is_remembered_for_a_while_only():
+def test_an_evicted_prompt_is_no_new_one_however_many_followed():
     manager = KVCacheManager(2, BLOCK)
-    for number in range(20):
+    for number in range(200):
         compute(manager, [number] * 32)
-    assert len(manager._lookup._forgotten) == 4
-    assert reason(manager, [18] * 32) == "evicted"
+    assert [reason(manager, [number] * 32) for number in (0, 198, 200)] == [
+        "evicted",
+        "evicted",
+        "first_seen",
+    ]
+
+
+def test_what_was_dropped_is_remembered_within_a_bound(monkeypatch):
+    monkeypatch.setattr(lookup, "_LEAST_REASONS", 8)
+    manager = KVCacheManager(2, BLOCK)
+    for number in range(100):
+        compute(manager, [number] * 32)
+    assert len(manager._lookup._forgotten) == 4, "what the policy learns from"
+    assert reason(manager, [95] * 32) == "evicted", "8 pools of evictions are remembered"
     assert reason(manager, [0] * 32) == "first_seen"
 
 

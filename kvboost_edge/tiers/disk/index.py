@@ -17,8 +17,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvboost_edge.kvcache.dropped import Dropped
 from kvboost_edge.tiers.disk.sidecar import SegmentRecord, padded
-from kvboost_edge.tiers.dropped import Dropped
 
 __all__ = ["Index", "IndexEntry", "Use"]
 

@@ -1,0 +1,23 @@
+"""Dropped blocks are remembered up to a bound, the last ones first."""
+
+from kvboost_edge.kvcache.dropped import Dropped
+
+
+def test_the_last_ones_are_remembered():
+    names = [bytes([number]) * 32 for number in range(40)]
+    for least in (1, 3, 10):
+        dropped = Dropped(least)
+        for count, name in enumerate(names, 1):
+            assert name not in dropped
+            dropped.add([name])
+            known = [other in dropped for other in names[:count]]
+            assert least <= sum(known) < 2 * least + 1 or all(known)
+            assert known == sorted(known), "the oldest are forgotten first"
+    dropped.add([])
+    assert names[-1] in dropped
+
+
+def test_one_that_is_dropped_again_is_young_again():
+    dropped = Dropped(least=2)
+    dropped.add([b"a", b"b", b"c", b"a", b"d"])
+    assert [name in dropped for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
