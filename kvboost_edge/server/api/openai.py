@@ -118,7 +118,7 @@ class OpenAIWriter:
     ) -> Figures:
         """Return usage, timings and kvboost."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
-        spent = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped)
+        spent = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped, run.cause)
         if self._diagnosis is not None:
             spent["kvboost"]["cache"] = self._diagnosis.as_json()
         return {"usage": usage_of(results, run.per_prompt, reasoning), **spent}

@@ -5,11 +5,11 @@ from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.response_types import Spent, Timings, Usage
+from kvboost_edge.server.response_types import Cause, Spent, Timings, Usage
 
 __all__ = ["costs", "progress_of", "usage_of"]
 
@@ -37,10 +37,15 @@ def usage_of(
 
 
 def costs(
-    results: Sequence[GenerationResult], per_prompt: int, tokenize_ms: float, dropped: int = 0
+    results: Sequence[GenerationResult],
+    per_prompt: int,
+    tokenize_ms: float,
+    dropped: int = 0,
+    cause: str = "",
 ) -> Spent:
     """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the
-    prompt.
+    prompt. cause: of the report on the first prompt; "": what the engine says by itself.
+    `miss_reason` is the same word, "" where nothing but the last token was computed.
 
     All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest
     and add up to its total_ms, from the complete request to the last token; ttft_ms is the first
@@ -53,6 +58,7 @@ def costs(
         for group in _groups(results, per_prompt)
     ]
     slowest = max(results, key=lambda result: result.total_ms)
+    cause = cause or next((result.miss_reason for result in firsts if result.miss_reason), "none")
     # Before the engine's queue it waited for the batch window, or for a thread.
     waited = slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms)
     return {
@@ -66,9 +72,8 @@ def costs(
             "recomputed_tokens": sum(result.recomputed_tokens for result in shared),
             "hit_tokens": _by_tier(firsts),
             "matched_tokens": sum(result.matched_tokens for result in firsts),
-            "miss_reason": next(
-                (result.miss_reason for result in firsts if result.miss_reason), ""
-            ),
+            "cause": cast("Cause", cause),
+            "miss_reason": "" if cause == "none" else cause,
             "tokenize_ms": round(tokenize_ms, 3),
             "queue_ms": round(waited, 3),
             "lookup_ms": round(slowest.lookup_ms, 3),

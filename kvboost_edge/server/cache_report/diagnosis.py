@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 from typing import cast, get_args
 
@@ -17,6 +18,8 @@ _BEFORE = 6
 _AFTER = 24
 _SPACE = 2  # characters in front of a message that its first token may have in it
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
+_WORTH = 64  # tokens of a last message that are worth putting before what changes
+_ALIKE = 0.5  # part of the text after the place that prompts of a short common prefix share
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Why the rest of a prompt was computed:
@@ -25,7 +28,8 @@ none            nothing was
 bypassed        the mode or prompt_logprobs ask for computing
 not_started     the request ended while it waited
 not_compared    requests are not kept (--request-history 0), so nothing is known of earlier ones
-first_seen      the tenant asked nothing lately that begins alike
+first_seen      the tenant asked nothing lately that begins alike: nothing in common, or only the
+                opening of the chat template
 new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is
                 computed once
 tail            the last block, which is not full, is computed again
@@ -44,7 +48,7 @@ retokenized     the same text in other tokens
 other_message   another last message behind what was asked before: a new conversation of an
                 assistant, the same prompt with another question, a message written anew. All before
                 it was taken over
-changed_text    another text
+changed_text    another text; in the last message too where most of what follows stayed as it was
 other_position  tokens were shared at other positions; the rest was computed
 """
 
@@ -89,7 +93,11 @@ def diagnose(
         return dataclasses.replace(found, cause=cause, evicted_from=result.evicted_from)
     if result.reused_span_tokens:
         return dataclasses.replace(found, cause="other_position")
-    if closest is None or common < block_size or result.cached_tokens > common:
+    compared = closest is not None and (
+        common >= block_size
+        or (found.cause == "first_seen" and _is_alike(record, closest, common, decode))
+    )
+    if closest is None or not compared or result.cached_tokens > common:
         # Nothing that is kept begins so; the cache may know more, such as other choices of an
         # answer.
         cause = (
@@ -110,6 +118,25 @@ def diagnose(
     return dataclasses.replace(
         found, cause=_cause(record, closest, common, decode, thinks), position=common
     )
+
+
+def _is_alike(record: RequestRecord, other: RequestRecord, common: int, decode: Decode) -> bool:
+    """Whether two prompts that part within their first block are the same prompt with a change:
+    they share more than the template's opening, and much of what follows the change.
+    """
+    begun = len(decode(record.ids[:common].tolist()))
+    text = decode(record.ids[: common + _PROBE].tolist())
+    probes = [field.text.strip()[:_PROBE] for field in record.asked.fields]
+    places = [place for probe in probes if probe and (place := text.find(probe)) >= 0]
+    if begun <= min(places, default=0):
+        return False
+    if common >= len(other.ids):
+        return True
+    ends = (
+        record.ids[common : min(common + _AFTER, record.num_prompt)].tolist(),
+        other.ids[common : common + _AFTER].tolist(),
+    )
+    return difflib.SequenceMatcher(None, *ends, autojunk=False).ratio() >= _ALIKE
 
 
 def _cause(
@@ -133,13 +160,26 @@ def _cause(
     length = min(map(len, texts))
     if length > 1 and texts[0][:length] == texts[1][:length]:
         return "retokenized"
-    return "other_message" if _is_in_last_message(record, common, decode) else "changed_text"
+    if not _is_in_last_message(record, common, decode):
+        return "changed_text"
+    same_end = _common_end(record, other, common)
+    stays = same_end >= _WORTH and 2 * same_end >= record.num_prompt - common
+    return "changed_text" if stays else "other_message"
+
+
+def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int:
+    """How many last tokens two prompts share behind their common prefix."""
+    mine = record.ids[common : record.num_prompt][::-1]
+    before = other.ids[common : other.num_prompt][::-1]
+    length = min(len(mine), len(before))
+    differ = (mine[:length] != before[:length]).nonzero()[0]
+    return int(differ[0]) if len(differ) else length
 
 
 def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) -> bool:
     """Whether all messages before the last one end before the position."""
     fields = record.asked.fields
-    last = fields[-1].text.strip() if len(fields) > 1 else ""
+    last = fields[-1].text.strip() if fields else ""
     if not last:
         return False
     rest = decode(record.ids[position : record.num_prompt].tolist())

@@ -153,6 +153,12 @@ class Watch:
         """Whether its end was seen."""
         return self._record.diagnosis is not None
 
+    @property
+    def cause(self) -> str:
+        """Why the rest of the prompt was computed; "" before the end."""
+        found = self._record.diagnosis
+        return "" if found is None else found.cause
+
     def forget(self) -> None:
         """The request ended and left nothing in the cache."""
         self._doctor.history.remove(self._tenant, self._record)

@@ -144,6 +144,11 @@ class Running:
     answers: KeptAnswers
     watch: Watch | None = None
 
+    @property
+    def cause(self) -> str:
+        """Why the rest of the first prompt was computed; "" before its end."""
+        return "" if self.watch is None else self.watch.cause
+
 
 class Answer(Response):
     """A response that does its work while it is sent: all of it happens in the request's own task,

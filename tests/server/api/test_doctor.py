@@ -57,6 +57,31 @@ async def test_the_next_turn_of_a_chat_has_new_text_only(app, speaker):
     assert again["hit_tokens"]["pool"] >= again["prompt_tokens"] - 16
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_miss_reason_is_the_cause(app, speaker, stream):
+    """On every turn of a chat; they had two sources and contradicted each other."""
+    turns = ["Hello!", "Good day.", "And now?"]
+    causes = []
+    for length in (1, 3, 3):
+        roles = ("user", "assistant", "user")
+        messages = [
+            {"role": role, "content": text}
+            for role, text in zip(roles, turns[:length], strict=False)
+        ]
+        system = {"role": "system", "content": SYSTEM}
+        body = {"messages": [system, *messages], "max_tokens": 90, "temperature": 0, **EXPLAIN}
+        answer = await app.post(CHAT, json={**body, "stream": stream})
+        text = answer.text
+        if stream:
+            chunks = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
+            text = chunks[-1]
+        told = json.loads(text)["kvboost"]
+        assert told["cause"] == told["cache"]["cause"]
+        assert told["miss_reason"] == ("" if told["cause"] == "none" else told["cause"])
+        causes.append(told["cause"])
+    assert causes[:2] == ["first_seen", "new_text"]
+
+
 async def test_a_stream_says_the_same_in_its_last_chunk(spoken_engine, speaker):
     async with app_of(spoken_engine, api_keys=("one", "two")) as app:
         app.headers["x-api-key"] = "one"
@@ -241,7 +266,7 @@ async def test_a_cancelled_request_counts_where_it_was_computed(speaker):
     nothing.
     """
     running, waiting = (
-        f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "That")
+        f"{kind} is the text of a client that goes away, {'x' * 40}" for kind in ("This", "Such")
     )
     with fake_engine(num_blocks=512, max_context=4000, max_num_seqs=1) as engine:
         go = threading.Event()

@@ -57,10 +57,10 @@ def result(mine, cached, reason="first_seen", dropped=()):
     )
 
 
-def found(mine, other, cached=None, reason="first_seen", *dropped):
+def found(mine, other, cached=None, reason="first_seen", *dropped, block=BLOCK):
     common = 0 if other is None else other.common(mine.ids[: mine.num_prompt])
-    cached = common // BLOCK * BLOCK if cached is None else cached
-    options = {"block_size": BLOCK, "decode": decode, "thinks": "<think>"}
+    cached = common // block * block if cached is None else cached
+    options = {"block_size": block, "decode": decode, "thinks": "<think>"}
     made = diagnose(mine, other, common, result(mine, cached, reason, dropped), **options)
     assert made.cause in CAUSES
     return placed(made, mine, other, decode)
@@ -145,7 +145,77 @@ def test_a_change_before_the_last_message_is_no_other_message(question):
 
 def test_nothing_alike_was_asked():
     assert found(record("abcdefgh"), None).cause == "first_seen"
-    assert found(record("abcdefgh"), record("abcxefgh")).cause == "first_seen"
+    assert found(record("abcdefgh"), record("xbcdefgh")).cause == "first_seen"
+
+
+LONG = "It is long and stays as it was, to the last word of it."
+
+
+def chat(system, question):
+    """A chat of one question, with a system message unless that is empty."""
+    fields = (
+        PromptField("message 0 (system)", system),
+        PromptField("message 1 (user)", question),
+    )
+    text = f"[s]{system}[u]{question}[a]" if system else f"[u]{question}[a]"
+    return record(text, PromptInputs(fields if system else fields[1:]))
+
+
+@pytest.mark.parametrize(
+    ("before", "mine", "position"),
+    [
+        ("Today is Monday.", "Today is Friday.", 9),
+        (f"Today is Monday. {LONG}", f"Today is Friday. {LONG}", 9),
+        (f"2026-11-25. {LONG}", f"2026-12-01. {LONG}", 6),
+        (f"At 11:05 it rains. {LONG}", f"At 11:20 it rains. {LONG}", 6),
+    ],
+)
+@pytest.mark.parametrize("block", [4, 16, 64])
+def test_a_change_within_the_first_block_is_found_as_behind_it(block, before, mine, position):
+    for made, start in (
+        (found(record(mine), record(before), block=block), 0),
+        (found(chat(mine, "Hi"), chat(before, "Hi"), block=block), 3),
+        (found(chat(mine, "Hi"), chat(before, "And where?"), block=block), 3),
+    ):
+        assert (made.cause, made.position) == ("changed_text", position + start)
+        assert made.text_before
+
+
+@pytest.mark.parametrize(
+    ("before", "mine"),
+    [
+        ("Name three rivers.", "Where is my letter?"),
+        ("What is the capital of France?", "What did he write to his brother in 1889?"),
+    ],
+)
+def test_unrelated_prompts_that_share_an_opening_are_first_seen(before, mine):
+    assert found(chat("", mine), chat("", before), block=64).cause == "first_seen"
+    assert found(record(mine), record(before), block=64).cause == "first_seen"
+
+
+@pytest.mark.parametrize(
+    ("before", "mine", "cause"),
+    [
+        ("Name three rivers.", "Where is my letter?", "other_message"),
+        ("What is 2 + 2?", "What is the time?", "other_message"),
+        (f"Today is Monday. {LONG}", f"Today is Friday. {LONG}", "other_message"),
+        (f"Today is Monday. {2 * LONG}", f"Today is Friday. {2 * LONG}", "changed_text"),
+    ],
+)
+def test_a_single_message_behind_a_templates_own_text(before, mine, cause):
+    made = [
+        record(
+            f"[s]You are a helpful assistant.[u]{text}[a]",
+            PromptInputs((PromptField("message 0 (user)", text),)),
+        )
+        for text in (mine, before)
+    ]
+    assert found(*made, block=16).cause == cause
+
+
+def test_the_engines_reason_stands_where_the_first_block_was_evicted():
+    made = found(record("Today is Friday."), record("Today is Monday."), 0, "evicted", block=64)
+    assert made.cause == "evicted"
 
 
 def test_a_prompt_that_goes_on_behind_an_answer_has_new_text_only():
@@ -192,9 +262,7 @@ def test_tools_in_another_order_and_other_tools():
     swapped = dataclasses.replace(
         record('{"maps"}{"clock"}[u]Hi'), asked=TOOLS._replace(tools=("maps", "clock"))
     )
-    assert (
-        found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "first_seen"
-    )  # the first block differs
+    assert found(swapped, record('{"clock"}{"maps"}[u]Hi', TOOLS)).cause == "tool_order"
     longer = [
         f'Tools: {{"{one}"}}{{"{two}"}}[u]Hi' for one, two in (("clock", "maps"), ("maps", "clock"))
     ]

@@ -105,7 +105,8 @@ async def warm(request: Request, body: WarmRequest) -> Response:
             stored = await off_loop(
                 lambda: engine.warm_result(ids, tenant=tenant, cache_salt=body.cache_salt)
             )
-        await send_json(send, dumps(_warmed(stored, results, costs(results, 1, run.tokenize_ms))))
+        spent = costs(results, 1, run.tokenize_ms, cause=run.cause)
+        await send_json(send, dumps(_warmed(stored, results, spent)))
 
     return answered(request, body.model, work)
 

@@ -1,5 +1,6 @@
 /** The figures under an answer: what came from the cache, how long it took. */
 
+import { causeInWords } from "/static/causes.js";
 import { button, element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
@@ -60,7 +61,7 @@ export function figuresLine(figures, note, why = null) {
   if (figures.speed !== null) line.append(figure("speed", `${rate(figures.speed)} tok/s`, "generated tokens per second after the first one"));
   if (figures.generated !== null) line.append(figure("answer", plural(figures.generated, "token")));
   else if (figures.pieces > 0) line.append(figure("answer", `${plural(figures.pieces, "piece")} received`));
-  if (figures.reason !== "") line.append(restFigure(REASONS[figures.reason] ?? String(figures.reason), why));
+  if (figures.reason !== "") line.append(restFigure(REASONS[figures.reason] ?? causeInWords(figures.reason), why));
   return line;
 }
 

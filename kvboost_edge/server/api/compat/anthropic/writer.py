@@ -181,7 +181,9 @@ class AnthropicWriter(TurnWriter):
         }
 
     def _costs(self, result: GenerationResult) -> Json:
-        figures = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
+        figures = costs(
+            [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause
+        )
         size = self.state.engine.config.block_size
         pinned = self.run.handles[0].pinned_tokens // size * size
         return {

@@ -112,7 +112,9 @@ class OllamaWriter(TurnWriter):
         the cache.
         """
         usage = usage_of([result], 1)
-        spent = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
+        spent = costs(
+            [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause
+        )
         return {
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": _nanoseconds(spent["kvboost"]["total_ms"]),
