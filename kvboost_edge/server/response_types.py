@@ -255,7 +255,7 @@ class Costs(_Answer):
     """The mode that ran, the times, and the origin of the cached tokens. `approximate`: some tokens
     were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were found
     there and computed all the same. Of `matched_tokens` the keys and values were cached: of models
-    with states more than those of `hit_tokens`.
+    with states more than those of `hit_tokens`. `miss_reason` is `cause`, "" for "none".
     """
 
     mode: str
@@ -264,6 +264,7 @@ class Costs(_Answer):
     recomputed_tokens: int
     hit_tokens: dict[str, int]
     matched_tokens: int
+    cause: Cause
     miss_reason: str
     tokenize_ms: float
     queue_ms: float

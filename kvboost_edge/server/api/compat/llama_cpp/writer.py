@@ -80,7 +80,9 @@ class LlamaWriter(TurnWriter):
 
     def _final(self, result: GenerationResult, reason: str, content: str, ids: list[int]) -> Json:
         word = self._stopping_word(result) if reason == "stop" else ""
-        spent = costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped)
+        spent = costs(
+            [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause
+        )
         prompt = self.run.prompts[0].text
         return {
             "index": 0,
