@@ -54,7 +54,12 @@ def cache(
         ),
     ] = None,
     sure: Annotated[
-        bool, typer.Option("--yes", "-y", help="clear: do not ask before everything is removed.")
+        bool,
+        typer.Option(
+            "--yes",
+            "-y",
+            help="clear: do not ask before everything is removed; required without a terminal.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")

@@ -54,10 +54,10 @@ def run_cache(
     as_json: bool,
 ) -> None:
     """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache
-    --help`. Whoever clears everything at a terminal is asked, unless `sure`.
+    --help`. Before everything is cleared the terminal is asked, unless `sure`.
 
-    Raises ConfigError for options the action does not have, KVBoostError where blocks turn out to
-    be damaged.
+    Raises ConfigError for options the action does not have and where everything would be cleared
+    with no terminal to ask, KVBoostError where blocks turn out to be damaged.
     """
     _check(action, max_disk_bytes, older_than, dry_run)
     root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
@@ -73,11 +73,8 @@ def run_cache(
                 if action == "prune"
                 else kept
             )
-            if (
-                action == "clear"
-                and going
-                and not (word or dry_run or sure or as_json or _agreed(going))
-            ):
+            asks = action == "clear" and going and not (word or dry_run or sure)
+            if asks and not _agreed(going, as_json):
                 console.print("Nothing was removed.")
                 return
             answer = _remove(going, files, dry_run)
@@ -173,11 +170,14 @@ def _verify(kept: Sequence[Kept], files: Files, console: Console) -> dict[str, A
     return {"rows": rows}
 
 
-def _agreed(going: Sequence[Kept]) -> bool:
-    """Whether all of that may go; where nobody sits at a terminal nobody is asked."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return True
+def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
+    """Ask at the terminal whether all of that may go. Raises ConfigError where there is none."""
     size = sum(one.nbytes for one in going) / 1e6
+    if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            f"cache clear removes everything that no process has open, {size:,.1f} MB at most, and "
+            "no terminal can be asked; add --yes, name a model, or look first with --dry-run"
+        )
     return typer.confirm(f"Remove everything that no process has open, {size:,.1f} MB at most?")
 
 

@@ -67,12 +67,12 @@ def test_weights_that_were_packed_without_a_name_get_it_when_they_are_loaded(
 def test_packed_weights_that_are_open_stay(home, tiny_model_dir, rows, printed):
     for _ in range(2):  # packed, then mapped as they were
         with CPUPagedEngine.from_pretrained(tiny_model_dir, **OPTIONS):
-            (row,) = rows("clear")
+            (row,) = rows("clear", "--yes")
             assert (row["in_use"], row["removed"]) == (True, False)
-            assert "stays: open in a process" in printed("cache", "clear").out
+            assert "stays: open in a process" in printed("cache", "clear", "--yes").out
             assert Path(row["path"]).exists()
     assert rows("list")[0]["in_use"] is False
-    assert rows("clear")[0]["removed"] is True
+    assert rows("clear", "--yes")[0]["removed"] is True
     assert not Path(row["path"]).exists()
 
 
@@ -85,7 +85,7 @@ def test_where_files_cannot_be_locked_weights_are_removed_all_the_same(
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(Files, "lock", lock)
-    assert rows("clear")[0]["removed"] is True
+    assert rows("clear", "--yes")[0]["removed"] is True
 
 
 def test_pruning_says_what_stays_because_it_is_open(home, printed):

@@ -78,7 +78,7 @@ def test_list_and_status_say_what_is_there(home, answer, printed):
 def test_what_is_open_is_said_and_stays(home, answer):
     with opened(home / "blocks", SPACE) as tier:
         assert answer("list")["rows"]["alpha-7b int8"]["in_use"]
-        found = answer("clear")["rows"]
+        found = answer("clear", "--yes")["rows"]
         assert not found["alpha-7b int8"]["removed"]
         assert found["beta-1b float16"]["removed"]
         assert answer("verify")["rows"]["alpha-7b int8"]["blocks"] == 20
@@ -103,6 +103,18 @@ def test_verify_counts_damaged_blocks_and_fails(home, answer, printed):
     row = answer("verify", code=1)["rows"]["alpha-7b int8"]
     assert (row["blocks"], row["damaged"]) == (19, 1)
     assert "1 damaged" in printed("cache", "verify", code=1).out
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]])
+def test_nothing_is_cleared_where_no_terminal_can_be_asked(home, answer, printed, extra):
+    before = sorted(path for path in home.rglob("*"))
+    said = printed("cache", "clear", *extra, code=1).err
+    assert "--yes" in said
+    assert "MB" in said
+    assert sorted(path for path in home.rglob("*")) == before
+    printed("cache", "clear", *extra, "--yes")
+    assert answer("list")["rows"] == {}
+    printed("cache", "clear", *extra)
 
 
 def test_a_dry_run_removes_nothing(home, answer, printed):

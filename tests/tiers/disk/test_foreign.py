@@ -92,7 +92,7 @@ def test_whatever_stands_in_a_files_place_is_not_followed_and_stops_nothing(root
     for action in ("status", "list", "verify"):
         assert run(["cache", action]) == 0
     # What cannot be locked stays, and is said; all else goes, but for what is not the tier's.
-    assert run(["cache", "clear"]) == (0 if stores else 1)
+    assert run(["cache", "clear", "--yes"]) == (0 if stores else 1)
     left = {path.name for path in space_dir(root).iterdir()} if space_dir(root).exists() else set()
     assert left <= {name} if stores else len(segments(root)) == 3
     assert secret.read_bytes() == SECRET
@@ -158,7 +158,7 @@ def test_foreign_files_and_directories_are_neither_counted_nor_deleted(root, cap
         ["verify"],
         ["prune", "--max-disk-bytes", "0"],
         ["prune", "--older-than", "0"],
-        ["clear"],
+        ["clear", "--yes"],
     ):
         assert run(["cache", *argv]) == 0, argv
     assert {path.read_bytes() for path in mine} == {SECRET}
@@ -177,7 +177,7 @@ def test_a_space_that_cannot_be_removed_keeps_no_other_from_going(root, capsys):
     with opened(root, bytes(32)) as tier:
         write(tier, BLOCKS)
     put(space_dir(root) / "lock", "directory", root)
-    assert run(["cache", "clear", "--json"]) == 1
+    assert run(["cache", "clear", "--json", "--yes"]) == 1
     said = capsys.readouterr()
     rows = {Path(row["path"]).name: row for row in json.loads(said.out)["rows"]}
     assert rows[bytes(32).hex()]["removed"]
