@@ -28,6 +28,8 @@ MODES = [
     (GenerationMode.CHUNK_KV_REUSE, Repair(strategy=RecomputeStrategy.QUERY, overlap=0, ratio=0.5)),
 ]
 
+STALLED = 100  # steps that neither compute nor move anything: no schedule gets on after that
+
 
 class PassFailed(Exception):
     """A forward pass failed."""
@@ -43,7 +45,7 @@ class RandomSchedule:
         self.rng = random.Random(seed)
         self.fails = seed % 4 == 0
         rng = self.rng
-        max_num_seqs = self.rng.choice((1, 2, 4, 8))
+        max_num_seqs = self.rng.randrange(1, 13)
         near = DictTier("near", losses=0.1, seed=seed)
         far = DictTier("far", knows=False, losses=0.1, seed=seed)
         self.bench = kind.bench(
@@ -108,7 +110,15 @@ class RandomSchedule:
             terms["snapshot_hints"] = tuple(rng.choices(range(len(prompt) + 5), k=2))
         stop_ids = frozenset({EOS_ID})
         self.handles.append(
-            self.bench.submit(prompt, count, mode, stop_ids, terms=terms, repair=repair)
+            self.bench.submit(
+                prompt,
+                count,
+                mode,
+                stop_ids,
+                priority=rng.choice((0, 0, 0, -1, 1)),
+                terms=terms,
+                repair=repair,
+            )
         )
         self.known.append(prompt + self.bench.runner.expected(prompt, count, stop_ids))
         if rng.random() < 0.15:
@@ -118,7 +128,7 @@ class RandomSchedule:
         rng = self.rng
         bench = self.bench
         pending = rng.randrange(3, 12)
-        idle = 0
+        idle = stalled = 0
         while pending or bench.scheduler.has_work or idle < 1:
             if pending and rng.random() < 0.4:
                 pending -= 1
@@ -129,7 +139,13 @@ class RandomSchedule:
                 bench.manager.reset()
             if rng.random() < 0.5:
                 bench.mover.pump(rng.choice((1, 2)))
-            idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
+            before = bench.runner.computed, bench.runner.probed
+            worked = bench.step()
+            moved = bench.mover.pump(1)
+            idle = 0 if worked or moved else idle + 1
+            computed = before != (bench.runner.computed, bench.runner.probed)
+            stalled = 0 if computed or moved else stalled + 1
+            assert stalled < STALLED, "requests wait but nothing runs"
         bench.run()
 
     def outcome(self):
