@@ -8,6 +8,21 @@ _SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random
 
 FAULTS = (
     fault(
+        "a mask that failed stops the engine while it plans",
+        "engine/grammar/masks.py",
+        "        if self._pending is not None and self._pending.exception() is not None:\n"
+        "            return []\n",
+        "        self._settle()\n",
+        "tests/engine/grammar/test_masks.py",
+    ),
+    fault(
+        "prefixes that arrived keep places from more urgent requests",
+        "engine/schedule/scheduler.py",
+        "self.loads.num_arriving_besides(sequence)",
+        "len(self.loads) - (self.loads.of(sequence) is not None)",
+        "tests/engine/schedule/test_random_schedules.py",
+    ),
+    fault(
         "a second choice counts as a second call",
         "engine/schedule/retention.py",
         "known.began == began:",

@@ -114,9 +114,11 @@ class GrammarConstraint(Constraint):
     def forced(self) -> list[int]:
         """Return the tokens that follow in any case.
 
-        None where their text can be cut into tokens in several ways.
+        None where their text can be cut into tokens in several ways, and none once a mask failed:
+        the next call of `masked` raises its error.
         """
-        self._settle()
+        if self._pending is not None and self._pending.exception() is not None:
+            return []
         if not self._forced and self._asks and not self._matcher.is_stopped():
             self._forced = list(self._matcher.compute_ff_tokens())
         return self._forced

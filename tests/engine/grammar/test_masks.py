@@ -173,3 +173,20 @@ def test_an_ambiguous_grammar_of_40_bytes_leaves_others_their_pace():
         with contextlib.suppress(RequestError):  # it may have ended as too ambiguous
             handle.result(20)
         assert engine.is_alive()
+
+
+def test_a_mask_that_fails_in_its_thread_ends_its_request_alone(threads, monkeypatch):
+    """Draft tokens are asked of the grammar while a step is planned, where an error ends all."""
+    monkeypatch.setattr(masks, "_TOTAL_SECONDS", 5 * masks._SLOW_SECONDS)
+    bench = Bench()
+    slow = bench.submit([1, 2, 3], 50, terms={"max_draft_tokens": 3})
+    grammar = GrammarConstraint(Parser(cost=2 * masks._SLOW_SECONDS), room(), threads.submit)
+    bench.core._live[slow.index].grammar = grammar
+    other = bench.submit([4, 5, 6], 60)
+    end = time.monotonic() + 20
+    while not slow.done and time.monotonic() < end:
+        bench.step()
+    with pytest.raises(RequestError, match="too ambiguous"):
+        slow.result(0)
+    bench.run()
+    assert bench.answer(other).generated_tokens == 60
