@@ -78,6 +78,7 @@ CHOICES: dict[str, tuple[str, ...]] = {  # of the options of these names
     "rope_range": ("short", "long"),
     "reuse_gate": ("auto", "off"),
     "speculation": ("auto", "on", "off"),
+    "generation_config": ("model", "none"),
 }
 _LEAST_DISK_BYTES = 1 << 20
 # More than any machine has cores: each takes a stack, and beyond some number the system refuses.
@@ -291,6 +292,24 @@ class EngineConfig:
         low=0,
         unset="random seeds",
         flag=None,
+    )
+    generation_config: str = option(
+        "model",
+        "Sampling values of requests that name none: those of the model's generation config where "
+        "it has some (model), or always temperature 0.7, top_p 0.95 and min_p 0.05 (none)",
+        str,
+        group="Engine",
+        choices=CHOICES["generation_config"],
+    )
+    default_temperature: float | None = option(
+        None,
+        "Temperature of requests that name none; 0 takes the most likely token",
+        float,
+        group="Engine",
+        low=0,
+        high=2,
+        unset="the model's, else 0.7",
+        flag="--temperature",
     )
     debug_checks: bool = option(
         False, "Check the block pool after every step (slow)", bool, group="Engine", flag=None

@@ -129,9 +129,10 @@ def answer(
     notes: Console,
 ) -> GenerationResult:
     """Generate, passing each piece of text to `write` as it comes; `notes` shows a bar while a long
-    prompt is read. Ctrl-C cancels the request and raises on.
+    prompt is computed. Sampling parameters that `settings` leaves out have the engine's defaults.
+    Ctrl-C cancels the request and raises on.
     """
-    handle = engine.submit(prompt, **settings)
+    handle = engine.submit(prompt, **{**engine.sampling_defaults.as_dict(), **settings})
     try:
         with PromptBar(notes) as bar:
             while bar.is_wanted and not handle.started(_LOOK_SECONDS):

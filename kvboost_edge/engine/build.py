@@ -19,6 +19,11 @@ from kvboost_edge.engine.memory.report import MemoryLedger, num_open_blocks, pla
 from kvboost_edge.engine.memory.selection import Selection, available_on, select_path
 from kvboost_edge.engine.memory.state_budget import check_options, drafts_shortage, plan_states
 from kvboost_edge.engine.offload.tiering import check_tiers, open_tiers
+from kvboost_edge.engine.request.sampling_defaults import (
+    DEFAULT_SAMPLING,
+    SamplingDefaults,
+    sampling_defaults,
+)
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
@@ -55,6 +60,7 @@ class EngineParts:
     KV format from others, whoever uses them; `backend_reason` says why this backend was taken;
     `max_num_seqs` sequences run together. `pooling` says how an embedding model makes vectors of
     texts, `dense` are the matrices behind that. `suppressed`: tokens that are never an answer's.
+    `sampling`: sampling values of requests that name none.
     """
 
     runner: Runner
@@ -71,6 +77,7 @@ class EngineParts:
     pooling: Pooling = UNSAID
     dense: Matrices = ()
     suppressed: tuple[int, ...] = ()
+    sampling: SamplingDefaults = DEFAULT_SAMPLING
 
 
 def build_from_path(
@@ -116,7 +123,11 @@ def build_from_path(
     name = model_name(checkpoint.path)
     parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside, name)
     return dataclasses.replace(
-        parts, pooling=pooling, dense=dense, suppressed=defaults.suppressed_token_ids
+        parts,
+        pooling=pooling,
+        dense=dense,
+        suppressed=defaults.suppressed_token_ids,
+        sampling=sampling_defaults(defaults.sampling, config),
     )
 
 
@@ -209,20 +220,20 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     own = str(model.device)
     choice = choose_backend(config.backend, config.device or own)
     text = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
-    generation = (
-        model.generation_config.to_dict()
-        if getattr(model, "generation_config", None) is not None
-        else {}
-    )
-    defaults = generation_defaults(
-        model.config.to_dict(), generation, tokenizer_eos=text.eos_token_id
-    )
+    generation = getattr(model, "generation_config", None)
+    # Only what differs from transformers' own defaults was chosen for this model.
+    chosen = {} if generation is None else generation.to_diff_dict()
+    defaults = generation_defaults(model.config.to_dict(), chosen, tokenizer_eos=text.eos_token_id)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     runner = TorchRunner(model, block_size=config.block_size, kv_bits=config.kv_bits)
     fingerprint = fingerprint_of_module(model, tokenizer)
     parts = _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
-    return dataclasses.replace(parts, suppressed=defaults.suppressed_token_ids)
+    return dataclasses.replace(
+        parts,
+        suppressed=defaults.suppressed_token_ids,
+        sampling=sampling_defaults(defaults.sampling, config),
+    )
 
 
 def _assemble(

@@ -25,6 +25,7 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.prompts import Document, Prompt
 from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
+from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
@@ -165,6 +166,11 @@ class CPUPagedEngine(Embeds, TellsResidency):
     def runner_info(self) -> RunnerInfo:
         """Constants of the loaded model: architecture, dtype, vocabulary, context."""
         return self._parts.runner.info
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling values of requests that are sampled and do not name their own."""
+        return self._parts.sampling
 
     @property
     def reuse_refusal(self) -> str | None:

@@ -40,7 +40,7 @@ from kvboost_edge.text.message_boundaries import user_starts
 __all__ = ["Intake", "Seeds"]
 
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
-_GATES = {"auto": "passed", "off": "off"}  # nothing runs untested unless the test is off
+_GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict is found, see `QualityGate`
 
 
 class Seeds:
@@ -98,7 +98,8 @@ class Intake:
         """
         terms = Terms.taken_from(options)
         sampling = options.pop("sampling", None)
-        return self.make(prompt, terms, resolve_sampling(sampling, options), entry=entry)
+        params = self._parts.sampling.fill_sampled(resolve_sampling(sampling, options))
+        return self.make(prompt, terms, params, entry=entry)
 
     def read_all(
         self,
@@ -120,6 +121,7 @@ class Intake:
             params = [resolve_sampling(item, options) for item in sampling]
         else:
             params = [resolve_sampling(sampling, options)] * len(prompts)
+        params = [self._parts.sampling.fill_sampled(item) for item in params]
         return [self.make(p, terms, s, entry=entry) for p, s in zip(prompts, params, strict=True)]
 
     def make(

@@ -120,7 +120,7 @@ def _make_adjust(
     is enabled, else a copy.
     """
     steps: list[Callable[[Floats, Sequence[int], int], None]] = []
-    if params.repetition_penalty != 1.0:
+    if params.repetition_penalty not in (None, 1.0):
         penalty = np.float32(params.repetition_penalty)
 
         def repetition(logits: Floats, token_ids: Sequence[int], num_prompt: int) -> None:

@@ -12,6 +12,7 @@ from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.runners.base import RunnerInfo
@@ -67,6 +68,7 @@ class Description(NamedTuple):
     root: bytes
     block_size: int
     info: RunnerInfo
+    sampling_defaults: SamplingDefaults
     reuse_refusal: str | None
     embedding_size: int
 

@@ -21,6 +21,7 @@ from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.prompts import Document, Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import RequestArrival, SamplingParams, resolve_sampling
 from kvboost_edge.engine.request.results import WarmResult
+from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.errors import KVBoostError
@@ -103,6 +104,10 @@ class ReplicatedEngine:
     @property
     def runner_info(self) -> RunnerInfo:
         return self._about.info
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self._about.sampling_defaults
 
     @property
     def reuse_refusal(self) -> str | None:

@@ -336,6 +336,7 @@ class EngineReplica:
             block_size=engine.config.block_size,
             # Addresses of the weights mean nothing in another process.
             info=dataclasses.replace(engine.runner_info, weight_region=Region(0, 0)),
+            sampling_defaults=engine.sampling_defaults,
             reuse_refusal=engine.reuse_refusal,
             embedding_size=engine.embedding_size,
         )

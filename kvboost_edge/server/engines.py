@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.request.prompts import Document, Prompt
     from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
     from kvboost_edge.engine.request.results import WarmResult
+    from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
     from kvboost_edge.engine.stats import BlockDetail
     from kvboost_edge.runners.base import RunnerInfo
     from kvboost_edge.text.tokenizer import Tokenizer
@@ -60,6 +61,9 @@ class Engine(StatsProvider, Protocol):
 
     @property
     def runner_info(self) -> RunnerInfo: ...
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
 
     @property
     def reuse_refusal(self) -> str | None: ...

@@ -170,9 +170,22 @@ class ModelMeta(_Answer):
     weight_bytes: int
 
 
+class SamplingValues(_Answer):
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(_Answer):
-    """One name of a model, `root` the one that answers tell. Of one that was never loaded
-    max_model_len and meta are null. failure: why its last loading failed.
+    """One name of a model.
+
+    root       the name that answers show
+    sampling   values of sampling parameters that a request leaves out
+    failure    why its last loading failed
+
+    max_model_len, sampling and meta are null for a model that was never loaded.
     """
 
     id: str
@@ -182,6 +195,7 @@ class Model(_Answer):
     root: str
     parent: None
     max_model_len: int | None
+    sampling: SamplingValues | None
     meta: ModelMeta | None
     state: Phase
     failure: str | None

@@ -24,7 +24,7 @@ def random_logits(seed, size=VOCAB):
 def slow_distribution(logits, ids, num_prompt, p):
     values = [float(v) for v in logits]
     for token in set(ids):
-        factor = np.float32(p.repetition_penalty)
+        factor = np.float32(p.repetition_penalty or 1.0)
         value = np.float32(values[token])
         values[token] = float(value / factor if value > 0 else value * factor)
     for token in set(ids[num_prompt:]):

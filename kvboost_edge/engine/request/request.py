@@ -43,7 +43,7 @@ class SamplingParams:
         float,
         low=0,
         high=_MAX_TEMPERATURE,
-        unset="1",
+        unset="the model's or 0.7, if sampled",
     )
     do_sample: bool | None = option(
         None,
@@ -59,10 +59,14 @@ class SamplingParams:
         low=0,
         high=1,
         open_low=True,
-        unset="1",
+        unset="the model's or 0.95, if sampled",
     )
     top_k: int | None = option(
-        None, "Draw from this many most likely tokens; 0: all", int, low=0, unset="0"
+        None,
+        "Draw from this many most likely tokens; 0: all",
+        int,
+        low=0,
+        unset="the model's or 0, if sampled",
     )
     min_p: float | None = option(
         None,
@@ -70,7 +74,7 @@ class SamplingParams:
         float,
         low=0,
         high=1,
-        unset="0",
+        unset="the model's or 0.05, if sampled",
     )
     seed: int | None = option(
         None,
@@ -80,13 +84,14 @@ class SamplingParams:
         high=2**64 - 1,
         unset="one drawn by the engine",
     )
-    repetition_penalty: float = option(
-        1.0,
+    repetition_penalty: float | None = option(
+        None,
         "Logits of tokens in the prompt and the output are divided by it if above 0, else "
         "multiplied",
         float,
         low=1 / _MAX_REPETITION_PENALTY,
         high=_MAX_REPETITION_PENALTY,
+        unset="1 if greedy, else the model's or 1",
     )
     presence_penalty: float = option(
         0.0, "Subtracted from the logits of tokens in the output", float, low=-2, high=2

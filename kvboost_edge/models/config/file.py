@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = [
     "text_config",
 ]
 
+_LOG = logging.getLogger(__name__)
+
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 # Numbers that spoil every result when they are damaged, whichever runner it is.
 _MULTIPLIERS = (
@@ -45,17 +48,31 @@ _CONTEXT_KEYS = (
 )
 
 
+# Sampling values that a generation config may name, and their ranges.
+_SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1000),
+    "top_p": (1e-9, 1),
+    "top_k": (0, 2**31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.001, 1000),
+}
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What ends a generation, and the special ids: `eos_token_ids` sorted, without repetition,
-    possibly empty; `suppressed_token_ids`, such as places of images, likewise: they are never
-    generated.
+    """The special ids of a model and its sampling values.
+
+    eos_token_ids          ids that end a generation, sorted, without repetition, possibly empty
+    suppressed_token_ids   ids that are never generated, such as places of images, likewise
+    sampling               sampling values that the model's files name: temperature, top_p, top_k,
+                           min_p, repetition_penalty
     """
 
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     suppressed_token_ids: tuple[int, ...] = ()
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def read_config(model_dir: Path | str) -> dict[str, Any]:
@@ -158,8 +175,40 @@ def generation_defaults(
             f"of {vocab_size}"
         )
     return GenerationDefaults(
-        tuple(sorted(eos)), first["bos_token_id"], first["pad_token_id"], tuple(suppressed)
+        tuple(sorted(eos)),
+        first["bos_token_id"],
+        first["pad_token_id"],
+        tuple(suppressed),
+        _sampling(generation, path),
     )
+
+
+def _sampling(generation: Mapping[str, Any], path: Path | str) -> dict[str, float]:
+    """Return the sampling values that a generation config names.
+
+    A wrong value is left out with a warning: the model runs without it. `do_sample: false` means
+    temperature 0, and a null counts as absent.
+    """
+    found: dict[str, float] = {}
+    for name, (low, high) in _SAMPLING_RANGES.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        kinds = int if name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            _LOG.warning(
+                "%s: %s=%.40r is not a number in [%g, %g]; requests use the default instead",
+                path,
+                name,
+                value,
+                low,
+                high,
+            )
+            continue
+        found[name] = value
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    return found
 
 
 def _complete(config: dict[str, Any]) -> None:

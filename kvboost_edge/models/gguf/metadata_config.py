@@ -29,6 +29,12 @@ TOKENS = "tokenizer.ggml.tokens"
 """The key of the vocabulary."""
 
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"
+_SAMPLING_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+}
 _ROPE_KEYS = {
     "rope.dimension_count",
     "rope.freq_base",
@@ -181,8 +187,9 @@ def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
 def gguf_generation(
     header: GgufHeader, config: Mapping[str, Any], tokenizer_eos: int | None = None
 ) -> GenerationDefaults:
-    """What ends a generation, and tokens that are never generated. ModelFormatError where these are
-    no list of ids.
+    """Return the special ids and the sampling values of a GGUF file.
+
+    Raises ModelFormatError where a list of ids is none.
     """
     found = header.values.get(_SUPPRESSED)
     if found is not None and (not isinstance(found, np.ndarray) or found.dtype.kind not in "iu"):
@@ -190,6 +197,10 @@ def gguf_generation(
             f"{header.path}: {_SUPPRESSED}={found!r:.200} must be a list of token ids"
         )
     fields = {} if found is None else {"suppress_tokens": found.tolist()}
+    # `penalty_repeat` is left out: it covers the last 64 tokens, repetition_penalty all of them.
+    for key, name in _SAMPLING_KEYS.items():
+        if key in header.values:
+            fields[name] = header.values[key]
     return generation_defaults(config, fields, tokenizer_eos=tokenizer_eos, path=header.path)
 
 

@@ -111,7 +111,8 @@ class RenderedChat(RenderedRequest):
         if body.token_limit is None and body.num_logprobs is not None:
             room = min(room, most_with_logprobs(body.num_choices, body.num_logprobs))
         fits = None if prompt.turn is None else prompt.turn.fits
-        return body.sampling(room, body.num_logprobs, choice, fits=fits)
+        defaults = self.state.engine.sampling_defaults
+        return body.sampling(defaults, room, body.num_logprobs, choice, fits=fits)
 
     def choice(self, index: int, run: Running) -> ChatChoice:
         turn = run.prompts[0].turn

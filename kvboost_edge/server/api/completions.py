@@ -78,7 +78,11 @@ class RenderedCompletion(RenderedRequest):
             room = min(room, most_with_logprobs(body.num_sequences, body.logprobs))
         logprobs = 0 if self._is_ranked and body.logprobs is None else body.logprobs
         return body.sampling(
-            room, logprobs, choice, prompt_logprobs=body.logprobs if body.echo else None
+            self.state.engine.sampling_defaults,
+            room,
+            logprobs,
+            choice,
+            prompt_logprobs=body.logprobs if body.echo else None,
         )
 
     def choice(self, index: int, run: Running) -> CompletionChoice:

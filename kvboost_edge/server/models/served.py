@@ -15,6 +15,7 @@ from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.response_types import Phase
 
 if TYPE_CHECKING:
+    from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
     from kvboost_edge.server.cache_report.records import History
     from kvboost_edge.server.engines import Engine
     from kvboost_edge.server.metrics import Metrics
@@ -46,6 +47,7 @@ class Known(NamedTuple):
     weight_bytes: int
     hidden_size: int
     chat_template: str
+    sampling: SamplingDefaults
 
     @classmethod
     def of(cls, engine: Engine) -> Known:
@@ -58,7 +60,8 @@ class Known(NamedTuple):
             info.weight_bytes,
             info.hidden_size,
         )
-        return cls(info.name, *fields, engine.tokenizer.chat_template or "")
+        template = engine.tokenizer.chat_template or ""
+        return cls(info.name, *fields, template, engine.sampling_defaults)
 
 
 class Refusal(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ServedModel
-from kvboost_edge.server.response_types import Model, ModelsMemory
+from kvboost_edge.server.response_types import Model, ModelsMemory, SamplingValues
 from kvboost_edge.server.state import Shared
 
 __all__ = ["listed", "memory_of"]
@@ -23,6 +24,7 @@ def listed(served: ServedModel, shared: Shared, name: str) -> Model:
         "root": served.name,
         "parent": None,
         "max_model_len": None if known is None else known.max_context,
+        "sampling": None if known is None else cast(SamplingValues, known.sampling.as_dict()),
         "meta": None
         if known is None
         else {

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.server.live_servers import wait_until
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.request.sampling_defaults import DEFAULT_SAMPLING
 from kvboost_edge.serve_ray import pool, replicas
 from kvboost_edge.serve_ray.messages import Description, ReplicaFigures, ReplicaUpdate
 from kvboost_edge.serve_ray.pool import ReplicatedEngine
@@ -70,7 +71,7 @@ def _answer(name, method):
         return ReplicaUpdate(name, True, ReplicaReport(serial=1, seconds_per_token=1e-3), [])
     if method == "describe":
         nothing = None
-        return Description(name, 1, "m", b"r", 16, nothing, None, 0)
+        return Description(name, 1, "m", b"r", 16, nothing, DEFAULT_SAMPLING, None, 0)
     if method == "figures":
         return ReplicaFigures(name, {"num_blocks": 4}, {}, 1, 2, 3)
     return [ord(name)], [(1, 2, 3)]

@@ -16,13 +16,12 @@ from kvboost_edge.server.api.compat.llama_cpp.schemas import (
     LlamaCompletion,
 )
 from kvboost_edge.server.api.compat.llama_cpp.translate import (
-    DEFAULTS,
     FIELDS,
     RenderedPieces,
     completion_of,
     infill_of,
 )
-from kvboost_edge.server.api.compat.llama_cpp.writer import LlamaWriter
+from kvboost_edge.server.api.compat.llama_cpp.writer import LlamaWriter, default_settings
 from kvboost_edge.server.api.compat.translated import renamed
 from kvboost_edge.server.api.generation import respond
 from kvboost_edge.server.api.prompts import estimate_messages, size_of
@@ -87,7 +86,11 @@ async def props(request: Request, model: ModelParam = None) -> Response:
     tokenizer = state.engine.tokenizer
     settings = {
         "n_ctx": state.engine.runner_info.max_context,
-        "params": {"n_predict": -1, "seed": -1, **DEFAULTS},
+        "params": {
+            "n_predict": -1,
+            "seed": -1,
+            **default_settings(state.engine.sampling_defaults),
+        },
     }
     return json_response(
         {

@@ -21,6 +21,7 @@ from pydantic import (
 
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.answer_format import (
     ResponseFormat,
@@ -420,6 +421,7 @@ class SamplingFields(Strict):
 
     def sampling(
         self,
+        defaults: SamplingDefaults,
         max_new_tokens: int,
         logprobs: int | None,
         choice: int,
@@ -427,19 +429,22 @@ class SamplingFields(Strict):
         fits: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> SamplingParams:
-        """The engine's parameters of one choice. As in OpenAI's API the temperature is 1 unless
-        given; choice i of a seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the
-        engine; others count modulo 2^64. fits: keywords of what the answer has to fit, None:
-        `answer_format`.
+        """Return the engine's parameters of one choice.
+
+        Choice i of a seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine;
+        others count modulo 2^64.
+
+        defaults   values of what the request does not name
+        fits       keywords of what the answer has to fit; None: `answer_format`
         """
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
+        params = SamplingParams(
+            temperature=self.temperature,
             top_p=self.top_p,
             top_k=None if self.top_k is None else max(0, self.top_k),
             min_p=self.min_p,
             seed=seed,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self.logit_bias or None,
@@ -451,3 +456,4 @@ class SamplingFields(Strict):
             **(self.answer_format if fits is None else fits),
             **more,
         )
+        return defaults.fill(params)

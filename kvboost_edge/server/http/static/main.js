@@ -12,7 +12,10 @@ const settings = new SettingsForm(() => {
   prompts.wake({ otherKey: true });
   showModel();
 });
-const model = new ModelChoice(() => settings.key, () => live.wake({ otherModel: true }));
+const model = new ModelChoice(() => settings.key, () => {
+  settings.showDefaults(model.sampling);
+  live.wake({ otherModel: true });
+});
 const live = new LiveView(() => settings.key, model);
 const prompts = new Prompts(() => settings.key);
 new Chat(settings, { model: () => model.name(), openSettings, showRequest });

@@ -9,12 +9,13 @@ const LONGEST_PAUSE_MS = 16000;
 const PATIENCE_MS = 10000;
 const KEPT = "model";
 
-/** The models of /v1/models, each by its first name: [{id, state, failure}], state "" where the server says none. */
+/** The models of /v1/models, each by its first name: [{id, state, failure, sampling}], state "" where the server says none. */
 export function different(listed) {
   const roots = new Set();
   const found = [];
-  for (const { id, root = id, state = "", failure = null } of listed) {
-    if (!roots.has(root)) found.push({ id: String(id), state: String(state), failure: failure === null ? "" : String(failure) });
+  for (const { id, root = id, state = "", failure = null, sampling = null } of listed) {
+    const remarks = { state: String(state), failure: failure === null ? "" : String(failure) };
+    if (!roots.has(root)) found.push({ id: String(id), ...remarks, sampling: sampling ?? {} });
     roots.add(root);
   }
   return found;
@@ -57,6 +58,11 @@ export class ModelChoice {
   /** What follows an address that is about one model: nothing where there is only one. */
   get query() {
     return this.#chosen !== null && this.#models.length > 1 ? `?model=${encodeURIComponent(this.#chosen.id)}` : "";
+  }
+
+  /** Values of the sampling parameters that a request leaves out; {} until they are known. */
+  get sampling() {
+    return this.#chosen?.sampling ?? {};
   }
 
   /** Promise of the model's name; rejects with ApiError. */

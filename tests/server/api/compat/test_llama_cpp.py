@@ -46,16 +46,8 @@ async def test_a_prompt_may_be_ids_or_texts_and_ids(app, speaker):
 
 
 async def test_the_settings_of_the_answer_are_those_that_ran(app, speaker):
-    settings = (await ask(app, temperature=None, seed=7))["generation_settings"]
-    assert (settings["seed"], settings["temperature"], settings["top_k"], settings["min_p"]) == (
-        7,
-        0.8,
-        40,
-        0.05,
-    )
-    assert (await app.get("/props")).json()["default_generation_settings"]["params"][
-        "temperature"
-    ] == 0.8
+    settings = (await ask(app, temperature=0.5, top_k=12, seed=7))["generation_settings"]
+    assert (settings["seed"], settings["temperature"], settings["top_k"]) == (7, 0.5, 12)
 
 
 async def test_a_grammar_binds(app, speaker):

@@ -42,7 +42,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(modules):
 
 def test_the_settings_bounds_are_the_server_s(modules):
     fields = {field["name"]: field for field in modules.module("settings", "return it.FIELDS;")}
-    assert set(fields) == {"temperature", "top_p", "top_k", "max_tokens", "seed"}
+    assert set(fields) == {"temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"}
     for name, field in fields.items():
         bound = BOUNDS[name]
         # No token at all is for echo only, and a seed below 0 is another spelling of one that is

@@ -54,7 +54,8 @@ class RenderedMessages(RenderedChat):
         wanted = None if self._max_tokens else 0
         room = room_for(self.state, len(prompt.token_ids), "messages", wanted, "max_tokens")
         fits = None if prompt.turn is None else prompt.turn.fits
-        return self.body.sampling(min(room, self._max_tokens), None, choice, fits=fits)
+        defaults = self.state.engine.sampling_defaults
+        return self.body.sampling(defaults, min(room, self._max_tokens), None, choice, fits=fits)
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:

@@ -15,24 +15,26 @@ from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import EncodedPrompt
 from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["DEFAULTS", "FIELDS", "RenderedPieces", "completion_of", "infill_of"]
+__all__ = ["FIELDS", "RenderedPieces", "completion_of", "infill_of"]
 
 FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 """What our fields are called here."""
 
-# llama.cpp's where nothing is said.
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _SAME = (
-    *(
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "ignore_eos",
-        "cache_prompt",
-        "grammar",
-        "json_schema",
-    ),
-    *("cache_salt", "stream", "return_progress"),
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "cache_prompt",
+    "grammar",
+    "json_schema",
+    "cache_salt",
+    "stream",
+    "return_progress",
 )
 # The tokens before the prefix, before the suffix and before what is to be found, as families of
 # models have them.
@@ -105,10 +107,6 @@ def _rendered(
     state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str
 ) -> RenderedPieces:
     limit = body.n_predict
-    sampling = {
-        name: default if getattr(body, name) is None else getattr(body, name)
-        for name, default in DEFAULTS.items()
-    }
     # What is sent stands in for the prompt until it is tokenized: it has about as many tokens.
     stands_in = "".join(
         piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces
@@ -118,7 +116,6 @@ def _rendered(
         max_tokens=None if limit is None or limit < 0 else limit,
         stop=list(body.stop) if body.stop else None,
         repetition_penalty=body.repeat_penalty,
-        **sampling,
         **{name: getattr(body, name) for name in _SAME},
     )
     return RenderedPieces(state, ours, pieces, with_bos=with_bos, field=field)

@@ -10,6 +10,7 @@ from starlette.types import Send
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.turn_writer import TurnWriter
 from kvboost_edge.server.api.usage import costs, progress_of
@@ -19,9 +20,20 @@ from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.streams import EventStream, dumps_long, event
 from kvboost_edge.text.turns.turn_parts import ContentDelta, Part
 
-__all__ = ["LlamaWriter"]
+__all__ = ["LlamaWriter", "default_settings"]
 
 Json = dict[str, Any]
+
+
+def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
+    """Return the sampling values in force for a request, or of one that names none, under
+    llama.cpp's names.
+    """
+    values = defaults.values_for(body)
+    return {
+        "repeat_penalty" if name == "repetition_penalty" else name: value
+        for name, value in values.items()
+    }
 
 
 class LlamaWriter(TurnWriter):
@@ -118,11 +130,7 @@ class LlamaWriter(TurnWriter):
         return {
             "n_predict": -1 if body.max_tokens is None else body.max_tokens,
             "seed": result.seed,
-            "temperature": body.temperature,
-            "top_k": body.top_k,
-            "top_p": body.top_p,
-            "min_p": body.min_p,
-            "repeat_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            **default_settings(self.state.engine.sampling_defaults, body),
             "presence_penalty": body.presence_penalty or 0.0,
             "frequency_penalty": body.frequency_penalty or 0.0,
             "stop": list(self._stops),

@@ -39,9 +39,15 @@ CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """What our fields are called here."""
 
-# Ollama's where nothing is said. Its penalty of repetitions is left out: it looks at the last 64
-# tokens only.
-_DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+_SAME = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _ID = "call{:05d}"  # nine letters and digits, as some templates want them
 
 
@@ -85,14 +91,8 @@ def check_context(options: Options, max_context: int) -> None:
 def _shared(body: OllamaChat | OllamaGenerate) -> Json:
     options = body.chosen
     limit = body.chosen.num_predict
-    given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    sampling = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
     return {
-        **sampling,
-        **{
-            name: getattr(options, name)
-            for name in ("min_p", "seed", "presence_penalty", "frequency_penalty")
-        },
+        **{name: getattr(options, name) for name in _SAME},
         "stop": list(options.stop) if options.stop else None,
         "repetition_penalty": options.repeat_penalty,
         "max_tokens": None if limit is None or limit < 0 else limit,

@@ -122,7 +122,7 @@ class ResponsesWriter(TurnWriter):
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
-            **costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped),
+            **costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause),
         }
         whole = dumps_long(self._response)
         if self._keep is not None and not self._keep(self._response["id"], whole):
@@ -155,6 +155,7 @@ def _status(reason: str) -> str:
 def _head(state: ModelState, body: ResponseRequest) -> Json:
     """A response that has just begun."""
     reasoning = body.reasoning
+    sampling = state.engine.sampling_defaults.values_for(body)
     return {
         "id": new_id("resp"),
         "object": "response",
@@ -176,11 +177,11 @@ def _head(state: ModelState, body: ResponseRequest) -> Json:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling["temperature"],
         "text": body.text,
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling["top_p"],
         "truncation": "disabled",
         "usage": None,
         "user": body.user,
