@@ -35,6 +35,7 @@ from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.sequence_factory import Sequences
 from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
+from kvboost_edge.engine.stall_watchdog import StallWatchdog
 from kvboost_edge.errors import CacheCorruption, KVBoostError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.host.memory import Slack
@@ -196,6 +197,7 @@ class EngineCore:
         self._accepted = AcceptedDrafts(runner, scheduler.manager)
         self._deadlines = Deadlines()
         self._slack = Slack()
+        self._stalls = StallWatchdog(scheduler)
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
         # Held for moments only, so that submitting never waits for the bookkeeping.
         self._gate = threading.Lock()
@@ -472,6 +474,7 @@ class EngineCore:
         self.scheduler.loads.give_up_silent()
         if self._closing or not self.scheduler.has_work:
             self._release_blocks(frozenset())
+            self._stalls.progressed()
             return None
         plan = self.scheduler.schedule()
         if plan.failed:
@@ -485,6 +488,10 @@ class EngineCore:
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
         is_empty = not plan.work and not plan.copies
+        if is_empty and not plan.probed:
+            self._stalls.idled()
+        else:
+            self._stalls.progressed()
         waits = self.scheduler.only_waits or self.scheduler.awaits_features
         return None if is_empty and waits else plan
 

@@ -8,6 +8,20 @@ _SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random
 
 FAULTS = (
     fault(
+        "a stall is logged at every step",
+        "engine/stall_watchdog.py",
+        "            self._is_logged = True\n",
+        "",
+        "tests/engine/offload/test_stall_watchdog.py",
+    ),
+    fault(
+        "only the first stall is logged",
+        "engine/stall_watchdog.py",
+        "        self._began = None\n        self._is_logged = False\n\n    def idled",
+        "        self._began = None\n\n    def idled",
+        "tests/engine/offload/test_stall_watchdog.py",
+    ),
+    fault(
         "a mask that failed stops the engine while it plans",
         "engine/grammar/masks.py",
         "        if self._pending is not None and self._pending.exception() is not None:\n"
