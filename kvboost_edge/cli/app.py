@@ -64,6 +64,34 @@ SamplingOptions = Annotated[
         ),
     ),
 ]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        "-t",
+        help="Divides the logits; 0 takes the most likely token. Default: the model's own, else "
+        "0.7.",
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        help="Draw from the most likely tokens of this total probability, in (0, 1]. Default: the "
+        "model's own, else 0.95.",
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", help="Seed of the random numbers. Default: a random one."),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        help="Threads that compute. Default: the CPUs that this process may use.",
+    ),
+]
 SchemaOption = Annotated[
     str | None,
     typer.Option(
@@ -164,19 +192,29 @@ def main(
 
 @app.command(
     epilog="[b]Examples[/b]\n\n"
-    'kvboost-edge generate "Hello!" --chat\n\n'
-    'kvboost-edge generate -m Qwen/Qwen2-0.5B "The capital of France is" -n 16\n\n'
-    "cat question.txt | kvboost-edge generate - -m ./my-model "
-    "-s temperature=0.7 -s seed=1 --json\n\n"
-    'kvboost-edge generate "Name a city and its country." --chat -n 256 --json-schema city.json'
+    'kvboost-edge generate "Hello!"\n\n'
+    'kvboost-edge generate -m Qwen/Qwen2-0.5B "The capital of France is" --raw -n 16\n\n'
+    "cat question.txt | kvboost-edge generate - -m ./my-model --temperature 0.7 --seed 1 --json\n\n"
+    'kvboost-edge generate "Name a city and its country." -n 256 --json-schema city.json'
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.")],
     model: ModelOption = DEMO_MODEL,
     max_new_tokens: MaxNewTokens = 64,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a user message.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Send the prompt as a user message in the model's chat template, or as it is. "
+            "Default: as a message, if the model has a chat template.",
+        ),
+    ] = None,
+    system: Annotated[
+        str, typer.Option("--system", help="System message before the prompt. Default: none.")
+    ] = "",
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
     sampling: SamplingOptions = None,
     json_schema: SchemaOption = None,
     mode: ModeOption = None,
@@ -185,6 +223,7 @@ def generate(
     recompute_ratio: RatioOption = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
+    threads: ThreadsOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -193,13 +232,19 @@ def generate(
     from kvboost_edge.cli.options import cache_use, engine_options, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
-    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling, json_schema), **use}
+    named = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        **sampling_options(sampling, json_schema, named),
+        **use,
+    }
     run_generate(
         prompt,
         model,
-        engine_options(option, kv_cache_bits, pack_cache=pack_cache),
+        engine_options(option, kv_cache_bits, pack_cache=pack_cache, num_threads=threads),
         settings,
         chat=chat,
+        system=system,
         as_json=as_json,
     )
 
@@ -207,7 +252,7 @@ def generate(
 @app.command(
     epilog="[b]Examples[/b]\n\n"
     "kvboost-edge chat\n\n"
-    'kvboost-edge chat -m ./my-model --system "Answer in one sentence." -s temperature=0.7\n\n'
+    'kvboost-edge chat -m ./my-model --system "Answer in one sentence." --temperature 0.7\n\n'
     "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
     "kvboost-edge chat -m ./my-model --json-schema city.json\n\n"
     "In the chat: /reset starts over, /stats shows the pool, /quit or Ctrl-D leaves."
@@ -230,6 +275,9 @@ def chat(
         str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")
     ] = "",
     max_new_tokens: MaxNewTokens = 512,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
     sampling: SamplingOptions = None,
     json_schema: SchemaOption = None,
     mode: ModeOption = None,
@@ -238,6 +286,7 @@ def chat(
     recompute_ratio: RatioOption = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
+    threads: ThreadsOption = None,
     option: EngineOptions = None,
 ) -> None:
     """Talk with a model, here or on a server; under each answer stands what the cache saved."""
@@ -245,8 +294,13 @@ def chat(
     from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
 
     use = cache_use(mode, recompute_strategy, recompute_overlap, recompute_ratio)
-    settings = {"max_new_tokens": max_new_tokens, **sampling_options(sampling, json_schema), **use}
-    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
+    named = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        **sampling_options(sampling, json_schema, named),
+        **use,
+    }
+    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache, num_threads=threads)
     remote_options(url, options, api_key)
     if url is None:
         from kvboost_edge.tiers.disk.survey import default_directory

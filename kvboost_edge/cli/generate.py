@@ -11,6 +11,7 @@ from kvboost_edge.cli.console import open_console
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.engine.precheck import check_request
 from kvboost_edge.engine.request.prompts import check_text
+from kvboost_edge.errors import RequestError
 
 __all__ = ["run_generate"]
 
@@ -21,18 +22,26 @@ def run_generate(
     options: dict[str, Any],
     settings: dict[str, Any],
     *,
-    chat: bool,
-    as_json: bool,
+    chat: bool | None = None,
+    system: str = "",
+    as_json: bool = False,
 ) -> None:
     """Stream the text to standard output and a summary to standard error, or print the whole result
     as JSON.
+
+    chat     send the prompt as a user message (True), or as it is (False); None: as a message if
+             the model has a chat template
+    system   system message before it; needs a message
     """
+    if system and chat is False:
+        raise RequestError("--system needs the chat template, and --raw leaves it out; drop one")
     check_request(settings)  # before the prompt is waited for
     text = sys.stdin.read() if prompt == "-" else prompt
     check_text("the prompt", text)
     notes = open_console(stderr=True, quiet=as_json)
-    request: Any = [{"role": "user", "content": text}] if chat else text
     with loaded_engine(model, options, notes, settings) as engine:
+        is_chat = bool(engine.tokenizer.chat_template or system) if chat is None else chat
+        request: Any = _messages(system, text) if is_chat else text
         result = answer(engine, request, settings, _ignore if as_json else _write, notes)
     if as_json:
         shown = {**dataclasses.asdict(result), "approximate": result.approximate}
@@ -40,6 +49,11 @@ def run_generate(
     else:
         _write("\n")
         notes.print(timing_line(result), style="dim")
+
+
+def _messages(system: str, text: str) -> list[dict[str, str]]:
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]
 
 
 def _write(piece: str) -> None:

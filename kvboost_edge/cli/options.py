@@ -59,19 +59,27 @@ def token_limit(text: str | int) -> int | None:
 
 
 def engine_options(
-    pairs: Iterable[str] | None, kv_cache_bits: str | None = None, *, pack_cache: bool = True
+    pairs: Iterable[str] | None,
+    kv_cache_bits: str | None = None,
+    *,
+    pack_cache: bool = True,
+    num_threads: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of the engine's config from `NAME=VALUE` texts; raises ConfigError for a
-    malformed pair.
+    """Return keyword arguments of the engine's config from `NAME=VALUE` texts.
 
-    kv_cache_bits, pack_cache: the options of those names, such as "8" or "8,4"; given both ways is
-    an error too.
+    Raises ConfigError for a malformed pair, and for an option given both ways.
+
+    kv_cache_bits   value of `--kv-cache-bits`, such as "8" or "8,4"
+    pack_cache      False for `--no-pack-cache`
+    num_threads     value of `--threads`
     """
     options: dict[str, Any] = {}
     if kv_cache_bits is not None:
         pairs = [*(pairs or ()), f"kv_cache_bits={kv_cache_bits}"]
     if not pack_cache:
         pairs = [*(pairs or ()), "pack_cache=false"]
+    if num_threads is not None:
+        pairs = [*(pairs or ()), f"num_threads={num_threads}"]
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
         if not equals or not name:
@@ -87,14 +95,23 @@ def engine_options(
     return options
 
 
-def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None) -> dict[str, Any]:
-    """Sampling keywords from `NAME=VALUE` texts; `stop` may be given several times. Raises
-    RequestError.
+def sampling_options(
+    pairs: Iterable[str] | None,
+    schema_file: str | None = None,
+    named: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return sampling keywords from `NAME=VALUE` texts; `stop` may be given several times.
 
-    schema_file: a file whose JSON schema becomes `json_schema`; ConfigError where it holds none, or
-    is given both ways.
+    Raises RequestError for a malformed pair, ConfigError for a parameter given both ways and for a
+    file that holds no schema.
+
+    schema_file   file whose JSON schema becomes `json_schema`
+    named         parameters with a flag of their own; None: not given
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {
+        name: value for name, value in (named or {}).items() if value is not None
+    }
+    flags = tuple(options)
     stops: list[str] = []
     for pair in pairs or ():
         name, equals, text = pair.partition("=")
@@ -102,6 +119,9 @@ def sampling_options(pairs: Iterable[str] | None, schema_file: str | None = None
             raise RequestError(
                 f"sampling parameter {pair!r} must have the form NAME=VALUE, for example top_p=0.9"
             )
+        if name in flags:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name!r} is given twice, by --{flag} and --sampling; give it once")
         if name == "stop":
             stops.append(text)
         elif name == "max_new_tokens" and text.lower() in _NO_LIMIT:

@@ -24,10 +24,18 @@ REQUEST = (
     "--recompute-strategy cacheblend",
     "--recompute-overlap 8",
     "--recompute-ratio 0.2",
+    "--temperature 0.5",
+    "-t 0",
+    "--top-p 0.9",
+    "--seed 7",
+    "--threads 2",
 )
 CLIENT = ("--url http://x", "--api-key key")
 COMMANDS = {  # name: (required arguments, options with a value)
-    "generate": ("Hello", (*MODEL, *REQUEST, "--chat", *ENGINE, *PACKED, "--json")),
+    "generate": (
+        "Hello",
+        (*MODEL, *REQUEST, "--chat", "--raw", "--system Text", *ENGINE, *PACKED, "--json"),
+    ),
     "chat": ("", (*MODEL, "--system Text", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
     "demo": ("", (*ENGINE, *PACKED)),
     "doctor": ("", ("x", *MODEL, *ENGINE, "--json")),

@@ -46,22 +46,28 @@ def test_generate_streams_text_and_a_summary(tiny_model_dir, printed):
     assert "prompt tokens" in err
 
 
-def test_generate_json_equals_the_engine(tiny_model_dir, answered):
-    argv = [
-        "generate",
-        "Hello",
-        "-m",
-        tiny_model_dir,
-        "-n",
-        "8",
-        "-s",
-        "temperature=0.8",
-        "-s",
-        "seed=3",
-    ]
-    shown = answered(*argv, *SMALL)
+SAID = [{"role": "user", "content": "Hello"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompt", "sampling"),
+    [
+        (["--raw", "-s", "temperature=0.8", "-s", "seed=3"], "Hello", {"temperature": 0.8}),
+        (
+            ["--raw", "-t", "0.8", "--top-p", "0.5", "--seed", "3"],
+            "Hello",
+            {"top_p": 0.5, "temperature": 0.8},
+        ),
+        (["--seed", "3"], SAID, {}),
+        (["--chat", "--seed", "3"], SAID, {}),
+        (["--system", "Be brief.", "--seed", "3"], [BRIEF, *SAID], {}),
+    ],
+)
+def test_generate_json_equals_the_engine(flags, prompt, sampling, tiny_model_dir, answered):
+    shown = answered("generate", "Hello", "-m", tiny_model_dir, "-n", "8", *flags, *SMALL)
     with CPUPagedEngine.from_pretrained(tiny_model_dir, num_blocks=64, dtype="float32") as engine:
-        result = engine.generate("Hello", max_new_tokens=8, temperature=0.8, seed=3)
+        result = engine.generate(prompt, max_new_tokens=8, seed=3, **sampling)
     assert shown["output_token_ids"] == list(result.output_token_ids)
     assert shown["output_text"] == result.output_text
     assert shown["finish_reason"] == result.finish_reason
@@ -69,7 +75,8 @@ def test_generate_json_equals_the_engine(tiny_model_dir, answered):
 
 def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered, typed):
     typed("Hello")
-    assert answered("generate", "-", "-m", tiny_model_dir, "-n", "2", *SMALL)["prompt"] == "Hello"
+    shown = answered("generate", "-", "-m", tiny_model_dir, "-n", "2", "--raw", *SMALL)
+    assert shown["prompt"] == "Hello"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +84,9 @@ def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered,
     [
         (["-s", "temperature=-1"], "temperature"),
         (["-s", "no_such=1"], "no_such"),
+        (["--temperature", "1", "-s", "temperature=1"], "given twice"),
+        (["--raw", "--system", "Be brief."], "--system"),
+        (["--threads", "2", "-o", "num_threads=2"], "given twice"),
         (["-o", "no_such=1"], "no_such"),
         (["-o", "block_size=7"], "block_size"),
         (["-o", "kv_cache_bits=5"], "kv_cache_bits"),
