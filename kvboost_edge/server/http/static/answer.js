@@ -1,4 +1,4 @@
-/** An answer as it grows: plain text with its line breaks, and fenced code as blocks. Text nodes only, appended to. */
+/** An answer as it grows: plain text, and fenced code as blocks. Text nodes only. */
 
 import { button, copy, element } from "/static/dom.js";
 

@@ -1,4 +1,4 @@
-/** Requests to this server, and its errors in words. The API key travels in the Authorization header and nowhere else. */
+/** Requests to this server and its errors. The API key is sent in the Authorization header only. */
 
 import { EventParser } from "/static/sse.js";
 
@@ -58,7 +58,7 @@ export async function request(path, { key = "", body = null, signal = null } = {
   return response;
 }
 
-/** The objects of a streamed chat completion, in order; `begun(id of the request)` before the first. Rejects with ApiError, also when the stream breaks off. */
+/** The objects of a streamed chat completion; calls `begun(request id)` first. Rejects with ApiError. */
 export async function* streamChat(body, { key, signal, begun }) {
   const response = await request("/v1/chat/completions", { key, body, signal });
   const requestId = response.headers.get("x-request-id") ?? "";

@@ -54,7 +54,7 @@ export function takeCall(step, { index, id, function: made }) {
 /** `value` if it is a text, else "". */
 export const textOf = (value) => (typeof value === "string" ? value : "");
 
-/** An answer and the results of its calls. Calls without results, and reasoning that led to nothing, are not sent again. */
+/** An answer with the results of its calls, without unanswered calls and empty reasoning. */
 function messagesOf({ reasoning, answer, calls, state }) {
   const answered = calls.filter((call) => call.result !== null);
   if (state === "running" || (answer === "" && answered.length === 0)) return [];

@@ -21,7 +21,7 @@ export function button(label, action, attributes = {}) {
   return made;
 }
 
-/** Copies `text`; the button says so for a moment. Without the clipboard API (plain HTTP) through a selection. */
+/** Copies `text`; the button says so. Without the clipboard API (plain HTTP): a selection. */
 export async function copy(text, source) {
   const before = source.textContent;
   source.textContent = (await copied(text)) ? "Copied" : "Not copied";

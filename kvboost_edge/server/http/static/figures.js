@@ -46,7 +46,7 @@ function speedOf({ timings, kvboost, generated, clock }) {
   return null;
 }
 
-/** A line of figures with a meter for the cached share; `note` is said first, such as "stopped"; `why()` shows more, or null. */
+/** A line of figures with a meter of the cached share; `note` comes first; `why()` shows more, or null. */
 export function figuresLine(figures, note, why = null) {
   const line = element("div", { class: "figures" });
   if (note !== "") line.append(element("span", { class: "flag", text: note }));

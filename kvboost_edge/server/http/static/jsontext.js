@@ -1,4 +1,4 @@
-/** JSON as text: where it breaks, in words that do not depend on the browser, and the same text with line breaks. */
+/** JSON as text: errors with their position, and the text with line breaks. */
 
 const SPACE = /[ \t\n\r]*/y;
 const TOKEN =
@@ -39,7 +39,7 @@ function shown(token) {
   return token.startsWith('"') ? JSON.stringify(JSON.parse(token)) : token;
 }
 
-/** The tokens of `text` up to its end or to where it stops being JSON, and an error that says where, or "". */
+/** The tokens of `text` up to its end or its first error, and that error, or "". */
 export function scan(text) {
   const tokens = [];
   const open = [];

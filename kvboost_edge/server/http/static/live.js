@@ -54,7 +54,7 @@ export class LiveView {
     this.wake();
   }
 
-  /** Reads now, if the view can be seen: after it was shown, or when the key or the model is another one. */
+  /** Reads now if the view is visible: it was shown, or key or model changed. */
   wake({ otherKey = false, otherModel = false } = {}) {
     if (otherKey) this.#refused = false;
     if (otherModel) this.#forget();

@@ -9,7 +9,7 @@ const LONGEST_PAUSE_MS = 16000;
 const PATIENCE_MS = 10000;
 const KEPT = "model";
 
-/** The models of /v1/models, each by its first name: [{id, state, failure, sampling}], state "" where the server says none. */
+/** The models of /v1/models by first name: [{id, state, failure, sampling}]; state "" if unknown. */
 export function different(listed) {
   const roots = new Set();
   const found = [];

@@ -1,4 +1,4 @@
-/** The block pool as a map on a canvas: a cell per block, or per group of blocks where there are too many to see. */
+/** The block pool as a map on a canvas: a cell per block or group of blocks. */
 
 import { plural } from "/static/format.js";
 
@@ -55,7 +55,7 @@ export function describe({ states, refs, tokens }, start, stop) {
 
 const saturating = (number, word) => (number === 255 ? `255 or more ${word}s` : plural(number, word));
 
-/** Draws on `canvas`; the cell under the pointer or the keyboard's cursor is told to `tell`, with its first block. */
+/** Draws on `canvas`; calls `tell` with the cell under the pointer or cursor and its first block. */
 export class PoolMap {
   #canvas;
   #tell;

@@ -1,4 +1,4 @@
-/** How far a prompt is read, before the first token: a bar, the figures, and about how long it will take. */
+/** Prefill progress of a prompt: a bar, the figures and the time left. */
 
 import { element } from "/static/dom.js";
 import { count, plural } from "/static/format.js";

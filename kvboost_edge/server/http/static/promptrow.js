@@ -1,4 +1,4 @@
-/** A row of the timeline: what a request found in the cache as a bar, what the rest cost and why; opened, the place and both texts. */
+/** A row of the timeline: the cached tokens of a request as a bar, cost and cause; opened, both texts. */
 
 import { causeInWords, kindOf, SHAPES, whatHelps } from "/static/causes.js";
 import { differenceInWords, marked, parts } from "/static/difference.js";
@@ -8,7 +8,7 @@ import { count, duration, plural } from "/static/format.js";
 const TIERS = ["pool", "disk", "redis"];
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 
-/** What the bar shows, in its order: [[class, tokens, words], …], nothing empty. A tier of another name looks as redis does. */
+/** Segments of the bar: [[class, tokens, words], …], none empty. Unknown tiers look like redis. */
 export function segments({ hit_tokens: hits, reused_span_tokens: moved, computed_tokens: computed }) {
   const found = Object.entries(hits ?? {}).map(([tier, tokens]) => [TIERS.includes(tier) ? tier : "redis", tokens, `from ${tier}`]);
   return [...found, ["span", moved, "reused at other positions"], ["computed", computed, "computed"]].filter(([, tokens]) => tokens > 0);

@@ -1,4 +1,4 @@
-/** The last requests of this key as a timeline: what each found in the cache, what computing the rest cost, and why. */
+/** The last requests of this key as a timeline. */
 
 import { ApiError, request } from "/static/api.js";
 import { CAUSES, causeInWords, SHAPES } from "/static/causes.js";

@@ -1,4 +1,4 @@
-/** What the model thought before it answered: folded, as plain text, under a line that counts the seconds. */
+/** The reasoning of an answer: folded, plain text, under its time in seconds. */
 
 import { element } from "/static/dom.js";
 import { count } from "/static/format.js";

@@ -4,7 +4,7 @@ import { byId, element } from "/static/dom.js";
 import { JSON_FIELDS, validateJson } from "/static/jsonfields.js";
 import { load, save } from "/static/storage.js";
 
-/** The bounds are those of the server's table; the seed ends where a number of this language is still exact. */
+/** Bounds of the server's table; the seed ends where a number is still exact. */
 export const FIELDS = [
   { name: "temperature", label: "Temperature", low: 0, high: 2, integer: false, hint: "0 takes the most likely token" },
   { name: "top_p", label: "Top p", low: 0, high: 1, integer: false, openLow: true, hint: "above 0, up to 1" },
@@ -29,7 +29,7 @@ export function validate(raw) {
   return { values, errors };
 }
 
-/** A decimal number, with a point or a comma; NaN for anything else, such as "0x10", "Infinity" or "1e999". */
+/** A decimal number, with a point or a comma; else NaN ("0x10", "Infinity"). */
 function numberFrom(text) {
   return /^[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?$/i.test(text) ? Number(text.replace(",", ".")) : NaN;
 }

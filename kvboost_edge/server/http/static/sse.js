@@ -1,4 +1,4 @@
-/** Parser of server-sent events: pieces of text in, the data of whole events out, however the pieces are cut. */
+/** Parser of server-sent events: pieces of text in, the data of whole events out. */
 
 export class EventParser {
   #buffer = "";

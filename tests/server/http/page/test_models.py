@@ -66,9 +66,9 @@ def test_other_names_of_one_model_are_no_choice(modules):
         {"id": "e", "root": "a"},
     ]
     assert modules.module("models", "return it.different(argument);", listed) == [
-        {"id": "a", "state": "loaded", "failure": ""},
-        {"id": "c", "state": "loading", "failure": "no room"},
-        {"id": "d", "state": "", "failure": ""},
+        {"id": "a", "state": "loaded", "failure": "", "sampling": {}},
+        {"id": "c", "state": "loading", "failure": "no room", "sampling": {}},
+        {"id": "d", "state": "", "failure": "", "sampling": {}},
     ]
 
 
