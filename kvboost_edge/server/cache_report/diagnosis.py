@@ -179,7 +179,9 @@ def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int
 def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) -> bool:
     """Whether all messages before the last one end before the position."""
     fields = record.asked.fields
-    last = fields[-1].text.strip() if fields else ""
+    # A raw prompt is one field; a chat has messages, if only one.
+    has_messages = bool(fields) and fields[-1].name.startswith("message")
+    last = fields[-1].text.strip() if has_messages else ""
     if not last:
         return False
     rest = decode(record.ids[position : record.num_prompt].tolist())

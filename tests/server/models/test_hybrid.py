@@ -74,7 +74,7 @@ async def test_tokens_that_matched_are_told_beside_those_that_were_served(hybrid
                 (answer["kvboost"]["matched_tokens"], cached, answer["kvboost"]["miss_reason"])
             )
     whole = len(head) // 16 * 16
-    assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "first_seen")]
+    assert found == [(0, 0, "first_seen"), (whole, 0, "state"), (whole, whole, "changed_text")]
 
 
 async def test_slots_and_snapshots_are_told_beside_the_blocks(hybrid):
