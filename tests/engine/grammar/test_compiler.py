@@ -151,7 +151,13 @@ def test_preemption_and_company_change_nothing():
     for number in range(5):
         with fake_engine(num_blocks=64) as engine:
             result = engine.generate(
-                prompt(number), max_new_tokens=100, temperature=1.0, seed=3, regex="[a-z ]{90}"
+                prompt(number),
+                max_new_tokens=100,
+                temperature=1.0,
+                top_p=1.0,
+                min_p=0.0,
+                seed=3,
+                regex="[a-z ]{90}",
             )
             alone.append(list(result.output_token_ids))
     bench = Bench(num_blocks=10, max_num_seqs=5)

@@ -412,13 +412,15 @@ def written(name: str, calls: Calls) -> str:
         for number, (tool, arguments) in enumerate(calls)
     ]
     messages = [
-        {"role": "user", "content": "asked"},
+        {"role": "user", "content": "What was asked"},
         {"role": "assistant", "content": "", "tool_calls": given},
     ]
     messages = (
         messages if format_of(name).shows_calls else with_calls_written(messages, KEYWORD_CALLS)
     )
-    text = template(name).render(messages, add_generation_prompt=False).rpartition("asked")[2]
+    # The arguments may hold the question's text too, after its first place.
+    text = template(name).render(messages, add_generation_prompt=False)
+    text = text.partition("What was asked")[2]
     begin, end = ENDS[name]
     return text[text.index(begin) : text.rindex(end) + len(end)]
 
