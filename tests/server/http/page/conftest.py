@@ -227,14 +227,23 @@ def pytest_runtest_teardown(nextitem):
         RUNNING.stop()
 
 
+@pytest.fixture(scope="session")
+def running_browser(nothing_left_running):
+    """The browser, gone before the check for what is left running: after the last test of a run the
+    fixtures of the session end before the hook above is called.
+    """
+    yield RUNNING
+    RUNNING.stop()
+
+
 @pytest.fixture(scope="module")
-def pages(demo_engine):
+def pages(demo_engine, running_browser):
     from playwright.sync_api import expect
 
     expect.set_options(timeout=PATIENCE_SECONDS * 1000)
     with demo_engine._core.reading():  # what tests of other files pinned is in use for minutes
         demo_engine._parts.manager.pins.expire(time.monotonic() + 1e6)
-    return RUNNING.pages()
+    return running_browser.pages()
 
 
 @contextmanager
