@@ -19,8 +19,8 @@ __all__ = ["STALL_SECONDS", "StallWatchdog"]
 _LOG = logging.getLogger(__name__)
 
 STALL_SECONDS = 10.0
-"""Seconds without a computed token after which a stall is logged. A load that a tier still works on
-is given up after 30 s (`PATIENCE`), a slow token mask after 2 s."""
+"""Seconds without a computed token after which a stall is logged. A load that
+does not arrive is cancelled after 30 s (`PATIENCE`), a slow token mask after 2 s."""
 
 _SHOWN = 16  # requests of each kind that a warning names
 
