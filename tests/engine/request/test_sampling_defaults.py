@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from helpers.gguf.writer import save_gguf
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import SamplingParams
@@ -48,6 +49,14 @@ def test_a_generation_config_names_values(written, read, caplog):
     found = generation_defaults(CONFIG, written).sampling
     assert found == (written if read is None else read)
     assert not caplog.records
+
+
+def test_a_gguf_file_names_values(tmp_path):
+    named = {"temp": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25}
+    keys = {f"general.sampling.{name}": value for name, value in named.items()}
+    path = save_gguf("llama", tmp_path, general=keys)
+    with CPUPagedEngine.from_pretrained(path, max_cache_bytes=4_000_000) as engine:
+        assert engine.sampling_defaults == SamplingDefaults(0.5, 0.75, 7, 0.25)
 
 
 @pytest.mark.parametrize(

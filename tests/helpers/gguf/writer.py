@@ -267,6 +267,7 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     tokenizer: bool | Mapping[str, Any] | None = True,
     keys: Mapping[str, Any] | None = None,
+    general: Mapping[str, float] | None = None,
     more: Mapping[str, np.ndarray | None] | None = None,
     split: int = 0,
     dense: bool = True,
@@ -279,6 +280,7 @@ def write_gguf(
       llama.cpp wants to be told.
     keys: other metadata of the architecture, {"attention.scale": 0.5}; None for a key that is left
       out.
+    general: numbers by their whole key, {"general.sampling.temp": 0.5}.
     more: further tensors, F32; None for one that is left out.  split: parts of so many tensors
       each, beside `path`, which is not written then; the first one is returned.
     dense: with the matrices behind the pooling of a model that attends both ways.
@@ -298,6 +300,8 @@ def write_gguf(
             type(None): lambda *_: None,
         }
         kinds.get(type(value), writer.add_uint32)(f"{writer.arch}.{key}", value)
+    for key, value in (general or {}).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_int32)(key, value)
     if isinstance(tokenizer, Mapping):
         add_keys(writer, tokenizer)
     elif tokenizer:
