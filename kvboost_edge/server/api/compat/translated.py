@@ -14,7 +14,18 @@ from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.errors import ApiError, as_api_error
 
-__all__ = ["chat_request", "completion_request", "renamed"]
+__all__ = ["SAMPLING_FIELDS", "chat_request", "completion_request", "renamed"]
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+)
+"""Sampling fields with the same name and meaning in Ollama's, llama.cpp's and our bodies."""
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.compat.llama_cpp.schemas import Infill, LlamaCompletion, Pieces
-from kvboost_edge.server.api.compat.translated import completion_request
+from kvboost_edge.server.api.compat.translated import SAMPLING_FIELDS, completion_request
 from kvboost_edge.server.api.completions import RenderedCompletion
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -21,13 +21,7 @@ FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
 """What our fields are called here."""
 
 _SAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
+    *SAMPLING_FIELDS,
     "ignore_eos",
     "cache_prompt",
     "grammar",

@@ -13,7 +13,11 @@ from kvboost_edge.server.api.compat.ollama.schemas import (
     OllamaMessage,
     Options,
 )
-from kvboost_edge.server.api.compat.translated import chat_request, completion_request
+from kvboost_edge.server.api.compat.translated import (
+    SAMPLING_FIELDS,
+    chat_request,
+    completion_request,
+)
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
@@ -39,15 +43,6 @@ CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """What our fields are called here."""
 
-_SAME = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _ID = "call{:05d}"  # nine letters and digits, as some templates want them
 
 
@@ -92,7 +87,7 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
     options = body.chosen
     limit = body.chosen.num_predict
     return {
-        **{name: getattr(options, name) for name in _SAME},
+        **{name: getattr(options, name) for name in SAMPLING_FIELDS},
         "stop": list(options.stop) if options.stop else None,
         "repetition_penalty": options.repeat_penalty,
         "max_tokens": None if limit is None or limit < 0 else limit,
