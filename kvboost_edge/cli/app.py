@@ -68,7 +68,6 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(
         "--temperature",
-        "-t",
         help="Divides the logits; 0 takes the most likely token. Default: the model's own, else "
         "0.7.",
     ),

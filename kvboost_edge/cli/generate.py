@@ -34,7 +34,9 @@ def run_generate(
     system   system message before it; needs a message
     """
     if system and chat is False:
-        raise RequestError("--system needs the chat template, and --raw leaves it out; drop one")
+        raise RequestError(
+            "--system needs the chat template, which --raw turns off; give one of the two"
+        )
     check_request(settings)  # before the prompt is waited for
     text = sys.stdin.read() if prompt == "-" else prompt
     check_text("the prompt", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, Progress
 
 from kvboost_edge.cli.console import text_column
 from kvboost_edge.cli.render import PromptBar, reuse_words, tokens_words
+from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.models.locate import locate_model
 
 if TYPE_CHECKING:
@@ -132,7 +134,11 @@ def answer(
     prompt is computed. Sampling parameters that `settings` leaves out have the engine's defaults.
     Ctrl-C cancels the request and raises on.
     """
-    handle = engine.submit(prompt, **{**engine.sampling_defaults.as_dict(), **settings})
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    sampling = {name: value for name, value in settings.items() if name in names}
+    terms = {name: value for name, value in settings.items() if name not in names}
+    params = engine.sampling_defaults.fill(SamplingParams(**sampling))
+    handle = engine.submit(prompt, sampling=params, **terms)
     try:
         with PromptBar(notes) as bar:
             while bar.is_wanted and not handle.started(_LOOK_SECONDS):

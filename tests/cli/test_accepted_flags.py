@@ -25,7 +25,6 @@ REQUEST = (
     "--recompute-overlap 8",
     "--recompute-ratio 0.2",
     "--temperature 0.5",
-    "-t 0",
     "--top-p 0.9",
     "--seed 7",
     "--threads 2",

@@ -55,7 +55,7 @@ BRIEF = {"role": "system", "content": "Be brief."}
     [
         (["--raw", "-s", "temperature=0.8", "-s", "seed=3"], "Hello", {"temperature": 0.8}),
         (
-            ["--raw", "-t", "0.8", "--top-p", "0.5", "--seed", "3"],
+            ["--raw", "--temperature", "0.8", "--top-p", "0.5", "--seed", "3"],
             "Hello",
             {"top_p": 0.5, "temperature": 0.8},
         ),
@@ -71,6 +71,18 @@ def test_generate_json_equals_the_engine(flags, prompt, sampling, tiny_model_dir
     assert shown["output_token_ids"] == list(result.output_token_ids)
     assert shown["output_text"] == result.output_text
     assert shown["finish_reason"] == result.finish_reason
+
+
+def test_sampling_that_is_asked_for_samples_a_greedy_model(answered):
+    settings = {"do_sample": True, "min_p": 0.0, "top_p": 1.0, "seed": 7}
+    flags = [part for name, value in settings.items() for part in ("-s", f"{name}={value}")]
+    shown = answered("generate", "Hello", "-n", "16", *flags)
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", num_blocks=64) as engine:
+        assert engine.sampling_defaults.temperature == 0
+        sampled, greedy = (
+            engine.generate(SAID, 16, **options).output_token_ids for options in (settings, {})
+        )
+    assert shown["output_token_ids"] == list(sampled) != list(greedy)
 
 
 def test_generate_reads_the_prompt_from_standard_input(tiny_model_dir, answered, typed):
