@@ -82,6 +82,14 @@ def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_en
             assert visit.evaluate("document.activeElement.id") == "prompt"
 
 
+def test_empty_settings_show_the_values_in_effect(visit, demo_engine):
+    values = demo_engine.sampling_defaults.as_dict()
+    assert values["temperature"] == 0
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        expect(visit.locator(f"#{name}")).to_have_attribute("placeholder", f"{values[name]:g}")
+    expect(visit.locator("#seed")).to_have_attribute("placeholder", "default")
+
+
 def test_the_settings_are_what_is_sent(visit):
     visit.settings(
         system="Be brief.", temperature="0.7", top_p="0,9", top_k="40", max_tokens="3", seed="12"
