@@ -44,10 +44,13 @@ class GenerationMode(enum.StrEnum):
 
 
 class RecomputeStrategy(enum.StrEnum):
-    """Which tokens found at other positions are computed all the same: NONE; SELECTIVE, the first
-    `recompute_overlap` behind every seam; CACHEBLEND, those and the `recompute_ratio` of blocks
-    whose values deviate most (after Yao et al., "CacheBlend", EuroSys 2025); QUERY, those and the
-    `recompute_ratio` of blocks that the end of the prompt attends to most.
+    """Choice of the tokens to recompute among those reused from other positions.
+
+    NONE        none
+    SELECTIVE   the first `recompute_overlap` tokens after every seam
+    CACHEBLEND  those, and the `recompute_ratio` of blocks whose values deviate most (after Yao et
+                al., "CacheBlend", EuroSys 2025)
+    QUERY       those, and the `recompute_ratio` of blocks that the prompt's end attends to most
     """
 
     NONE = "none"

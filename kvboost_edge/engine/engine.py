@@ -60,18 +60,20 @@ class TellsResidency:
         return self._parts.root
 
     def take_cache_events(self, whole: bool = False) -> CacheEvents:
-        """Which prefix hashes came to the pool and left it since the last call, and which states of
-        a model that keeps some, by their `state_hash`; all there are at the first one, when more
-        changed than is remembered (as many as there are blocks), or with `whole`. For one asker;
-        costs nothing before the first call.
+        """Return the prefix hashes that came to the pool and left it since the last call.
+
+        States of a recurrent model are told by their `state_hash`. The answer lists everything
+        held at the first call, with `whole`, and when more changed than is remembered (one change
+        per block). One caller may ask; before the first call nothing is recorded.
         """
         with self._core.reading():
             return self._parts.manager.events.take(whole)
 
     def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
-        """The same of each tier outside the pool, by name: what it is known to hold without asking
-        a device or a server. What leaves a tier is told some time later. For one asker; costs
-        nothing before the first call.
+        """Return the prefix hashes that came to each tier outside the pool and left it, by name.
+
+        The engine asks no device or server: a hash that leaves a tier is told some time later. One
+        caller may ask; before the first call nothing is recorded.
         """
         self._core.check_open()
         return {

@@ -1,6 +1,4 @@
-"""Which blocks the pool or a tier had and dropped: what a prompt misses is then known to have been
-there.
-"""
+"""Memory of evicted blocks: it tells a miss of an evicted block from one that never was cached."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ _LEAST = 1 << 15
 
 
 class Dropped:
-    """The last hashes that were dropped, in memory: all of the last `least`, fewer than twice as
-    many, each about 70 bytes. One thread adds, any may look.
+    """Hashes of the blocks that a pool or a tier dropped last, in memory.
 
-    A hash stays here when its block is stored again: who asks looks for the block first.
+    It holds the last `least` hashes, and fewer than twice as many, each about 70 bytes. One thread
+    adds, any thread may look. A hash stays when its block is stored again, so callers look for the
+    block first.
     """
 
     __slots__ = ("_before", "_latest", "_least")
@@ -30,7 +29,7 @@ class Dropped:
         return key in self._latest or key in self._before
 
     def add(self, prefix_hashes: Iterable[bytes]) -> None:
-        """These were dropped, the last one last."""
+        """Add hashes of dropped blocks, the last one last."""
         for prefix_hash in prefix_hashes:
             if len(self._latest) >= self._least:
                 self._before = self._latest
@@ -39,5 +38,5 @@ class Dropped:
 
 
 def _short(prefix_hash: bytes) -> int:
-    """64 bits of a hash, by which equal ones are as good as certain."""
+    """Return 64 bits of a hash; two hashes that share them are unlikely enough."""
     return int.from_bytes(prefix_hash[:8], "little")

@@ -56,8 +56,8 @@ class Lookup:
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # Blocks that were evicted lately, the oldest first: whether each had been used again. None
-        # where that was told already, or nobody evicted it.
+        # Blocks evicted lately, the oldest first: whether each had been used again. None if that
+        # was reported already, or if the block was not evicted.
         self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
         self._dropped = Dropped(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks

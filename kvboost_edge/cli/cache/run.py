@@ -124,8 +124,8 @@ def _pruned(
     max_disk_bytes: int | None,
     older_than: float | None,
 ) -> list[Kept]:
-    """What was not used for so many days; and of the blocks, in the order of use, what is beyond
-    the cap. What a process has open is among it, so that it is said to stay.
+    """Return the entries to remove: those older than `older_than` days, and the oldest spaces of
+    blocks beyond the cap. Entries that a process has open are included; they are reported as kept.
     """
     cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
     excess = sum(one.nbytes for one in kept if one.space is not None) - cap
@@ -175,8 +175,8 @@ def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
     size = sum(one.nbytes for one in going) / 1e6
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
-            f"cache clear removes everything that no process has open, {size:,.1f} MB at most, and "
-            "no terminal can be asked; add --yes, name a model, or look first with --dry-run"
+            f"cache clear would remove up to {size:,.1f} MB, and there is no terminal to confirm "
+            "it; add --yes, name a model, or check with --dry-run first"
         )
     return typer.confirm(f"Remove everything that no process has open, {size:,.1f} MB at most?")
 

@@ -44,8 +44,8 @@ def costs(
     cause: str = "",
 ) -> Spent:
     """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the
-    prompt. cause: of the report on the first prompt; "": what the engine says by itself.
-    `miss_reason` is the same word, "" where nothing but the last token was computed.
+    prompt. `cause` comes from the report on the first prompt; "": the engine's own reason.
+    `miss_reason` equals it, and is "" for "none".
 
     All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest
     and add up to its total_ms, from the complete request to the last token; ttft_ms is the first

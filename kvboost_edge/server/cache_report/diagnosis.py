@@ -19,7 +19,7 @@ _AFTER = 24
 _SPACE = 2  # characters in front of a message that its first token may have in it
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 _WORTH = 64  # tokens of a last message that are worth putting before what changes
-_ALIKE = 0.5  # part of the text after the place that prompts of a short common prefix share
+_ALIKE = 0.5  # share of equal text after the change, in prompts with a short common prefix
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 """Why the rest of a prompt was computed:
@@ -48,7 +48,7 @@ retokenized     the same text in other tokens
 other_message   another last message behind what was asked before: a new conversation of an
                 assistant, the same prompt with another question, a message written anew. All before
                 it was taken over
-changed_text    another text; in the last message too where most of what follows stayed as it was
+changed_text    another text; in the last message too, if most of the text after it is unchanged
 other_position  tokens were shared at other positions; the rest was computed
 """
 
@@ -67,10 +67,12 @@ def diagnose(
     thinks: str,
     compares: bool = True,
 ) -> Diagnosis:
-    """What became of a prompt, compared with the tenant's closest earlier request, with which it
-    has `common` first tokens in common; without the texts, see `placed`. thinks: how reasoning
-    begins, "" where the template has none. compares: requests are kept; else only what the engine
-    knows is said.
+    """Find out why the rest of a prompt was computed. The report has no texts yet, see `placed`.
+
+    closest    the tenant's earlier request with the longest common prefix
+    common     length of that prefix in tokens
+    thinks     opener of reasoning; "": the template has none
+    compares   earlier requests are kept; False: only the engine's own reason is reported
     """
     found = Diagnosis(
         request_id=record.request_id,
@@ -121,8 +123,8 @@ def diagnose(
 
 
 def _is_alike(record: RequestRecord, other: RequestRecord, common: int, decode: Decode) -> bool:
-    """Whether two prompts that part within their first block are the same prompt with a change:
-    they share more than the template's opening, and much of what follows the change.
+    """Return whether two prompts that differ within their first block are one prompt with a change:
+    they share more than the template's opening, and much of the text after the change.
     """
     begun = len(decode(record.ids[:common].tolist()))
     text = decode(record.ids[: common + _PROBE].tolist())
@@ -168,7 +170,7 @@ def _cause(
 
 
 def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int:
-    """How many last tokens two prompts share behind their common prefix."""
+    """Count the last tokens that two prompts share after their common prefix."""
     mine = record.ids[common : record.num_prompt][::-1]
     before = other.ids[common : other.num_prompt][::-1]
     length = min(len(mine), len(before))

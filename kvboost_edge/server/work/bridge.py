@@ -63,9 +63,13 @@ _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt's tokens, and its text as `echo` shows it ("" where nobody asks). turn: what its
-    answers are made of; None: text alone. pins: of its beginnings, see the engine's `Terms`. asked:
-    what the prompt was made of. dropped: messages that were left out as they did not fit.
+    """A prompt as tokens.
+
+    text     its text as `echo` shows it; "" when the request does not ask for it
+    turn     reader of its answers' calls and reasoning; None: the answers are text alone
+    pins     pins of its first tokens, see the engine's `Terms`
+    asked    messages, tools and template values that the prompt was rendered from
+    dropped  messages that were left out because they did not fit
     """
 
     token_ids: list[int]
