@@ -30,6 +30,21 @@ FAULTS = (
         "tests/engine/grammar/test_masks.py",
     ),
     fault(
+        "a grammar that grew too large is the server's error",
+        "engine/grammar/masks.py",
+        '            raise RequestError(\n                f"the answer cannot be kept',
+        '            raise ValueError(\n                f"the answer cannot be kept',
+        "tests/server/api/compat/test_contract.py::test_a_grammar_that_grows_too_large_is_an_error_of"
+        "_its_request",
+    ),
+    fault(
+        "each choice is an alternative of the parser",
+        "engine/grammar/compiler.py",
+        "return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))",
+        'return grammar_from("choice", grammar.text)',
+        "tests/server/api/test_answer_format.py::test_as_many_choices_as_are_allowed",
+    ),
+    fault(
         "prefixes that arrived keep places from more urgent requests",
         "engine/schedule/scheduler.py",
         "self.loads.num_arriving_besides(sequence)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -169,9 +170,20 @@ def _compiler_text(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_json_schema(
                 grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
             )
+        if grammar.kind == "choice":
+            return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))
         return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
     except ValueError as error:
         raise RequestError(f"{grammar.kind} is not understood: {first_line(str(error))}") from None
+
+
+def _choice_rules(text: str) -> str:
+    """Return the grammar of choices, given as JSON.
+
+    They are one terminal. Alternatives of a rule would be parser items, of which a row holds few.
+    """
+    choices = " | ".join(map(json.dumps, json.loads(text)))
+    return f"start: CHOICE\nCHOICE: {choices}"
 
 
 def _check_installed(grammar: Grammar) -> None:

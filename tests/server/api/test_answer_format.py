@@ -95,6 +95,19 @@ async def test_other_forms(app, spelled, form):
     assert re.fullmatch(form, text_of(answer.json()))
 
 
+async def test_as_many_choices_as_are_allowed(app):
+    """Each is an alternative that the parser could hold apart, of which it holds 2,000."""
+    choice = [f"{number * 7919 % 10_007:05}" for number in range(10_001)]
+    for seed in range(3):
+        more = {"guided_choice": choice[:10_000], "seed": seed, "temperature": 1}
+        answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, **more))
+        assert answer.status_code == 200, answer.text
+        assert text_of(answer.json()) in choice[:10_000]
+    answer = await app.post(COMPLETIONS, json=body(COMPLETIONS, guided_choice=choice))
+    assert answer.status_code == 400
+    assert "choice has 10001 entries; 1 to 10000 are allowed" in answer.text
+
+
 async def test_any_object(app):
     answer = await app.post(
         CHAT, json=body(CHAT, max_tokens=200, response_format={"type": "json_object"})
