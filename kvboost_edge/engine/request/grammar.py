@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.schemas import without_needless
+from kvboost_edge.text.turns.schemas import is_circular, without_needless
 
 __all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "schema_of"]
 
@@ -98,7 +98,7 @@ def _check_grammar(text: str) -> None:
             schema, _ = json.JSONDecoder().raw_decode(text, mark.end())
         except (ValueError, RecursionError):
             continue
-        _check_size(schema)
+        _check_schema(schema)
 
 
 def schema_of(value: object) -> dict[str, Any] | bool:
@@ -118,7 +118,7 @@ def schema_of(value: object) -> dict[str, Any] | bool:
         raise RequestError(
             f"json_schema must be an object, or its JSON, not {type(schema).__name__}"
         )
-    _check_size(schema)
+    _check_schema(schema)
     return schema
 
 
@@ -128,6 +128,15 @@ def _schema_text(value: object) -> str:
         return json.dumps(without_needless(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json_schema is no JSON: {error}") from None
+
+
+def _check_schema(schema: object) -> None:
+    """Raise RequestError for a schema that is too large, or that no value matches."""
+    _check_size(schema)
+    if is_circular(schema):
+        raise RequestError(
+            "json_schema matches no value: its $ref leads back to itself, without an alternative"
+        )
 
 
 def _check_size(schema: object) -> None:

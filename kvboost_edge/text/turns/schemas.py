@@ -4,16 +4,26 @@ nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["ValueKind", "members_of", "resolved", "types_of", "value_kind", "without_needless"]
+__all__ = [
+    "ValueKind",
+    "is_circular",
+    "members_of",
+    "resolved",
+    "types_of",
+    "value_kind",
+    "without_needless",
+]
 
 ValueKind = Literal["string", "json", "either"]
 
 Schema = Mapping[str, Any]
 _MOST_REFERENCES = 16
 _MOST_DEPTH = 128  # the compiler's own bound
+_INDEX = re.compile("0|[1-9][0-9]{0,6}")
 _ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -95,7 +105,11 @@ def _pointed(root: object, reference: str) -> object:
     value = root
     for part in reference.removeprefix("#").strip("/").split("/") if len(reference) > 1 else ():
         name = part.replace("~1", "/").replace("~0", "~")
-        value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, list):
+            is_index = _INDEX.fullmatch(name) is not None and int(name) < len(value)
+            value = value[int(name)] if is_index else None
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
@@ -120,6 +134,39 @@ def types_of(schema: object, root: Schema) -> set[str]:
         else:
             return set()
     return found
+
+
+def is_circular(root: object) -> bool:
+    """Return whether a schema refers to itself before it says anything of a value: none matches."""
+    waiting = [root]
+    seen = set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        others = _stands_for(one, root)
+        if not others:
+            return False
+        waiting += others
+    return True
+
+
+def _stands_for(schema: object, root: object) -> list[object]:
+    """Return the schemas of which a value matches one where it matches this schema.
+
+    Empty where the schema itself says what a value is.
+    """
+    if not isinstance(schema, Mapping):
+        return []
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        return [_pointed(root, reference)]
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        if isinstance(branches, list):
+            return branches
+    return []
 
 
 def _own_types(schema: Schema) -> set[str]:

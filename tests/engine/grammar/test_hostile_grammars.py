@@ -175,7 +175,11 @@ def test_it_ends_its_own_request_at_most(engine, name):
         ({"grammar": 'start: %json {"multipleOf": 999983} "x"'}, "multipleOf 999983"),
         ({"grammar": 'start: %json {"title": "%json", "multipleOf": 999983}'}, "multipleOf 999983"),
         ({"choice": ["a" * 70_000, "b" * 70_000]}, "choice has 1400[0-9]+ bytes"),
-        ({"json_schema": {"$ref": "#"}}, "json_schema is not supported: .*NoExtension"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema matches no value"),
+        (
+            {"grammar": 'start: "x" %json {"anyOf": [{"$ref": "#"}]}'},
+            "json_schema matches no value",
+        ),
     ],
     ids=[
         "objects",
@@ -189,6 +193,7 @@ def test_it_ends_its_own_request_at_most(engine, name):
         "inside, behind a text like a mark",
         "choice",
         "nothing fits",
+        "nothing fits inside",
     ],
 )
 def test_what_no_limit_of_the_compiler_holds_is_refused_before(engine, options, match):

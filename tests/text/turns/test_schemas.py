@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvboost_edge.text.turns.schemas import members_of, value_kind, without_needless
+from kvboost_edge.text.turns.schemas import is_circular, members_of, value_kind, without_needless
 
 ROOT = {
     "$defs": {
@@ -10,7 +10,7 @@ ROOT = {
         "loop": {"$ref": "#/$defs/loop"},
         "a/b": {"type": "null"},
     },
-    "definitions": {"size": {"enum": [1, 2.5]}},
+    "definitions": {"size": {"enum": [1, 2.5]}, "both": [{}, {"type": "null"}]},
 }
 
 
@@ -27,6 +27,9 @@ ROOT = {
         ({"enum": [1, True, None]}, "json"),
         ({"$ref": "#/definitions/size"}, "json"),
         ({"$ref": "#/$defs/a~1b"}, "json"),
+        ({"$ref": "#/definitions/both/1"}, "json"),
+        ({"$ref": "#/definitions/both/2"}, "either"),
+        ({"$ref": "#/definitions/both/-1"}, "either"),
         ({"anyOf": [{"type": "object"}, {"type": "null"}]}, "json"),
         ({"type": ["string", "null"]}, "either"),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "either"),
@@ -47,6 +50,32 @@ def test_a_value_is_a_string_or_none_or_either(schema, kind):
 def test_a_schema_that_refers_to_itself_adds_nothing():
     root = {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}}}
     assert value_kind({"$ref": "#/$defs/n"}, root) == "json"
+
+
+ITSELF = {"$ref": "#"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "circular"),
+    [
+        (ITSELF, True),
+        ({**ITSELF, "title": "a"}, True),
+        ({"anyOf": [ITSELF, {"$ref": "#/anyOf/0"}]}, True),
+        ({"oneOf": [{"allOf": [ITSELF]}]}, True),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": ITSELF}}, True),
+        ({"anyOf": [ITSELF, {"type": "string"}]}, False),
+        ({"anyOf": [ITSELF, True]}, False),
+        ({"properties": {"a": ITSELF}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}, False),
+        ({"$ref": "#/$defs/nowhere"}, False),
+        ({"$ref": "https://example.com/a.json"}, False),
+        ({"anyOf": []}, False),
+        ({}, False),
+        (True, False),
+    ],
+)
+def test_a_schema_that_only_refers_to_itself(schema, circular):
+    assert is_circular(schema) == circular
 
 
 @pytest.mark.parametrize(
