@@ -192,6 +192,68 @@ async def test_a_schema_binds_the_text(app, speaker, path):
         assert (said.thought.strip(), json.loads(said.text)) == ("Hm.", {"n": 7})
 
 
+LARGE = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2000)}}
+LARGE_AT_LAST = {
+    "type": "object",
+    "properties": {"a": {"const": "x"}, "b": LARGE},
+    "required": ["a", "b"],
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    ("schema", "text"), [(LARGE, '{"p1":"'), (LARGE_AT_LAST, '{"a":"x","b":{"p1":"')]
+)
+async def test_a_grammar_that_grows_too_large_is_an_error_of_its_request(
+    app, speaker, path, schema, text
+):
+    """400 before the first byte, else the same error as an event."""
+    api = APIS[path]
+    speaker.text = text
+    body = api.body(form=schema, limit=60, **({"thinks": False} if path in TALKING else {}))
+    whole = await app.post(path, json={**body, "stream": False})
+    assert whole.status_code == 400
+    assert "the answer cannot be kept to its grammar" in error_text(path, whole.content)
+    error = whole.json()["error"]
+    streamed = await app.post(path, json={**body, "stream": True})
+    if schema is LARGE:
+        assert (streamed.status_code, streamed.json()) == (400, whole.json())
+        return
+    assert streamed.status_code == 200
+    events = api.events(streamed)
+    assert len(events) > len(text) // 2
+    if path == "/v1/responses":
+        assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+        assert {name: events[-2][name] for name in ("code", "message", "param")} == {
+            name: error[name] for name in ("code", "message", "param")
+        }
+        told = {"code": "invalid_prompt", "message": error["message"]}
+        assert events[-1]["response"]["error"] == told
+    else:
+        assert events[-1] == whole.json()
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_schema_that_matches_nothing_is_refused(app, speaker, path, streams):
+    """Also where the model may think first."""
+    api = APIS[path]
+    for more in ({"thinks": False}, {"thinks": True}) if path in TALKING else ({},):
+        body = {**api.body(form={"$ref": "#"}, limit=60, **more), "stream": streams}
+        answer = await app.post(path, json=body)
+        assert answer.status_code == 400
+        assert "json_schema matches no value: its $ref" in error_text(path, answer.content)
+
+
+@pytest.mark.parametrize("path", CALLING)
+async def test_a_tool_whose_arguments_match_nothing_is_refused(app, speaker, path):
+    api = APIS[path]
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"$ref": "#"}}}
+    answer = await app.post(path, json=api.body(tools=[tool]))
+    assert answer.status_code == 400
+    assert "matches no value: its $ref" in error_text(path, answer.content)
+
+
 @pytest.mark.parametrize("path", CHOOSING)
 async def test_a_call_or_an_answer_that_fits(app, speaker, path):
     """As agents ask that want a schema of their last answer."""

@@ -132,11 +132,13 @@ class ResponsesWriter(TurnWriter):
 
     def _failure(self, error: ApiError) -> bytes:
         """The events of an error behind others."""
+        # OpenAI's clients know no other code of a request that was wrong.
+        code = "invalid_prompt" if error.status_code < 500 else "server_error"
         told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         failed = {
             **self._response,
             "status": "failed",
-            "error": {"code": "server_error", "message": error.message},
+            "error": {"code": code, "message": error.message},
         }
         events: list[Json] = [
             told,
