@@ -9,6 +9,8 @@ overwritten meanwhile.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -22,6 +24,8 @@ from kvboost_edge.kvcache.hashing import TOKEN_BYTES, BlockAddress
 from kvboost_edge.tiers.base import Tier, TierStats
 
 __all__ = ["ChunkStore", "MemoryStore", "StoredChunk", "TierStore"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class StoredChunk(NamedTuple):
@@ -76,6 +80,8 @@ class ChunkStore(Protocol):
 class MemoryStore:
     """Chunks in a bounded number of bytes; least recently used chains are evicted first, tails
     before heads.
+
+    The first sequence that does not fit and the first eviction are logged, once each.
     """
 
     name = "memory"
@@ -87,6 +93,7 @@ class MemoryStore:
         self._pins: Counter[bytes] = Counter()
         self._bytes = 0
         self._counts: Counter[str] = Counter()
+        self._logged: set[str] = set()
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
         """See ChunkStore."""
@@ -112,19 +119,30 @@ class MemoryStore:
         """
         kept = {address.prefix_hash for address in chain}
         there = 0
+        lost: list[bytes] = []
         with self._lock:
+            evicted = self._counts["evicted"]
             for chunk in chunks:
                 key = chunk.address.prefix_hash
                 if replace or key not in self._chunks:
                     self._remove(key)
                     if not self._make_room(chunk.nbytes, kept):
                         self._counts["not_written"] += 1
+                        lost.append(key)
                         continue
                     self._chunks[key] = chunk
                     self._bytes += chunk.nbytes
                     self._counts.update(written_blocks=1, written_bytes=chunk.nbytes)
                 there += 1
             self._touch(chain)
+            evicted = self._counts["evicted"] - evicted
+        if lost:
+            start = _num_tokens(itertools.takewhile(lambda a: a.prefix_hash != lost[0], chain))
+            self._log_once(
+                "cut", f"a sequence is stored up to token {start}; the rest does not fit"
+            )
+        if evicted:
+            self._log_once("evicted", "least recently used chunks are evicted from now on")
         return there
 
     def drop(self, addresses: Sequence[BlockAddress]) -> int:
@@ -171,6 +189,19 @@ class MemoryStore:
     def close(self) -> None:
         """See ChunkStore."""
         self.clear()
+
+    def _log_once(self, kind: str, effect: str) -> None:
+        with self._lock:
+            is_first = kind not in self._logged
+            self._logged.add(kind)
+        if is_first:
+            _LOG.warning(
+                "LMCache's memory backend has reached max_memory_bytes=%d: %s; raise "
+                "max_memory_bytes (max_local_cpu_size in from_defaults, in GiB), or add a file:// "
+                "backend after it",
+                self._max_bytes,
+                effect,
+            )
 
     def _num_held(self, addresses: Sequence[BlockAddress]) -> int:
         for index, address in enumerate(addresses):
@@ -281,6 +312,10 @@ class TierStore:
                 break
             shapes.append(shape)
         return shapes
+
+
+def _num_tokens(addresses: Iterable[BlockAddress]) -> int:
+    return sum(len(address.tokens) // TOKEN_BYTES for address in addresses)
 
 
 def _data_address(address: BlockAddress, shape: ChunkShape) -> BlockAddress:

@@ -7,6 +7,7 @@ import pytest
 
 from helpers.compat.lmcache_cases import equal, kv_of, kv_slice, make_engine, num_tokens_of
 from helpers.tiers.redis_servers import running_redis
+from kvboost_edge.compat.lmcache import LMCacheEngineConfig
 from kvboost_edge.compat.lmcache.arrays import ChunkShape
 from kvboost_edge.compat.lmcache.chunks import chunk_addresses, token_bytes
 from kvboost_edge.compat.lmcache.stores import MemoryStore, StoredChunk, TierStore
@@ -61,6 +62,26 @@ def test_of_a_sequence_longer_than_memory_its_head_stays():
     tiny.store(tokens[:4], kv_of(tokens[:4]))
     assert tiny.lookup(tokens) == 0
     tiny.close()
+    engine.close()
+
+
+def test_memory_says_once_what_its_bound_cut_and_how_to_raise_it(caplog):
+    engine = make_engine(max_memory_bytes=3 * CHUNK + CHUNK // 2)
+    tokens = np.arange(21)
+    assert engine.config.max_memory_bytes < LMCacheEngineConfig().max_memory_bytes == 1 << 30
+    engine.store(tokens[:12], kv_of(tokens[:12]))
+    assert caplog.messages == []
+    for _ in range(2):
+        engine.store(tokens, kv_of(tokens))
+    [cut] = caplog.messages
+    assert f"max_memory_bytes={3 * CHUNK + CHUNK // 2}: " in cut
+    assert f"stored up to token {engine.lookup(tokens)}; the rest does not fit" in cut
+    assert "raise max_memory_bytes (max_local_cpu_size in from_defaults" in cut
+    for start in (100, 200):
+        other = np.arange(start, start + 4)
+        engine.store(other, kv_of(other))
+    assert len(caplog.messages) == 2
+    assert "least recently used chunks are evicted from now on" in caplog.messages[1]
     engine.close()
 
 
