@@ -13,21 +13,30 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from kvboost_edge.errors import CapacityError, ConfigError, RequestError
 from kvboost_edge.kvcache.block_table import BlockTable
+from kvboost_edge.kvcache.hashing import prefix_hashes
 from kvboost_edge.kvcache.manager import BLOCK_FREE, KVCacheManager
 
-__all__ = ["Draft", "KVCache"]
+__all__ = ["Draft", "KVCache", "PageAllocator", "PageStats"]
 
 # Stands in the key of a page for positions the prefix does not reach. A prefix that ends with this
 # very id finds the same page; that is harmless, since the payloads of a page are compared before it
 # is shared.
 _FILLER = 2**32 - 1
 _ROOT = b"llmds"
+_NOT_OFFERED = {
+    "alloc": "the cache takes pages itself, when a sequence is attached; use KVCache.attach",
+    "free": "the cache frees pages itself, with the last sequence that holds them; use "
+    "KVCache.detach",
+    "defragment": "any free page serves any sequence, so there is nothing to compact",
+    "allocation_count": "pages taken are not counted; use allocated_pages",
+    "free_count": "pages given back are not counted; use free_pages",
+}
 
 
 class KVCache:
@@ -63,6 +72,18 @@ class KVCache:
         self._sequences: dict[Hashable, BlockTable] = {}
         self._drafts: dict[Hashable, list[Draft]] = {}
         self._prefix_shares = 0
+        # Hash of the last page of each prefix attached; some may have been evicted since.
+        self._prefixes: dict[bytes, None] = {}
+
+    @property
+    def page_size(self) -> int:
+        """Payloads of a page."""
+        return self._page_size
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """A read-only view of the pages."""
+        return PageAllocator(self._manager)
 
     def attach(
         self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None
@@ -105,6 +126,7 @@ class KVCache:
         self._seal(table)
         self._sequences[seq_id] = table
         self._prefix_shares += num_shared > 0
+        self._note_prefix(key)
 
     def detach(self, seq_id: Hashable) -> None:
         """Release a sequence's pages and reject its open drafts; ignore an unknown id."""
@@ -126,7 +148,7 @@ class KVCache:
         allocated_pages     pages held by sequences and open drafts
         free_pages          the others, idle matchable ones included
         prefix_shares       attaches so far that shared at least one page
-        prefix_map_size     pages that can be matched by prefix
+        prefix_map_size     prefixes attached that can still be matched to their end
         shared_pages_count  pages held more than once
         total_page_refs     holds on all pages
         """
@@ -136,22 +158,23 @@ class KVCache:
             "allocated_pages": self._manager.used_block_count,
             "free_pages": self._manager.free_block_count,
             "prefix_shares": self._prefix_shares,
-            "prefix_map_size": self._manager.published_block_count,
+            "prefix_map_size": sum(map(self._manager.is_published, self._prefixes)),
             "shared_pages_count": self._manager.shared_block_count,
             "total_page_refs": self._manager.reference_count,
         }
 
-    def hook_speculative_decode(self, seq_id: Hashable, draft_tokens: Sequence[Any]) -> Draft:
+    def hook_speculative_decode(
+        self, seq_id: Hashable, draft_tokens: Sequence[Any]
+    ) -> Draft | None:
         """Append draft payloads to a sequence, copy-on-write, and return the handle that decides on
-        them.
+        them; ignore an unknown id and return None.
 
         The sequence itself is unchanged until the draft is accepted; several drafts may be open at
-        once. Raises RequestError for an unknown id, CapacityError (nothing changed) if the pages do
-        not suffice.
+        once. Raises CapacityError (nothing changed) if the pages do not suffice.
         """
         table = self._sequences.get(seq_id)
         if table is None:
-            raise RequestError(f"seq_id={seq_id!r} is not attached; attach it before drafting")
+            return None
         payloads = _copies("draft_tokens", draft_tokens)
         fork = self._manager.fork(table)
         try:
@@ -213,6 +236,14 @@ class KVCache:
                 raise RequestError(f"prefix_tokens must be token ids, not {token_id!r}")
             key.append(number)
         return key + [_FILLER] * (-len(key) % self._page_size)
+
+    def _note_prefix(self, key: Sequence[int]) -> None:
+        """Remember a prefix, and forget those evicted once there are many."""
+        if key:
+            self._prefixes[prefix_hashes(key, _ROOT, self._page_size)[-1]] = None
+        if len(self._prefixes) > 2 * self._manager.num_blocks:
+            live = filter(self._manager.is_published, self._prefixes)
+            self._prefixes = dict.fromkeys(live)
 
     def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
         """Count the matched pages with exactly these payloads, up to the first that differs."""
@@ -281,6 +312,52 @@ class KVCache:
         for page_id in page_ids:
             if self._manager.block_state(page_id) == BLOCK_FREE:
                 self._payloads[page_id] = []
+
+
+class PageStats(NamedTuple):
+    """Counts of the pages. fragmentation_ratio is the allocated share of them, as in llmds."""
+
+    total_pages: int
+    allocated_pages: int
+    free_pages: int
+    fragmentation_ratio: float
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self, name)
+
+
+class PageAllocator:
+    """A read-only view of a cache's pages, by the names of llmds' PagedAllocator."""
+
+    __slots__ = ("_manager",)
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    @property
+    def page_size(self) -> int:
+        """Payloads of a page."""
+        return self._manager.block_size
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the cache."""
+        return self._manager.num_blocks
+
+    def stats(self) -> PageStats:
+        """Return the current counts."""
+        used = self._manager.used_block_count
+        total = self._manager.num_blocks
+        return PageStats(total, used, self._manager.free_block_count, used / total)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self, name)
+
+
+def _refuse(view: object, name: str) -> NoReturn:
+    """Raise AttributeError for a name that a view lacks, with the reason if llmds has it."""
+    reason = f" is not offered: {_NOT_OFFERED[name]}" if name in _NOT_OFFERED else ""
+    raise AttributeError(f"{type(view).__name__}.{name}{reason or ' does not exist'}")
 
 
 class Draft:

@@ -182,6 +182,10 @@ class PoolUsage:
         """Blocks in the prefix index, idle or referenced. Counts the whole pool."""
         return len(self._index)
 
+    def is_published(self, prefix_hash: bytes) -> bool:
+        """Tell whether a block of this hash can be matched."""
+        return prefix_hash in self._index
+
     @property
     def usable_block_count(self) -> int:
         """Blocks that requests can ever get: all but the pinned ones."""

@@ -100,3 +100,11 @@ def test_a_draft_that_does_not_fit_changes_nothing():
     draft.accept(3)  # exactly full
     assert cache.get("s") == [0, 1, 2, 3, 4, 0, 1, 2]
     cache.check_invariants()
+
+
+def test_a_draft_for_an_unknown_id_is_ignored():
+    cache = KVCache(page_size=4, max_pages=100)
+    assert cache.hook_speculative_decode("nobody", [1, 2]) is None
+    assert cache.get("nobody") is None
+    assert held(cache) == BASELINE
+    cache.check_invariants()

@@ -20,8 +20,38 @@ def test_equal_prefixes_hold_their_pages_once():
         30,
         9,
     )
-    assert stats["prefix_map_size"] == 2
+    assert stats["prefix_map_size"] == 1, "one prefix of two pages"
     assert all(cache.get(seq_id) == [*prefix, seq_id] for seq_id in range(10))
+
+
+def test_the_prefix_map_counts_prefixes_that_can_still_be_matched():
+    cache = KVCache(page_size=2, max_pages=8)
+
+    def size():
+        return cache.stats()["prefix_map_size"]
+
+    assert size() == 0
+    cache.attach("a", list("abcdef"), [1, 2, 3, 4])  # two pages of prefix, one without
+    assert size() == 1
+    cache.attach("b", list("abcX"), [1, 2, 3, 4])  # other payloads: no page is shared to its end
+    cache.attach("c", list("ab"))
+    assert size() == 1
+    cache.attach("d", list("ab"), [1, 2])
+    assert size() == 2, "a part of a prefix is one of its own"
+    for seq_id in "abcd":
+        cache.detach(seq_id)
+    assert size() == 2, "idle pages can be matched"
+    cache.attach("all", list(range(16)))
+    assert size() == 0, "until they are reused"
+    cache.check_invariants()
+
+
+def test_forgotten_prefixes_take_no_memory():
+    cache = KVCache(page_size=1, max_pages=4)
+    for token in range(100):
+        cache.attach("s", [token], [token])
+        assert len(cache._prefixes) <= 2 * 4 + 1
+    assert cache.stats()["prefix_map_size"] == 4
 
 
 def test_a_prefix_shorter_than_a_page_shares_a_page_of_equal_payloads():
