@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import errno
 import gc
 import logging
 import os
@@ -19,11 +21,12 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from kvboost_edge.errors import ConfigError
+from kvboost_edge.host.open_files import allow_open_files, num_open_files
 from kvboost_edge.server.http.protocol import make_protocol
 from kvboost_edge.server.logs import is_watched, log_facts
 from kvboost_edge.server.settings import ServerSettings
@@ -38,19 +41,28 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_SECONDS = 2
 _CUT_SECONDS = 1  # who works for a connection that was cut off then may take so long to notice
 _BACKLOG = 1024
+# Files of models, segments of the disk tiers, connections to Redis, the event loop's own.
+_OTHER_FILES = 64
+_AT_ONCE = 64  # connections that the event loop accepts before it goes on
+_ROUNDS = 4  # in which it may accept as many before it has closed the first that it refuses
+_NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server with the end described above."""
+    """uvicorn's server with the end described above.
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+    at_once   connections that the event loop accepts before it goes on
+    """
+
+    def __init__(self, app: FastAPI, settings: ServerSettings, at_once: int = _AT_ONCE) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 host=settings.host,
                 port=settings.port,
                 loop="asyncio",
-                http=make_protocol(app.state.kv),
+                http=make_protocol(app.state.kv, settings),
+                backlog=at_once,  # of the event loop, which listens with it too: see `startup`
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -62,6 +74,7 @@ class DrainingServer(uvicorn.Server):
         )
         self._state = app.state.kv
         self._drain_until: float | None = None
+        self._told_of_accept = False
 
     def drain(self) -> None:
         """Begin to end: nothing new, and `drain_seconds` for what is in progress. Safe to call from
@@ -84,8 +97,27 @@ class DrainingServer(uvicorn.Server):
         self.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
         self._state.models.loader.watch_idle(self._state.models.first)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log once that no descriptor is left for a connection: the loop tries again, and fails,
+        many times a second.
+        """
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _NO_RESOURCE and "socket" in context):
+            loop.default_exception_handler(context)
+        elif not self._told_of_accept:
+            self._told_of_accept = True
+            log_facts(
+                logging.WARNING,
+                "connections wait: the system accepts no more",
+                reason=error.strerror,
+                hint="raise the limit of open files (ulimit -n) or lower --max-connections",
+            )
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
@@ -160,7 +192,9 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
     the socket stay open.
     """
     host, port = listener.getsockname()[:2]
-    server = DrainingServer(app, settings)
+    max_connections, at_once = _connections_within_limit(settings.max_connections)
+    settings = dataclasses.replace(settings, max_connections=max_connections)
+    server = DrainingServer(app, settings, at_once)
     try:
         listener.listen(_BACKLOG)
     except OSError as error:  # another process bound the same address and was the first to listen
@@ -185,6 +219,32 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
     finally:
         gc.unfreeze()
     log_facts(logging.INFO, "stopped")
+
+
+def _connections_within_limit(asked: int) -> tuple[int, int]:
+    """Return how many connections, at most `asked`, the limit of open files has room for, and how
+    many to accept at once. Raises the limit as far as needed and allowed.
+
+    As many connections again may be about to read their refusal.
+    """
+    in_use = num_open_files()
+    wanted = in_use + _OTHER_FILES + 2 * asked + _ROUNDS * _AT_ONCE
+    allowed = allow_open_files(wanted)
+    if allowed >= wanted:
+        return asked, _AT_ONCE
+    room = max(0, allowed - in_use - min(_OTHER_FILES, allowed // 4))
+    at_once = max(1, min(_AT_ONCE, room // (2 * _ROUNDS)))
+    possible = max(1, (room - _ROUNDS * at_once) // 2)
+    if possible < asked:
+        log_facts(
+            logging.WARNING,
+            "fewer connections than --max-connections: the limit of open files is too low",
+            max_connections=possible,
+            asked=asked,
+            open_files=allowed,
+            hint="raise the limit (ulimit -Hn)",
+        )
+    return min(asked, possible), at_once
 
 
 def _opened(host: str, url: str) -> str:

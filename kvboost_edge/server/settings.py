@@ -181,7 +181,7 @@ class ServerSettings:
     )
     max_connections: int = option(
         512,
-        "Open connections; the next one gets 503",
+        "Open connections, fewer if the limit of open files is low; the next one gets 503",
         int,
         group="Limits",
         unit="connections",

@@ -2,15 +2,19 @@
 last.
 """
 
+import contextlib
 import gc
+import json
 import logging
 import socket
 import sys
 from collections import deque
+from urllib.parse import urlsplit
 
 import pytest
 
 from helpers.server.live_servers import raw_answer, serving, wait_until
+from helpers.server.server_process import running
 from kvboost_edge.server import serve
 from kvboost_edge.server.serve import freeze_heap
 
@@ -49,6 +53,74 @@ def test_a_large_heap_does_not_put_off_the_collection_of_what_comes_later():
         gc.callbacks.remove(watch)
         gc.unfreeze()
     assert len(kept) == 300_000
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def connected(stack, server, count):
+    """Plain sockets to a server process."""
+    address = urlsplit(server.url())
+    return [
+        stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=30))
+        for _ in range(count)
+    ]
+
+
+def status(sock):
+    """The status of an answer, "" for a connection that was closed or reset without one."""
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        sock.sendall(HEALTH)
+        return sock.recv(65536)[9:12].decode()
+    return ""
+
+
+def told(server, event):
+    """The facts of an event, as often as it was logged."""
+    return [facts for facts in map(json.loads, server.lines) if event in facts["event"]]
+
+
+def test_more_connections_than_descriptors_are_answered():
+    """Of 64 descriptors the connections leave some to the files of the model and of the disk
+    tier.
+    """
+    with running(max_files=64) as server:
+        with contextlib.ExitStack() as stack:
+            answers = [status(sock) for sock in connected(stack, server, 120)]
+            (lowered,) = told(server, "--max-connections")
+            assert lowered["asked"] == 512
+            assert 8 <= lowered["max_connections"] == answers.count("200") < 32
+            assert set(answers) <= {"200", "503", ""}
+        with contextlib.ExitStack() as stack:
+            wait_until(
+                lambda: status(connected(stack, server, 1)[0]) == "200",
+                "a place for a new connection",
+            )
+        server.process.terminate()
+        assert server.end() == 0
+    assert sum(map(len, server.lines)) < 100_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="changes a limit of another process")
+def test_a_lack_of_descriptors_is_told_once():
+    """Connections that found none left are served once there are some again."""
+    import resource
+
+    def limit(files):
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (files, 1000))
+
+    with running(max_files=1000) as server, contextlib.ExitStack() as stack:
+        (first,) = connected(stack, server, 1)
+        assert status(first) == "200"
+        limit(4)
+        waiting = connected(stack, server, 10)
+        wait_until(lambda: told(server, "connections wait"), "the lack to be told")
+        limit(1000)
+        assert {status(sock) for sock in waiting} == {"200"}
+        server.process.terminate()
+        assert server.end() == 0
+    assert len(told(server, "connections wait")) == 1
+    assert sum(map(len, server.lines)) < 100_000
 
 
 def half_a_body(server):

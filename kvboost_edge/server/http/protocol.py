@@ -358,9 +358,9 @@ class DeadlineProtocol(H11Protocol):
         self._drain_before_idle()
 
 
-def make_protocol(state: ServerState) -> type[DeadlineProtocol]:
+def make_protocol(state: ServerState, settings: ServerSettings) -> type[DeadlineProtocol]:
     """The protocol class for uvicorn, bound to this server."""
-    return type("BoundProtocol", (DeadlineProtocol,), {"kv": state, "settings": state.settings})
+    return type("BoundProtocol", (DeadlineProtocol,), {"kv": state, "settings": settings})
 
 
 def _origin_form(request: h11.Request) -> h11.Request:
