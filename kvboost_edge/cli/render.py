@@ -32,6 +32,7 @@ STATES = (
 )
 MAX_CELLS = 512
 
+_NO_FIGURES = ("tiers", "step_counts")  # several figures each
 _PATIENCE_SECONDS = 0.5
 
 
@@ -161,7 +162,9 @@ def tokens_words(number: int, kind: str = "token") -> str:
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:
     """The figures, so many columns of name and value."""
     table = Table.grid(padding=(0, 2))
-    cells = [(name, _figure(name, value)) for name, value in stats.items() if name != "tiers"]
+    cells = [
+        (name, _figure(name, value)) for name, value in stats.items() if name not in _NO_FIGURES
+    ]
     cells += [(f"tier {name}", _tier_figure(tier)) for name, tier in stats.get("tiers", {}).items()]
     rows = -(-len(cells) // columns)
     for row in range(rows):

@@ -32,6 +32,7 @@ from kvboost_edge.engine.schedule.retention import Retention, pin_prompt
 from kvboost_edge.engine.schedule.scheduler import Scheduler, StepPlan
 from kvboost_edge.engine.schedule.sequence import Floats, Sequence, SequenceStatus
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
+from kvboost_edge.engine.schedule.step_times import StepTimes
 from kvboost_edge.engine.sequence_factory import Sequences
 from kvboost_edge.engine.spans import Prober
 from kvboost_edge.engine.spec_decode.acceptance import AcceptedDrafts
@@ -198,6 +199,7 @@ class EngineCore:
         self._deadlines = Deadlines()
         self._slack = Slack()
         self._stalls = StallWatchdog(scheduler)
+        self.step_times = StepTimes()
         self._kept: list[int] = []  # freed blocks the backend was not told of yet
         # Held for moments only, so that submitting never waits for the bookkeeping.
         self._gate = threading.Lock()
@@ -391,6 +393,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """Run one step: plan, score, compute, take. Return False if there was nothing to do."""
+        planned = time.perf_counter()
         with self.lock:
             plan = self._plan()
             batch = None if plan is None else self._batch_of(plan)
@@ -401,6 +404,8 @@ class EngineCore:
         found = self._compute(plan, batch)
         if found is not None:
             self._finish(plan, batch, found, began)
+            with self.lock:
+                self.step_times.observe(time.perf_counter() - planned)
         return True
 
     def _batch_of(self, plan: StepPlan) -> ForwardBatch | None:

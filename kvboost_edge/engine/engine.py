@@ -408,7 +408,13 @@ class CPUPagedEngine(Embeds, TellsResidency):
     def paged_stats(self) -> dict[str, Any]:
         """State of pool, memory and engine; keys in `stats.paged_stats`."""
         with self._core.reading():
-            return stats.paged_stats(self._parts, self._scheduler, self._config, self._core.tiering)
+            return stats.paged_stats(
+                self._parts,
+                self._scheduler,
+                self._config,
+                self._core.tiering,
+                self._core.step_times,
+            )
 
     def block_map(self) -> list[int]:
         """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared, 4 in use at another

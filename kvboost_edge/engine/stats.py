@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.build import EngineParts
     from kvboost_edge.engine.offload.tiering import Untiered
     from kvboost_edge.engine.schedule.scheduler import Scheduler
+    from kvboost_edge.engine.schedule.step_times import StepTimes
     from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]
@@ -89,7 +90,11 @@ def _tier_stats(name: str, stat: TierStats) -> dict[str, float]:
 
 
 def paged_stats(
-    parts: EngineParts, scheduler: Scheduler, config: EngineConfig, tiering: Untiered
+    parts: EngineParts,
+    scheduler: Scheduler,
+    config: EngineConfig,
+    tiering: Untiered,
+    step_times: StepTimes,
 ) -> dict[str, Any]:
     """Return the figures of the pool and the engine.
 
@@ -113,6 +118,11 @@ def paged_stats(
     max_draft_tokens       default limit of draft tokens in a step; of a hybrid model for all
                            sequences together
     draft_bytes            memory of the draft history, at most 118 MB, a part of other_bytes
+
+    Steps:
+
+    step_seconds           time of all steps, from plan to sampled tokens
+    step_counts            number of steps of at most so many seconds, "+Inf" of all
 
     Processor:
 
@@ -168,6 +178,8 @@ def paged_stats(
         "accepted_tokens": scheduler.speculation.num_accepted,
         "max_draft_tokens": most_draft_tokens(config, manager.states),
         "draft_bytes": scheduler.speculation.memory_bytes,
+        "step_seconds": step_times.seconds,
+        "step_counts": step_times.cumulative(),
         "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),

@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["summed_cache", "summed_paged"]
 
 _SAME = ("block_size", "bytes_per_block")  # of every replica the same, so the first one's
+_COUNTS = ("state_snapshots", "step_counts")  # numbers by their names
 _SHARED_TIERS = ("redis",)  # one server for all: its sizes are counted once
 _SIZES = ("blocks", "bytes", "max_bytes")
 
@@ -18,10 +19,8 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, value in summed.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in _SAME:
             summed[name] = sum(one[name] for one in stats)
-    summed["state_snapshots"] = {
-        reason: sum(one["state_snapshots"].get(reason, 0) for one in stats)
-        for reason in summed["state_snapshots"]
-    }
+    for name in _COUNTS:
+        summed[name] = {key: sum(one[name].get(key, 0) for one in stats) for key in summed[name]}
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
     summed["tiers"] = {
         name: _summed_tier(name, [one["tiers"][name] for one in stats if name in one["tiers"]])

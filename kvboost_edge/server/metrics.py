@@ -13,7 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvboost_edge.config import GenerationMode
@@ -326,6 +331,7 @@ class _EngineCollector(Collector):
     def _of_engine(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
         yield from self._by_vllm(stats, cache_dtype)
         yield from self._by_llamacpp(stats)
+        yield self._of_steps(stats)
         yield from self._of_pool(stats)
         yield from self._of_tiers(stats)
 
@@ -408,6 +414,16 @@ class _EngineCollector(Collector):
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(f"llamacpp:{name}", text, value)
+
+    def _of_steps(self, stats: dict[str, Any]) -> Metric:
+        family = HistogramMetricFamily(
+            "kvboost:step_seconds",
+            "Time of a step of the engine, which computes tokens of all running requests.",
+            labels=["model_name"],
+        )
+        buckets = list(stats["step_counts"].items())
+        family.add_metric([self._model_name], buckets, stats["step_seconds"])
+        return family
 
     def _of_pool(self, stats: dict[str, Any]) -> Iterator[Metric]:
         memory = GaugeMetricFamily(

@@ -25,7 +25,7 @@ PAGED_KEYS = """block_utilization free_blocks used_blocks cached_blocks num_bloc
 blocks_used_by_chunks shared_blocks cow_copies bytes_per_block pool_bytes weight_bytes process_rss_bytes
 process_peak_bytes copied_bytes state_bytes state_slots state_slots_used state_snapshots replayed_tokens
 max_draft_tokens tokens_held hit_tokens span_tokens miss_tokens evictions preemptions num_running
-num_waiting backend runner isa kernel_path attention_path threading_layer num_threads""".split()
+num_waiting step_seconds step_counts backend runner isa kernel_path attention_path threading_layer num_threads""".split()
 
 
 @pytest.fixture

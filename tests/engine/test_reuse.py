@@ -7,6 +7,7 @@ import pytest
 from helpers.engine.documents import BARE, BLEND, QUERY, REUSE, SEAMS, document
 from helpers.engine.fake_runner import Bench
 from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.engine.schedule.step_times import StepTimes
 from kvboost_edge.engine.stats import BLOCK_SPAN, block_details, block_map, cache_stats, paged_stats
 from kvboost_edge.errors import KVBoostError
 
@@ -172,7 +173,9 @@ def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preem
     bench.run()
     results = [handle.result(0) for handle in handles]
     assert sum(result.preemptions for result in results) == preempted
-    paged = paged_stats(bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering)
+    paged = paged_stats(
+        bench.parts, bench.scheduler, EngineConfig(), bench.core.tiering, StepTimes()
+    )
     cache = cache_stats(bench.parts, bench.core.tiering)
     assert paged["span_tokens"] > 0
     assert paged["hit_tokens"] == sum(result.cached_tokens for result in results)

@@ -10,15 +10,17 @@ def replica(used, **snapshots):
         "used_blocks": used,
         "block_utilization": used / 10,
         "state_snapshots": snapshots,
+        "step_counts": {"0.1": used, "+Inf": used + 1},
         "tiers": {},
     }
 
 
-def test_snapshots_of_all_replicas_are_counted_by_reason():
+def test_snapshots_and_steps_of_all_replicas_are_counted_by_name():
     summed = summed_paged(
         [replica(2, prompt=3, hint=0), replica(5, prompt=4, hint=1), replica(5, prompt=0, hint=2)]
     )
     assert summed["state_snapshots"] == {"prompt": 7, "hint": 3}
+    assert summed["step_counts"] == {"0.1": 12, "+Inf": 15}
     assert (summed["block_size"], summed["num_blocks"], summed["block_utilization"]) == (
         16,
         30,

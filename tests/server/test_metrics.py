@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from helpers.server.live_servers import ADMIN_KEY, KEYS, serving
+from helpers.server.live_servers import ADMIN_KEY, KEYS, serving, wait_until
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "docs" / "grafana" / "kvboost-edge.json"
@@ -26,7 +26,8 @@ kv_cache_tokens""".split()
 OURS = """memory_bytes process_resident_bytes process_peak_bytes bytes_per_block blocks evictions_total cow_copies_total
 engine_alive requests_total reused_span_tokens_total recomputed_tokens_total probe_seconds_total sequences_in_flight
 tokens_in_flight requests_refused_total batch_window_held_total http_requests_total
-http_request_seconds_bucket hit_tokens_total misses_total""".split()
+http_request_seconds_bucket hit_tokens_total misses_total step_seconds_bucket step_seconds_count
+step_seconds_sum""".split()
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,29 @@ def test_the_pool_agrees_with_the_engine(server, demo_engine):
     assert total(samples, "vllm:prefix_cache_hits_total") == stats["hit_tokens"]
     assert total(samples, "vllm:num_requests_running") == 0
     assert total(samples, "kvboost:engine_alive") == 1
+
+
+def test_the_histogram_of_steps_agrees_with_the_engine(server, demo_engine):
+    def agrees():  # the last step ends after its answer
+        samples = scrape(server)
+        stats = demo_engine.paged_stats()
+        found = {
+            dict(pairs)["le"]: value
+            for (name, pairs), value in samples.items()
+            if name == "kvboost:step_seconds_bucket"
+        }
+        count = total(samples, "kvboost:step_seconds_count", model_name=MODEL)
+        seconds = total(samples, "kvboost:step_seconds_sum", model_name=MODEL)
+        return (found, count, seconds) == (
+            stats["step_counts"],
+            stats["step_counts"]["+Inf"],
+            stats["step_seconds"],
+        )
+
+    wait_until(agrees, "the figures of the last step")
+    stats = demo_engine.paged_stats()
+    assert stats["step_counts"]["+Inf"] > 2
+    assert stats["step_seconds"] > 0
 
 
 def test_counters_only_rise(server):

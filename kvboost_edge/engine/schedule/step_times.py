@@ -1,0 +1,46 @@
+"""The histogram of step times: how long the step loop takes from plan to sampled tokens."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+__all__ = ["StepTimes"]
+
+_BOUNDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)  # seconds
+
+
+class StepTimes:
+    """Steps by their time, since the start. Steps whose forward pass failed are not among them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._counts = [0] * (len(_BOUNDS) + 1)
+
+    def observe(self, seconds: float) -> None:
+        """Count a step."""
+        self.seconds += seconds
+        self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
+
+    def cumulative(self) -> dict[str, int]:
+        """Return the number of steps of at most so many seconds, as Prometheus counts them."""
+        names = (*map(str, _BOUNDS), "+Inf")
+        return dict(zip(names, itertools.accumulate(self._counts), strict=True))
