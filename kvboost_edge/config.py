@@ -33,9 +33,9 @@ MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 class GenerationMode(enum.StrEnum):
     """How a request may use cached keys and values.
 
-    BASELINE reads nothing from the cache, PREFIX_CACHE reuses exact prefixes. CHUNK_KV_REUSE reuses
-    exact prefixes and, behind them, runs of tokens that were computed at other positions: what
-    follows is approximate, and says so.
+    BASELINE neither reads nor writes the cache and the history of prompt lookup: it leaves no
+    trace. PREFIX_CACHE reuses exact prefixes. CHUNK_KV_REUSE reuses exact prefixes and, after them,
+    runs of tokens that were computed at other positions: the answer is approximate and labelled so.
     """
 
     BASELINE = "baseline"

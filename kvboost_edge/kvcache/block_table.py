@@ -178,6 +178,7 @@ class BlockTable:
         *,
         again: bool = False,
         shares: bool = True,
+        publishes: bool = True,
     ) -> None:
         self.block_ids: list[int] = []
         self.segments: list[TableSegment] = [WHOLE]
@@ -195,7 +196,7 @@ class BlockTable:
         self._num_chained = 0
         self._chain_hash = root
         self._chain_serial = 0
-        self._publishes = True
+        self._publishes = publishes
         # whether it uses the cache: else it reads nothing but what it computed
         self._shares = shares
         # whether its blocks count as used again: it found a published chain to its end, see `Uses`,

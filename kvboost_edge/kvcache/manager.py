@@ -131,6 +131,7 @@ class KVCacheManager(PoolUsage):
         again: bool = False,
         known: bytes = b"",
         hints: Iterable[int] = (),
+        publish: bool = True,
     ) -> BlockTable:
         """Open a table for a sequence and share the published blocks of its longest known prefix.
 
@@ -138,15 +139,18 @@ class KVCacheManager(PoolUsage):
         table shares all its blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the
         last block writable; with `whole_blocks` it leaves that last block out. `table.miss_reason`
         says why no more was found. The blocks of the prompt that are left to compute are claimed,
-        see `awaited_hash`. `use_cache=False` shares and claims nothing, `count=False` leaves
-        hit_tokens and miss_tokens alone: a preempted sequence counted before. `owner` is whose
-        blocks they are for the eviction policy; tables of one root have one owner; with `again` all
-        of them count as used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that
-        begins alike may go on otherwise; states are kept there. Takes no free block outside the
-        match, so it cannot fail for lack of room. Raises RequestError for ids outside [0, 2^32).
+        see `awaited_hash`. `use_cache=False` shares and claims nothing, `publish=False` publishes
+        nothing and keeps no recurrent state for others, `count=False` leaves hit_tokens and
+        miss_tokens alone: a preempted sequence counted before. `owner` is whose blocks they are for
+        the eviction policy; tables of one root have one owner; with `again` all of them count as
+        used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that begins alike may
+        go on otherwise; states are kept there. Takes no free block outside the match, so it cannot
+        fail for lack of room. Raises RequestError for ids outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
-        table = BlockTable(self._next_table, root, owner, again=again, shares=use_cache)
+        table = BlockTable(
+            self._next_table, root, owner, again=again, shares=use_cache, publishes=publish
+        )
         match = (
             self._opener.share(table, data, known, count=count, again=again) if use_cache else None
         )

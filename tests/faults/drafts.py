@@ -79,10 +79,24 @@ FAULTS = faults(
     ),
     (
         "drafts: of who stores nothing are published",
-        _ACCEPTED,
-        "publish = sequence.request.publishes",
-        "publish = True",
+        "engine/schedule/scheduler.py",
+        "publish=sequence.request.publishes",
+        "publish=True",
         _OF_DRAFTS,
+    ),
+    (
+        "baseline: its blocks are published",
+        "engine/request/request.py",
+        "if self.stores_nothing or self.mode is GenerationMode.BASELINE:",
+        "if self.stores_nothing:",
+        "tests/engine/schedule/test_random_schedules.py",
+    ),
+    (
+        "baseline: its drafts come from other requests",
+        "engine/spec_decode/speculation.py",
+        "reads_history=request.uses_cache",
+        "reads_history=True",
+        "tests/engine/spec_decode/test_drafting.py",
     ),
     (
         "drafts: all tokens of a pass are certain",

@@ -300,10 +300,15 @@ class Request:
 
     @property
     def publishes(self) -> bool:
-        """Whether what it computes can be found by others. Who only looks at logits behind shared
-        spans leaves the prompt as it was: the next look would find more of it computed.
+        """Whether what it computes can be found by others.
+
+        A baseline request leaves no trace, so that a comparison of it with the cache may run in any
+        order. A look at logits after shared spans leaves the prompt as it was, since the next look
+        would find more of it computed.
         """
-        return not self.stores_nothing and (self.repair is None or self.logits_start is None)
+        if self.stores_nothing or self.mode is GenerationMode.BASELINE:
+            return False
+        return self.repair is None or self.logits_start is None
 
     @property
     def max_slots(self) -> int:

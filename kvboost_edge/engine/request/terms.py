@@ -32,8 +32,9 @@ class Terms:
 
     mode: GenerationMode | str = option(
         GenerationMode.PREFIX_CACHE,
-        "Use of the cache: none (baseline), exact prefixes (prefix_cache), or also chunks computed "
-        "at other positions, which is approximate (chunk_kv_reuse)",
+        "Use of the cache: none (baseline; neither read nor written), exact prefixes "
+        "(prefix_cache), or also chunks computed at other positions, which is approximate "
+        "(chunk_kv_reuse)",
         GenerationMode,
     )
     tenant: str | None = option(
@@ -193,6 +194,11 @@ class Terms:
             )
         if self.ttl is not None and not self.pin:
             raise RequestError(f"ttl={self.ttl:g} is how long a pin lasts; give pin=True with it")
+        if self.pin and self.mode is GenerationMode.BASELINE:
+            raise RequestError(
+                "pin=True keeps the prompt's blocks, and mode='baseline' leaves none; use "
+                "mode='prefix_cache'"
+            )
 
     @property
     def is_kept_longer(self) -> bool:

@@ -138,6 +138,8 @@ class Retention:
         manager = self._manager
         if request.cache_key is None and request.terms.retention is None:
             return []
+        if not request.publishes:
+            return []
         block_ids = manager.pins.published(
             sequence.token_ids[: sequence.num_computed_tokens], request.root
         )
@@ -159,7 +161,7 @@ def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityErr
     """
     request = sequence.request
     terms = request.terms
-    for num_tokens, seconds in terms.pins:
+    for num_tokens, seconds in terms.pins if request.publishes else ():
         with contextlib.suppress(CapacityError, RequestError):
             ids = request.prompt_ids[:num_tokens]
             pins.add(

@@ -291,9 +291,10 @@ class Scheduler:
                 use_cache=use_cache,
                 count=first,
                 owner=sequence.tenant,
-                again=sequence.request.terms.is_kept_longer,
+                again=sequence.request.publishes and sequence.request.terms.is_kept_longer,
                 known=sequence.request.prefix_hashes,
                 hints=sequence.request.snapshot_hints,
+                publish=sequence.request.publishes,
             )
             try:
                 if self._has_room(sequence, table, use_spans=use_spans):

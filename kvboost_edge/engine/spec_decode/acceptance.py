@@ -123,5 +123,4 @@ class AcceptedDrafts:
         return [End(one, reason) for one in sequences if (reason := waiting[one.index])]
 
     def _commit(self, sequence: Sequence, num_computed: int) -> None:
-        publish = sequence.request.publishes
-        self._manager.commit(sequence.blocks, sequence.token_ids, num_computed, publish=publish)
+        self._manager.commit(sequence.blocks, sequence.token_ids, num_computed)

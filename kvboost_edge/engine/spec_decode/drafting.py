@@ -137,10 +137,23 @@ class TenantHistory:
 class Drafter:
     """Proposes for one sequence and learns from what becomes of it."""
 
-    def __init__(self, tenant: bytes, memory: TenantHistory, max_tokens: int = 1 << 31) -> None:
-        """tenant: the root of its prefixes. max_tokens: of the sequence, at its end."""
+    def __init__(
+        self,
+        tenant: bytes,
+        memory: TenantHistory,
+        max_tokens: int = 1 << 31,
+        *,
+        reads_history: bool = True,
+    ) -> None:
+        """Make the drafter of one sequence.
+
+        tenant           the root of its prefixes
+        max_tokens       of the sequence, at its end
+        reads_history    drafts may come from the tenant's other requests too
+        """
         self._tenant = tenant
         self._memory = memory
+        self._reads_history = reads_history
         self._most_room = 1 << (max_tokens - 1).bit_length()
         self._automaton: Automaton | None = None
         self._right = self._wrong = 0.0
@@ -154,9 +167,11 @@ class Drafter:
         call to call.
         """
         length, end = self._match(token_ids)
-        remembered, others = self._memory.find(self._tenant, token_ids[-_LONGEST_TAIL:], most)
-        if remembered > length and others:
-            return self._draft(others, remembered)
+        if self._reads_history:
+            tail = token_ids[-_LONGEST_TAIL:]
+            remembered, others = self._memory.find(self._tenant, tail, most)
+            if remembered > length and others:
+                return self._draft(others, remembered)
         if length >= _LEAST_MATCH:
             self._source = end, len(token_ids)
         elif self._source is None or self._num_astray >= _ASTRAY:

@@ -80,7 +80,12 @@ class Speculation(DraftPlanner):
     def drafter(self, request: Request) -> Drafter | None:
         """Who proposes for a request; None where it wants no drafts."""
         return (
-            Drafter(request.root, self.memory, request.max_tokens)
+            Drafter(
+                request.root,
+                self.memory,
+                request.max_tokens,
+                reads_history=request.uses_cache,
+            )
             if request.max_draft_tokens
             else None
         )

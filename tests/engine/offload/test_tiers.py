@@ -159,6 +159,15 @@ def test_a_baseline_request_loads_nothing(kind):
     assert (tier.num_read, result.cached_tokens) == (0, 0)
 
 
+def test_a_baseline_request_stores_nothing(kind):
+    tier = DictTier()
+    bench = kind.bench(tiers=[tier])
+    bench.ask(PROMPT, 1, GenerationMode.BASELINE)
+    assert tier.blocks == {}
+    bench.ask(PROMPT, 1)
+    assert len(tier.blocks) >= len(PROMPT) // 16
+
+
 @pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("arrived", [False, True])
 def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from helpers.engine.fake_runner import EOS_ID, Bench, expected_tokens
+from helpers.engine.fake_runner import EOS_ID, ROOT, Bench, expected_tokens
 from helpers.engine.hand_mover import DictTier
 from helpers.engine.hostile_drafts import draft_in_turn
 from helpers.engine.model_kinds import HYBRID, PLAIN
@@ -187,7 +187,7 @@ EXPECTED = {
     "right": 400,
     "wrong": 400,
 }
-OF_KIND = {PLAIN: {"spans": 50}, HYBRID: {"missing_states": 10, "replayed": 200, "saved": 150}}
+OF_KIND = {PLAIN: {"spans": 50}, HYBRID: {"missing_states": 5, "replayed": 100, "saved": 150}}
 
 
 def test_random_schedules_equal_single_runs(kind, scale):
@@ -339,6 +339,24 @@ def test_baseline_reads_nothing_and_gives_the_same(kind):
     bench.ask(list(range(50)), 6)
     baseline = bench.ask(list(range(50)), 6, GenerationMode.BASELINE)
     assert (baseline.cached_tokens, baseline.mode) == (0, GenerationMode.BASELINE)
+
+
+def test_a_baseline_request_leaves_no_trace(kind):
+    bench = kind.bench(num_slots=8)
+    known = list(range(40))
+    bench.ask(known, 6)
+    manager = bench.manager
+
+    def traces():
+        slots = {} if manager.states is None else manager.states.slots.counts()
+        return manager.content.under(ROOT), slots, manager.pins.num_retained, manager.hit_tokens
+
+    before = traces()
+    kept_longer = {"retention": 60.0, "cache_key": b"key", "expect_reuse": True}
+    for prompt in (known, list(range(100, 150)), known):
+        bench.ask(prompt, 20, GenerationMode.BASELINE, terms=kept_longer)
+        assert traces() == before
+    assert bench.ask(list(range(100, 150)), 1).cached_tokens == 0
 
 
 def test_a_request_with_logprobs_of_its_prompt_reads_nothing_and_gives_the_same(kind):

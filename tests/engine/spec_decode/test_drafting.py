@@ -87,6 +87,14 @@ def test_the_longer_match_wins_whoever_has_it():
     )
 
 
+def test_who_bypasses_the_cache_is_proposed_only_its_own_text():
+    memory = TenantHistory()
+    memory.keep(b"a", [*SAID[:20], 1000, 1001])
+    drafter = Drafter(b"a", memory, reads_history=False)
+    assert drafter.propose([1, 2, *SAID[:10]], 4) is None
+    assert drafter.propose([*SAID[5:20], 2000, 3, *SAID[:20]], 1).token_ids == [2000]
+
+
 def test_memory_is_bounded_in_tenants():
     memory = TenantHistory()
     for number in range(40):
@@ -192,6 +200,16 @@ def test_what_one_tenant_said_is_not_guessed_for_another(engines):
     assert len(memory._rings._roots) == 2, "who bypasses the cache leaves nothing"
     assert engine.reset_cache() >= 0
     assert not memory._rings._roots
+
+
+def test_a_baseline_answer_does_not_depend_on_earlier_answers(engines):
+    engine = engines["on"]
+    engine.reset_cache()
+    ask = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    first = engine.generate(QUESTION, mode="baseline", **ask).drafted_tokens
+    engine.generate(QUESTION, **ask)
+    recalled = engine.generate(QUESTION, **ask).drafted_tokens
+    assert engine.generate(QUESTION, mode="baseline", **ask).drafted_tokens == first != recalled
 
 
 @pytest.mark.parametrize(

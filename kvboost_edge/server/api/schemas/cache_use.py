@@ -20,7 +20,7 @@ class CacheUse(Strict):
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
         None,
         description=(
-            "baseline: read nothing from the cache; prefix_cache: what prompts have in common "
+            "baseline: neither read nor write the cache; prefix_cache: what prompts have in common "
             "from their beginning, exact, and what happens anyway; chunk_kv_reuse: runs of "
             "tokens that were computed at other positions too, approximate"
         ),
