@@ -10,15 +10,22 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["read_json_object"]
 
+_MAX_BYTES = (
+    64_000_000  # the largest, indexes of mixtures with hundreds of experts, have some 40 MB
+)
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a model; ModelFormatError names the file when it is damaged or
     holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        value = json.loads(path.read_text(encoding="utf-8")) if size <= _MAX_BYTES else None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} is not readable JSON: {error}") from error
+    if size > _MAX_BYTES:
+        raise ModelFormatError(f"{path} has {size} bytes, over the limit of {_MAX_BYTES}")
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path} must hold a JSON object, got {type(value).__name__}")
     return value

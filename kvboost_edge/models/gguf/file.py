@@ -38,6 +38,8 @@ _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _MAX_PADDING = 4096  # zeros behind the last tensor, as tools write that fill up a page
+_MANY_TENSORS = 10_000  # more must hold something: their checks take seconds
+_MIN_TENSOR_BYTES = 1024  # of a file with so many, on average with their infos
 _MAX_NESTED = 100_000  # arrays inside an array: no key that matters here has any
 _DEFAULT_ALIGNMENT = 32
 _BOOL = 7
@@ -258,6 +260,11 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
                 f"{path} claims {count} {what}, more than its {size} bytes can hold; it is "
                 "truncated or damaged"
             )
+    if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
+        raise ModelFormatError(
+            f"{path} claims {counts[0]} tensors in {size} bytes; that is no model's, whose tensors "
+            "are larger. Get the file again"
+        )
     values = _read_values(cursor, counts[1])
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
     if (

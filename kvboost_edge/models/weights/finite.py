@@ -34,7 +34,7 @@ def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | Non
 
     Integer and 8-bit types are taken as finite. Raises OSError when the file ends early.
     """
-    if dtype not in _EXPONENTS:
+    if dtype not in _EXPONENTS or start == stop:
         return None
     kind, exponent = _EXPONENTS[dtype]
     mask = kind(exponent)

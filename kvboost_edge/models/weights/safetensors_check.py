@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The format's own limit on the header.
 _MAX_HEADER_BYTES = 100_000_000
+# A larger header takes seconds to check, so it must have as many times its size in data. An entry
+# takes some 100 bytes, and a model's tensor has thousands.
+_SMALL_HEADER_BYTES = 1 << 20
+_DATA_PER_HEADER = 4
 # A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no
 # model reads it.
 _MASK_CONSTANT = ".masked_bias"
@@ -145,6 +150,11 @@ def read_header(path: Path) -> list[TensorEntry]:
                 raise ModelFormatError(
                     f"{path}: header of {length} bytes is over the limit of {_MAX_HEADER_BYTES}"
                 )
+            if length > max(_SMALL_HEADER_BYTES, (size - 8 - length) // _DATA_PER_HEADER):
+                raise ModelFormatError(
+                    f"{path}: a header of {length} bytes describes {size - 8 - length} bytes of "
+                    "data; that is no model's, whose tensors are larger. Get the file again"
+                )
             raw = file.read(length)
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
@@ -169,8 +179,8 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{next(n for n in counts if counts[n] > 1)!r} is there twice")
     return found
 
 
@@ -242,7 +252,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     names = read_json_object(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelFormatError(f"{index} lacks the key 'weight_map'")
+    shards: set[str] = set()
     for tensor, name in names.items():
+        if isinstance(name, str) and name in shards:
+            continue
         if (
             not isinstance(name, str)
             or Path(name).name != name
@@ -251,6 +264,7 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise ModelFormatError(
                 f"{index}: tensor {tensor!r} is said to be in {name!r}, which is not a shard's name"
             )
+        shards.add(name)
     return names
 
 

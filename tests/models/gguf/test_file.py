@@ -269,6 +269,19 @@ def test_other_alignment_is_read(tmp_path):
         )
 
 
+def test_very_many_tensors_need_data(tmp_path):
+    count = 200_000
+    infos = b"".join(
+        _text(b"mm.%d" % index) + struct.pack("<IQIQ", 1, 1, 0, 32 * index)
+        for index in range(count)
+    )
+    header = b"GGUF" + struct.pack("<IQQ", 3, count, 0) + infos
+    path = tmp_path / "m.gguf"
+    path.write_bytes(header + bytes(-len(header) % 32) + bytes(32 * count))
+    with pytest.raises(ModelFormatError, match=r"m\.gguf claims 200000 tensors in \d+ bytes"):
+        read_gguf(path)
+
+
 def _mutated(data, header_bytes, rng):
     """Bits flipped, bytes overwritten, moved, left out, put in, or the end cut off; mostly in the
     header.

@@ -158,6 +158,60 @@ def test_header_over_the_limit(model):
         check(model)
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_large_header_needs_data(model, size):
+    """200,000 tensors of no or one element would take many seconds to check."""
+    names = [f"x{index}" for index in range(200_000)]
+    header = {
+        name: {
+            "dtype": "F32",
+            "shape": [size],
+            "data_offsets": [4 * size * index, 4 * size * (index + 1)],
+        }
+        for index, name in enumerate(names)
+    }
+    write(model / "model.safetensors", header, bytes(4 * size * len(names)))
+    with pytest.raises(ModelFormatError, match=f"describes {800_000 * size} bytes of data"):
+        read_header(model / "model.safetensors")
+
+
+def test_a_large_header_with_data_is_read(model):
+    """A mixture of experts has thousands of tensors in a file."""
+    nbytes = 256
+    names = [f"model.layers.0.mlp.experts.{index}.up_proj.weight" for index in range(20_000)]
+    header = {
+        name: {
+            "dtype": "I8",
+            "shape": [nbytes * 2],
+            "data_offsets": [2 * nbytes * index, 2 * nbytes * (index + 1)],
+        }
+        for index, name in enumerate(names)
+    }
+    write(model / "model.safetensors", header, bytes(2 * nbytes * len(names)))
+    assert len(json.dumps(header)) > 1 << 20
+    assert [entry.name for entry in read_header(model / "model.safetensors")] == names
+
+
+def test_a_repeated_name_among_many_is_found(model):
+    """Counting each name by itself would take minutes."""
+    text = "".join(f'"x{index}": 0, ' for index in range(100_000))
+    write(
+        model / "model.safetensors",
+        b"{%s}" % (text + '"last": 0, "last": 0').encode(),
+        b"\0" * 8_000_000,
+    )
+    with pytest.raises(ModelFormatError, match="'last' is there twice"):
+        read_header(model / "model.safetensors")
+
+
+def test_an_index_over_the_limit(model):
+    split(model)
+    with open(model / "model.safetensors.index.json", "r+b") as file:
+        file.truncate(64_000_001)
+    with pytest.raises(ModelFormatError, match=r"index\.json has 64000001 bytes, over the limit"):
+        check(model)
+
+
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD_HEADERS = {
     "offset behind the end": ({"w": {**ENTRY, "shape": [4], "data_offsets": [0, 16]}}, 8),
