@@ -100,7 +100,10 @@ def paged_stats(
 
     Blocks:
 
-    used_blocks            blocks that sequences or pins reference
+    occupied_blocks        blocks that hold KV: used_blocks and cached_blocks
+    cache_utilization      their share of the pool; it stays near 1 once the cache is full
+    used_blocks            blocks that sequences or pins reference; 0 in an idle engine without pins
+    block_utilization      their share of the pool: the load, not the content
     cached_blocks          unreferenced blocks that still match prompts
     free_blocks            blocks that are not used, cached ones included
     pinned_blocks          used blocks of pinned prompts, at most max_pinned_blocks
@@ -147,14 +150,17 @@ def paged_stats(
     manager = parts.manager
     backend = parts.backend.describe()
     used = manager.used_block_count
+    cached = manager.cached_block_count
     hot = manager.published_block_count
     open_tails = sum(s.blocks.num_unchained_tokens(manager.block_size) for s in scheduler.running)
     return {
+        "occupied_blocks": used + cached,
+        "cache_utilization": (used + cached) / manager.num_blocks,
         "num_blocks": manager.num_blocks,
         "block_size": manager.block_size,
         "free_blocks": manager.free_block_count,
         "used_blocks": used,
-        "cached_blocks": manager.cached_block_count,
+        "cached_blocks": cached,
         "shared_blocks": manager.shared_block_count,
         "block_utilization": used / manager.num_blocks,
         "loaded_chunks": hot,

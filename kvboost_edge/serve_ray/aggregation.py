@@ -21,6 +21,7 @@ def summed_paged(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             summed[name] = sum(one[name] for one in stats)
     for name in _COUNTS:
         summed[name] = {key: sum(one[name].get(key, 0) for one in stats) for key in summed[name]}
+    summed["cache_utilization"] = summed["occupied_blocks"] / summed["num_blocks"]
     summed["block_utilization"] = summed["used_blocks"] / summed["num_blocks"]
     summed["tiers"] = {
         name: _summed_tier(name, [one["tiers"][name] for one in stats if name in one["tiers"]])

@@ -113,6 +113,8 @@ _TIER_COUNTERS = {
     "not_written": ("unstored_blocks", "Blocks a tier could not store."),
     "errors": ("errors", "Failed operations of a tier's device or connection."),
 }
+_IN_USE = "Share of the blocks that requests and pins use; cached ones count as free"
+
 # Our finish reasons by vLLM's names.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
 
@@ -354,7 +356,7 @@ class _EngineCollector(Collector):
             "num_requests_running": ("Requests that are computed.", stats["num_running"]),
             "num_requests_waiting": ("Requests that wait.", stats["num_waiting"]),
             "kv_cache_usage_perc": (
-                "Share of the blocks in use; 1 is all of them.",
+                f"{_IN_USE}; 1 is all of them.",
                 stats["block_utilization"],
             ),
         }
@@ -409,7 +411,7 @@ class _EngineCollector(Collector):
         gauges = {
             "requests_processing": ("Requests that are computed.", stats["num_running"]),
             "requests_deferred": ("Requests that wait.", stats["num_waiting"]),
-            "kv_cache_usage_ratio": ("Share of the blocks in use.", stats["block_utilization"]),
+            "kv_cache_usage_ratio": (f"{_IN_USE}.", stats["block_utilization"]),
             "kv_cache_tokens": ("Tokens whose KV is in the pool.", stats["tokens_held"]),
         }
         for name, (text, value) in gauges.items():
@@ -434,6 +436,11 @@ class _EngineCollector(Collector):
         yield memory
         yield self._gauge(
             "kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"]
+        )
+        yield self._gauge(
+            "kvboost:cache_utilization",
+            "Share of the blocks that hold KV: used by requests or pins, or cached.",
+            stats["cache_utilization"],
         )
         blocks = GaugeMetricFamily(
             "kvboost:blocks", "Blocks by state.", labels=["model_name", "state"]

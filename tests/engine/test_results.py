@@ -21,7 +21,7 @@ PROMPT = list(range(60, 100))
 
 CACHE_KEYS = """hot_chunks hot_memory_mb budget_mb budget_utilization cache_hits approximate_hits cache_misses evictions
 hit_rate exact_hit_rate""".split()
-PAGED_KEYS = """block_utilization free_blocks used_blocks cached_blocks num_blocks block_size loaded_chunks
+PAGED_KEYS = """occupied_blocks cache_utilization block_utilization free_blocks used_blocks cached_blocks num_blocks block_size loaded_chunks
 blocks_used_by_chunks shared_blocks cow_copies bytes_per_block pool_bytes weight_bytes process_rss_bytes
 process_peak_bytes copied_bytes state_bytes state_slots state_slots_used state_snapshots replayed_tokens
 max_draft_tokens tokens_held hit_tokens span_tokens miss_tokens evictions preemptions num_running
@@ -289,6 +289,17 @@ def test_stats_have_every_key(engine):
     assert paged["process_rss_bytes"] > paged["pool_bytes"] == 64 * paged["bytes_per_block"]
     assert engine.block_map().count(1) == 2
     json.dumps([cache, paged])
+
+
+def test_a_pool_full_of_cache_is_occupied_and_not_in_use():
+    with fake_engine(num_blocks=4) as engine:
+        assert engine.paged_stats()["cache_utilization"] == 0
+        engine.generate(list(range(40)), max_new_tokens=1)
+        engine.pin(list(range(100, 116)))
+        stats = engine.paged_stats()
+    assert (stats["occupied_blocks"], stats["cache_utilization"]) == (3, 0.75)
+    assert (stats["used_blocks"], stats["block_utilization"]) == (1, 0.25)
+    assert list(stats)[:2] == ["occupied_blocks", "cache_utilization"]
 
 
 def test_tenants_do_not_share():

@@ -9,6 +9,8 @@ def replica(used, **snapshots):
         "num_blocks": 10,
         "used_blocks": used,
         "block_utilization": used / 10,
+        "occupied_blocks": used + 3,
+        "cache_utilization": (used + 3) / 10,
         "state_snapshots": snapshots,
         "step_counts": {"0.1": used, "+Inf": used + 1},
         "tiers": {},
@@ -26,6 +28,7 @@ def test_snapshots_and_steps_of_all_replicas_are_counted_by_name():
         30,
         0.4,
     )
+    assert (summed["occupied_blocks"], summed["cache_utilization"]) == (21, 0.7)
 
 
 def test_replicas_without_states_have_no_snapshots():
