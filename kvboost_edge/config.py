@@ -137,7 +137,12 @@ class EngineConfig:
         advice=" such as 'cpu', 'mps', 'cuda' or 'cuda:0'",
     )
     dtype: str = option(
-        "auto", "Number format of the computation", str, group="Model", choices=CHOICES["dtype"]
+        "auto",
+        "Number format of the computation. The native runner takes float32 and bfloat16 as weight "
+        "formats; asked for float16, it keeps its own format and logs that",
+        str,
+        group="Model",
+        choices=CHOICES["dtype"],
     )
     weights: str = option(
         "auto",

@@ -27,7 +27,7 @@ def test_inspect_and_generate(gguf, answered):
     assert answered("doctor", gguf)[f"Model {gguf}"]["runner"] == "native"
 
 
-@pytest.mark.parametrize("option", ["runner=torch", "dtype=float16", "device=cuda"])
+@pytest.mark.parametrize("option", ["runner=torch", "device=cuda"])
 def test_what_asks_for_torch_is_refused(gguf, option, printed):
     err = printed("generate", "Hello", "-m", gguf, "-o", option, code=1).err
     assert "a GGUF file needs the native runner" in err

@@ -62,7 +62,8 @@ def weights(available=10**9, pool=0, *, stored=False, **options):
         ({"backend": "cuda"}, "torch"),
         ({"device": "mps"}, "torch"),
         ({"device": "cuda:1"}, "torch"),
-        ({"dtype": "float16"}, "torch"),
+        ({"dtype": "float16"}, "native"),
+        ({"device": "cuda", "dtype": "float16"}, "torch"),
     ],
 )
 def test_native_unless_something_asks_for_torch(options, expected):
@@ -104,8 +105,8 @@ def test_what_only_native_serves_is_refused_for_other_families(options, gguf):
         ),
         ({"runner": "torch", "weights": "int8"}, "weights='int8' needs .* and runner='torch' asks"),
         (
-            {"runner": "native", "dtype": "float16"},
-            "runner='native' needs .* and dtype='float16' asks",
+            {"runner": "native", "device": "mps"},
+            "runner='native' needs .* and device='mps' asks",
         ),
         (
             {"runner": "torch", "kv_cache_bits": 4},
@@ -144,7 +145,6 @@ ELSEWHERE = (
     {"backend": "mps"},
     {"device": "cuda"},
     {"device": "mps"},
-    {"dtype": "float16"},
 )
 
 

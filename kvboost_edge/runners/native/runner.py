@@ -55,6 +55,7 @@ from kvboost_edge.runners.native.select_native import (
     LATE_NORM,
     RECURRENT,
     STORES_NOTHING,
+    log_dtype,
     log_notices,
     native_kv_spec,
 )
@@ -564,7 +565,7 @@ class NativeRunner:
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
     """The runner of a checkpoint; its weights decide the dtype."""
-    return NativeRunner.from_dir(
+    runner = NativeRunner.from_dir(
         checkpoint,
         weights=options.weights,
         num_threads=options.num_threads,
@@ -573,3 +574,5 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
         cache_dir=checkpoint.cache_dir,
         progress=options.progress,
     )
+    log_dtype(options.dtype, runner.info)
+    return runner

@@ -14,7 +14,7 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.config.architectures import pin_notice
 from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
-from kvboost_edge.runners.base import ModelTraits
+from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 
 if TYPE_CHECKING:  # it loads kernels
     from kvboost_edge.models.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ __all__ = [
     "STORES_NOTHING",
     "WORKS_WITH",
     "choose_weights",
+    "log_dtype",
     "log_notices",
     "missing_package",
     "moved_keys_refusal",
@@ -199,6 +200,23 @@ def log_notices(checkpoint: Checkpoint) -> None:
     if parts:
         named = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
         _LOG.info("%s: text only; not used are the tensors of %s", checkpoint.path, named)
+
+
+def log_dtype(dtype: str, info: RunnerInfo) -> None:
+    """Log what the runner does in place of a dtype that is none of its weight formats."""
+    if dtype == "auto" or dtype in _OF_DTYPE:
+        return
+    kv = info.kv_spec
+    stored = f"{kv.bits[0]} and {kv.bits[1]} bits" if kv.is_quantized else kv.dtype
+    keys = f", keys and values in {stored}" if info.stores_kv else ""
+    _LOG.warning(
+        "dtype=%r: the native runner does not compute in it. It runs with weights in %s%s; the "
+        "torch runner alone computes in %s",
+        dtype,
+        info.dtype,
+        keys,
+        dtype,
+    )
 
 
 def _mb(num_bytes: int) -> str:

@@ -46,7 +46,6 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
     wishes = {
         f"backend={config.backend!r}": array_kind_of(config.backend) == "torch",
         f"device={config.device!r}": array_kind_of(config.device or "") == "torch",
-        f"dtype={config.dtype!r}": config.dtype == "float16",
     }
     return next((name for name, given in wishes.items() if given), "")
 

@@ -50,7 +50,7 @@ def test_quantized_caches_are_equal_to_the_bit_too(tiny_model_dir, bits):
 
 
 def test_quantized_caches_are_refused_where_they_are_not_built(tiny_model_dir):
-    for options in ({"runner": "torch"}, {"backend": "torch"}, {"dtype": "float16"}):
+    for options in ({"runner": "torch"}, {"backend": "torch"}, {"device": "cuda"}):
         with pytest.raises(ConfigError, match="kv_cache_bits=4 needs the native runner"):
             CPUPagedEngine.from_pretrained(str(tiny_model_dir), kv_cache_bits=4, **options)
     model = build_tiny_model("llama")
@@ -87,6 +87,23 @@ def test_a_family_native_does_not_know_says_so_in_the_log(tmp_path, caplog):
     ]
     assert "not the native runner" in record.getMessage()
     assert "gpt_neox" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [({}, "float16"), ({"kv_cache_bits": (8, 4)}, "8 and 4 bits")],
+    ids=str,
+)
+def test_float16_keeps_the_native_runner_and_logs_what_it_does(
+    tiny_model_dir, caplog, options, stored
+):
+    with CPUPagedEngine.from_pretrained(
+        str(tiny_model_dir), num_blocks=8, dtype="float16", **options
+    ) as engine:
+        assert (engine.runner_info.name, engine.runner_info.dtype) == ("native", "int8")
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said.startswith("dtype='float16': the native runner does not compute in it")
+    assert f"weights in int8, keys and values in {stored};" in said
 
 
 def test_f32_weights_equal_the_torch_runner(tiny_model_dir):
