@@ -162,6 +162,27 @@ _ENTERING = (
         f"{_PROTOCOL}::test_an_ambiguous_head_is_refused_in_any_pieces",
     ),
     fault(
+        "two equal lengths are taken for one",
+        "server/http/protocol.py",
+        "if len(lengths) > 1 or",
+        "if",
+        f"{_PROTOCOL}::test_an_ambiguous_request_is_400_and_the_connection_closed",
+    ),
+    fault(
+        "a client that sends no more is taken for one that left",
+        "server/http/protocol.py",
+        "if self.transport.is_closing() or not self._owes_answer():",
+        "if self.transport.is_closing() or self._owes_answer():",
+        f"{_ADMISSION}::test_a_client_that_sends_no_more_gets_its_answer",
+    ),
+    fault(
+        "a client that sends no more is asked once whether it is there",
+        "server/http/protocol.py",
+        "self._ask_timer = self.loop.call_later(seconds, self._ask, min(2 * seconds, _LONGEST_ASK))",
+        "self._ask_timer = None",
+        f"{_ADMISSION}::test_a_client_that_sends_no_more_and_leaves_is_noticed",
+    ),
+    fault(
         "a client that takes nothing is never dropped",
         "server/http/protocol.py",
         "if waiting >= size > 0:",

@@ -2,9 +2,15 @@
 
 A head must be complete within `header_seconds`, a body within `body_seconds`. A client that reads
 nothing for `write_seconds` is disconnected. Connections are counted. Refused are requests that can
-be read in two ways (Content-Length with Transfer-Encoding), bare line feeds, folded headers, more
-than 100 headers, and chunks too small for their framing. Each deadline is one timer of the event
-loop, so slow clients cost other clients nothing.
+be read in two ways (Content-Length twice, or with Transfer-Encoding), bare line feeds, folded
+headers, more than 100 headers, and chunks too small for their framing. Each deadline is one timer
+of the event loop, so slow clients cost other clients nothing.
+
+A client may shut down its writing half once its requests are complete, and still gets the answers.
+TCP tells the end of a connection by the same sign; only what is written to it afterwards tells them
+apart. So until its answer begins, such a client is sent interim answers (100 Continue, which every
+client of HTTP/1.1 skips). A client of HTTP/1.0 knows none: that it left is noticed when its answer
+begins.
 
 Why this is not left to a server (checked in November 2026): none of the maintained ASGI servers has
 all three deadlines. uvicorn has none of them (its issue 157; pull request 1685 was closed). Granian
@@ -40,6 +46,10 @@ __all__ = ["make_protocol"]
 
 _MAX_HEADERS = 100
 _MAX_HEAD_BYTES = 16 * 1024
+# Seconds until a client that sends no more is asked again whether it is there: twice as long each
+# time.
+_FIRST_ASK = 0.02
+_LONGEST_ASK = 5.0
 _MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
 # Of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's.
 _FEW_CHUNKS = 1000
@@ -62,11 +72,12 @@ _MESSAGES = {
 
 # A line feed alone, or a line that begins with white space: it would belong to the one before.
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
+_LENGTH = re.compile(rb"^content-length[ \t]*:.*", re.IGNORECASE | re.MULTILINE)
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """h11's buffer takes heads and trailers with bare line feeds, and folded headers; this one does
-    not.
+    """h11's buffer takes heads and trailers with bare line feeds, folded headers, and several equal
+    lengths; this one does not.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
@@ -84,7 +95,11 @@ class _StrictBuffer(ReceiveBuffer):
         if end < 0:
             self._multiple_lines_search = len(self._data)
             return None
-        return self._extract(end + 4)[:-4].split(b"\r\n")
+        lines = self._extract(end + 4)[:-4]
+        lengths = _LENGTH.findall(lines)
+        if len(lengths) > 1 or any(b"," in length for length in lengths):
+            raise h11.RemoteProtocolError("more than one Content-Length")
+        return lines.split(b"\r\n")
 
 
 class _StrictConnection(h11.Connection):
@@ -152,6 +167,8 @@ class DeadlineProtocol(H11Protocol):
         self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._ask_timer: asyncio.TimerHandle | None = None
+        self._half_closed = False
         self._surplus: int | None = None  # bytes of a body whose answer was sent before its end
         self._reading_since = self.loop.time()
 
@@ -176,6 +193,8 @@ class DeadlineProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_clock()
         self._stop_writing_clock()
+        if self._ask_timer is not None:
+            self._ask_timer.cancel()
         self._closing.stop_clocks()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -205,6 +224,30 @@ class DeadlineProtocol(H11Protocol):
                 self.transport.abort()
                 return
             self.flow.resume_reading()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes
+        """The client sends no more. Return whether the connection stays open for its answers."""
+        if self.transport.is_closing() or not self._owes_answer():
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self._ask_timer = self.loop.call_later(_FIRST_ASK, self._ask, _FIRST_ASK)
+        return True
+
+    def _owes_answer(self) -> bool:
+        """Whether a complete request is in progress."""
+        return not self._between_requests() and self.conn.their_state is not h11.SEND_BODY
+
+    def _ask(self, seconds: float) -> None:
+        """Find out whether a client that sends no more has gone: its system then refuses what is
+        written, so that the next write fails.
+        """
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version != b"1.0":
+            again = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(again) or b"")
+        self._ask_timer = self.loop.call_later(seconds, self._ask, min(2 * seconds, _LONGEST_ASK))
 
     def head_complete(self) -> None:
         """The request line and headers are there; the body's clock starts. What was written before
@@ -248,6 +291,8 @@ class DeadlineProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._half_closed and not self._owes_answer():
+            self.transport.close()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             # The answer came before the body's end: if that comes soon, the connection serves on.
             self._surplus = 0

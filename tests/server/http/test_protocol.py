@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import socket
+import time
 
 import h11
 import pytest
@@ -20,9 +21,11 @@ CLOSE = b"Connection: close\r\n"
 AMBIGUOUS = {
     "both lengths": b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "lengths that differ": b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabc",
+    "equal lengths": b"Content-Length: 3\r\ncontent-length: 3\r\n\r\nabc",
     "negative length": b"Content-Length: -1\r\n\r\n",
     "signed length": b"Content-Length: +3\r\n\r\nabc",
     "list of lengths": b"Content-Length: 3, 4\r\n\r\nabc",
+    "list of equal lengths": b"Content-Length: 3, 3\r\n\r\nabc",
     "unknown encoding": b"Transfer-Encoding: gzip\r\n\r\n",
     "two encodings": b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "obscured encoding": b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
@@ -100,6 +103,37 @@ def test_pipelined_requests_are_answered_in_order(live_server):
     answer = ask(live_server, one + two + one + last)
     assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200, 404]
     assert answer.index(b'"ok"') < answer.index(b'"version"') < answer.rindex(b'"ok"')
+
+
+def test_a_client_that_sends_no_more_gets_all_its_answers(live_server):
+    body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    with live_server.client() as client:
+        text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    with live_server.connect() as sock:
+        sock.sendall(live_server.request_bytes("/v1/completions", body) * 3)
+        sock.sendall(b"GET /version HTTP/1.0\r\n" + HOST + b"\r\n")
+        sock.shutdown(socket.SHUT_WR)
+        answers = re.split(rb"HTTP/1\.1 200 OK\r\n", raw_answer(sock))[1:]
+    bodies = [json.loads(one.partition(b"\r\n\r\n")[2].partition(b"HTTP/")[0]) for one in answers]
+    assert [one["choices"][0]["text"] for one in bodies[:3]] == [text] * 3
+    assert "version" in bodies[3]
+    assert len(bodies) == 4
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [b"", b"GET /hea", b"POST /tokenize HTTP/1.1\r\n" + HOST + b"Content-Length: 9\r\n\r\n{"],
+)
+def test_a_client_that_will_never_complete_its_request_is_closed_at_once(live_server, rest):
+    """After what it asked before was answered."""
+    with live_server.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n" + rest)
+        sock.shutdown(socket.SHUT_WR)
+        started = time.monotonic()
+        answer = raw_answer(sock)
+        assert time.monotonic() - started < 5  # no deadline of 10 or 30 seconds
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_client_that_waits_for_100_gets_it(live_server):

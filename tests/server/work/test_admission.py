@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import gc
+import http.client
 import json
+import socket
 import threading
 import time
 import weakref
@@ -172,6 +174,62 @@ def test_a_disconnect_is_seen_whatever_follows_the_request(tiny_engine, held, he
             wait_until(lambda: held.steps == 1, "the step to begin")
             sock.sendall(rest)
         wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
+        held.release()
+        wait_until(server.idle, "the work to stop")
+
+
+def half_closed(server, held, **body):
+    """A connection that has sent a request and will send no more; the model stands still in it."""
+    sock = server.connect()
+    sock.sendall(server.request_bytes("/v1/completions", {**TEXT, **body}))
+    sock.shutdown(socket.SHUT_WR)
+    wait_until(lambda: held.steps == 1, "the step to begin")
+    assert sock.recv(1000).startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return sock
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answer(tiny_engine, held, stream):
+    with serving(tiny_engine) as server, half_closed(server, held, stream=stream) as sock:
+        held.release()
+        response = http.client.HTTPResponse(sock)
+        with contextlib.closing(response):
+            response.begin()  # it skips what came meanwhile, as every client does
+            answer = response.read()
+        with server.client() as client:
+            whole = client.post("/v1/completions", json={**TEXT, "stream": stream}).content
+    assert response.status == 200
+    assert texts(answer) == texts(whole) != ""
+
+
+def texts(answer):
+    """The text of an answer, of its events if it is a stream."""
+    events = [line.removeprefix(b"data: ") for line in answer.splitlines() if line]
+    return "".join(
+        json.loads(event)["choices"][0]["text"] for event in events if event != b"[DONE]"
+    )
+
+
+def test_a_client_that_sends_no_more_and_leaves_is_noticed(tiny_engine, held):
+    """While its prompt is computed."""
+    with serving(tiny_engine) as server:
+        half_closed(server, held).close()
+        wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
+        assert held.steps == 1
+        held.release()
+        wait_until(server.idle, "the work to stop")
+
+
+def test_a_client_that_sends_no_more_and_leaves_its_stream_is_noticed(tiny_engine, held):
+    """By what it is sent afterwards."""
+    with serving(tiny_engine) as server:
+        with half_closed(server, held, stream=True, max_tokens=500) as sock:
+            while b"data: " not in sock.recv(10_000):
+                held.step()
+        wait_until(
+            lambda: held.step() or not server.state.admission.admitted, "the request to be ended"
+        )
+        assert held.steps < 400
         held.release()
         wait_until(server.idle, "the work to stop")
 
