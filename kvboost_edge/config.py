@@ -90,6 +90,7 @@ _MOST_PRIMER_TOKENS = 65536
 DEFAULT_DRAFT_TOKENS = 31
 MOST_DRAFT_TOKENS = 63
 _MOST_CHUNK_TOKENS = 65536
+_DEFAULT_CHUNK_TOKENS = 128
 _REUSE = "Non-prefix KV reuse"
 _SPECULATION = "Speculative decoding"
 
@@ -112,7 +113,7 @@ def _kv_bits(text: str) -> int | tuple[int, ...]:
 class EngineConfig:
     """Options of `CPUPagedEngine`, checked on construction (ConfigError).
 
-    `max_cache_bytes`, `num_blocks` and `max_chunks` size the pool; at most one of them is given.
+    `max_cache_bytes`, `num_blocks` and `max_chunks` size the pool; the smallest one given counts.
     docs/reference/options.md lists all options.
     """
 
@@ -183,10 +184,10 @@ class EngineConfig:
     )
     max_chunks: int | None = option(
         None,
-        "Alias of num_blocks",
+        "Size of the block pool in chunks of chunk_size tokens (128 if not given)",
         int,
         group="Cache",
-        unit="blocks",
+        unit="chunks",
         low=1,
         unset="as many as max_cache_bytes holds",
         flag=None,
@@ -408,12 +409,13 @@ class EngineConfig:
     )
     chunk_size: int | None = option(
         None,
-        "Tokens of a chunk that warmed documents are cut into",
+        "Tokens of a chunk: documents are cut into chunks, warm and max_chunks count them",
         int,
         group=_REUSE,
         unit="tokens",
         low=1,
-        unset="128 where documents are cut",
+        unset="128, or block_size if that is larger; documents are then cut where overlap_k, "
+        "sink_tokens or chunk_strategy asks for it",
     )
     chunk_boundary_window: int = option(
         0,
@@ -481,13 +483,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
-        given = [
-            name
-            for name in ("max_cache_bytes", "num_blocks", "max_chunks")
-            if getattr(self, name) is not None
-        ]
-        if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} both size the pool; give only one of them")
         self._check_kv_bits()
         self._check_tiers()
 
@@ -528,6 +523,21 @@ class EngineConfig:
             )
         if isinstance(value, list):
             object.__setattr__(self, "kv_cache_bits", numbers)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk where texts are cut or counted in chunks."""
+        if self.chunk_size is None:
+            return max(_DEFAULT_CHUNK_TOKENS, self.block_size)
+        return self.chunk_size
+
+    @property
+    def counted_blocks(self) -> int | None:
+        """Blocks of the pool by num_blocks and max_chunks, the smaller number; None: by neither."""
+        counts = [] if self.num_blocks is None else [self.num_blocks]
+        if self.max_chunks is not None:
+            counts.append(-(-self.max_chunks * self.chunk_tokens // self.block_size))
+        return min(counts, default=None)
 
     @property
     def kv_bits(self) -> tuple[int, int]:

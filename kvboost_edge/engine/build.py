@@ -51,6 +51,7 @@ __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range")
+_POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _DEFAULTS = EngineConfig()
 
 
@@ -272,6 +273,7 @@ def _assemble(
         with _closed_on_error(backend):
             runner.bind(backend)
     _log_choice(choice, runner, backend, num_blocks, max_num_seqs)
+    _log_sizes(config, num_blocks)
     if shortage := drafts_shortage(config, info, state_sizes):
         _LOG.warning("%s", shortage)
     kv_format = _kv_format(config, runner, backend)
@@ -326,6 +328,19 @@ def _log_choice(
         backend.pool_bytes / 1e6,
         max_num_seqs,
     )
+
+
+def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
+    """Log which size of the pool counts where several are given."""
+    sizes = {name: getattr(config, name) for name in _POOL_SIZES}
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        _LOG.info(
+            "%s are given: the pool has the smallest of these sizes, %d blocks of %d tokens",
+            " and ".join(given),
+            num_blocks,
+            config.block_size,
+        )
 
 
 def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:

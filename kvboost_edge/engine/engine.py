@@ -5,6 +5,7 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -35,15 +36,19 @@ from kvboost_edge.engine.tasks.documents import Documents
 from kvboost_edge.engine.tasks.embedding import Embedding, Embeds
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.engine.tasks.verify import verify
-from kvboost_edge.errors import RequestError
+from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.kvcache.events import CacheEvents
 from kvboost_edge.kvcache.prompt_groups import group_by_prefix
-from kvboost_edge.options import as_int
+from kvboost_edge.models.locate import BUNDLED_MODEL
+from kvboost_edge.options import as_int, option_of
 from kvboost_edge.reuse.quality_gate import Verdict
 from kvboost_edge.runners.base import RunnerInfo
 from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["CPUPagedEngine", "TellsResidency"]
+
+_LOG = logging.getLogger(__name__)
+_MAX_NEW_TOKENS = option_of(SamplingParams, "max_new_tokens").default
 
 
 class TellsResidency:
@@ -96,28 +101,44 @@ class CPUPagedEngine(Embeds, TellsResidency):
     where the engine's thread is not.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
-        config = EngineConfig.from_options(**options)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        chunk_size: int | None = None,
+        max_chunks: int | None = None,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.from_options(chunk_size=chunk_size, max_chunks=max_chunks, **options)
         self._start(build_from_model(model, tokenizer, config), config)
 
     @classmethod
     def from_pretrained(
         cls,
-        path_or_id: str | Path,
+        model_name_or_path: str | Path | None = None,
+        strict: bool = True,
         *,
+        model_name: str | Path | None = None,
+        path_or_id: str | Path | None = None,
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
         """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no
-        network).
+        network), which is also the model if none is given.
 
-        progress: called with (bytes done, bytes in all) while the native runner packs the weights,
-        once per model. ConfigError for options, ModelFormatError for wrong files, CapacityError for
-        weights and pool that do not fit, BackendUnavailable for a backend that is not on this
-        machine.
+        model_name, path_or_id   other names of the first parameter
+        strict                   the option of that name, by position too
+        progress                 called with (bytes done, bytes in all) while the native runner
+                                 packs the weights, once per model
+
+        Raises ConfigError for options, ModelFormatError for wrong files, CapacityError for weights
+        and pool that do not fit, BackendUnavailable for a backend that is not on this machine.
         """
-        config = EngineConfig.from_options(**options)
-        return cls._from_parts(build_from_path(path_or_id, config, progress), config)
+        model = _one_model(
+            model_name_or_path=model_name_or_path, model_name=model_name, path_or_id=path_or_id
+        )
+        config = EngineConfig.from_options(strict=strict, **options)
+        return cls._from_parts(build_from_path(model, config, progress), config)
 
     @classmethod
     def _from_parts(cls, parts: EngineParts, config: EngineConfig) -> Self:
@@ -215,6 +236,8 @@ class CPUPagedEngine(Embeds, TellsResidency):
         prompt: Prompt,
         max_new_tokens: int | None = 64,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
+        temperature: float | None = None,
+        do_sample: bool | None = None,
         *,
         sampling: SamplingParams | None = None,
         **options: Any,
@@ -224,6 +247,7 @@ class CPUPagedEngine(Embeds, TellsResidency):
         """
         if sampling is None:
             options["max_new_tokens"] = max_new_tokens
+        options |= _given(temperature=temperature, do_sample=do_sample)
         return self._run(
             [self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})]
         )[0]
@@ -231,22 +255,30 @@ class CPUPagedEngine(Embeds, TellsResidency):
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
+        max_new_tokens: int | None = 64,
+        temperature: float | None = None,
+        do_sample: bool | None = None,
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
         """Generate for all prompts together, results in their order; `sampling` may be a list, one
-        for each prompt.
+        for each prompt, in place of the other sampling options.
 
         All prompts are checked before the first is queued. If a request fails its error is raised
         when all are done.
         """
+        options |= _given(temperature=temperature, do_sample=do_sample)
+        options |= _length(sampling, max_new_tokens)
         return self._run(self._read_all(prompts, sampling, {"mode": mode, **options}))
 
     def generate_many(
         self,
         prompts: Sequence[Prompt],
+        max_new_tokens: int | None = 64,
+        temperature: float | None = None,
+        do_sample: bool | None = None,
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -255,6 +287,8 @@ class CPUPagedEngine(Embeds, TellsResidency):
         """`generate_batch` for many prompts: those that share a prefix run together, while it is in
         the pool.
         """
+        options |= _given(temperature=temperature, do_sample=do_sample)
+        options |= _length(sampling, max_new_tokens)
         requests = self._read_all(prompts, sampling, {"mode": mode, **options})
         groups = group_by_prefix(
             requests, [r.prompt_ids for r in requests], self._config.block_size
@@ -392,17 +426,24 @@ class CPUPagedEngine(Embeds, TellsResidency):
 
     def verify_correctness(
         self,
-        prompts: Sequence[Prompt] | None = None,
+        prompts: Sequence[Prompt] | int | None = None,
         max_new_tokens: int = 32,
         *,
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         **options: Any,
     ) -> CorrectnessReport:
         """Run each prompt without and with the cache and compare tokens, logits and distributions;
-        see `CorrectnessReport`. Default prompts are made from the tokenizer. Sampling options may
-        be given; with mode="chunk_kv_reuse", which is approximate, recompute_* alone: it asks how
-        far greedy answers change.
+        see `CorrectnessReport`. Default prompts are made from the tokenizer; an integer in their
+        place is max_new_tokens. Sampling options may be given; with mode="chunk_kv_reuse", which is
+        approximate, recompute_* alone: it asks how far greedy answers change.
         """
+        if isinstance(prompts, str):
+            raise RequestError("prompts is a string; verify_correctness takes a list of prompts")
+        if isinstance(prompts, (int, np.integer)):
+            if max_new_tokens != 32:
+                raise RequestError(f"max_new_tokens is given twice: {prompts} and {max_new_tokens}")
+            max_new_tokens = as_int("max_new_tokens", prompts)
+            prompts = None
         return verify(self, self._gate, self._intake, mode, prompts, max_new_tokens, options)
 
     def paged_stats(self) -> dict[str, Any]:
@@ -529,3 +570,27 @@ class CPUPagedEngine(Embeds, TellsResidency):
                 f"start={start} must be in 0..{request.num_prompt_tokens - 1}, the tokens given"
             )
         return self._calls.logits(request)[1]
+
+
+def _one_model(**names: str | Path | None) -> str | Path:
+    """Return the model that is given under one of these names; the bundled one without any.
+
+    Raises ConfigError if it is given under two.
+    """
+    given = _given(**names)
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} both name the model; give only one of them")
+    if not given:
+        _LOG.info("no model is given: %s, which is part of the package", BUNDLED_MODEL)
+    return next(iter(given.values()), BUNDLED_MODEL)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _length(sampling: object, max_new_tokens: int | None) -> dict[str, Any]:
+    """Return the option max_new_tokens; nothing if it is not given and `sampling` has its own."""
+    unset = sampling is not None and max_new_tokens == _MAX_NEW_TOKENS
+    return {} if unset else {"max_new_tokens": max_new_tokens}

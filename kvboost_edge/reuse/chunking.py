@@ -22,8 +22,6 @@ CHUNK_OPTIONS = (
 )
 """Options of an engine, and of a call, that say how documents are cut."""
 
-_DEFAULT_CHUNK_SIZE = 128
-
 PieceOf = Callable[[int], str]
 
 
@@ -89,7 +87,7 @@ def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) 
         strategy = ChunkStrategy.FIXED if cuts else ChunkStrategy.DOCUMENT
         if values["chunk_boundary_window"]:
             strategy = ChunkStrategy.SEMANTIC
-    size = _DEFAULT_CHUNK_SIZE if size is None else size
+    size = config.chunk_tokens if size is None else size
     return ChunkOptions(strategy=strategy, chunk_size=size, **values, block_size=config.block_size)
 
 

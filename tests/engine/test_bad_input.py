@@ -211,7 +211,6 @@ def test_bad_warm_logits_and_verify(engine):
         ({"block_size": 0}, "block_size=0"),
         ({"max_cache_bytes": 0}, "max_cache_bytes=0"),
         ({"max_cache_bytes": NAN}, "max_cache_bytes=nan"),
-        ({"num_blocks": 4, "max_cache_bytes": 1e9}, "both size the pool"),
         ({"kv_cache_bits": 5}, "kv_cache_bits=5 is not offered"),
         ({"runner": "tflite"}, "runner='tflite' is not one of"),
         ({"backend": "tpu"}, "backend='tpu' is not one of"),
@@ -272,11 +271,20 @@ def plan(available, **options):
 def test_pool_sizes():
     assert SPEC.bytes_per_block == 65_536
     assert plan(GB, num_blocks=7) == 7
-    assert plan(GB, max_chunks=9) == 9
+    assert plan(GB, max_chunks=9) == 9 * 128 // 16, "chunks of 128 tokens"
+    assert plan(GB, max_chunks=9, chunk_size=40) == 23, "rounded up to whole blocks"
     assert plan(GB, max_cache_bytes=1e6) == 15
     assert plan(100 * GB) == 128 * 16, "context x max_num_seqs"
     assert plan(65_536 * 400) == 100, "a quarter of the available memory"
     assert plan(65_536) == 1
+
+
+def test_of_several_sizes_the_smallest_counts():
+    assert plan(GB, max_cache_bytes=1e6, num_blocks=7) == 7
+    assert plan(GB, max_cache_bytes=1e6, num_blocks=70) == 15
+    assert plan(GB, max_cache_bytes=100 * GB, num_blocks=70) == 70, "what fits is enough"
+    assert plan(GB, num_blocks=70, max_chunks=4) == 32
+    assert plan(GB, num_blocks=20, max_chunks=4, max_cache_bytes=GB) == 20
 
 
 def test_a_runner_that_copies_keys_needs_the_pool_twice():

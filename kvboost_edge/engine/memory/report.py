@@ -116,10 +116,10 @@ def memory_beside(available: int, weight_bytes: int) -> int:
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
     """Blocks of the pool. `available` is memory beside the weights, see `memory_beside`.
 
-    Given by the config, else min(25% of the available memory, context x max_num_seqs, 16 where that
-    is None), at least one block. The buffers of open blocks that a quantized pool needs come out of
-    the same bytes. Raises CapacityError when the budget holds no block or the pool does not fit,
-    with the copies of a runner that has such.
+    The smallest size that the config gives, else min(25% of the available memory, context x
+    max_num_seqs, 16 where that is None), at least one block. The buffers of open blocks that a
+    quantized pool needs come out of the same bytes. Raises CapacityError when the budget holds no
+    block or the pool does not fit, with the copies of a runner that has such.
     """
     spec = info.kv_spec
     num_blocks = _wanted_blocks(config, spec, info.max_context, available)
@@ -173,11 +173,21 @@ def num_open_blocks(config: EngineConfig, num_blocks: int, block_size: int) -> i
 
 
 def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
-    if config.num_blocks is not None or config.max_chunks is not None:
-        return config.num_blocks or config.max_chunks or 0
+    counted = config.counted_blocks
     whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
     if not spec.bytes_per_block:  # blocks are bookkeeping alone
-        return whole
+        return whole if counted is None else counted
+    if counted is None:
+        return _affordable_blocks(config, spec, whole, available)
+    if config.max_cache_bytes is None:
+        return counted
+    return min(counted, _affordable_blocks(config, spec, whole, available))
+
+
+def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available: int) -> int:
+    """Return the blocks that max_cache_bytes holds; without it those of a share of the available
+    memory, at most `whole`.
+    """
     budget = (
         shared_out(available) // _POOL_SHARE
         if config.max_cache_bytes is None
