@@ -38,6 +38,13 @@ FAULTS = (
         "_its_request",
     ),
     fault(
+        "slow masks compete with forward passes",
+        "engine/grammar/compiler.py",
+        ", initializer=_lower_priority",
+        "",
+        "tests/engine/grammar/test_masks.py",
+    ),
+    fault(
         "each choice is an alternative of the parser",
         "engine/grammar/compiler.py",
         "return LLMatcher.grammar_from_lark(_choice_rules(grammar.text))",

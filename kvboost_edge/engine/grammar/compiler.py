@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +49,9 @@ _FUELLED_BYTES = (
     1 << 17
 )  # of a grammar; one of 512 tools is 700 KB and takes 16 ms in its longest step
 _STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no memory
+# Of threads that compute slow masks. At 0 a mask takes a third of two processors from a forward
+# pass of two threads. A high value would let other programs stop a thread that holds Python's lock.
+_MASK_NICE = 5
 _NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
 
 
@@ -69,7 +74,9 @@ class GrammarCompiler:
         self._room: Floats = np.empty(0, np.float32)
         self._reader: threading.Thread | None = None
         # Threads start with the first slow mask. Two: one slow grammar does not wait for another.
-        self._mask_threads = ThreadPoolExecutor(2, thread_name_prefix="kvboost-masks")
+        self._mask_threads = ThreadPoolExecutor(
+            2, thread_name_prefix="kvboost-masks", initializer=_lower_priority
+        )
 
     def make(self, grammar: Grammar) -> GrammarConstraint:
         """A parser at its beginning, the first mask known. RequestError where the grammar is not
@@ -175,6 +182,19 @@ def _compiler_text(grammar: Grammar) -> str:
         return grammar_from(grammar.kind, grammar.text)  # type: ignore[arg-type]
     except ValueError as error:
         raise RequestError(f"{grammar.kind} is not understood: {first_line(str(error))}") from None
+
+
+def _lower_priority() -> None:
+    """Let the threads of forward passes go first where there are too few processors.
+
+    Linux has a priority for each thread, other systems one for the process.
+    """
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; masks are computed all the same
+        priority = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, priority + _MASK_NICE)
 
 
 def _choice_rules(text: str) -> str:

@@ -3,6 +3,8 @@ whose speed the test says.
 """
 
 import contextlib
+import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from helpers.engine.fake_runner import VOCAB_SIZE, Bench, fake_engine
+from helpers.engine.fake_runner import EOS_ID, VOCAB_SIZE, Bench, fake_engine, fake_tokenizer
 from kvboost_edge.engine.grammar import masks
+from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.grammar.masks import GrammarConstraint
 from kvboost_edge.errors import RequestError
 
@@ -154,6 +157,19 @@ def test_the_engine_rests_while_masks_are_computed_and_cancels_at_once(monkeypat
 
 def _threads_of(make):
     return make.__self__._mask_threads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_threads_of_slow_masks_yield_to_forward_passes():
+    def priority():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    compiler = GrammarCompiler(fake_tokenizer(), VOCAB_SIZE, frozenset({EOS_ID}))
+    try:
+        found = compiler._mask_threads.submit(priority).result(20)
+    finally:
+        compiler.close()
+    assert found == min(19, priority() + 5)
 
 
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | ""'
