@@ -158,7 +158,8 @@ def served(
         deadline = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=2).status_code == 200:
+                answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=2)
+                if answer.status_code in (200, 401):  # 401: with API keys
                     break
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command[0]} ... did not start (exit status {process.poll()})")
