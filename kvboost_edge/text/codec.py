@@ -25,6 +25,7 @@ from kvboost_edge.errors import ConfigError, RequestError
 __all__ = ["FastCodec", "SimpleCodec", "StreamKind", "TextCodec"]
 
 _MAX_ID = 1 << 32
+_LONGEST_ANCHOR = 32  # characters; a vocabulary has tokens of one letter
 _LONG_TEXT = 4096  # characters, or tokens; shorter ones take less than a few milliseconds
 
 
@@ -224,7 +225,13 @@ class FastCodec:
         """
         for token_id in range(min(self.vocab_size, 100_000)):
             token = self._token(token_id)
-            if token and token.isascii() and token.isalpha() and token_id not in self._special:
+            if (
+                token
+                and len(token) <= _LONGEST_ANCHOR
+                and token.isascii()
+                and token.isalpha()
+                and token_id not in self._special
+            ):
                 text = self.decode([token_id], False)
                 if text.isalpha() and self.decode([token_id, token_id], False).startswith(text):
                     self._anchor = [token_id]

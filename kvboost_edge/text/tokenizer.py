@@ -19,6 +19,7 @@ from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
 from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
 from kvboost_edge.text.rendered_chat import FindAnswer, encode_with_answers
+from kvboost_edge.text.tokenizer_bounds import read_tokenizer_file
 from kvboost_edge.text.turns.derive import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.harmony.history import one_call_each
@@ -30,6 +31,7 @@ __all__ = ["Tokenizer"]
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
+_TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _SPECIAL_LENGTH = 256  # characters; no special token's text is as long
 
 
@@ -84,11 +86,18 @@ class Tokenizer:
                 f"{path} is missing; save the tokenizer with transformers' "
                 "AutoTokenizer.save_pretrained to get one"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for every fault of the file
-            raise ModelFormatError(f"{path} is not a readable tokenizer: {error}") from error
         config = _read_json(directory / "tokenizer_config.json")
+        try:
+            data = read_tokenizer_file(path, config.get("added_tokens_decoder"))
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        except ModelFormatError:
+            raise
+        except BaseException as error:
+            # The library raises plain Exception for every fault of the file, and some normalizers
+            # make it panic.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ModelFormatError(f"{path} is not a readable tokenizer: {error}") from error
         special = _special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
         _add_missing_tokens(backend, config, special, path)
         return cls(
@@ -431,16 +440,17 @@ def _add_missing_tokens(
     listed = config.get("added_tokens_decoder", {})
     try:
         wanted = sorted((int(token_id), dict(token)) for token_id, token in listed.items())
+        missing = [
+            AddedToken(
+                token["content"],
+                special=bool(token.get("special")),
+                **{name: bool(token[name]) for name in _TOKEN_FLAGS if name in token},
+            )
+            for _, token in wanted
+            if backend.token_to_id(token["content"]) is None
+        ]
+        backend.add_tokens(missing)  # at once: each call takes time for all tokens that are there
         for token_id, token in wanted:
-            if backend.token_to_id(token["content"]) is None:
-                flags = {
-                    k: bool(v)
-                    for k, v in token.items()
-                    if k in ("lstrip", "rstrip", "single_word", "normalized")
-                }
-                backend.add_tokens(
-                    [AddedToken(token["content"], special=bool(token.get("special")), **flags)]
-                )
             if backend.token_to_id(token["content"]) != token_id:
                 raise ModelFormatError(
                     f"token {token['content']!r} has id {backend.token_to_id(token['content'])} in "

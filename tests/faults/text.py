@@ -6,6 +6,20 @@ from faults.fault import fault
 
 FAULTS = (
     fault(
+        "a tokenizer's growth is that of its last step",
+        "text/tokenizer_bounds.py",
+        "self.chars[char] = max(known, written / len(literal))",
+        "self.chars[char] = max(known, len(content) / len(literal))",
+        "tests/text/test_tokenizer_bounds.py",
+    ),
+    fault(
+        "parts of a tokenizer that stand after its model are not checked",
+        "text/tokenizer_bounds.py",
+        "if _PART.search(text, colon.end()) or _ESCAPED.search(text, colon.end()):",
+        "if False:",
+        "tests/text/test_tokenizer_bounds.py",
+    ),
+    fault(
         "half a character is shown",
         "text/detokenizer.py",
         'codecs.utf_8_decode(data, "replace", False)',

@@ -113,6 +113,16 @@ def test_tokens_that_only_the_config_knows_are_added(directory):
         Tokenizer.from_dir(directory)
 
 
+def test_thousands_of_tokens_are_added_at_once(directory):
+    """One by one, each would take time for all before it."""
+    count = Tokenizer.from_dir(directory).vocab_size
+    texts = [f"<extra {index}>" for index in range(20_000)]
+    listed = {str(count + index): {"content": text} for index, text in enumerate(texts)}
+    edit(directory / "tokenizer_config.json", added_tokens_decoder=listed)
+    ours = Tokenizer.from_dir(directory)
+    assert [ours.codec.token_id(text) for text in texts] == list(range(count, count + len(texts)))
+
+
 def test_truncation_and_padding_of_the_file_are_switched_off(directory):
     path = directory / "tokenizer.json"
     fields = {

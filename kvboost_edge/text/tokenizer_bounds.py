@@ -1,0 +1,276 @@
+"""Bounds of a tokenizer.json, checked before the library parses it.
+
+A few steps of a normalizer can make gigabytes of a short text: "a" replaced by "aa", 30 times. The
+library runs it on the added tokens while it reads the file, and later on each prompt. So the
+largest growth of a text is computed from the steps alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvboost_edge.errors import ModelFormatError
+
+__all__ = ["read_tokenizer_file"]
+
+# The vocabularies of a million tokens have some 60 MB.
+_MAX_BYTES = 100_000_000
+# Tokenizers have up to 10 steps.
+_MAX_STEPS = 64
+# Characters that one character becomes, and tokens that one token becomes. Sentencepiece's table
+# makes 18 characters of U+FDFA, as Unicode's NFKC does. Decoders mostly shorten a text.
+_MAX_GROWTH = 256
+_MAX_DECODED = 16
+# Characters that the library makes of the added tokens while it reads the file, in all steps.
+_MAX_ADDED = 1 << 23
+_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+_INNER = ("normalizers", "pretokenizers", "processors", "decoders")
+_UNICODE = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"})
+# How many characters other steps of no settings make of one: a byte-level step writes one for each
+# byte, BERT's puts spaces around ideographs, others write a character between tokens.
+_FACTORS = {
+    "ByteLevel": 4,
+    "BertNormalizer": 3,
+    **dict.fromkeys(("Metaspace", "BPEDecoder", "CTC", "WordPiece"), 2),
+}
+_NEXT = re.compile(r'\s*[{,]\s*(?=")')
+_COLON = re.compile(r"\s*:\s*")
+_PART = re.compile(rf'"(?:{"|".join(_PARTS)})"\s*:\s*[{{\[]')
+_ESCAPED = re.compile(r"\\u00[2-7]")  # of a letter, which could hide the name of a part
+# A regular expression without alternatives whose first atom must match a character. Others may
+# match nothing, and write their content between any two characters.
+_CONSUMES = re.compile(
+    r"(?:[^\\\[\](){}|^$.*+?]|\.|\\[sSdDwWntr]|\\[pP]\{\^?\w+\}|\\[\[\](){}|^$.*+?\\/\"-]"
+    r"|\[\^?(?:[^\[\]\\^]|\\.)(?:[^\[\]\\]|\\.)*\])"
+    r"(?:\+|\{[1-9]\d*(?:,\d*)?\})?(?![*?+{])(?:(?!\(\?#)[^|])*",
+    re.DOTALL,
+)
+
+Step = dict[str, Any]
+
+
+def read_tokenizer_file(path: Path, listed: object = None) -> bytes:
+    """Read the file. Raise ModelFormatError, which names the part, where a text may grow too much
+    or pass through too many steps, and OSError, ValueError or RecursionError where it is no
+    readable JSON.
+
+    path    of tokenizer.json
+    listed  added_tokens_decoder of tokenizer_config.json, whose tokens are added too
+    """
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise ModelFormatError(f"{path} has {size} bytes, over the limit of {_MAX_BYTES}")
+    data = path.read_bytes()
+    parts = _parts(data.decode())
+    added = parts.get("added_tokens")
+    tokens = [
+        *(added if isinstance(added, list) else ()),
+        *(listed.values() if isinstance(listed, dict) else ()),
+    ]
+    _check_parts(path, parts, sum(map(_normalized_length, tokens)))
+    return data
+
+
+def _check_parts(path: Path, parts: Step, num_chars: int) -> None:
+    """Check all parts. `num_chars`: of the added tokens that the library normalizes."""
+    steps = {name: _steps(parts.get(name)) for name in _PARTS[1:]}
+    for name, found in steps.items():
+        if len(found) > _MAX_STEPS:
+            raise ModelFormatError(
+                f"{path}: its {name} has {len(found)} steps, over the limit of {_MAX_STEPS}"
+            )
+    normalizer = steps["normalizer"]
+    for name, chain, limit in (
+        ("normalizer", normalizer, _MAX_GROWTH),
+        ("pre_tokenizer", [*normalizer, *steps["pre_tokenizer"]], _MAX_GROWTH),
+        ("decoder", steps["decoder"], _MAX_DECODED),
+    ):
+        if _growth(chain) > limit:
+            raise ModelFormatError(
+                f"{path}: its {name} can make more than {limit} characters of one; no "
+                "tokenizer of a model does that"
+            )
+    if _num_tokens(steps["post_processor"]) > _MAX_GROWTH:
+        raise ModelFormatError(
+            f"{path}: its post_processor can make more than {_MAX_GROWTH} tokens of one; no "
+            "tokenizer of a model does that"
+        )
+    if num_chars * _growth(normalizer) * len(normalizer) > _MAX_ADDED:
+        raise ModelFormatError(
+            f"{path}: its {num_chars} characters of added tokens can become more than {_MAX_ADDED} "
+            "when they are normalized"
+        )
+
+
+def _parts(text: str) -> Step:
+    """Return the members of the file but the model, which is large. It is passed over where it is
+    the last one; a file with parts after it is parsed whole.
+    """
+    decoder = json.JSONDecoder()
+    found: Step = {}
+    at = 0
+    while (begin := _NEXT.match(text, at)) is not None:
+        name, at = decoder.raw_decode(text, begin.end())
+        colon = _COLON.match(text, at)
+        if colon is None:
+            break
+        if name == "model":
+            if _PART.search(text, colon.end()) or _ESCAPED.search(text, colon.end()):
+                break
+            return found
+        found[name], at = decoder.raw_decode(text, colon.end())
+    value = json.loads(text)
+    return value if isinstance(value, dict) else {}
+
+
+def _steps(part: object) -> list[Step]:
+    """List the steps of a part in order, those of sequences in the place of these."""
+    steps: list[Step] = []
+    waiting = [part]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        inner = [node[name] for name in _INNER if isinstance(node.get(name), list)]
+        if inner and node.get("type") in (None, "Sequence"):
+            waiting += reversed([step for steps in inner for step in steps])
+        else:
+            steps.append(node)
+    return steps
+
+
+class _Lengths:
+    """How many characters each character can become in the steps that follow: `other` those that
+    are not in `chars`. `added`: what is written once, whatever the text.
+    """
+
+    def __init__(self) -> None:
+        self.chars: dict[str, float] = {}
+        self.other = 1.0
+        self.added = 0.0
+
+    def of(self, text: str) -> float:
+        return sum(self.chars.get(char, self.other) for char in text)
+
+    def longest(self) -> float:
+        return max(self.other, *self.chars.values()) if self.chars else self.other
+
+    def multiply(self, factor: float) -> None:
+        """Pass a step that makes up to `factor` characters, of any kind, of each."""
+        self.other = factor * self.longest()
+        self.chars = {}
+
+    def replace(self, pattern: object, content: str) -> None:
+        written = self.of(content)
+        fields = pattern if isinstance(pattern, dict) else {}
+        literal = fields.get("String")
+        if isinstance(literal, str) and literal:
+            for char in literal:
+                known = self.chars.get(char, self.other)
+                self.chars[char] = max(known, written / len(literal))
+            return
+        regex = fields.get("Regex")
+        between = 0.0 if isinstance(regex, str) and _CONSUMES.fullmatch(regex) else written
+        self.chars = {char: max(n, written) + between for char, n in self.chars.items()}
+        self.other = max(self.other, written) + between
+        self.added += between
+
+
+def _growth(steps: Sequence[Step]) -> float:
+    """Return how many characters one character becomes at most: an upper bound, computed from the
+    last step to the first. Above the limit it is any number above it. Unicode's forms count for
+    what other steps write; a text has them expanded once, to 18 characters of one at most.
+    """
+    lengths = _Lengths()
+    for index in reversed(range(len(steps))):
+        step = steps[index]
+        kind = str(step.get("type"))
+        content, prefix, table = map(step.get, ("content", "prepend", "precompiled_charsmap"))
+        if isinstance(content, str) and "pattern" in step:
+            lengths.replace(step.get("pattern"), content)
+        if isinstance(prefix, str):
+            lengths.added += lengths.of(prefix)
+        if isinstance(table, str):
+            lengths.multiply(max(1, *map(len, _texts_of(table))))
+        if kind in _UNICODE:
+            lengths.multiply(_expansion(_written_before(steps, index)))
+        if kind in _FACTORS:
+            lengths.multiply(_FACTORS[kind])
+        if lengths.longest() + lengths.added > _MAX_GROWTH:
+            break
+    return lengths.longest() + lengths.added
+
+
+def _written_before(steps: Sequence[Step], index: int) -> set[str]:
+    """Collect the characters that steps write by their settings before the step `index`, back to
+    the last one of Unicode's forms: that has expanded what was there.
+    """
+    found: set[str] = set()
+    for step in reversed(steps[:index]):
+        if str(step.get("type")) in _UNICODE:
+            break
+        for name in ("content", "prepend"):
+            found.update(step[name] if isinstance(step.get(name), str) else "")
+        if isinstance(table := step.get("precompiled_charsmap"), str):
+            found.update(*_texts_of(table))
+    return found
+
+
+def _expansion(chars: Iterable[str]) -> int:
+    """Return the most characters that Unicode's forms make of one of these."""
+    forms = (unicodedata.normalize("NFKD", one) for char in chars for one in (char, char.lower()))
+    return max(map(len, forms), default=1)
+
+
+def _texts_of(table: str) -> list[str]:
+    """List the texts in a table of sentencepiece: u32 size | trie | texts, each ended by a NUL."""
+    try:
+        data = base64.b64decode(table)
+    except ValueError:
+        return []
+    start = 4 + int.from_bytes(data[:4], "little")
+    return data[start:].decode(errors="replace").split("\0")
+
+
+def _num_tokens(steps: Iterable[Step]) -> int:
+    """Return how many tokens a text of one token becomes in templates at most: an upper bound."""
+    count = 1
+    for step in steps:
+        special = step.get("special_tokens")
+        sizes = {
+            name: len(token["ids"])
+            for name, token in (special.items() if isinstance(special, dict) else ())
+            if isinstance(token, dict) and isinstance(token.get("ids"), list)
+        }
+        most = count
+        for name in ("single", "pair"):
+            pieces = step.get(name)
+            texts: Counter[str] = Counter()
+            added = 0
+            for piece in pieces if isinstance(pieces, list) else ():
+                named = piece if isinstance(piece, dict) else {}
+                for kind, value in named.items():
+                    shown = str(value.get("id")) if isinstance(value, dict) else ""
+                    if kind == "Sequence":
+                        texts[shown] += 1
+                    else:
+                        added += sizes.get(shown, 1)
+            most = max(most, count * max(texts.values(), default=1) + added)
+        count = most
+        if count > _MAX_GROWTH:
+            break
+    return count
+
+
+def _normalized_length(token: object) -> int:
+    """Return the length of an added token if the library normalizes it, else 0."""
+    fields = token if isinstance(token, dict) else {}
+    content = fields.get("content")
+    return len(content) if fields.get("normalized", True) and isinstance(content, str) else 0
