@@ -3,23 +3,31 @@
 12 requests whose right calls are known, with four tools at hand. A call is valid that names one of
 them and fits its schema, and right where tool and arguments are those that were asked for, whatever
 the case of letters. `required` binds from the start, `auto` leaves it to the model whether to call
-at all.
+at all. 12 questions that need no tool, with `auto`: the fewer calls, the better.
+
+    python benchmarks/quality/tool_calls.py MODEL...
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema_rs
 
+sys.path.append(str(Path(__file__).parents[2]))
+
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["REQUESTS", "TOOLS", "is_right", "is_valid_call", "tool_rows"]
+__all__ = ["NEEDLESS", "REQUESTS", "TOOLS", "is_right", "is_valid_call", "tool_rows"]
 
 _WORD = {"type": "string", "maxLength": 40}
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
@@ -67,20 +75,34 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("I want to hear songs of the Beatles.", "play_music", {"artist": "the Beatles"}),
     ("Play something by Bach.", "play_music", {"artist": "Bach"}),
 )
+NEEDLESS = (
+    "What is the capital of France?",
+    "How many minutes are in two hours?",
+    "Who composed The Magic Flute?",
+    "Translate 'good morning' into Spanish.",
+    "What is 17 plus 25?",
+    "Why is the sky blue?",
+    "Write a haiku about autumn.",
+    "Name three animals that live in the sea.",
+    "What does the word 'melancholy' mean?",
+    "Write a Python function that adds two numbers.",
+    "Give an example of a JSON object that describes a person.",
+    "Thank you, that was helpful!",
+)
+"""Questions that none of the tools helps with."""
 
 
 def tool_rows(engine: CPUPagedEngine) -> list[dict[str, Any]]:
-    """A row for each tool_choice."""
-    return [asyncio.run(_row(engine, choice)) for choice in ("required", "auto")]
+    """A row for each tool_choice, and one for the questions that need no tool."""
+    return [
+        *(asyncio.run(_row(engine, choice)) for choice in ("required", "auto")),
+        asyncio.run(_needless_row(engine)),
+    ]
 
 
 async def _row(engine: CPUPagedEngine, choice: str) -> dict[str, Any]:
-    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings()))
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://localhost", timeout=600
-    ) as client:
-        answers = [await _asked(client, question, choice) for question, _, _ in REQUESTS]
-    called = [choice["message"].get("tool_calls", [None])[0] for choice in answers]
+    answers = await _answers(engine, [question for question, _, _ in REQUESTS], choice)
+    called = [_first_call(answer) for answer in answers]
     ended = [
         call
         for call, one in zip(called, answers, strict=True)
@@ -102,6 +124,32 @@ async def _row(engine: CPUPagedEngine, choice: str) -> dict[str, Any]:
     row |= {"right tool %": 100 * tool / len(REQUESTS), "right %": 100 * right / len(REQUESTS)}
     print(json.dumps(row), flush=True)
     return row
+
+
+async def _needless_row(engine: CPUPagedEngine) -> dict[str, Any]:
+    answers = await _answers(engine, NEEDLESS, "auto")
+    row = {
+        "tool_choice": "auto, no tool needed",
+        "asked": len(NEEDLESS),
+        "called": sum(map(bool, map(_first_call, answers))),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+async def _answers(
+    engine: CPUPagedEngine, questions: Sequence[str], choice: str
+) -> list[dict[str, Any]]:
+    transport = httpx.ASGITransport(app=create_app(engine, ServerSettings()))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=600
+    ) as client:
+        return [await _asked(client, question, choice) for question in questions]
+
+
+def _first_call(answer: dict[str, Any]) -> Any:
+    """None where nothing is called."""
+    return answer["message"].get("tool_calls", [None])[0]
 
 
 async def _asked(client: httpx.AsyncClient, question: str, choice: str) -> dict[str, Any]:
@@ -140,3 +188,17 @@ def is_right(call: dict[str, Any] | None, name: str, arguments: dict[str, Any]) 
 
 def _plain(value: Any) -> str:
     return str(value).strip().strip(".!").lower().removeprefix("the ")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("models", nargs="+", help="GGUF files or folders of models")
+    given = options.parse_args()
+    for model in given.models:
+        print(model, flush=True)
+        with CPUPagedEngine.from_pretrained(model, num_blocks=256) as engine:
+            tool_rows(engine)
+
+
+if __name__ == "__main__":
+    main()
