@@ -52,6 +52,9 @@ __all__ = ["EngineParts", "build_from_model", "build_from_path", "load_tokenizer
 _LOG = logging.getLogger(__name__)
 _LOADING_OPTIONS = ("dtype", "revision", "token", "local_files_only", "pack_cache", "rope_range")
 _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
+_TORCH_REASON = (
+    "mode='chunk_kv_reuse' of a loaded model needs it; backend='cpu' is faster without that mode"
+)
 _DEFAULTS = EngineConfig()
 
 
@@ -207,15 +210,16 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
     from kvboost_edge.runners.torch.runner import TorchRunner
 
-    if (
-        config.runner in ("native", "onnx")
-        or config.weights != "auto"
-        or config.kv_bits not in ((16, 16), (8, 8))
-    ):
+    if config.runner in ("native", "onnx") or config.weights != "auto":
         raise ConfigError(
-            "a loaded transformers model runs on the torch runner, which has no weights= and "
-            f"keeps KV at kv_cache_bits=16 or 8, not {config.kv_cache_bits!r}; give a path for "
-            "another runner"
+            "a loaded transformers model runs on the torch runner, which has no weights=; give a "
+            "path for another runner"
+        )
+    if config.kv_bits not in ((16, 16), (8, 8)):
+        raise ConfigError(
+            f"kv_cache_bits={config.kv_cache_bits!r} needs the native runner: a loaded "
+            "transformers model runs on the torch runner, which keeps KV at kv_cache_bits=16 or 8; "
+            f"give one of these, or from_pretrained(path, kv_cache_bits={config.kv_cache_bits!r})"
         )
     check_model_compatibility(model.config.to_dict(), strict=config.strict)
     own = str(model.device)
@@ -228,6 +232,8 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     runner = TorchRunner(model, block_size=config.block_size, kv_bits=config.kv_bits)
+    if config.backend == "auto" and choice.name == "cpu" and runner.turning_refusal is None:
+        choice = BackendChoice("torch", choice.device, _TORCH_REASON)
     fingerprint = fingerprint_of_module(model, tokenizer)
     parts = _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
     return dataclasses.replace(

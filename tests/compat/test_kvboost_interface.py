@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 import kvboost_edge
 from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.random_ids import random_ids
 from kvboost_edge import (
     CPUPagedEngine,
     GenerationMode,
@@ -136,6 +137,36 @@ def test_a_loaded_model_by_position(loaded):
         device=None,
     ) as engine:
         assert engine.paged_stats()["num_blocks"] * engine.config.block_size == 16 * 64
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_loaded_model_reuses_chunks_by_default(loaded, bits):
+    """In KVBoost that is the mode of every call, and its models are all loaded ones."""
+    with KVBoost(*loaded, kv_cache_bits=bits, num_blocks=64, reuse_gate="off") as engine:
+        assert engine.paged_stats()["backend"] == "torch"
+        document = random_ids(96, 1)
+        engine.warm(document)
+        prompt = [*random_ids(17, 2), *document, *random_ids(5, 3)]
+        result = engine.generate(prompt, 3, GenerationMode.CHUNK_KV_REUSE)
+        assert result.mode == "chunk_kv_reuse"
+        assert result.reused_span_tokens > 48
+    with KVBoost(*loaded, num_blocks=64, backend="cpu") as engine:
+        assert engine.paged_stats()["backend"] == "cpu"
+        with pytest.raises(RequestError, match="use backend='torch'"):
+            engine.generate(prompt, 3, GenerationMode.CHUNK_KV_REUSE)
+
+
+def test_a_loaded_model_without_rope_keeps_the_compiled_kernels(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model("gpt2", tmp_path))
+    with KVBoost(build_tiny_model("gpt2"), tokenizer, num_blocks=32, strict=False) as engine:
+        assert engine.paged_stats()["backend"] == "cpu"
+        with pytest.raises(RequestError, match="does not take positions from rope"):
+            engine.generate(QUESTION, 3, GenerationMode.CHUNK_KV_REUSE)
+
+
+def test_4_bits_of_a_loaded_model_are_refused_with_the_way_out(loaded):
+    with pytest.raises(ConfigError, match=r"or from_pretrained\(path, kv_cache_bits=4\)"):
+        KVBoost(*loaded, kv_cache_bits=4)
 
 
 # Generation.

@@ -129,9 +129,16 @@ class TorchRunner:
             check_against_eager(self)
 
     @property
-    def moved_keys_refusal(self) -> str | None:
+    def turning_refusal(self) -> str | None:
+        """Why the model's keys are not attended at other positions on any backend, or None."""
         if self._turning.refusal is not None:
             return f"{self._kind}: {self._turning.refusal}; use runner='native'"
+        return None
+
+    @property
+    def moved_keys_refusal(self) -> str | None:
+        if self._turning.refusal is not None:
+            return self.turning_refusal
         if isinstance(self._backend, TorchBackend):
             return None
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
