@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.options import check_options, option
+from kvboost_edge.options import check_options, option, refuse_unknown
 
 __all__ = [
     "CHOICES",
@@ -252,6 +252,7 @@ class EngineConfig:
         low=1,
         high=_MAX_THREADS,
         unset="the CPUs that this process may use",
+        flag="--num-threads --threads",
     )
     strict: bool = option(
         True, "Refuse unsupported models and warn of untested ones", bool, group="Model", flag=None
@@ -475,10 +476,7 @@ class EngineConfig:
         """Build a config from keyword options; an unknown name raises ConfigError that lists the
         known ones.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; known options: {', '.join(known)}")
+        refuse_unknown("option", options, (f.name for f in dataclasses.fields(cls)), ConfigError)
         return cls(**options)
 
     def __post_init__(self) -> None:

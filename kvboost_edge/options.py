@@ -8,19 +8,36 @@ docs/reference/options.md read these declarations.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, cast
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["Option", "as_float", "as_int", "check_options", "option", "option_of", "options_of"]
+__all__ = [
+    "Option",
+    "as_float",
+    "as_int",
+    "check_options",
+    "nearest",
+    "option",
+    "option_of",
+    "options_of",
+    "refuse_unknown",
+]
 
 T = TypeVar("T")
+
+# Names of other programs, and ours.
+_ELSEWHERE = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_tokens"), ("max_new_tokens",)),
+    **dict.fromkeys(("n_threads", "num_thread"), ("threads", "num_threads")),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +106,19 @@ class Option:
         if isinstance(self.default, tuple):
             return ",".join(self.default)
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def allowed(self) -> str:
+        """The values allowed; "" where its class checks them."""
+        if self.values:
+            return ", ".join(self.values)
+        if self.kind is bool:
+            return "true, false"
+        if self.kind in (int, float):
+            number = "integer" if self.kind is int else "number"
+            unit = f" ({self.unit})" if self.unit else ""
+            return f"{number}, {self.describe()}{unit}"
+        return "text" if self.kind is str else ""
 
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
         """Return the value in the declared type.
@@ -202,6 +232,35 @@ def check_options(instance: Any, error: type[Exception]) -> None:
         checked = declared.checked(name, value, error)
         if checked is not value:
             object.__setattr__(instance, name, checked)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most likely meant, "" where none is close.
+
+    Names of other programs count as ours; a beginning of a name comes before a similar name.
+    """
+    names = list(known)
+    plain = name.lstrip("-").replace("-", "_")
+    meant = _ELSEWHERE.get(plain, ())
+    same = [one for one in names if one.lstrip("-").replace("-", "_") in meant]
+    begun = [one for one in names if one.startswith(name)]
+    close = difflib.get_close_matches(name, names, n=1)
+    return next(iter([*same, *begun, *close]), "")
+
+
+def refuse_unknown(
+    what: str, names: Iterable[str], known: Iterable[str], error: type[Exception]
+) -> None:
+    """Raise `error` for the first of `names`, in alphabetical order, that is not in `known`.
+
+    what   kind of the names, for the message
+    """
+    listed = list(known)
+    unknown = sorted(set(names) - set(listed))
+    if unknown:
+        likely = nearest(unknown[0], listed)
+        hint = f"did you mean {likely!r}? known" if likely else "known"
+        raise error(f"unknown {what} {unknown[0]!r}; {hint} options: {', '.join(listed)}")
 
 
 def as_int(name: str, value: object, error: type[Exception] = RequestError) -> int:

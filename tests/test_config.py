@@ -153,8 +153,9 @@ def test_reuse_options_out_of_range_are_refused_by_name(name, value):
         EngineConfig.from_options(**{name: value})
 
 
-def test_an_unknown_option_lists_the_known_ones():
-    with pytest.raises(
-        ConfigError, match="unknown option 'chunk_sise'; known options: runner, backend"
-    ):
+def test_an_unknown_option_lists_the_known_ones_and_names_the_nearest():
+    meant = r"unknown option 'chunk_sise'; did you mean 'chunk_size'\? known options: runner, "
+    with pytest.raises(ConfigError, match=meant):
         EngineConfig.from_options(chunk_sise=1)
+    with pytest.raises(ConfigError, match="unknown option 'xyzzy'; known options: runner, backend"):
+        EngineConfig.from_options(xyzzy=1)

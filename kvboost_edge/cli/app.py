@@ -8,20 +8,36 @@ import enum
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from kvboost_edge.cli.cache.commands import add_cache
-from kvboost_edge.cli.options import token_limit
+from kvboost_edge.cli.options import list_options, print_engine_options, token_limit
 from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.server.flags import USAGE_ERROR, suggest_flag
 
 __all__ = ["app", "run"]
 
 DEMO_MODEL = "kvboost-edge/demo"
 
+
+class _Commands(TyperGroup):
+    """The commands; a wrong flag of one of them suggests the nearest."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:
+            if getattr(error, "option_name", None) in ("-o", "--option"):  # it has no value
+                print_engine_options()
+            suggest_flag(error)
+            raise
+
+
 app = typer.Typer(
     name="kvboost-edge",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -46,9 +62,11 @@ EngineOptions = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
+        is_eager=True,
+        callback=list_options,
         help=(
             "Any engine option, repeatable: backend=reference, dtype=float32, num_threads=2, "
-            "max_cache_bytes=4e9 …"
+            "max_cache_bytes=4e9 …; list shows all of them with type and meaning."
         ),
     ),
 ]

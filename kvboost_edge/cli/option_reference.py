@@ -12,7 +12,7 @@ from pathlib import Path
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.options import Option, options_of
+from kvboost_edge.options import options_of
 from kvboost_edge.server.serve_options import command_options
 from kvboost_edge.server.settings import ServerSettings
 
@@ -50,22 +50,10 @@ def option_page() -> str:
             flag = ", ".join(f"`{one}`" for one in declared.flags(name)) if name in flags else ""
             cells = (f"`{name}`", flag) if has_flags else (f"`{name}`",)
             shown = declared.shown_default
-            rows.append((*cells, declared.help, _allowed(declared), shown))
+            rows.append((*cells, declared.help, declared.allowed, shown))
         lines = "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
         parts.append(f"\n## {title}\n\n{text}\n\n{lines}\n")
     return "".join(parts)
-
-
-def _allowed(declared: Option) -> str:
-    if declared.values:
-        return ", ".join(declared.values)
-    if declared.kind is bool:
-        return "true, false"
-    if declared.kind in (int, float):
-        number = "integer" if declared.kind is int else "number"
-        unit = f" ({declared.unit})" if declared.unit else ""
-        return f"{number}, {declared.describe()}{unit}"
-    return "text" if declared.kind is str else ""
 
 
 def main(arguments: list[str]) -> None:

@@ -5,21 +5,31 @@ engine's to refuse.
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
-from kvboost_edge.config import GenerationMode, RecomputeStrategy, kv_bits_from_text
+from kvboost_edge.config import (
+    EngineConfig,
+    GenerationMode,
+    RecomputeStrategy,
+    kv_bits_from_text,
+)
 from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.options import options_of
 
 __all__ = [
     "CACHE_USE",
     "cache_use",
     "engine_options",
+    "list_options",
     "one_model",
     "parse_value",
+    "print_engine_options",
     "remote_options",
     "sampling_options",
     "token_limit",
@@ -28,10 +38,34 @@ __all__ = [
 CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
 """Settings of a request that a server takes in its `kvboost` object."""
 
+_MAX_WIDTH = 100
 _WORDS = {"true": True, "false": False, "none": None}
 _NO_LIMIT = ("max", "none")
 # These stay text whatever they look like.
 _ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device"})
+
+
+def list_options(pairs: list[str] | None) -> list[str] | None:
+    """Return the values of `-o`. If `list` is among them, print all engine options and exit."""
+    if pairs is not None and "list" in pairs:
+        print_engine_options()
+    return pairs
+
+
+def print_engine_options() -> NoReturn:
+    """Print name, type and meaning of each engine option, and exit."""
+    fill = textwrap.TextWrapper(
+        min(shutil.get_terminal_size().columns, _MAX_WIDTH),
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
+    for name, declared in options_of(EngineConfig).items():
+        kind = declared.allowed or declared.metavar.lower()
+        typer.echo(f"{name}: {kind}" if kind else name)
+        default = f". Default: {declared.shown_default}" if declared.shown_default else ""
+        typer.echo(fill.fill(f"{declared.help}{default}"))
+    raise typer.Exit
 
 
 def parse_value(text: str) -> Any:

@@ -243,6 +243,18 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     )
 
 
+def _warn_of_threads(num_threads: int | None) -> None:
+    """Log that more threads are asked for than can run at a time."""
+    usable = default_num_threads()
+    if num_threads is not None and num_threads > usable:
+        _LOG.warning(
+            "num_threads=%d: this process may use %d CPU%s; more threads only wait for each other",
+            num_threads,
+            usable,
+            "" if usable == 1 else "s",
+        )
+
+
 def _assemble(
     config: EngineConfig,
     choice: BackendChoice,
@@ -257,6 +269,7 @@ def _assemble(
     model, for people.
     """
     info = runner.info
+    _warn_of_threads(config.num_threads)
     with _closed_on_error(runner):
         available = (
             available_on(choice.device)

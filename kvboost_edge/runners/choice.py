@@ -96,6 +96,11 @@ def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
     runner could do what is asked for and does not know the model.
     """
     wishes = {name: wish for name in RUNNERS if (wish := _wish(name, config, model))}
+    if model.is_gguf and "torch" in wishes:
+        raise ConfigError(
+            f"{wishes['torch']}: a GGUF file runs on the CPU only, in the native runner; leave the "
+            "option out, or give the model as safetensors"
+        )
     if len(wishes) > 1:
         (first, wish), (second, other) = list(wishes.items())[:2]
         raise ConfigError(

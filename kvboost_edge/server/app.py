@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from kvboost_edge import __version__
 from kvboost_edge.errors import ConfigError
@@ -110,10 +111,10 @@ def create_app(
     app.state.kv = state
     for router in ROUTERS:
         app.include_router(router)
-    install_error_handlers(app)
+    routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
+    install_error_handlers(app, (one.path for one in routes if isinstance(one, Route)))
     # The last one added is the outermost.
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
-    routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
     app.add_middleware(
         AuthMiddleware,
         state=state,

@@ -8,9 +8,10 @@ errors, validation errors and unknown routes into answers. What is not the clien
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -42,6 +43,7 @@ __all__ = [
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MAX_MESSAGE = 2000
+_MAX_CLOSE = 3  # routes that a 404 suggests
 _SHORT = 1e30  # a number that can be read
 
 
@@ -169,12 +171,18 @@ def error_response(error: ApiError, path: str = "") -> Response:
     )
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every failure inside the app an answer in the shape of its API."""
+def install_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
+    """Make every failure inside the app an answer in the shape of its API.
+
+    paths   paths of the routes, which the 404 of another path suggests
+    """
+    known = [path for path in paths if "{" not in path]
 
     async def answer(request: Request, error: Exception) -> Response:
         alive = request.app.state.kv.engine_alive(request.scope)
         api_error = as_api_error(error, engine_alive=alive)
+        if "route" not in request.scope and api_error.status_code == 404:
+            api_error = _no_route(request.scope["path"], known)
         if api_error.status_code == 500:
             log_failure(request.scope, error)
         return error_response(api_error, request.scope["path"])
@@ -193,6 +201,26 @@ def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
         error=type(error).__name__,
         place=failure_place(error),
     )
+
+
+def _no_route(path: str, known: Sequence[str]) -> ApiError:
+    """Make the 404 of a path that no route has."""
+    close = _close_routes(path, known)
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
+    message = f"there is no such route; {meant}docs/apis.md and /openapi.json list the routes"
+    return ApiError(404, message, code=_CODES[404])
+
+
+def _close_routes(path: str, known: Sequence[str]) -> list[str]:
+    """Return up to three routes: those that end with the path or the path with them, then similar
+    ones.
+    """
+    path = path.rstrip("/").lower()
+    if not path:
+        return []
+    same_end = [one for one in known if one != "/" and (one.endswith(path) or path.endswith(one))]
+    similar = difflib.get_close_matches(path, known)
+    return list(dict.fromkeys([*same_end, *similar]))[:_MAX_CLOSE]
 
 
 def _plain(error: HTTPException) -> str:

@@ -13,7 +13,7 @@ import typer.main
 from typer.core import TyperCommand
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.options import Option, options_of
+from kvboost_edge.options import Option, nearest, options_of
 from kvboost_edge.server.serve_options import (
     ServeOptions,
     command_options,
@@ -21,10 +21,10 @@ from kvboost_edge.server.serve_options import (
     options_from,
 )
 
-__all__ = ["parse_flags", "serve_command"]
+__all__ = ["USAGE_ERROR", "parse_flags", "serve_command", "suggest_flag"]
 
-# UsageError of click, or of the copy that newer versions of typer have.
-_USAGE_ERROR = cast(type[Exception], typer.BadParameter.__bases__[0])
+USAGE_ERROR = cast(type[Exception], typer.BadParameter.__bases__[0])
+"""UsageError of click, or of the copy that newer versions of typer have."""
 
 
 class _ServeCommand(TyperCommand):
@@ -57,13 +57,27 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     command = serve_command(lambda options: options)
     try:
         found = command.main(args=list(argv), prog_name=prog, standalone_mode=False)
-    except _USAGE_ERROR as error:
+    except USAGE_ERROR as error:
+        suggest_flag(error)
         message = error.format_message()  # type: ignore[attr-defined]
         print(f"{prog}: error: {message}\nTry '{prog} --help'.", file=sys.stderr)
         raise SystemExit(2) from error
     if not isinstance(found, ServeOptions):  # the exit code after --help
         raise SystemExit(found)
     return found
+
+
+def suggest_flag(error: Any) -> None:
+    """Name the nearest flag in the message of a usage error about an unknown one."""
+    if not hasattr(error, "possibilities") or error.ctx is None:
+        return
+    parameters = error.ctx.command.params
+    known = [flag for one in parameters for flag in (*one.opts, *one.secondary_opts)]
+    likely = nearest(error.option_name, [flag for flag in known if flag.startswith("--")])
+    error.message = f"No such option: {error.option_name}" + (
+        f". Did you mean {likely}?" if likely else ""
+    )
+    error.possibilities = None
 
 
 def _parameter(name: str, declared: Option) -> inspect.Parameter:

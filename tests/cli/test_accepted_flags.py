@@ -115,6 +115,7 @@ SERVE = """
 --max-batch-tokens 64
 --max-pinned-blocks 0
 --num-threads 1
+--threads 1
 --recompute-strategy cacheblend
 --recompute-overlap 8
 --recompute-ratio 0.25

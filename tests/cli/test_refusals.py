@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.options import options_of
+
 EACH = pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=["generate", "chat"])
 
 
@@ -45,6 +48,37 @@ def refusal(printed):
 )
 def test_settings_are_checked_first(no_model, command, extra, named, refusal):
     assert named in refusal(*command, *extra)
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        ("generate x --temperatur 1", "--temperature"),
+        ("generate x --thread 1", "--threads"),
+        ("chat --n-predict 5", "--max-new-tokens"),
+        ("cache status --jso", "--json"),
+        ("serve --prot 1", "--port"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(printed, argv, meant):
+    err = printed(*argv.split(), code=2).err
+    given = next(word for word in argv.split() if word.startswith("--"))
+    assert f"No such option: {given}. Did you mean {meant}? " in " ".join(err.split())
+
+
+def test_an_unknown_flag_without_likeness_names_none(printed):
+    err = printed("generate", "x", "--xyzzy", code=2).err
+    assert "No such option: --xyzzy " in " ".join(err.split())
+    assert "Did you mean" not in err
+
+
+@pytest.mark.parametrize("argv", ["generate -o list", "generate x -o", "chat --option list"])
+def test_the_engine_options_are_listed(no_model, printed, argv):
+    lines = printed(*argv.split()).out.splitlines()
+    shown = {name for line in lines if not line.startswith(" ") for name in line.split(":")[:1]}
+    assert shown == set(options_of(EngineConfig))
+    assert "block_size: integer, a multiple of 16, at most 256 (tokens)" in lines
+    assert "    Tokens in a block of the KV cache. Default: 16" in lines
 
 
 @EACH

@@ -134,7 +134,10 @@ BAD_OPTIONS = [
     ({**REUSE, "recompute_overlap": 1.5}, r"recompute_overlap=1.5 must be an integer"),
     ({**REUSE, "recompute_ratio": 1.01}, r"recompute_ratio=1.01 must be in \[0, 1\]"),
     ({**REUSE, "recompute_ratio": NAN}, r"recompute_ratio=nan must be in \[0, 1\]"),
-    ({"temprature": 1.0}, "unknown sampling option 'temprature'; known options: temperature"),
+    (
+        {"temprature": 1.0},
+        "unknown sampling option 'temprature'; did you mean 'temperature'\\? known options: temperature",
+    ),
     ({"sampling": {"temperature": 1.0}}, "must be a SamplingParams"),
     ({"sampling": SamplingParams(), "top_k": 3}, "sampling= and top_k= are both given"),
 ]

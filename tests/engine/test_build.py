@@ -38,6 +38,17 @@ def test_weights_are_weighed_as_they_are_packed(weights, tmp_path, monkeypatch):
         CPUPagedEngine.from_pretrained(directory, weights=weights, num_blocks=8)
 
 
+def test_more_threads_than_cpus_are_warned_of(tiny_model_dir, monkeypatch, caplog):
+    monkeypatch.setattr(build, "default_num_threads", lambda: 2)
+    for num_threads, warned in ((None, 0), (2, 0), (3, 1)):
+        caplog.clear()
+        options = {"num_blocks": 8, "num_threads": num_threads}
+        CPUPagedEngine.from_pretrained(tiny_model_dir, **options).close()
+        said = [text for text in caplog.messages if text.startswith(f"num_threads={num_threads}: ")]
+        assert len(said) == warned
+        assert all("may use 2 CPUs" in text for text in said)
+
+
 @pytest.mark.parametrize(
     ("method", "missing"), [("awq", "gptqmodel"), ("gptq", "optimum"), ("gptq", "gptqmodel")]
 )

@@ -120,7 +120,17 @@ def test_what_only_native_serves_is_refused_for_other_families(options, gguf):
 )
 def test_contradictions_are_refused_by_name(options, message):
     assert_raises(ConfigError, message, runner, **options)
-    assert_raises(ConfigError, "a GGUF file needs", runner, gguf=True, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "cuda"}, {"device": "mps", "weights": "int4"}, {"backend": "torch"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_gguf_file_runs_on_the_cpu_only(options):
+    name, value = next(iter(options.items()))
+    message = f"^{name}='{value}': a GGUF file runs on the CPU only"
+    assert_raises(ConfigError, message, runner, gguf=True, **options)
 
 
 def hybrid_of(model_type):

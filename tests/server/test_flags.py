@@ -343,6 +343,17 @@ def test_wrong_usage_is_one_line_and_where_help_is(capsys):
         assert second == "Try 'kvboost-server --help'."
 
 
+def test_a_wrong_flag_or_value_says_what_would_be_right(capsys):
+    for argv, said in (
+        (["--thread", "2"], "No such option: --thread. Did you mean --threads?"),
+        (["--temperatur", "0"], "No such option: --temperatur. Did you mean --temperature?"),
+        (["--batch-window-ms", "x"], "Invalid value for '--batch-window-ms': 'x' is not a number"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        assert capsys.readouterr().err.splitlines()[0] == f"kvboost-server: error: {said}"
+
+
 def test_serve_is_a_command_of_the_package(capsys):
     assert run(["serve", "--help"]) == 0
     shown = capsys.readouterr().out

@@ -10,7 +10,7 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.grammar import Grammar
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
-from kvboost_edge.options import as_float, as_int, check_options, option
+from kvboost_edge.options import as_float, as_int, check_options, option, refuse_unknown
 from kvboost_edge.reuse.recompute import Repair
 
 __all__ = [
@@ -158,12 +158,8 @@ class SamplingParams:
         """Build from keyword options; an unknown name raises RequestError that lists the known
         ones.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise RequestError(
-                f"unknown sampling option {unknown[0]!r}; known options: {', '.join(known)}"
-            )
+        known = (f.name for f in dataclasses.fields(cls))
+        refuse_unknown("sampling option", options, known, RequestError)
         return cls(**options)
 
     def __post_init__(self) -> None:

@@ -31,6 +31,27 @@ def test_models_by_the_client(live_server):
         assert missing.value.code == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("path", "routes"),
+    [
+        ("/chat/completions", ["/v1/chat/completions"]),
+        ("/v1/v1/chat/completions", ["/v1/chat/completions"]),
+        ("/v1/chat/completions/", ["/v1/chat/completions"]),
+        ("/models", ["/v1/models"]),
+        ("/v1/embedding", ["/v1/embeddings"]),
+        ("/xyzzy", []),
+    ],
+)
+async def test_an_unknown_route_lists_the_close_ones(tiny_app, path, routes):
+    answer = await tiny_app.post(path, json={})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "not_found"
+    meant = error["message"].partition("did you mean ")[2].partition("?")[0]
+    assert [one for one in meant.split(" or ") if one][: len(routes) or 1] == routes
+    assert "docs/apis.md and /openapi.json list the routes" in error["message"]
+
+
 async def test_tokenize_in_both_forms(tiny_app, tiny_engine):
     tokenizer = tiny_engine.tokenizer
     text = "Hello, wörld 🙂"
