@@ -7,6 +7,8 @@ and transformers are loaded on first use.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import numbers
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.prompt_groups import find_common_chunk_prefix, group_by_prefix
+
+_LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +74,7 @@ def batched_decode(
     do_sample: bool = False,
     device: str = "cpu",
     *,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[int]], LegacyKV]:
     """Decode a batch whose prompts are already in `past_kv`; return (token ids of each row, grown
     KV).
@@ -80,9 +84,10 @@ def batched_decode(
     first_tokens    [batch] the first new token of each row, counted in max_new_tokens and part of
                     the output
     start_pos       position of the first new token; one for each row if their lengths differ
-    attention_mask  int64 [batch, slots]: 0 hides a slot (padding). None: each row's last start_pos
-                    slots hold tokens, as left padding leaves them. Rows that share a prefix need
-                    it, because padding may follow the prefix
+    attention_mask  [batch, slots], a tensor or lists: 0 hides a slot, so padding may be anywhere.
+                    None: each row's last start_pos slots hold tokens, as left padding leaves them.
+                    Rows that share a prefix need a mask if their lengths differ, because padding
+                    may follow the prefix; start_pos=slots says that no slot is padding
 
     A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
     generator. Raises RequestError if the arguments leave open which slots hold tokens.
@@ -102,14 +107,14 @@ def batched_decode(
     is_cut = window is not None and slots == window - 1 and int(positions.max()) > slots
     visible = positions.clamp(max=slots) if is_cut else positions
     if attention_mask is None:
-        _check_no_shared_prefix(past_kv)
+        _check_shared_prefix(past_kv, start_pos, is_full=bool((positions == slots).all()))
         attention_mask = torch.arange(slots, device=device) >= slots - visible
-    mask = attention_mask.to(device=device, dtype=torch.int64)
+    mask = torch.as_tensor(attention_mask, dtype=torch.int64, device=device)
     if is_cut and mask.dim() == 2:
         mask = mask[:, -slots:]
     if mask.shape != (batch, slots) or not torch.equal(mask.sum(1, keepdim=True), visible):
         raise RequestError(
-            f"start_pos={start_pos} and an attention mask {tuple(attention_mask.shape)} over "
+            f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over "
             f"{slots} slots of {batch} rows do not agree: each row must see exactly start_pos "
             "slots, or all of a sliding window's"
         )
@@ -138,18 +143,32 @@ def batched_decode(
     return outputs, tuple((layer.keys, layer.values) for layer in cache.layers)
 
 
-def _check_no_shared_prefix(kv: LegacyKV) -> None:
-    """Raise RequestError if rows have equal first slots, hence a shared prefix.
+def _check_shared_prefix(kv: LegacyKV, start_pos: int | Sequence[int], *, is_full: bool) -> None:
+    """Raise RequestError if rows share a prefix, hence equal first slots, and may have padding
+    after it.
 
-    Only a mask could tell whether padding follows the prefix.
+    Only a mask tells where padding is, unless `is_full`: start_pos counts every slot. One number
+    for all rows may be the padded length, so that is logged once.
     """
     first = kv[0][0][:, :, 0]
-    if len(first) > 1 and bool((first == first[:1]).all()):
+    if len(first) < 2 or not bool((first == first[:1]).all()):
+        return
+    if not is_full:
         raise RequestError(
             "the rows begin with the same keys, as after broadcast_kv: give attention_mask=, ones "
             "for the shared prefix followed by the masks of pad_and_mask, and start_pos= its sum "
             "per row"
         )
+    if isinstance(start_pos, int):
+        _log_unpadded()
+
+
+@functools.cache
+def _log_unpadded() -> None:
+    _LOG.warning(
+        "batched_decode: the rows share a prefix and start_pos counts every slot, so none is taken "
+        "for padding; give attention_mask= if rows were padded, or start_pos= as a list if none was"
+    )
 
 
 def _check_temperature(temperature: object) -> None:

@@ -1,15 +1,20 @@
-"""Common prefixes of several prompts, in whole chunks."""
+"""Common prefixes of several prompts, and KVBoost's hashes of token ids."""
 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.kvcache.hashing import encode_tokens
 
-__all__ = ["find_common_chunk_prefix", "group_by_prefix"]
+__all__ = [
+    "chained_hash",
+    "content_hash_from_tokens",
+    "find_common_chunk_prefix",
+    "group_by_prefix",
+]
 
 
 def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size: int) -> int:
@@ -17,7 +22,7 @@ def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size:
 
     One prompt: its length.
     """
-    _check_chunk_size(chunk_size)
+    _check_count("chunk_size", chunk_size, 1)
     if len(all_token_ids) < 2:
         return len(all_token_ids[0]) if all_token_ids else 0
     first = all_token_ids[0]
@@ -36,12 +41,14 @@ def group_by_prefix(
     chunk_size: int,
     n_prefix_chunks: int = 3,
 ) -> dict[str, list[int]]:
-    """Group prompts that share their first `n_prefix_chunks` whole chunks.
+    """Group prompts whose first `n_prefix_chunks * chunk_size` tokens are equal; of a shorter
+    prompt, all its tokens count.
 
-    Return {key: indices in order of appearance}. A prompt with fewer whole chunks is grouped by
-    those it has; with none, with others that have none and are equal.
+    Return {key: indices in order of appearance}. The key is the `content_hash_from_tokens` of those
+    tokens, "empty" without any.
     """
-    _check_chunk_size(chunk_size)
+    _check_count("chunk_size", chunk_size, 1)
+    _check_count("n_prefix_chunks", n_prefix_chunks, 0)
     if len(prompts) != len(token_ids_list):
         raise RequestError(
             f"{len(prompts)} prompts and {len(token_ids_list)} lists of token ids; give one for "
@@ -49,13 +56,26 @@ def group_by_prefix(
         )
     groups: dict[str, list[int]] = {}
     for index, token_ids in enumerate(token_ids_list):
-        num_chunks = min(n_prefix_chunks, len(token_ids) // chunk_size)
-        prefix = token_ids[: num_chunks * chunk_size] if num_chunks else token_ids
-        key = hashlib.sha256(array("q", [num_chunks, *prefix]).tobytes()).hexdigest()
+        prefix = token_ids[: n_prefix_chunks * chunk_size]
+        key = content_hash_from_tokens(prefix) if len(prefix) else "empty"
         groups.setdefault(key, []).append(index)
     return groups
 
 
-def _check_chunk_size(chunk_size: int) -> None:
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise RequestError(f"chunk_size={chunk_size!r} must be an integer of at least 1")
+def content_hash_from_tokens(token_ids: Sequence[int]) -> str:
+    """Return the SHA-256 of token ids alone, as 64 hexadecimal digits."""
+    return hashlib.sha256(encode_tokens(token_ids)).hexdigest()
+
+
+def chained_hash(token_ids: Sequence[int], parent_hash: str | None = None) -> str:
+    """Return the SHA-256 of a chunk and the hash of the chunk before it, as 64 hexadecimal digits.
+
+    The prefix hashes of this package's cache cover model, KV format and tenant too.
+    """
+    parent = (parent_hash or "root").encode()
+    return hashlib.sha256(parent + encode_tokens(token_ids)).hexdigest()
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RequestError(f"{name}={value!r} must be an integer of at least {least}")

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from helpers.models.tiny_models import EOS_ID, PAD_ID, build_tiny_model
+from kvboost_edge.compat import hf_batches
 from kvboost_edge.compat.hf_batches import (
     batched_decode,
     broadcast_kv,
@@ -161,13 +162,36 @@ def test_the_rows_own_signature_is_refused_where_it_leaves_open_what_is_padding(
     and suffix.
     """
     past, first, full = behind_the_prefix(llama)
-    for start in (25, [25, 21, 23]):
+    for start in (24, [25, 21, 23]):
         with pytest.raises(RequestError, match=r"attention_mask=.* pad_and_mask"):
             batched_decode(llama, past, first, start, 4, None, 1.0, False, "cpu")
     outputs, _ = batched_decode(
         llama, past, first, full.sum(1).tolist(), 4, None, attention_mask=full
     )
     assert outputs == [greedy(llama, PREFIX[0].tolist() + s, 4, -1) for s in SUFFIXES]
+
+
+@pytest.fixture
+def unlogged():
+    hf_batches._log_unpadded.cache_clear()
+
+
+@pytest.mark.usefixtures("unlogged")
+def test_rows_of_equal_length_after_broadcast_kv_need_no_mask(llama, caplog):
+    with torch.inference_mode():
+        past = broadcast_kv(past_of(llama(PREFIX, use_cache=True)), 3)
+    first = torch.tensor([7, 20, 30])
+    singles = [[int(t), *greedy(llama, [*PREFIX[0].tolist(), int(t)], 5, -1)] for t in first]
+    outputs, _ = batched_decode(llama, past, first, [20, 20, 20], 6, None)
+    assert outputs == singles
+    assert caplog.messages == []
+    for _ in range(2):
+        outputs, _ = batched_decode(llama, past, first, 20, 6, None, 1.0, False, "cpu")
+        assert outputs == singles
+    [line] = caplog.messages
+    assert "give attention_mask= if rows were padded" in line
+    with pytest.raises(RequestError, match="attention_mask="):
+        batched_decode(llama, past, first, 19, 6, None)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
