@@ -1,15 +1,17 @@
 """CPU-first inference for decoder-only language models.
 
 The public names are importable from here and loaded on first use: importing the package loads none
-of torch, transformers and numba.
+of torch, transformers and numba. KVBoost's modules export theirs through the same table.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvboost_edge.chunk_registry import ChunkRegistry
     from kvboost_edge.compat.flash import (
         flash_attention_available,
         get_flash_attn_tier,
@@ -41,9 +43,15 @@ if TYPE_CHECKING:
         ModelFormatError,
         RequestError,
     )
-    from kvboost_edge.kvcache.prompt_groups import find_common_chunk_prefix, group_by_prefix
+    from kvboost_edge.kvcache.prompt_groups import (
+        chained_hash,
+        content_hash_from_tokens,
+        find_common_chunk_prefix,
+        group_by_prefix,
+    )
     from kvboost_edge.models.config.architectures import (
         SUPPORTED_ARCHITECTURES,
+        UNSUPPORTED_ARCHITECTURES,
         CompatibilityReport,
         check_model_compatibility,
     )
@@ -58,6 +66,7 @@ _EXPORTS = {
     "BackendUnavailable": "kvboost_edge.errors",
     "CPUPagedEngine": "kvboost_edge.engine.engine",
     "CacheCorruption": "kvboost_edge.errors",
+    "ChunkRegistry": "kvboost_edge.chunk_registry",
     "CapacityError": "kvboost_edge.errors",
     "ChunkStrategy": "kvboost_edge.config",
     "CompatibilityReport": "kvboost_edge.models.config.architectures",
@@ -81,12 +90,16 @@ _EXPORTS = {
     "RequestHandle": "kvboost_edge.engine.handle",
     "SUPPORTED_ARCHITECTURES": "kvboost_edge.models.config.architectures",
     "SamplingParams": "kvboost_edge.engine.request.request",
+    "UNSUPPORTED_ARCHITECTURES": "kvboost_edge.models.config.architectures",
     "TokenEvent": "kvboost_edge.engine.handle",
     "TokenLogprobs": "kvboost_edge.engine.request.results",
     "WarmResult": "kvboost_edge.engine.request.results",
     "batched_decode": "kvboost_edge.compat.hf_batches",
     "broadcast_kv": "kvboost_edge.compat.hf_batches",
+    "chained_hash": "kvboost_edge.kvcache.prompt_groups",
     "check_model_compatibility": "kvboost_edge.models.config.architectures",
+    "chunk_id_from_tokens": "kvboost_edge.kvcache.prompt_groups:content_hash_from_tokens",
+    "content_hash_from_tokens": "kvboost_edge.kvcache.prompt_groups",
     "find_common_chunk_prefix": "kvboost_edge.kvcache.prompt_groups",
     "flash_attention_available": "kvboost_edge.compat.flash",
     "get_flash_attn_tier": "kvboost_edge.compat.flash",
@@ -96,12 +109,80 @@ _EXPORTS = {
     "uninstall_flash_attention": "kvboost_edge.compat.flash",
 }
 
+# KVBoost's modules -> names of the table that they export, besides those that they define. They ask
+# for them by `_load`, so modules above them are named here alone.
+_MODULES: dict[str, set[str]] = {
+    "kvboost_edge.batch": {
+        "batched_decode",
+        "broadcast_kv",
+        "find_common_chunk_prefix",
+        "group_by_prefix",
+    },
+    "kvboost_edge.chunk_registry": set(),  # defines its own
+    "kvboost_edge.compat": {
+        "SUPPORTED_ARCHITECTURES",
+        "UNSUPPORTED_ARCHITECTURES",
+        "check_model_compatibility",
+    },
+    "kvboost_edge.engine": {
+        "CPUPagedEngine",
+        "ChunkStrategy",
+        "CorrectnessReport",
+        "GenerationMode",
+        "GenerationResult",
+        "InferenceEngine",
+        "KVBoost",
+        "RecomputeStrategy",
+        "WarmResult",
+    },
+    "kvboost_edge.models": {
+        "WarmResult",
+        "chained_hash",
+        "chunk_id_from_tokens",
+        "content_hash_from_tokens",
+    },
+}
+
+_ENGINE_CACHE = "KV stays in the blocks of one pool, which its engine manages; use "
+# KVBoost's public names that are not offered -> what to use.
+_NOT_OFFERED = {
+    **dict.fromkeys(
+        ("AssembledPrompt", "CachedChunk", "ChunkMatch", "PastKVType"),
+        _ENGINE_CACHE + "engine.warm_result(token_ids) to see what of a prompt is cached",
+    ),
+    "KVCacheManager": _ENGINE_CACHE + "engine.cache_manager to read its figures",
+    **dict.fromkeys(
+        ("BlockAllocator", "ChunkBlockMapper", "paged_attention_fwd"),
+        _ENGINE_CACHE + "engine.paged_stats() to read its figures",
+    ),
+    **dict.fromkeys(
+        ("install_paged_attention", "uninstall_paged_attention"),
+        "paged attention is the engine's own; use CPUPagedEngine(model, tokenizer)",
+    ),
+    **dict.fromkeys(
+        ("AssemblyMode", "PromptAssembler"),
+        "the engine reuses cached KV itself; choose how with mode= of generate",
+    ),
+    **dict.fromkeys(
+        ("CacheBlendRecompute", "SelectiveRecompute"),
+        "the engine recomputes reused tokens itself; choose how with its option recompute_strategy",
+    ),
+    **dict.fromkeys(
+        ("QuantizedKV", "dequantize_kv", "quantize_kv"),
+        "the pool quantizes KV itself; use the option kv_cache_bits",
+    ),
+    "DiskTier": "the engine opens its disk tier itself; use the option disk_cache_dir",
+    "default_device": "the engine selects the device itself; leave device= out",
+}
+
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
+    "UNSUPPORTED_ARCHITECTURES",
     "BackendUnavailable",
     "CPUPagedEngine",
     "CacheCorruption",
     "CapacityError",
+    "ChunkRegistry",
     "ChunkStrategy",
     "CompatibilityReport",
     "ConfigError",
@@ -129,7 +210,9 @@ __all__ = [
     "__version__",
     "batched_decode",
     "broadcast_kv",
+    "chained_hash",
     "check_model_compatibility",
+    "content_hash_from_tokens",
     "find_common_chunk_prefix",
     "flash_attention_available",
     "get_flash_attn_tier",
@@ -141,13 +224,24 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562) and keep it."""
-    target = _EXPORTS.get(name)
+    """Load a public name, or one of KVBoost's modules, on first use (PEP 562) and keep it."""
+    module = f"{__name__}.{name}"
+    return importlib.import_module(module) if module in _MODULES else _load(__name__, name)
+
+
+def _load(module: str, name: str) -> Any:
+    """Load a name that a module exports through the table, and set it there.
+
+    Raises ImportError for a name of KVBoost that is not offered, AttributeError for other names.
+    """
+    if name in _NOT_OFFERED:
+        raise ImportError(f"{module}.{name} is not offered: {_NOT_OFFERED[name]}", name=name)
+    target = _EXPORTS.get(name) if name in _MODULES.get(module, __all__) else None
     if target is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = target.partition(":")
-    value = getattr(importlib.import_module(module), attribute or name)
-    globals()[name] = value
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    source, _, attribute = target.partition(":")
+    value = getattr(importlib.import_module(source), attribute or name)
+    setattr(sys.modules[module], name, value)
     return value
 
 

@@ -136,6 +136,84 @@ def test_a_circle_is_found_wherever_an_import_stands(back, tmp_path, monkeypatch
     assert circle(name) == []
 
 
+# The table of public names, the only module that may name modules above those that load them, and
+# the modules of KVBoost that ask it.
+TABLE = "kvboost_edge"
+ASKING = {
+    f"kvboost_edge.{name}" for name in ("batch", "chunk_registry", "compat", "engine", "models")
+}
+
+
+def rooms_by_row():
+    """Return the row of each room in the contract "Rooms import downward only"; 0 is the top."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [contract] = [
+        contract
+        for contract in settings["tool"]["importlinter"]["contracts"]
+        if contract.get("containers") == ["kvboost_edge"]
+    ]
+    return {
+        room.strip(): row
+        for row, rooms in enumerate(contract["layers"])
+        for room in rooms.split("|")
+    }
+
+
+def modules_named_in(text):
+    """Return the modules of the package that a source names as text: whole strings such as
+    "kvboost_edge.errors" or "kvboost_edge.errors:ConfigError", and arguments of import_module.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found |= {part.value for part in node.args if isinstance(part, ast.Constant)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {name for name in [node.value] if name.startswith("kvboost_edge.")}
+    names = {name.partition(":")[0] for name in found if re.fullmatch(r"[\w.]+(:\w+)?", name)}
+    return {name for name in names if name == TABLE or name.startswith("kvboost_edge.")}
+
+
+def upward_text_imports(sources):
+    """Return (module, named module) wherever a source names a module that is not below it."""
+    rows = rooms_by_row()
+    found = set()
+    for module, text in sources.items():
+        if module == TABLE:
+            continue
+        room = module.split(".")[1]
+        for name in modules_named_in(text):
+            other = name.partition(".")[2].partition(".")[0]
+            if other != room and rows.get(other, -1) <= rows[room]:
+                found.add((module, name))
+    return found
+
+
+def test_imports_by_text_point_downward_too():
+    """Modules that are loaded by name obey the contract of the rooms, with one exception."""
+    sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): (
+            path.read_text(encoding="utf-8")
+        )
+        for path in MODULES
+    }
+    assert upward_text_imports(sources) == {(module, TABLE) for module in ASKING}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'import_module("kvboost_edge")',
+        'TABLE = {"a": "kvboost_edge.engine.engine"}',
+        'importlib.import_module("kvboost_edge.text.tokenizer")',
+        'f("kvboost_edge.server.app:make")',
+    ],
+)
+def test_an_import_by_text_is_found_wherever_it_points_up(text):
+    assert upward_text_imports({"kvboost_edge.models.locate": text})
+    assert not upward_text_imports({"kvboost_edge.models.locate": '"kvboost_edge.errors"'})
+    assert not upward_text_imports({"kvboost_edge.models.locate": '"kvboost_edge is a package"'})
+
+
 SELECTIONS = {
     "make test": (),
     "make test, alone": ("alone",),

@@ -1,1 +1,11 @@
 """Model files: location, checks, fingerprint, and the checkpoint that is parsed once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name of KVBoost's module on first use."""
+    return import_module("kvboost_edge")._load(__name__, name)

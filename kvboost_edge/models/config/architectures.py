@@ -25,6 +25,7 @@ __all__ = [
     "LONG_RANGE",
     "PHI3_LENGTH",
     "SUPPORTED_ARCHITECTURES",
+    "UNSUPPORTED_ARCHITECTURES",
     "Architecture",
     "CompatibilityReport",
     "PinnedContext",
@@ -127,7 +128,11 @@ _REFUSED: dict[str, str] = {
 }
 
 
-def check_model_compatibility(model: Any, *, strict: bool = True) -> CompatibilityReport:
+UNSUPPORTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(_REFUSED)
+"""Families that are refused, by model_type, and why."""
+
+
+def check_model_compatibility(model: Any, strict: bool = True) -> CompatibilityReport:
     """Decide whether a model can run, without loading its weights.
 
     `model`: a model directory, the config as a dict, or a transformers config or model. With
