@@ -20,6 +20,7 @@ from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.engine.handle import RequestHandle
+from kvboost_edge.engine.kvboost_views import KVBoostViews
 from kvboost_edge.engine.memory.state_budget import states_refusal
 from kvboost_edge.engine.offload.tiering import make_tiering
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
@@ -91,7 +92,7 @@ class TellsResidency:
             return stats.cache_stats(self._parts, self._core.tiering)
 
 
-class CPUPagedEngine(Embeds, TellsResidency):
+class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     """A language model on a paged, prefix-shared pool of keys and values.
 
     Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options

@@ -1,0 +1,145 @@
+"""Read-only views of an engine by the names of KVBoost's attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvboost_edge.chunk_registry import ChunkRegistry
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine import stats
+from kvboost_edge.engine.build import EngineParts
+from kvboost_edge.engine.core import EngineCore
+from kvboost_edge.reuse.chunking import chunk_options
+
+__all__ = ["CacheManagerView", "KVBoostViews"]
+
+_POOL = "KV stays in the blocks of the engine's pool; use "
+_READ_ONLY = "the view is read-only; use "
+_NOT_OF_THE_VIEW = {
+    **dict.fromkeys(
+        "build_prefix_kv find_matching_chunks get get_by_content get_or_none kv_seq_len lookup "
+        "merge_kv_list slice_kv store".split(),
+        _POOL + "engine.warm to compute a prompt, and engine.warm_result to look it up",
+    ),
+    **dict.fromkeys(("clear", "invalidate"), _READ_ONLY + "engine.reset_cache"),
+    **dict.fromkeys(("pin_content", "unpin_content"), _READ_ONLY + "engine.pin and engine.unpin"),
+    "register_eviction_callback": "use engine.take_cache_events to read what left the cache",
+}
+_NOT_OF_THE_ENGINE = {
+    "model": "only the torch runner calls a transformers model; load one and pass it to "
+    "CPUPagedEngine(model, tokenizer), or see engine.runner_info",
+    "assembler": "the engine reuses cached KV itself; choose how with mode= of generate",
+    **dict.fromkeys(("allocator", "chunk_mapper"), _POOL + "engine.paged_stats"),
+    **dict.fromkeys(
+        ("cacheblend_recompute", "selective_recompute"),
+        "the engine recomputes reused tokens itself; see engine.config.recompute_strategy",
+    ),
+    **{
+        name: f"see engine.config.{name}"
+        for name in ("overlap_k", "recompute_strategy", "sink_tokens")
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheManagerView:
+    """Figures of an engine's cache, by the names of KVBoost's cache manager.
+
+    max_cache_bytes  size of the pool
+    kv_cache_bits    bits of keys and of values in the pool, as `EngineConfig` has them
+    read_stats       returns the figures of now, see `engine.cache_stats`
+    """
+
+    max_cache_bytes: int
+    kv_cache_bits: int | tuple[int, int] | None
+    read_stats: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
+
+    def stats(self) -> dict[str, float]:
+        """Return what `engine.cache_stats` returns."""
+        return self.read_stats()
+
+    @property
+    def hits(self) -> int:
+        """Chunks found as a prefix."""
+        return int(self.read_stats()["cache_hits"])
+
+    @property
+    def approximate_hits(self) -> int:
+        """Chunks reused at other positions."""
+        return int(self.read_stats()["approximate_hits"])
+
+    @property
+    def misses(self) -> int:
+        """Chunks computed."""
+        return int(self.read_stats()["cache_misses"])
+
+    @property
+    def evictions(self) -> int:
+        """Chunks evicted."""
+        return int(self.read_stats()["evictions"])
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            _refuse(self, name, _NOT_OF_THE_VIEW)
+
+
+class KVBoostViews:
+    """The attributes of an engine by KVBoost's names. A part of `CPUPagedEngine`."""
+
+    _config: EngineConfig
+    _core: EngineCore
+    _parts: EngineParts
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that the torch runner calls. Other runners have none."""
+        runner = self._parts.runner
+        if not hasattr(runner, "model"):
+            _refuse(self, "model", _NOT_OF_THE_ENGINE)
+        return runner.model
+
+    @property
+    def device(self) -> str:
+        """The device that computes: "cpu", "mps" or "cuda:<index>"."""
+        return self._parts.backend.device
+
+    @property
+    def cache_manager(self) -> CacheManagerView:
+        """Figures of the cache."""
+        parts = self._parts
+
+        def read() -> dict[str, float]:
+            with self._core.reading():
+                return stats.cache_stats(parts, self._core.tiering)
+
+        size = parts.manager.num_blocks * parts.backend.spec.bytes_per_block
+        return CacheManagerView(size, self._config.kv_cache_bits, read)
+
+    @property
+    def chunk_registry(self) -> ChunkRegistry:
+        """Rules by which warmed documents are cut."""
+        options = chunk_options(self._config)
+        codec = self._parts.tokenizer.codec
+        return ChunkRegistry(
+            options.chunk_size,
+            options.strategy,
+            1,
+            options.chunk_boundary_window,
+            piece_of=lambda token: codec.piece((token,)),
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            _refuse(self, name, _NOT_OF_THE_ENGINE)
+
+
+def _refuse(owner: object, name: str, reasons: dict[str, str]) -> NoReturn:
+    """Raise AttributeError for a missing attribute, with the way out if KVBoost has it."""
+    kind = type(owner).__name__
+    if name in reasons:
+        raise AttributeError(f"{kind}.{name} is not offered: {reasons[name]}")
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
