@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from kvboost_edge.compat.torch_extra import require_torch
 from kvboost_edge.errors import RequestError
 
 __all__ = [
@@ -50,6 +51,7 @@ def install_flash_attention(model: Any) -> int:
     torch with that mask, so results stay right. Raises RequestError for an object other than a
     transformers model, ModelFormatError for a model that does not run with it.
     """
+    require_torch("install_flash_attention", "transformers")
     from kvboost_edge.runners.torch import flash
 
     return flash.install(_checked(model))
@@ -59,6 +61,7 @@ def uninstall_flash_attention(model: Any) -> int:
     """Restore the model's own attention; return the number of attention modules changed, 0 if
     nothing was installed.
     """
+    require_torch("uninstall_flash_attention", "transformers")
     from kvboost_edge.runners.torch import flash
 
     return flash.uninstall(_checked(model))

@@ -14,6 +14,7 @@ import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvboost_edge.compat.torch_extra import require_torch
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.prompt_groups import find_common_chunk_prefix, group_by_prefix
 
@@ -53,6 +54,7 @@ def pad_and_mask(
     are P + cumsum(mask) - 1. transformers measures a sliding window in slots, padding included: for
     models with one, pad whole prompts, not suffixes of a prefix.
     """
+    require_torch("pad_and_mask (kvboost_edge.batch has one without)")
     import torch
 
     if not suffix_ids_list or not all(len(ids) for ids in suffix_ids_list):
@@ -92,6 +94,7 @@ def batched_decode(
     A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
     generator. Raises RequestError if the arguments leave open which slots hold tokens.
     """
+    require_torch("batched_decode", "transformers")
     import torch
     from transformers import DynamicCache
 

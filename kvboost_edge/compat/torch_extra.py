@@ -1,0 +1,21 @@
+"""The check that torch and transformers are installed, made before they are imported."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from kvboost_edge.errors import BackendUnavailable
+
+__all__ = ["require_torch"]
+
+
+def require_torch(caller: str, *others: str) -> None:
+    """Raise BackendUnavailable, with the extra to install, if torch or one of the other packages is
+    missing.
+    """
+    missing = [name for name in ("torch", *others) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BackendUnavailable(
+            f"{caller} needs the package {' and '.join(missing)}, which is not installed; install "
+            "the extra: pip install 'kvboost-edge[torch]'"
+        )
