@@ -391,9 +391,9 @@ class EngineConfig:
     )
     reuse_gate: str = option(
         "auto",
-        "Quality test of a model before its first reuse at other positions; the result is kept, "
-        "and the mode is refused where it changes answers more than another order of the "
-        "documents does",
+        "Quality gate of reuse at other positions: refuse the mode if a stored test of the model "
+        "found that reuse changes answers more than another order of the documents; off: never "
+        "refuse",
         str,
         group=_REUSE,
         choices=CHOICES["reuse_gate"],

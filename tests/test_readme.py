@@ -101,7 +101,7 @@ def test_named_commands_exist():
         if info.callback is not None
     }
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    named = set(re.findall(r"(?:^|`)kvboost-edge ([a-z]+)", texts, flags=re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)kvboost-edge ([a-z]+(?:-[a-z]+)*)", texts, flags=re.MULTILINE))
     assert {"serve", "chat"} <= named <= known
 
 

@@ -283,7 +283,7 @@ def main() -> None:
     parts = dataclasses.replace(
         build_from_path(str(model), config), tokenizer=tokenizer, eos_token_ids=frozenset({end})
     )
-    with CPUPagedEngine._from_parts(parts, config) as engine:
+    with CPUPagedEngine._built_by(lambda _: parts, config) as engine:
         bench = Bench(engine, f"{chosen.shape} {chosen.quant}", chosen)
         bench.vocabulary()
         for task in tasks():

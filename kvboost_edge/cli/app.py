@@ -498,6 +498,34 @@ def warmup(
     run_warmup(model, engine_options(option, kv_cache_bits), mode)
 
 
+@app.command(
+    "reuse-check",
+    epilog=(
+        "[b]Examples[/b]\n\nkvboost-edge reuse-check ./my-model\n\nkvboost-edge reuse-check "
+        "./my-model -o recompute_strategy=cacheblend --kv-cache-bits 8"
+    ),
+)
+def reuse_check(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help=f"The model to test, {DEMO_MODEL} unless given."),
+    ] = None,
+    model: SameModelOption = None,
+    kv_cache_bits: KVBitsOption = None,
+    pack_cache: PackCacheOption = True,
+    option: EngineOptions = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Test how far mode "chunk_kv_reuse" changes a model's answers, and store the verdict for
+    engines with the same options. Exits with 1 if the model is refused.
+    """
+    from kvboost_edge.cli.options import engine_options, one_model
+    from kvboost_edge.cli.reuse_check import run_reuse_check
+
+    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache)
+    run_reuse_check(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
+
+
 class Client(enum.StrEnum):
     """What `kvboost-edge launch` knows."""
 

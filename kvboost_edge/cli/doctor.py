@@ -186,10 +186,7 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
         return f"no: {refusal}"
     if config.reuse_gate == "off":
         return "yes, untested: reuse_gate='off'"
-    return (
-        "yes, if the model passes a test at the first request for it; `warmup --mode "
-        "chunk_kv_reuse` runs it"
-    )
+    return "yes, unless the model fails its quality test; `reuse-check` runs it"
 
 
 def _memory_of(

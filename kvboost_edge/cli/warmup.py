@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from kvboost_edge.cli.console import counted, open_console, text_column
+from kvboost_edge.cli.reuse_check import verdict_words
 from kvboost_edge.cli.session import found_model, loaded_engine
 from kvboost_edge.config import KV_BIT_PAIRS, GenerationMode
 from kvboost_edge.models.locate import BUNDLED_MODEL
@@ -127,8 +128,4 @@ def _test_reuse(engine: CPUPagedEngine, console: Console) -> None:
     if engine.config.reuse_gate == "off":
         console.print("reuse at other positions is not tested: reuse_gate='off'")
         return
-    verdict = engine.check_reuse()
-    console.print(
-        f"reuse at other positions {'passed its test' if verdict.passed else 'is refused'}: "
-        f"{verdict}"
-    )
+    console.print(verdict_words(engine.check_reuse()))

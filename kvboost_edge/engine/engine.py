@@ -5,6 +5,9 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import functools
 import logging
 import time
 import weakref
@@ -92,6 +95,20 @@ class TellsResidency:
             return stats.cache_stats(self._parts, self._core.tiering)
 
 
+_Build = Callable[[EngineConfig], EngineParts]  # may be called again for the same model
+
+# Options of an engine's memory and tiers, which the quality gate's engine does not share.
+_OWN_MEMORY: dict[str, Any] = {
+    "max_cache_bytes": None,
+    "max_chunks": None,
+    "max_pinned_blocks": None,
+    "disk_cache_dir": None,
+    "max_disk_bytes": None,
+    "redis_url": None,
+    "redis_trust": False,
+}
+
+
 class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     """A language model on a paged, prefix-shared pool of keys and values.
 
@@ -111,7 +128,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         **options: Any,
     ) -> None:
         config = EngineConfig.from_options(chunk_size=chunk_size, max_chunks=max_chunks, **options)
-        self._start(build_from_model(model, tokenizer, config), config)
+        self._start(functools.partial(build_from_model, model, tokenizer), config)
 
     @classmethod
     def from_pretrained(
@@ -138,17 +155,18 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         model = _one_model(
             model_name_or_path=model_name_or_path, model_name=model_name, path_or_id=path_or_id
         )
-        config = EngineConfig.from_options(strict=strict, **options)
-        return cls._from_parts(build_from_path(model, config, progress), config)
+        build = functools.partial(build_from_path, model, progress=progress)
+        return cls._built_by(build, EngineConfig.from_options(strict=strict, **options))
 
     @classmethod
-    def _from_parts(cls, parts: EngineParts, config: EngineConfig) -> Self:
-        (engine := cls.__new__(cls))._start(parts, config)
+    def _built_by(cls, build: _Build, config: EngineConfig) -> Self:
+        engine = cls.__new__(cls)
+        engine._start(build, config)
         return engine
 
-    def _start(self, parts: EngineParts, config: EngineConfig) -> None:
+    def _start(self, build: _Build, config: EngineConfig) -> None:
         self._config = config
-        self._parts = parts
+        self._parts = parts = build(config)
         loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
         info = parts.runner.info
         self._scheduler, speculation = make_scheduler(
@@ -172,7 +190,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self._calls = Calls(self._core)
         self._embedding = Embedding(parts, self._intake, self._calls)
         self._documents = Documents(parts, config, self._intake, self._core)
-        self._gate = QualityGate(parts, config, self._intake, self._core, self._documents)
+        self._gate = QualityGate(
+            parts,
+            config,
+            self._intake,
+            self._core,
+            self._documents,
+            functools.partial(_gate_apart, build, config),
+        )
         # The thread knows the core only, so a forgotten engine is collected and its thread told to
         # end.
         self._finalizer = weakref.finalize(self, self._core.request_close)
@@ -229,7 +254,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
-        self._gate.recall(request)
+        self._gate.checked(request)
         return request.num_prompt_tokens
 
     def generate(
@@ -360,8 +385,10 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         )
 
     def check_reuse(self, **options: Any) -> Verdict:
-        """The test that stands before mode="chunk_kv_reuse": its kept outcome, or one of now.
-        Options: recompute_*.
+        """Return the verdict of the quality gate on mode="chunk_kv_reuse", stored or of a test now.
+
+        The test runs on an engine of its own over the same model: it evicts nothing of this one's
+        cache and counts in none of its figures. Options: recompute_*.
         """
         return self._gate.verdict(self._intake.own_repair(options))
 
@@ -525,8 +552,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return requests
 
     def _submit(self, request: Request) -> RequestHandle:
-        self._gate.require(request)
-        handle = self._core.submit(request)
+        handle = self._core.submit(self._gate.checked(request))
         handle.keep_alive(self)
         return handle
 
@@ -537,7 +563,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     def _run(self, requests: Sequence[Request]) -> list[GenerationResult]:
         """Queue all, or none, and wait for the results."""
         for request in requests:
-            self._gate.require(request)
+            self._gate.checked(request)
         return self._calls.run(requests, self._submit)
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
@@ -595,3 +621,11 @@ def _length(sampling: object, max_new_tokens: int | None) -> dict[str, Any]:
     """Return the option max_new_tokens; nothing if it is not given and `sampling` has its own."""
     unset = sampling is not None and max_new_tokens == _MAX_NEW_TOKENS
     return {} if unset else {"max_new_tokens": max_new_tokens}
+
+
+@contextlib.contextmanager
+def _gate_apart(build: _Build, config: EngineConfig, num_blocks: int) -> Iterator[QualityGate]:
+    """Open another engine over the same model, without tiers; the context is its quality gate."""
+    small = dataclasses.replace(config, num_blocks=num_blocks, **_OWN_MEMORY)
+    with CPUPagedEngine._built_by(build, small) as engine:
+        yield engine._gate

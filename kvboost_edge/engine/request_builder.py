@@ -40,7 +40,7 @@ from kvboost_edge.text.message_boundaries import user_starts
 __all__ = ["Intake", "Seeds"]
 
 _REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
-_GATES = {"auto": "passed", "off": "off"}  # nothing runs untested unless the test is off
+_GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict says "passed"
 
 
 class Seeds:

@@ -44,6 +44,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         "FILE",
         (*MODEL, "--against weights=int4", "--window 64", *ENGINE, *PACKED, "--json"),
     ),
+    "reuse-check": ("", ("x", *MODEL, *ENGINE, *PACKED, "--json")),
     "warmup": ("", (*MODEL, "--mode baseline", *ENGINE)),
     "launch": ("claude", (*CLIENT, *MODEL, "--exec", "-- -p Hello", "--unknown")),
     "cache": (

@@ -16,7 +16,18 @@ from kvboost_edge.cli.warmup import _forms
 from kvboost_edge.models.fingerprint import fingerprint_of_directory
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("generate", "chat", "demo", "doctor", "models", "inspect", "eval", "warmup", "launch")
+COMMANDS = (
+    "generate",
+    "chat",
+    "demo",
+    "doctor",
+    "models",
+    "inspect",
+    "eval",
+    "warmup",
+    "launch",
+    "reuse-check",
+)
 SMALL = ("-o", "num_blocks=64", "-o", "dtype=float32")
 
 

@@ -1,12 +1,13 @@
-"""What `warmup` and `doctor` say of reuse at other positions."""
+"""Commands that test non-prefix KV reuse, or report on it: reuse-check, warmup and doctor."""
 
 import pytest
 
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
+from kvboost_edge.reuse.quality_gate import Verdict
 
 
-def test_warmup_tests_the_model_so_that_no_request_waits_for_it(tmp_path, monkeypatch, printed):
+def test_a_model_is_tested_once_by_warmup_or_reuse_check(tmp_path, monkeypatch, printed, answered):
     def warmed(*options):
         return " ".join(
             printed("warmup", "-o", "weights=int8", "--kv-cache-bits", "16", *options).out.split()
@@ -26,18 +27,30 @@ def test_warmup_tests_the_model_so_that_no_request_waits_for_it(tmp_path, monkey
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", weights="int8") as engine:
         assert engine.check_reuse().passed
     assert len(measured) == 1, "the outcome is kept for the engine that serves"
+    checked = answered("reuse-check", "-o", "weights=int8", "--kv-cache-bits", "16")
+    assert checked["passed"] is True
+    assert 0 < checked["kl_reuse"] < checked["kl_order"]
+    assert len(measured) == 1, "the stored verdict is shown"
     off = warmed("--mode", "chunk_kv_reuse", "-o", "reuse_gate=off")
     assert "not tested: reuse_gate='off'" in off
     assert len(measured) == 1
 
 
+def test_reuse_check_ends_with_1_for_a_refused_model(tmp_path, monkeypatch, printed, answered):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    bad = Verdict(0.5, 0.1, 0.9, 59, 0.8)
+    monkeypatch.setattr(QualityGate, "_measure", lambda *arguments: bad)
+    assert "reuse at other positions is refused" in printed("reuse-check", code=1).out
+    assert answered("reuse-check", "kvboost-edge/demo", code=1)["passed"] is False
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "yes, if the model passes a test"),
+        ([], "yes, unless the model fails"),
         (["-o", "reuse_gate=off"], "yes, untested"),
         (["-o", "backend=reference"], "no: the native runner on backend 'reference'"),
-        (["-o", "runner=torch", "-o", "backend=torch"], "yes, if"),
+        (["-o", "runner=torch", "-o", "backend=torch"], "yes, unless"),
         (["-o", "runner=torch", "-o", "backend=cpu"], "no: the torch runner on backend 'cpu'"),
     ],
     ids=str,

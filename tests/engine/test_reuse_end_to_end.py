@@ -84,7 +84,7 @@ def test_verify_reports_how_far_answers_change(engine):
     engine.reset_cache()
     engine.warm(documents=list(PASSAGES))
     report = engine.verify_correctness([prompt_of(engine, [4, 1, 6])], max_new_tokens=8, mode=REUSE)
-    assert report, str(report)
+    assert bool(report) == (report.text_agreement == 1), str(report)
     assert report.kl_limit is not None
     assert 0 < report.mean_kl < report.kl_limit
     assert all(0.3 < check.agreement <= 1 for check in report.checks)
@@ -96,12 +96,8 @@ def test_reuse_is_refused_where_another_order_changes_less(engine, monkeypatch):
 
     in_order = Material.prompts
     monkeypatch.setattr(Material, "prompts", lambda self, *, reordered=False: in_order(self))
+    # Of a strategy and overlap that no other test asks for: verdicts are kept.
+    repair = {"recompute_strategy": "selective", "recompute_overlap": 17}
+    assert not engine.check_reuse(**repair).passed
     with pytest.raises(RequestError, match="refused for this model"):
-        # Of a strategy and ratio that no other test asks for: outcomes are kept.
-        engine.generate(
-            prompt_of(engine, [1, 2]),
-            1,
-            mode=REUSE,
-            recompute_strategy="selective",
-            recompute_overlap=17,
-        )
+        engine.generate(prompt_of(engine, [1, 2]), 1, mode=REUSE, **repair)

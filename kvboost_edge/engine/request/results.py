@@ -47,8 +47,8 @@ class GenerationResult:
                          from that of a full computation
     reused_span_tokens   prompt tokens whose KV was reused from other positions
     recomputed_tokens    prompt tokens found at other positions and still recomputed
-    gate                 quality gate of that reuse: "passed"; "off" (reuse_gate="off"); "" if
-                         nothing was reused
+    gate                 quality gate of that reuse: "passed"; "unchecked" without a stored verdict;
+                         "off" (reuse_gate="off"); "" if nothing was reused
     output_text          text without the EOS or stop token and without the stop string
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
@@ -276,10 +276,10 @@ class CorrectnessReport:
 
     mode              what was compared with a full computation
     logit_tolerance   relative L2 distance of the logits that rounding alone explains; 0: equal to
-                      the bit. With mode chunk_kv_reuse nothing is asked of single checks but that
-                      something was reused
-    kl_limit          with that mode: what the mean over all checks of `mean_kl` may be at most, as
-                      much as another order of documents changes; else None
+                      the bit
+    kl_limit          with mode chunk_kv_reuse: largest allowed `mean_kl`, as much as another order
+                      of the documents changes; else None. There a check passes if it reused
+                      something and its answer is the same text
     """
 
     checks: tuple[PromptCheck, ...]
@@ -291,6 +291,11 @@ class CorrectnessReport:
     def mean_kl(self) -> float:
         """Mean over the checks; 0 without any."""
         return sum(check.mean_kl for check in self.checks) / max(1, len(self.checks))
+
+    @property
+    def text_agreement(self) -> float:
+        """Share of the checks whose answers are the same text; 0 without any."""
+        return sum(check.text_equal for check in self.checks) / max(1, len(self.checks))
 
     @property
     def passed(self) -> bool:
@@ -311,6 +316,9 @@ class CorrectnessReport:
                 f"agree, text {'equal' if check.text_equal else 'different'}: {verdict}"
             )
         if self.kl_limit is not None:
-            within = "ok" if self.mean_kl <= self.kl_limit else "FAILED"
-            lines.append(f"mean KL {self.mean_kl:.3g}, at most {self.kl_limit:.3g}: {within}")
+            equal = sum(check.text_equal for check in self.checks)
+            lines.append(
+                f"{equal} of {len(self.checks)} answers equal, mean KL {self.mean_kl:.3g}, at most "
+                f"{self.kl_limit:.3g}: {'ok' if self.passed else 'FAILED'}"
+            )
         return "\n".join(lines)

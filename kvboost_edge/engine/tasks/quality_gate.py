@@ -1,7 +1,10 @@
-"""The quality gate of non-prefix KV reuse, which runs before the first request that uses it.
+"""The quality gate of non-prefix KV reuse.
 
-The model answers questions on a built-in text three times: computed in full, with the documents in
-another order, and with reuse. See reuse/quality_gate.py for what is compared.
+The gate refuses requests for a model whose stored verdict is bad. The test behind a verdict runs
+when somebody asks for it, on an engine of its own: it evicts nothing of the user's cache and counts
+in none of the user's figures. The model answers questions on a built-in text three times: computed
+in full, with the documents in another order, and with reuse. See reuse/quality_gate.py for what is
+compared.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig, GenerationMode
@@ -26,7 +31,7 @@ from kvboost_edge.engine.schedule.sequence import Floats
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents, LoneText
 from kvboost_edge.errors import KVBoostError, RequestError
-from kvboost_edge.host.file_memo import NO_CACHE
+from kvboost_edge.host.file_memo import NO_CACHE, FileStamp
 from kvboost_edge.reuse.quality_gate import (
     ANSWER_TOKENS,
     Comparison,
@@ -45,22 +50,26 @@ __all__ = ["Privately", "QualityGate"]
 _LOG = logging.getLogger(__name__)
 _MARK = "(the text)"
 _LEAST_FOUND = 0.9  # of the documents' tokens
-_TRIES = 5
+_LOOK_AGAIN_SECONDS = 10.0  # until a verdict that was not there is looked for again
+_SPARE_BLOCKS = 16  # of the test's pool
 _GREEDY = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, seed=0)
 
 
 class Privately(NamedTuple):
-    """Two caches of a test's own: what the one holds the other does not find, and nobody else
-    either.
-    """
+    """Terms of two caches that find nothing of each other, and that no other request finds."""
 
     full: Terms
     reuse: Terms
 
 
 class QualityGate:
-    """Of one engine. Safe to use from any thread but the engine's: the test's requests are computed
-    there, beside all others. One thread tests, the others that need the outcome wait for it.
+    """The quality gate of one engine.
+
+    A request uses the stored verdict and never runs the test. Safe to use from any thread but the
+    engine's. One thread tests; others that ask for the verdict wait for it.
+
+    open_apart   opens an engine for the test over the same model, with this number of blocks, and
+                 yields its gate
     """
 
     def __init__(
@@ -70,7 +79,9 @@ class QualityGate:
         intake: Intake,
         core: EngineCore,
         documents: Documents,
+        open_apart: Callable[[int], AbstractContextManager[QualityGate]],
     ) -> None:
+        self._open_apart = open_apart
         self._parts = parts
         self._config = config
         self._intake = intake
@@ -79,57 +90,86 @@ class QualityGate:
         self._calls = Calls(core)
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
+        self._next_look: dict[Repair, float] = {}
+        self._has_warned = False
         self._cache_dir = None if config.pack_cache else NO_CACHE
 
-    def require(self, request: Request) -> None:
-        """RequestError where reuse as this request has it is refused; the first time that takes a
-        test. Errors that a request ends with in any case, CapacityError, come before.
+    def checked(self, request: Request) -> Request:
+        """Return the request with "passed" as its `gate` if a stored verdict says so.
+
+        Raises RequestError if the stored verdict refuses its kind of reuse, and CapacityError
+        before that if the request does not fit.
         """
-        if request.repair is not None and self._config.reuse_gate == "auto":
-            self._core.scheduler.check_fits(request)
-            self.require_repair(request.repair)
+        if request.repair is None or self._config.reuse_gate != "auto":
+            return request
+        self._core.scheduler.check_fits(request)
+        known = self.require_repair(request.repair)
+        return request if known is None else dataclasses.replace(request, gate="passed")
 
-    def require_repair(self, repair: Repair) -> None:
-        """The same for requests to come."""
-        if self._config.reuse_gate == "auto":
-            _refuse(self.verdict(repair))
-
-    def recall(self, request: Request) -> None:
-        """RequestError where reuse is known to be refused. Tests nothing."""
-        if request.repair is not None and self._config.reuse_gate == "auto":
-            known = self._verdicts.get(request.repair.tested)
-            if known is not None:
-                _refuse(known)
+    def require_repair(self, repair: Repair) -> Verdict | None:
+        """Return the stored verdict, or None; raise RequestError if it refuses this repair."""
+        if self._config.reuse_gate != "auto":
+            return None
+        known = self._known(repair.tested)
+        if known is not None:
+            _refuse(known)
+        elif not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "the quality of non-prefix reuse is unchecked for this model; run `kvboost-edge "
+                "reuse-check -m MODEL` with the same options once"
+            )
+        return known
 
     def verdict(self, repair: Repair) -> Verdict:
-        """The outcome, of this process, kept from an earlier one, or of a test now. RequestError
-        where a test has no room.
+        """Return the stored verdict, or the one of a test that runs now.
+
+        Raises RequestError if the model's context has no room for the test.
         """
         repair = repair.tested
-        known = self._verdicts.get(repair)
-        if known is not None:
-            return known
         self._core.check_open()
         with self._lock:
-            known = self._verdicts.get(repair)
+            self._next_look.pop(repair, None)
+            known = self._known(repair)
             if known is None:
                 known = self._verdicts[repair] = self._find_out(repair)
         return known
 
+    def _known(self, repair: Repair) -> Verdict | None:
+        """Return the verdict of this process or of the stored file, or None."""
+        known = self._verdicts.get(repair)
+        if known is None and monotonic() >= self._next_look.get(repair, 0.0):
+            with contextlib.suppress(RequestError):  # no room for the test: no verdict exists
+                known = read(self._stamp(repair, self._material(repair)), self._cache_dir)
+            if known is None:
+                self._next_look[repair] = monotonic() + _LOOK_AGAIN_SECONDS
+            else:
+                self._verdicts[repair] = known
+        return known
+
     def _find_out(self, repair: Repair) -> Verdict:
-        lead = self._lead()
         material = self._material(repair)
-        stamp = outcome_stamp(self._parts.identity, repair, lead, material)
-        verdict = read(stamp, self._cache_dir)
-        if verdict is None:
-            _LOG.info("testing reuse at other positions (%s) on built-in text", repair.strategy)
-            began = time.perf_counter()
-            verdict = self._measure(repair, material)
-            _LOG.info(
-                "reuse %s in %.1f s: %s", _word(verdict), time.perf_counter() - began, verdict
-            )
-            write(stamp, verdict, self._cache_dir)
+        _LOG.info("testing reuse at other positions (%s) on built-in text", repair.strategy)
+        began = time.perf_counter()
+        with self.apart(repair) as gate:
+            verdict = gate._measure(repair, material)
+        _LOG.info("reuse %s in %.1f s: %s", _word(verdict), time.perf_counter() - began, verdict)
+        write(self._stamp(repair, material), verdict, self._cache_dir)
         return verdict
+
+    def _stamp(self, repair: Repair, material: Material) -> FileStamp:
+        return outcome_stamp(self._parts.identity, repair, self._lead(), material)
+
+    def apart(self, repair: Repair) -> AbstractContextManager[QualityGate]:
+        """Open an engine with room for the built-in text; the context is its gate."""
+        return self._open_apart(self._num_blocks(self._material(repair)))
+
+    def _num_blocks(self, material: Material) -> int:
+        """Return the blocks of the test's pool: every prompt with its answer, and the documents."""
+        size = self._config.block_size
+        texts = [len(prompt) + ANSWER_TOKENS for prompt in material.prompts()]
+        texts += [len(self._lead()), *map(len, material.documents)]
+        return sum(-(-text // size) + 1 for text in texts) + _SPARE_BLOCKS
 
     def _lead(self) -> tuple[int, ...]:
         size = self._config.block_size
@@ -138,13 +178,13 @@ class QualityGate:
         return self._documents.lead(header + primer + (-(header + primer) % size if primer else 0))
 
     def _material(self, repair: Repair) -> Material:
-        """Prompts that fit the model, and the pool beside their documents; documents of which
-        something is left behind a seam.
+        """Return prompts that fit the model's context, of documents longer than a seam's repair.
+
+        Raises RequestError if there is no room for them.
         """
         tokenizer = self._parts.tokenizer
         size = self._config.block_size
-        pool = self._parts.manager.usable_block_count * size - len(self._lead())
-        most = min(self._parts.runner.info.max_context, pool // 2 - 16 * size)
+        most = self._parts.runner.info.max_context
         least = max(self._config.min_chunk_tokens, repair.num_seam_tokens + 3 * size)
         material = make_material(
             lambda text: tokenizer.encode(text, False),
@@ -154,17 +194,15 @@ class QualityGate:
         )
         if material is None:
             raise RequestError(
-                "mode='chunk_kv_reuse' is refused: its test has no room for three documents of "
+                "mode='chunk_kv_reuse' cannot be tested: there is no room for three documents of "
                 f"{least} tokens (min_chunk_tokens={self._config.min_chunk_tokens}, "
-                f"recompute_overlap={repair.overlap}) in a prompt of {max(0, most)} (the model's "
-                "context, or half of the pool); change these, or give reuse_gate='off'"
+                f"recompute_overlap={repair.overlap}) in a prompt of {most} (the model's "
+                "context); change these, or give reuse_gate='off'"
             )
         return material
 
     def _frame(self) -> tuple[Sequence[int], Sequence[int] | None]:
-        """What stands before and behind the text of a prompt: a chat's marks where the model has a
-        template.
-        """
+        """Return the tokens before and after a prompt's text, by the chat template if any."""
         tokenizer = self._parts.tokenizer
         if tokenizer.chat_template is not None:
             with contextlib.suppress(Exception):  # a template is a program that came with the model
@@ -176,6 +214,7 @@ class QualityGate:
 
     def _measure(self, repair: Repair, material: Material) -> Verdict:
         with self.privately() as whose:
+            self._compute(material, whose)
             answers = [
                 result.output_token_ids
                 for result in self.generate(material.prompts(), whose.full, _GREEDY)
@@ -205,37 +244,35 @@ class QualityGate:
         repair: Repair,
         material: Material,
     ) -> tuple[GenerationResult, Floats]:
-        """Logits behind the documents; what others drive out of the pool meanwhile is computed
-        again.
-        """
-        for _ in range(_TRIES):
-            self._compute(self._lead(), material, whose)
-            result, rows = self.logits(prompt, answer, whose.reuse, repair)
-            found = result.reused_span_tokens + result.recomputed_tokens
-            wanted = sum(map(len, material.documents))
-            if result.reused_span_tokens and found >= _LEAST_FOUND * wanted:
-                return result, rows
-        raise RequestError(
-            f"mode='chunk_kv_reuse' is refused: its test found {found} of {wanted} tokens again, "
-            "what is computed anew proves nothing; the pool is too busy (num_blocks, "
-            "max_cache_bytes), try again"
-        )
+        """Return the result and the logits of an answer after reused documents."""
+        result, rows = self.logits(prompt, answer, whose.reuse, repair)
+        found = result.reused_span_tokens + result.recomputed_tokens
+        wanted = sum(map(len, material.documents))
+        if not result.reused_span_tokens or found < _LEAST_FOUND * wanted:
+            raise RequestError(
+                f"the test of mode='chunk_kv_reuse' proves nothing: it found {found} of {wanted} "
+                "document tokens in its cache; change recompute_overlap or min_chunk_tokens, or "
+                "give reuse_gate='off'"
+            )
+        return result, rows
 
     def prepare(self, repair: Repair, whose: Privately) -> Material:
-        """The test's prompts, once their documents are computed alone."""
+        """Compute the test's documents, each alone, and return the test's prompts."""
         material = self._material(repair)
-        self._compute(self._lead(), material, whose)
+        self._compute(material, whose)
         return material
 
-    def _compute(self, lead: tuple[int, ...], material: Material, whose: Privately) -> None:
+    def _compute(self, material: Material, whose: Privately) -> None:
+        lead = self._lead()
         self._documents.compute(
             [LoneText(lead, document) for document in material.documents], whose.reuse
         )
 
     @contextlib.contextmanager
     def privately(self) -> Iterator[Privately]:
-        """Caches that nobody else finds; what was put into them is forgotten at the end, and no
-        tier is given it.
+        """Yield terms of two private caches; what they hold is forgotten at the end.
+
+        No tier is given their blocks.
         """
         tenant = f"reuse gate {secrets.token_hex(16)}"
         whose = Privately(
@@ -264,7 +301,7 @@ class QualityGate:
         params: SamplingParams,
         repair: Repair | None = None,
     ) -> list[GenerationResult]:
-        """Answers, all computed together; `repair` as below. Nothing is tested before."""
+        """Return the answers to all prompts, computed together; `repair` as in `logits`."""
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         requests = [self._intake.make(prompt, whose, params, entry=entry) for prompt in prompts]
         return self._calls.run([_reusing(request, repair) for request in requests])
@@ -276,8 +313,10 @@ class QualityGate:
         whose: Terms,
         repair: Repair | None = None,
     ) -> tuple[GenerationResult, Floats]:
-        """Logits, float32 [len(answer), vocab_size], that each token of an answer is sampled from;
-        with `repair` behind what the prompt shares at other positions.
+        """Return the logits that each token of an answer is sampled from.
+
+        Shape [len(answer), vocab_size], float32. With `repair` the prompt reuses what it shares at
+        other positions.
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         ids = [*prompt, *answer[:-1]]

@@ -6,6 +6,7 @@ with what it may change.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -124,19 +125,19 @@ def _verify_reuse(
     RequestError for no prompt or a bad one, and where the gate's own test has no room.
     """
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
+    if prompts is not None and not prompts:
+        raise RequestError(
+            "prompts is an empty list; give at least one prompt, or None for the default ones"
+        )
+    info = engine.runner_info
+    given = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts or ()]
     limit = gate.verdict(repair).bound
-    with gate.privately() as whose:
-        if prompts is None:
-            ids = gate.prepare(repair, whose).prompts()
-            owner = whose.reuse
-        else:
-            info = engine.runner_info
-            ids = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts]
-            owner = Terms()
-        if not ids:
-            raise RequestError(
-                "prompts is an empty list; give at least one prompt, or None for the default ones"
-            )
+    with contextlib.ExitStack() as stack:
+        if prompts is None:  # their documents evict nothing of this engine's cache
+            gate = stack.enter_context(gate.apart(repair))
+        whose = stack.enter_context(gate.privately())
+        ids = given or gate.prepare(repair, whose).prompts()
+        owner = whose.reuse if prompts is None else Terms()
         texts = [engine.tokenizer.decode(one, skip_special_tokens=False) for one in ids]
         colds = gate.generate(ids, whose.full, params)
         answers = [cold.output_token_ids for cold in colds]
@@ -172,6 +173,12 @@ def _reuse_check(
         compare(one[None], other[None]).kl
         for one, other in zip(cold_logits, warm_logits, strict=True)
     ]
+    text_equal = cold.output_token_ids == warm.output_token_ids
+    problem = None
+    if not num_reused:
+        problem = "nothing was reused: warm its documents first"
+    elif not text_equal:
+        problem = "the answer with reuse is another text"
     return PromptCheck(
         prompt=text,
         prompt_tokens=cold.prompt_tokens,
@@ -183,10 +190,10 @@ def _reuse_check(
         kl_divergence=max(each),
         mean_kl=similar.mean_kl,
         agreement=similar.agreement,
-        text_equal=cold.output_token_ids == warm.output_token_ids,
+        text_equal=text_equal,
         cold_text=cold.output_text,
         warm_text=warm.output_text,
-        problem=None if num_reused else "nothing was reused: warm its documents first",
+        problem=problem,
     )
 
 

@@ -207,8 +207,8 @@ def test_options_are_for_models_that_they_concern():
 
 def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
     parts = hybrid_parts(64, 12)
-    with CPUPagedEngine._from_parts(
-        parts, EngineConfig(num_blocks=64, debug_checks=True)
+    with CPUPagedEngine._built_by(
+        lambda _: parts, EngineConfig(num_blocks=64, debug_checks=True)
     ) as engine:
         engine.generate(list(range(40)), max_new_tokens=3)
         stats = engine.paged_stats()
@@ -228,7 +228,9 @@ def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
 def test_an_engine_says_how_many_drafts_its_states_left_room_for():
     text = [*range(60, 90)] * 3
     config = EngineConfig(num_blocks=64, speculation="on")
-    with CPUPagedEngine._from_parts(hybrid_parts(64, 12, num_draft_rows=3), config) as engine:
+    with CPUPagedEngine._built_by(
+        lambda _: hybrid_parts(64, 12, num_draft_rows=3), config
+    ) as engine:
         assert engine.paged_stats()["max_draft_tokens"] == 3
         engine.generate(text, max_new_tokens=40)
         assert engine.generate(text, max_new_tokens=40, max_draft_tokens=31).drafted_tokens > 0
@@ -237,7 +239,7 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
         assert engine._intake.read(text, {"max_draft_tokens": 2}).max_draft_tokens == 2
     parts = hybrid_parts(64, 12, num_draft_rows=0)
     config = EngineConfig(num_blocks=64, max_state_bytes=1 << 20)
-    with CPUPagedEngine._from_parts(parts, config) as engine:
+    with CPUPagedEngine._built_by(lambda _: parts, config) as engine:
         assert engine.paged_stats()["max_draft_tokens"] == 0
         assert engine.generate(text, max_new_tokens=3).drafted_tokens == 0
         assert engine.paged_stats()["draft_bytes"] == 0, (
@@ -251,7 +253,7 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
 
 
 def test_an_engine_without_states_says_so():
-    with CPUPagedEngine._from_parts(fake_parts(8), EngineConfig()) as engine:
+    with CPUPagedEngine._built_by(lambda _: fake_parts(8), EngineConfig()) as engine:
         stats = engine.paged_stats()
         assert [
             stats[name]

@@ -192,8 +192,8 @@ def test_while_states_take_drafts_in_the_figures_are_read_and_the_cache_is_reset
     """As during a pass: whoever asks waits for neither."""
     text = [*range(60, 90)] * 3
     ended = []
-    with CPUPagedEngine._from_parts(
-        HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")
+    with CPUPagedEngine._built_by(
+        lambda _: HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")
     ) as engine:
         runner = engine._parts.runner
 
@@ -237,8 +237,8 @@ def test_rows_of_drafts_hold_no_number_before_a_pass():
 
 def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot():
     text = [*range(60, 90)] * 3
-    with CPUPagedEngine._from_parts(
-        HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")
+    with CPUPagedEngine._built_by(
+        lambda _: HYBRID.parts(64, 12), EngineConfig(num_blocks=64, speculation="on")
     ) as engine:
         result = engine.generate(text, max_new_tokens=40)
         assert list(result.output_token_ids) == expected_hybrid(
@@ -246,8 +246,8 @@ def test_an_engine_guesses_ahead_and_one_that_was_told_not_to_says_why_it_cannot
         )
         assert engine.generate(text, max_new_tokens=40).drafted_tokens > 0
     parts = HYBRID.parts(64, 12, num_draft_rows=0)
-    with CPUPagedEngine._from_parts(
-        parts, EngineConfig(num_blocks=64, speculation="off")
+    with CPUPagedEngine._built_by(
+        lambda _: parts, EngineConfig(num_blocks=64, speculation="off")
     ) as engine:
         with pytest.raises(
             RequestError,

@@ -1,26 +1,23 @@
-"""The test that stands before reuse: run once, by one thread, leaving nothing behind; what fails it
-is refused.
-"""
+"""The quality gate of non-prefix reuse: one test, on an engine of its own, and its stored verdict."""
 
 import asyncio
-import threading
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from helpers.engine.fake_runner import (
+    FakeRunner,
     assert_clean,
     checked,
-    expected_tokens,
     fake_engine,
-    hold_passes,
     runner_of,
 )
 from helpers.engine.hand_mover import DictTier
 from helpers.raising import assert_raises
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
-from kvboost_edge.errors import CapacityError, KVBoostError, RequestError
+from kvboost_edge.errors import CapacityError, RequestError
 
 REUSE = GenerationMode.CHUNK_KV_REUSE
 TEXT = [number * 7 % 256 for number in range(80)]
@@ -50,59 +47,95 @@ def engine_of(num_blocks=128, **options):
     return fake_engine(num_blocks, **{"primer_tokens": 32, "reuse_gate": "auto", **options})
 
 
-def spoil(engine):
-    """What leans on keys at other positions becomes noise."""
-    runner = runner_of(engine)
-    forward = runner.forward
+def state_of(engine):
+    """All that the engine reports but for the memory of the process."""
+    stats = {
+        name: value
+        for name, value in engine.paged_stats().items()
+        if not name.startswith(("process_", "other_"))
+    }
+    return stats, engine.block_map(), engine.cache_stats(), runner_of(engine).computed
 
-    def noisy(batch):
-        logits = forward(batch)
+
+def gate_of_reuse(engine, **options):
+    """Reuse the text behind another beginning, and return the result's `gate`."""
+    engine.reset_cache()
+    assert engine.warm(documents=[TEXT]).chunks_stored == 1
+    result = checked(engine, PROMPT, 6, mode=REUSE, **options)
+    assert result.reused_span_tokens > 0
+    return result.gate
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Whatever attends to keys at other positions computes noise."""
+    forward = FakeRunner.forward
+
+    def noisy(self, batch):
+        logits = forward(self, batch)
         moved = batch.layout.segments is not None and (batch.layout.segments[:, -1] != 0).any()
         return logits[:, ::-1].copy() if moved else logits
 
-    runner.forward = noisy
+    monkeypatch.setattr(FakeRunner, "forward", noisy)
 
 
-def test_reuse_is_tested_once_and_leaves_nothing(tests_run):
+def test_a_model_is_tested_once_on_an_engine_of_the_test_s_own(tests_run):
+    """The cache of the engine that asks keeps its blocks, and its figures do not move."""
     with engine_of() as engine:
-        engine.generate(TEXT + [1] * 16, 1)
-        before = engine.block_map()
-        assert engine.check(PROMPT, mode=REUSE) == len(PROMPT)
-        assert tests_run == []
-        result = checked(engine, PROMPT, 6, mode=REUSE)
-        assert (result.mode, result.gate, len(tests_run)) == (REUSE, "passed", 1)
-        (verdict,) = tests_run
+        for number in range(40):  # a full pool: anything more would evict
+            engine.generate([number] * 65, 1)
+        assert engine.block_map().count(0) <= 1
+        before = state_of(engine)
+        verdict = engine.check_reuse()
+        assert state_of(engine) == before
+        assert tests_run == [verdict]
         # Where reuse changes nothing only another order does.
         assert verdict.kl_reuse == 0
         assert verdict.kl_order > 0.1
         assert (verdict.agreement, verdict.passed) == (1, True)
         assert verdict.num_tokens >= 30
         assert verdict.reused_share > 0.2
-        with engine._core.reading():
-            manager = engine._parts.manager
-            root = engine._parts.root
-            assert (
-                len(manager.content.under(root)) == manager.published_block_count >= before.count(1)
-            )
-            assert engine._core.answers._kept._roots.keys() <= {root}
-        assert engine.generate(PROMPT, 6, mode=REUSE).gate == "passed"
-        assert engine.generate([9] * 40, 2, mode=REUSE).gate == ""
-        assert len(tests_run) == 1
+        assert engine.check_reuse() == verdict
         assert_clean(engine)
     with engine_of() as engine:
-        assert engine.warm(documents=[TEXT]).chunks_stored == 1
-        assert engine.generate(PROMPT, 6, mode=REUSE).approximate
-    assert len(tests_run) == 1, "the outcome is kept for other processes"
+        assert engine.check_reuse() == verdict
+    assert len(tests_run) == 1, "the verdict is stored for other processes"
 
 
-def test_what_fails_the_test_is_refused_with_its_figures(tests_run):
+def test_a_request_uses_the_stored_verdict_and_tests_nothing(tests_run, caplog):
+    with engine_of() as engine:
+        assert engine.check(PROMPT, mode=REUSE) == len(PROMPT)
+        assert [gate_of_reuse(engine) for _ in range(2)] == ["unchecked"] * 2
+        assert caplog.text.count("kvboost-edge reuse-check") == 1
+        assert tests_run == []
+        engine.check_reuse()
+        assert gate_of_reuse(engine) == "passed"
+        assert engine.generate([9] * 40, 2, mode=REUSE).gate == ""
+        assert_clean(engine)
+    with engine_of() as engine:
+        assert gate_of_reuse(engine) == "passed"
+    assert len(tests_run) == 1
+
+
+def test_a_verdict_of_another_process_is_found_later(tests_run, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("kvboost_edge.engine.tasks.quality_gate.monotonic", lambda: now[0])
+    with engine_of() as engine, engine_of() as other:
+        assert gate_of_reuse(engine) == "unchecked"
+        other.check_reuse()
+        assert gate_of_reuse(engine) == "unchecked"
+        now[0] = 10.0
+        assert gate_of_reuse(engine) == "passed"
+
+
+def test_what_fails_the_test_is_refused_with_its_figures(tests_run, spoiled):
     words = r"refused for this model.*KL\(full \|\| reuse\).*reuse_gate='off'"
     with engine_of() as engine:
-        spoil(engine)
         engine.generate(TEXT + [1] * 16, 1)
-        assert_raises(RequestError, words, engine.submit, PROMPT, mode=REUSE)
+        assert not engine.check_reuse().passed
         computed = runner_of(engine).computed
         calls = [
+            lambda: engine.submit(PROMPT, mode=REUSE),
             lambda: engine.generate(PROMPT, 6, mode=REUSE),
             lambda: engine.check(PROMPT, mode=REUSE),
             lambda: engine.warm(documents=[TEXT]),
@@ -115,7 +148,6 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run):
             assert_raises(RequestError, words, call)
         assert runner_of(engine).computed == computed
         checked(engine, PROMPT, 6)
-        assert not tests_run[0].passed
         assert_clean(engine)
     with engine_of() as engine, pytest.raises(RequestError, match=words):
         engine.generate(PROMPT, 6, mode=REUSE)
@@ -130,43 +162,36 @@ def test_other_repairs_are_other_tests(tests_run):
             ("cacheblend", 0.2, 2),
             ("none", 0.1, 2),
         ):
-            engine.generate(
-                PROMPT, 1, mode=REUSE, recompute_strategy=strategy, recompute_ratio=ratio
-            )
+            options = {"recompute_strategy": strategy, "recompute_ratio": ratio}
+            engine.check_reuse(**options)
             assert len(tests_run) == count
+        assert gate_of_reuse(engine, recompute_strategy="none") == "passed"
+        assert gate_of_reuse(engine, recompute_strategy="query") == "unchecked"
 
 
-def test_off_says_that_nothing_was_tested(tests_run):
+def test_off_says_that_no_verdict_is_used(tests_run, spoiled):
+    with engine_of() as engine:
+        assert not engine.check_reuse().passed
     with engine_of(reuse_gate="off") as engine:
         engine.warm(documents=[TEXT])
         assert engine.generate(PROMPT, 1, mode=REUSE).gate == "off"
         assert engine.generate(PROMPT, 1).gate == ""
-    assert tests_run == []
+    assert len(tests_run) == 1
 
 
 def test_several_threads_wait_for_one_test(tests_run):
-    go = threading.Event()
     with engine_of() as engine, ThreadPoolExecutor(4) as pool:
-        hold_passes(engine, go)
-        waiting = [pool.submit(engine.generate, PROMPT, 4, mode=REUSE) for _ in range(4)]
-        go.set()
-        for one in waiting:
-            assert list(one.result(60).output_token_ids) == expected_tokens(PROMPT, 4)
+        waiting = [pool.submit(engine.check_reuse) for _ in range(4)]
+        checked(engine, TEXT, 3)
+        assert {one.result(60) for one in waiting} == {*tests_run}
         assert len(tests_run) == 1
         assert_clean(engine)
 
 
-def test_other_requests_run_beside_the_test(tests_run):
-    with engine_of() as engine, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(engine.generate, PROMPT, 4, mode=REUSE)
-        while not asked.done():
-            checked(engine, TEXT, 3)
-        assert asked.result(60).finish_reason == "length"
-        assert len(tests_run) == 1
-
-
-def test_a_request_that_fails_in_any_case_starts_no_test(tests_run):
+def test_a_request_that_cannot_run_has_its_own_error(spoiled):
+    """CapacityError and the like come before the verdict's refusal."""
     with engine_of(num_blocks=20) as engine:
+        engine.check_reuse()
         for call in (engine.generate, engine.submit):
             assert_raises(CapacityError, "enlarge max_cache_bytes", call, [1] * 330, mode=REUSE)
         assert_raises(RequestError, "max_new_tokens", engine.generate, [1] * 390, 30, mode=REUSE)
@@ -174,44 +199,29 @@ def test_a_request_that_fails_in_any_case_starts_no_test(tests_run):
         runner_of(engine).moved_keys_refusal = "it has no keys"
         assert_raises(RequestError, "it has no keys", engine.generate, [1] * 40, mode=REUSE)
         assert runner_of(engine).computed == 0
-    assert tests_run == []
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"max_context": 150}, "no room for three documents of 64 tokens .* in a prompt of 150"),
-        ({"num_blocks": 40}, "half of the pool"),
         ({"recompute_overlap": 400}, "recompute_overlap=64"),
         ({"min_chunk_tokens": 300}, "min_chunk_tokens=300"),
     ],
     ids=str,
 )
-def test_without_room_for_its_test_reuse_is_refused(options, words):
+def test_without_room_for_the_test_requests_run_unchecked(options, words):
     with engine_of(**options) as engine:
         with pytest.raises(RequestError, match=rf"{words}.*reuse_gate='off'"):
-            engine.generate([1] * 40, 4, mode=REUSE)
-        assert runner_of(engine).computed == 0
+            engine.check_reuse()
+        assert engine.generate([1] * 40, 4, mode=REUSE).finish_reason == "length"
 
 
-def test_an_engine_that_is_closed_ends_its_test():
-    engine = engine_of()
-    go = threading.Event()
-    begun = threading.Event()
-
-    def hold(batch):
-        begun.set()
-        assert go.wait(30)
-
-    runner_of(engine).on_forward = hold
-    with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(engine.generate, PROMPT, 4, mode=REUSE) for _ in range(2)]
-        assert begun.wait(30)
-        closing = pool.submit(engine.close)
-        go.set()
-        closing.result(60)
-        for one in asked:
-            assert_raises(KVBoostError, "closed", one.result, 60)
+def test_a_small_pool_is_tested_like_a_large_one(tests_run):
+    for num_blocks in (12, 128):
+        with engine_of(num_blocks) as engine:
+            engine.check_reuse()
+    assert len(tests_run) == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -226,56 +236,46 @@ def test_a_test_that_is_interrupted_is_run_again(error, monkeypatch, tests_run):
 
     monkeypatch.setattr(QualityGate, "logits", interrupted)
     with engine_of() as engine:
-        assert_raises(error, "stop", engine.generate, PROMPT, 4, mode=REUSE)
-        assert engine.paged_stats()["cached_blocks"] == 0
-        assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
+        assert_raises(error, "stop", engine.check_reuse)
+        assert engine.check_reuse().passed
         assert len(tests_run) == 1
         assert_clean(engine)
 
 
-@pytest.mark.parametrize(("times", "passes"), [(3, True), (5, False)])
-def test_what_others_drive_out_of_the_pool_proves_nothing(times, passes, monkeypatch, tests_run):
-    """The documents are computed again, so many times; then the request is refused and the next one
-    tries.
-    """
-    left = iter(range(times))
+def test_a_test_whose_documents_are_lost_proves_nothing(monkeypatch, tests_run):
     logits = QualityGate.logits
+
+    def robbed(self, *arguments):
+        if len(arguments) == 4:
+            with self._core.reading():
+                self._parts.manager.reset()
+        return logits(self, *arguments)
+
+    monkeypatch.setattr(QualityGate, "logits", robbed)
     with engine_of() as engine:
-
-        def robbed(self, *arguments):
-            if len(arguments) == 4 and next(left, None) is not None:
-                engine.reset_cache()
-            return logits(self, *arguments)
-
-        monkeypatch.setattr(QualityGate, "logits", robbed)
-        if not passes:
-            with pytest.raises(RequestError, match=r"found 0 of \d+ tokens again.*try again"):
-                engine.generate(PROMPT, 4, mode=REUSE)
-        assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
-        assert len(tests_run) == 1
-        assert tests_run[0].reused_share > 0.4
-        assert_clean(engine)
+        assert_raises(RequestError, r"proves nothing: it found 0 of \d+", engine.check_reuse)
+        assert tests_run == []
 
 
-def test_a_failing_pass_fails_the_request_that_asked():
-    with engine_of() as engine:
+def test_a_failing_pass_fails_the_check(monkeypatch):
+    with engine_of() as engine, monkeypatch.context() as patch:
 
-        def fail(batch):
+        def fail(self, batch):
             raise MemoryError("no memory")
 
-        runner_of(engine).on_forward = fail
+        patch.setattr(FakeRunner, "forward", fail)
         with pytest.raises(MemoryError):
-            engine.generate(PROMPT, 4, mode=REUSE)
-        runner_of(engine).on_forward = None
-        assert engine.generate(PROMPT, 4, mode=REUSE).finish_reason == "length"
-        assert_clean(engine)
+            engine.check_reuse()
+    with engine_of() as engine:
+        assert engine.check_reuse().passed
 
 
 def test_the_draws_of_others_are_what_they_would_be_without_it():
     outputs = []
-    for gate in ("auto", "off"):
-        with engine_of(seed=3, reuse_gate=gate) as engine:
-            engine.generate(PROMPT, 1, mode=REUSE)
+    for is_checked in (True, False):
+        with engine_of(seed=3) as engine:
+            if is_checked:
+                engine.check_reuse()
             outputs.append(engine.generate(TEXT, 12, temperature=1.5).output_token_ids)
     assert outputs[0] == outputs[1]
 
@@ -283,11 +283,12 @@ def test_the_draws_of_others_are_what_they_would_be_without_it():
 def test_no_tier_is_given_what_the_test_computed(tests_run):
     tier = DictTier()
     with engine_of(tiers=[tier]) as engine:
-        engine.generate(PROMPT, 1, mode=REUSE)
+        engine.check_reuse()
+        assert engine.verify_correctness(max_new_tokens=6, mode=REUSE)
         assert len(tests_run) == 1
         engine.warm(documents=[TEXT])
-    # The prompt's own blocks, and the document's behind its primer.
-    assert len(tier.blocks) == len(PROMPT) // 16 + (32 + 80) // 16
+    # The document's blocks behind its primer.
+    assert len(tier.blocks) == (32 + 80) // 16
 
 
 def test_verify_compares_reuse_with_a_full_computation(tests_run):
@@ -295,14 +296,14 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run):
         report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
         assert report
         assert (report.mode, len(report.checks), len(tests_run)) == (REUSE, 4, 1)
+        assert report.text_agreement == 1
         assert report.kl_limit == tests_run[0].kl_order > report.mean_kl == 0
         assert all(
             check.reused_tokens > 0 and check.text_equal and check.agreement == 1
             for check in report.checks
         )
         assert len(str(report).splitlines()) == 5
-        with engine._core.reading():
-            assert engine._parts.manager.published_block_count == 0
+        assert runner_of(engine).computed == 0, "the built-in text has an engine of its own"
         engine.warm(documents=[TEXT])
         own = engine.verify_correctness(
             [PROMPT], max_new_tokens=6, mode="chunk_kv_reuse", recompute_strategy="none"
@@ -315,19 +316,38 @@ def test_verify_compares_reuse_with_a_full_computation(tests_run):
         assert_clean(engine)
 
 
-def test_verify_says_by_how_much_reuse_goes_too_far():
+def test_verify_says_by_how_much_reuse_goes_too_far(spoiled):
     with engine_of() as engine:
-        spoil(engine)
         report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
         assert not report
         assert report.kl_limit is not None
         assert report.mean_kl > report.kl_limit
-        assert all(
-            check.passed and not check.text_equal and check.agreement < 0.5
-            for check in report.checks
-        )
+        assert report.text_agreement < 1
+        assert all(not check.text_equal and check.agreement < 0.5 for check in report.checks)
         assert str(report).endswith("FAILED")
         assert_clean(engine)
+
+
+def test_verify_is_false_where_an_answer_is_another_text(monkeypatch):
+    """Three of four texts differ, and the mean KL is small."""
+    generate = QualityGate.generate
+
+    def changed(self, ids, whose, params, repair=None):
+        results = generate(self, ids, whose, params, repair)
+        if repair is None:
+            return results
+        return [
+            dataclasses.replace(one, output_token_ids=(1, 2, 3)) if number else one
+            for number, one in enumerate(results)
+        ]
+
+    with engine_of() as engine:
+        engine.check_reuse()
+        monkeypatch.setattr(QualityGate, "generate", changed)
+        report = engine.verify_correctness(max_new_tokens=6, mode=REUSE)
+        assert not report
+        assert report.text_agreement == 0.25
+        assert "1 of 4 answers equal" in str(report)
 
 
 @pytest.mark.parametrize(

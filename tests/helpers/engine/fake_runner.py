@@ -301,17 +301,18 @@ def fake_engine(
     # A pass takes as long as its test holds it, which must not change the next one's size.
     usual = {"debug_checks": True, "reuse_gate": "off", "target_tpot": 0.0}
     config = EngineConfig.from_options(**{**usual, **options})
-    return CPUPagedEngine._from_parts(
-        fake_parts(
-            num_blocks,
-            config.block_size,
+
+    def build(chosen: EngineConfig) -> EngineParts:
+        return fake_parts(
+            chosen.num_blocks or num_blocks,
+            chosen.block_size,
             max_context,
-            config.max_num_seqs,
-            config.max_pinned_blocks,
-            tiers,
-        ),
-        config,
-    )
+            chosen.max_num_seqs,
+            chosen.max_pinned_blocks,
+            tiers if chosen is config else (),
+        )
+
+    return CPUPagedEngine._built_by(build, config)
 
 
 def runner_of(engine: CPUPagedEngine) -> FakeRunner:

@@ -251,8 +251,8 @@ def scripted(
         frozenset(parts.tokenizer.encode(end, False)[0] for end in form.ends) or parts.eos_token_ids
     )
     config = EngineConfig.from_options(debug_checks=True, reuse_gate="off")
-    with CPUPagedEngine._from_parts(
-        dataclasses.replace(parts, eos_token_ids=ends), config
+    with CPUPagedEngine._built_by(
+        lambda _: dataclasses.replace(parts, eos_token_ids=ends), config
     ) as engine:
         engine.tokenizer.chat_template = form.template
         speaker = Speaker(engine, form)

@@ -27,7 +27,9 @@ def hybrid():
     ledger = MemoryLedger(
         1000, parts.backend.pool_bytes, tuple, lambda: 0, parts.backend.states.nbytes
     )
-    with CPUPagedEngine._from_parts(dataclasses.replace(parts, ledger=ledger), config) as engine:
+    with CPUPagedEngine._built_by(
+        lambda _: dataclasses.replace(parts, ledger=ledger), config
+    ) as engine:
         yield engine
 
 

@@ -1,0 +1,38 @@
+"""`kvboost-edge reuse-check`: test how far non-prefix KV reuse changes a model's answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.session import loaded_engine
+
+if TYPE_CHECKING:
+    from kvboost_edge.reuse.quality_gate import Verdict
+
+__all__ = ["run_reuse_check", "verdict_words"]
+
+
+def run_reuse_check(model: str, options: dict[str, Any], *, as_json: bool) -> None:
+    """Run the quality gate's test, or show its stored verdict; exit with 1 for a refused model."""
+    notes = open_console(stderr=True, quiet=as_json)
+    with loaded_engine(model, options, notes) as engine:
+        notes.print("testing reuse at other positions: about 4,000 tokens")
+        verdict = engine.check_reuse()
+    if as_json:
+        figures = dataclasses.asdict(verdict)
+        print(json.dumps({"model": model, "passed": verdict.passed, **figures}))
+    else:
+        open_console().print(verdict_words(verdict))
+    if not verdict.passed:
+        raise typer.Exit(1)
+
+
+def verdict_words(verdict: Verdict) -> str:
+    """Return one line with the verdict and its figures."""
+    word = "passed its test" if verdict.passed else "is refused"
+    return f"reuse at other positions {word}: {verdict}"
