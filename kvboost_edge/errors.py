@@ -14,7 +14,15 @@ __all__ = [
     "KVBoostError",
     "ModelFormatError",
     "RequestError",
+    "install_extra",
 ]
+
+_INSTALL = "pip install '.[{extra}]' in a clone of the repository"  # it is not on PyPI yet
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs an extra, for messages."""
+    return _INSTALL.format(extra=extra)
 
 
 class KVBoostError(Exception):

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from kvboost_edge.errors import install_extra
 from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +92,24 @@ def test_named_make_targets_exist():
     assert targets >= {"demo", "test"}
     defined = set(re.findall(r"^([a-z][a-z0-9-]*):", MAKEFILE, flags=re.MULTILINE))
     assert targets <= defined, targets - defined
+
+
+def test_extras_are_installed_from_a_clone():
+    """pip has no other way today; messages and pages show the one that `install_extra` has."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = set(extras["optional-dependencies"])
+    command = re.compile(re.escape(install_extra("?").partition(" in ")[0]).replace("\\?", "(.*?)"))
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    shown = [extra for text in texts for extra in command.findall(text)]
+    assert len(shown) >= 5
+    assert {one for extra in shown for one in extra.split(",")} <= names
+    installs = [
+        line for text in texts for line in re.findall(r"pip install [^\n`]*kvboost.*", text)
+    ]
+    assert not installs
+    sources = [path for path in (ROOT / "kvboost_edge").rglob("*.py") if path.name != "errors.py"]
+    said = [line for path in sources for line in re.findall(r".*pip install.*", path.read_text())]
+    assert all("./cuda_ext" in line for line in said), said
 
 
 def test_named_commands_exist():

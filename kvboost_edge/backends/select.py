@@ -12,7 +12,7 @@ import importlib.util
 from typing import NamedTuple, Protocol, cast
 
 from kvboost_edge.backends.base import DEFAULT_NUM_OPEN, Backend, KVSpec
-from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.errors import BackendUnavailable, ConfigError, install_extra
 
 __all__ = [
     "BACKENDS",
@@ -183,7 +183,7 @@ def _missing(name: str, device: str) -> str | None:
     if not extra:
         return None  # everybody has what it needs; it is not imported only to be asked
     if importlib.util.find_spec(extra) is None:
-        return f"{extra} is not installed; install the extra [{extra}]"
+        return f"{extra} is not installed; install the extra: {install_extra(extra)}"
     return load_module(name).unsupported_reason(device)
 
 

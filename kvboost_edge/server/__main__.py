@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.errors import BackendUnavailable, KVBoostError
+from kvboost_edge.errors import BackendUnavailable, KVBoostError, install_extra
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.serve_options import ServeOptions, help_text
 from kvboost_edge.server.settings import tenant_of_key
@@ -57,8 +57,8 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
         raise BackendUnavailable(
-            f"the server needs the package {error.name!r}; install the extra: pip install "
-            "'kvboost-edge[server]'"
+            f"the server needs the package {error.name!r}; install the extra: "
+            f"{install_extra('server')}"
         ) from error
     if options.is_replicated:
         _serve_replicas(options, ended)
@@ -116,8 +116,8 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
     if importlib.util.find_spec("ray") is None:
         flag = f"--workers {options.workers}" if options.ray_address is None else "--ray-address"
         raise BackendUnavailable(
-            f"{flag} needs Ray, and the package 'ray' is missing; install the extra: pip install "
-            "'kvboost-edge[ray]'"
+            f"{flag} needs Ray, and the package 'ray' is missing; install the extra: "
+            f"{install_extra('ray')}"
         )
     from kvboost_edge.serve_ray.start import log_replicas, replicated
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import install_extra
 from kvboost_edge.options import options_of
 
 EACH = pytest.mark.parametrize("command", [["generate", "Hi"], ["chat"]], ids=["generate", "chat"])
@@ -91,7 +92,7 @@ def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeyp
         assert "json_schema is not supported: " in line
         assert named in line
     monkeypatch.setattr("kvboost_edge.engine.grammar.compiler._is_installed", lambda: False)
-    assert "kvboost-edge[structured]" in refusal(*command, "--json-schema", file)
+    assert install_extra("structured") in refusal(*command, "--json-schema", file)
 
 
 @pytest.mark.parametrize("extra", [[], ["--chat"]])

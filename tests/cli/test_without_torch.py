@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvboost_edge.errors import install_extra
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = '''
@@ -59,12 +61,15 @@ def test_every_command_runs_where_torch_is_missing():
     sections = dict(part.split("\n", 1) for part in done.stdout.split("== ")[1:])
     assert list(sections) == ["doctor", "inspect", "generate", "chat", "demo", "eval", "warmup"]
     assert "native" in sections["doctor"]
-    assert "install the extra [torch]" in " ".join(sections["doctor"].replace("│", " ").split())
+    assert install_extra("torch") in " ".join(sections["doctor"].replace("│", " ").split())
     assert "native" in sections["inspect"]
     assert "from the cache" in sections["chat"]
     assert "the same tokens" in sections["demo"]
     assert "perplexity" in sections["eval"]
     assert "compiled kernels lie in" in " ".join(sections["warmup"].split())
     assert "8 of 8 answers right" in sections["demo"]
-    assert "needs torch, which is not installed; install the extra [torch]" in done.stderr
+    assert (
+        f"needs torch, which is not installed; install the extra: {install_extra('torch')}"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr

@@ -17,7 +17,13 @@ import psutil
 import pytest
 
 from helpers.server.live_servers import wait_until
-from kvboost_edge.errors import BackendUnavailable, CapacityError, ConfigError, ModelFormatError
+from kvboost_edge.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ConfigError,
+    ModelFormatError,
+    install_extra,
+)
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.directory import MEMORY_PLACE
 from kvboost_edge.serve_ray.replica import own_options
@@ -158,7 +164,7 @@ def test_without_ray_the_flag_says_what_to_install(monkeypatch, capsys):
     )
     assert main(["--workers", "2"]) == 1
     assert "--workers 2 needs Ray" in (told := capsys.readouterr().err)
-    assert "pip install 'kvboost-edge[ray]'" in told
+    assert install_extra("ray") in told
 
 
 def _command(*flags):

@@ -11,7 +11,7 @@ import pytest
 from helpers.engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.cli.app import run
 from kvboost_edge.config import CHOICES, EngineConfig
-from kvboost_edge.errors import ConfigError
+from kvboost_edge.errors import ConfigError, install_extra
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import main
 from kvboost_edge.server.flags import parse_flags
@@ -382,7 +382,7 @@ def test_a_missing_extra_is_named():
     )
     done = run_code(code)
     assert done.returncode == 1
-    assert "kvboost-edge[server]" in done.stderr
+    assert install_extra("server") in done.stderr
     assert "'uvicorn'" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -15,7 +15,13 @@ from urllib.parse import quote
 
 from kvboost_edge.cli.render import reuse_words, tokens_words
 from kvboost_edge.engine.request.progress import Progress
-from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, RequestError
+from kvboost_edge.errors import (
+    BackendUnavailable,
+    ConfigError,
+    KVBoostError,
+    RequestError,
+    install_extra,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -93,7 +99,9 @@ class RemoteChat:
         try:
             self._httpx: Any = importlib.import_module("httpx")
         except ImportError as error:
-            raise BackendUnavailable("--url needs httpx; install the extra [server]") from error
+            raise BackendUnavailable(
+                f"--url needs httpx; install the extra: {install_extra('server')}"
+            ) from error
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
             raise ConfigError(

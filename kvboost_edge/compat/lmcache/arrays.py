@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvboost_edge.compat.lmcache.chunks import is_tensor
-from kvboost_edge.errors import BackendUnavailable, RequestError
+from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 
 __all__ = ["SHAPE_BYTES", "ChunkShape", "KeysAndValues", "assemble", "decode_shape", "read_kv"]
 
@@ -141,7 +141,7 @@ def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, 
     except ImportError as error:
         raise BackendUnavailable(
             "these keys and values were stored as torch tensors, and torch is not installed; "
-            "install the extra: pip install 'kvboost-edge[torch]'"
+            f"install the extra: {install_extra('torch')}"
         ) from error
     words = torch.from_numpy(blob.view(np.dtype(_TORCH_WORDS[first.itemsize])))
     return words.view(getattr(torch, first.dtype))

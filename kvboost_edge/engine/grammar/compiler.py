@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
 from kvboost_edge.engine.request.grammar import Grammar, MadeGrammar
-from kvboost_edge.errors import BackendUnavailable, RequestError
+from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
@@ -52,7 +52,7 @@ _STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no m
 # Of threads that compute slow masks. At 0 a mask takes a third of two processors from a forward
 # pass of two threads. A high value would let other programs stop a thread that holds Python's lock.
 _MASK_NICE = 5
-_NOT_INSTALLED = "needs the package llguidance: pip install 'kvboost-edge[structured]'"
+_NOT_INSTALLED = f"needs the package llguidance: {install_extra('structured')}"
 
 
 class GrammarCompiler:

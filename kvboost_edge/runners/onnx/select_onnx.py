@@ -10,7 +10,7 @@ from typing import Any
 
 from kvboost_edge.backends.base import KVSpec, LayerKVSpec
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.errors import ConfigError
+from kvboost_edge.errors import ConfigError, install_extra
 from kvboost_edge.models.config.architectures import states_refusal
 from kvboost_edge.models.config.spec import may_keep_states
 from kvboost_edge.models.onnx.past import PastLayout
@@ -65,7 +65,9 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
     """onnxruntime, where it is not installed."""
     if importlib.util.find_spec("onnxruntime") is None:
-        return "needs onnxruntime, which is not installed; install the extra [onnx]"
+        return (
+            f"needs onnxruntime, which is not installed; install the extra: {install_extra('onnx')}"
+        )
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.backends.select import array_kind_of
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.errors import install_extra
 from kvboost_edge.models.config.architectures import attends_both_ways, rope_types
 from kvboost_edge.models.config.spec import may_keep_states
 from kvboost_edge.runners.base import KEEPS_STATES, ModelTraits
@@ -69,7 +70,7 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
     for package in (*_PACKAGES, *_QUANTIZERS.get(method, ())):
         if importlib.util.find_spec(package) is None:
             how = (
-                "install the extra [torch]"
+                f"install the extra: {install_extra('torch')}"
                 if package in _PACKAGES
                 else f"it reads {method} weights; install it"
             )

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.errors import BackendUnavailable, install_extra
 from kvboost_edge.tiers.redis.address import ServerAddress
 from kvboost_edge.tiers.redis.breaker import CircuitBreaker
 
@@ -61,7 +61,7 @@ class RedisConnection:
         except ImportError as error:
             raise BackendUnavailable(
                 "redis_url needs the package 'redis', which is not installed; "
-                "install the extra: pip install 'kvboost-edge[redis]'"
+                f"install the extra: {install_extra('redis')}"
             ) from error
         self.place = address.place
         self.trouble = ""

@@ -14,7 +14,7 @@ import pytest
 from helpers.server.live_servers import ENGINE_OPTIONS, KEYS, serving
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, RemoteToolCall, Thought
-from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError
+from kvboost_edge.errors import BackendUnavailable, ConfigError, RequestError, install_extra
 
 USAGE = {
     "prompt_tokens": 30,
@@ -200,7 +200,7 @@ def test_addresses_that_are_none(url):
 
 def test_without_httpx_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(BackendUnavailable, match=r"install the extra \[server\]"):
+    with pytest.raises(BackendUnavailable, match=re.escape(install_extra("server"))):
         RemoteChat("http://127.0.0.1:1")
 
 

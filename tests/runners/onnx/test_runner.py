@@ -4,6 +4,7 @@ that are shared.
 
 import logging
 import random
+import re
 import subprocess
 import sys
 
@@ -22,7 +23,13 @@ from helpers.runners.logits import dense_logits
 from helpers.runners.paged_driver import PagedDriver
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.backends.select import choose_backend, make_backend
-from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, ModelFormatError
+from kvboost_edge.errors import (
+    BackendUnavailable,
+    ConfigError,
+    KVBoostError,
+    ModelFormatError,
+    install_extra,
+)
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import LoadOptions
 from kvboost_edge.runners.onnx.runner import load
@@ -256,7 +263,7 @@ def test_other_models_and_missing_packages(tiny_model_dir, tmp_path, monkeypatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         BackendUnavailable,
-        match=r"needs onnxruntime, which is not installed; install the extra \[onnx\]",
+        match=f"needs onnxruntime, which is not installed.*{re.escape(install_extra('onnx'))}",
     ):
         CPUPagedEngine.from_pretrained(folder, num_blocks=16)
 
