@@ -178,7 +178,7 @@ def _logits(
     handle, rows = engine._core.submit_logits(request)
     result = handle.result()
     return np.concatenate(rows), (
-        result.cached_tokens,
+        result.exact_cached_tokens,
         result.reused_span_tokens,
         result.recomputed_tokens,
     )

@@ -154,9 +154,10 @@ def answer(
 
 def timing_line(result: GenerationResult) -> str:
     """One line under an answer: what was reused and how long it took."""
+    cached = result.exact_cached_tokens
     spans = (result.reused_span_tokens, result.recomputed_tokens)
     return (
-        f"{reuse_words(result.prompt_tokens, result.cached_tokens, result.hit_tokens, *spans)} · "
+        f"{reuse_words(result.prompt_tokens, cached, result.hit_tokens, *spans)} · "
         f"first token {result.ttft_ms:.0f} ms · {tokens_words(result.generated_tokens)}, "
         f"{result.tokens_per_sec:.1f} per second · {result.finish_reason}"
     )

@@ -254,7 +254,7 @@ class _RequestMetrics:
     def observe(self, result: GenerationResult) -> None:
         self.count(result.finish_reason)
         self._prompt_tokens.inc(result.prompt_tokens)
-        self._cached_tokens.inc(result.cached_tokens)
+        self._cached_tokens.inc(result.exact_cached_tokens)
         self._generation_tokens.inc(result.generated_tokens)
         if result.generated_tokens:
             self._first_token.observe(result.ttft_ms / 1e3)

@@ -240,3 +240,43 @@ def test_verify_correctness_by_position(engine):
         engine.verify_correctness(4, 5)
     with pytest.raises(RequestError, match="prompts is a string"):
         engine.verify_correctness(QUESTION)
+
+
+# Results.
+
+
+def test_reused_tokens_count_as_cached_in_chunk_reuse_alone(loaded):
+    with KVBoost(*loaded, num_blocks=64, reuse_gate="off") as engine:
+        head = random_ids(32, 4)
+        document = random_ids(96, 5)
+        engine.generate([*head, *document], 1)
+        prompt = [*head, *random_ids(16, 6), *document, 7]
+        exact = engine.generate(prompt, 1)
+        assert exact.cached_tokens == exact.exact_cached_tokens == 32
+        engine.reset_cache()
+        engine.generate([*head, *document], 1)
+        result = engine.generate(prompt, 1, mode=GenerationMode.CHUNK_KV_REUSE)
+        assert result.reused_span_tokens > 48
+        assert result.exact_cached_tokens == sum(result.hit_tokens.values()) == 32
+        assert result.cached_tokens == 32 + result.reused_span_tokens
+        assert result.kv_reuse_ratio == result.cached_tokens / result.prompt_tokens
+
+
+def test_a_warm_result_compares_like_its_int(engine):
+    nothing = engine.warm("x")
+    one = engine.warm(SYSTEM)
+    count = one.chunks_stored
+    assert one == count == int(one)
+    assert count == one
+    assert one != count + 1
+    assert one > 0
+    assert one >= count
+    assert one < count + 0.5
+    assert 0 < one <= count
+    assert one > nothing == 0
+    assert max(nothing, one) is one
+    assert {one: "a"}[count] == "a"
+    assert one != "1"
+    assert bool(one) > bool(nothing)
+    with pytest.raises(TypeError):
+        assert one < "1"

@@ -40,15 +40,14 @@ def test_documents_in_another_order_are_shared_and_read_where_they_are(repair, b
     result = bench.ask(prompt, 20, REUSE, repair=repair)
     assert result.mode is REUSE
     assert result.approximate
-    assert result.cached_tokens == 16
+    assert result.exact_cached_tokens == 16
+    assert result.cached_tokens == 16 + result.reused_span_tokens
+    assert result.kv_reuse_ratio == result.cached_tokens / len(prompt)
     assert result.reused_span_tokens > {BARE: 100, SEAMS: 60, BLEND: 40, QUERY: 40}[repair]
     assert (bench.runner.probed > 0) == (repair in (BLEND, QUERY))
     assert bench.runner.asked == (32 if repair is QUERY else 0)
     assert sum(result.phases.values()) == pytest.approx(result.total_ms)
-    assert (
-        result.cached_tokens + result.reused_span_tokens + bench.runner.computed - computed
-        == len(prompt) + 19
-    )
+    assert result.cached_tokens + bench.runner.computed - computed == len(prompt) + 19
     assert bench.manager.used_block_count == 0
     bench.manager.check_invariants([])
 
@@ -178,7 +177,7 @@ def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preem
     )
     cache = cache_stats(bench.parts, bench.core.tiering)
     assert paged["span_tokens"] > 0
-    assert paged["hit_tokens"] == sum(result.cached_tokens for result in results)
+    assert paged["hit_tokens"] == sum(result.exact_cached_tokens for result in results)
     total = len(head + one + two) + sum(map(len, prompts))
     assert paged["hit_tokens"] + paged["span_tokens"] + paged["miss_tokens"] == total
     assert cache["approximate_hits"] == paged["span_tokens"] // 16
@@ -187,7 +186,8 @@ def test_what_was_found_shared_and_computed_adds_up_to_the_prompts(repair, preem
     if not preempted:
         assert paged["span_tokens"] == sum(result.reused_span_tokens for result in results)
         first = results[0]
-        assert first.computed_prompt_tokens == 229 - first.cached_tokens - first.reused_span_tokens
+        assert first.computed_prompt_tokens == 229 - first.cached_tokens
+        assert first.cached_tokens == first.exact_cached_tokens + first.reused_span_tokens
         others = sum(
             first.phases[name] for name in ("tokenize", "queue", "lookup", "load", "decode")
         )

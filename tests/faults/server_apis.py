@@ -99,8 +99,8 @@ _OPENAI = (
     fault(
         "cached tokens are those of the choice that found most",
         "server/api/usage.py",
-        "min(group, key=lambda result: result.cached_tokens)",
-        "max(group, key=lambda result: result.cached_tokens)",
+        "min(group, key=lambda result: result.exact_cached_tokens)",
+        "max(group, key=lambda result: result.exact_cached_tokens)",
         f"{_COMPLETIONS}::test_choices_share_the_prompt_in_flight",
     ),
     fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -53,11 +54,11 @@ class GenerationResult:
     output_token_ids     with the EOS or stop token that ended it
     generated_tokens     number of output tokens
     finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
-    cached_tokens        prompt tokens whose KV came from the cache; `hit_tokens` splits them by
-                         tier
-    matched_tokens       prompt tokens whose KV was in the cache; more than `cached_tokens` where a
-                         snapshot of the recurrent state was missing
-    kv_reuse_ratio       (cached_tokens + reused_span_tokens) / prompt_tokens
+    cached_tokens        prompt tokens whose KV came from the cache: `exact_cached_tokens`, which
+                         `hit_tokens` splits by tier, and `reused_span_tokens`
+    matched_tokens       prompt tokens whose KV was in the cache; more than `exact_cached_tokens`
+                         where a snapshot of the recurrent state was missing
+    kv_reuse_ratio       cached_tokens / prompt_tokens
     miss_reason          why the first prompt token after the cached ones was computed:
                          ""             every token was cached
                          "first_seen"   this tenant and salt never cached its block
@@ -117,9 +118,14 @@ class GenerationResult:
         return self.reused_span_tokens > 0
 
     @property
+    def exact_cached_tokens(self) -> int:
+        """Prompt tokens of the cached prefix, whose KV equals that of a full computation."""
+        return self.cached_tokens - self.reused_span_tokens
+
+    @property
     def computed_prompt_tokens(self) -> int:
         """Prompt tokens that were computed: neither cached nor shared at another position."""
-        return self.prompt_tokens - self.cached_tokens - self.reused_span_tokens
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def prompt_ms(self) -> float:
@@ -159,9 +165,10 @@ class GenerationResult:
         return self.phases["decode"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@functools.total_ordering
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WarmResult:
-    """What `warm` stored. Truthy, and equal to an int, by `chunks_stored`.
+    """The outcome of `warm`. It is true, and compares, like the number `chunks_stored`.
 
     Of a text that prompts begin with a chunk is a block. Of documents, and of a text for another
     position, it is what they were cut into: chunk_size tokens, or the longest document where they
@@ -231,6 +238,20 @@ class WarmResult:
 
     def __index__(self) -> int:
         return self.chunks_stored
+
+    def __eq__(self, other: object) -> bool:
+        return self.chunks_stored == _number_of(other)
+
+    def __lt__(self, other: object) -> bool:
+        number = _number_of(other)
+        return self.chunks_stored < number if isinstance(number, (int, float)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.chunks_stored)
+
+
+def _number_of(other: object) -> object:
+    return other.chunks_stored if isinstance(other, WarmResult) else other
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -342,6 +342,7 @@ class Sequence:
         phases = self.marks.phases(time.perf_counter(), self.restored.seconds, self.spans)
         total_ms = sum(phases.values())
         times = tuple((t - request.entered_at) * 1e3 for t in self.marks.token_times)
+        cached = self.num_cached_tokens + self.spans.num_shared
         return GenerationResult(
             mode=self._mode(),
             prompt=request.prompt,
@@ -350,9 +351,8 @@ class Sequence:
             generated_tokens=len(output_ids),
             finish_reason=finish_reason,
             prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=self.num_cached_tokens,
-            kv_reuse_ratio=(self.num_cached_tokens + self.spans.num_shared)
-            / request.num_prompt_tokens,
+            cached_tokens=cached,
+            kv_reuse_ratio=cached / request.num_prompt_tokens,
             hit_tokens=self.restored.split(self.num_cached_tokens),
             matched_tokens=self.num_matched_tokens,
             **self.missed._asdict(),

@@ -31,7 +31,9 @@ def usage_of(
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(result.cached_tokens for result in firsts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(result.exact_cached_tokens for result in firsts)
+        },
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
@@ -108,7 +110,7 @@ def progress_of(progress: Progress) -> dict[str, Any]:
 def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[GenerationResult]:
     """Of each prompt the sequence that found the least in the cache."""
     return [
-        min(group, key=lambda result: result.cached_tokens)
+        min(group, key=lambda result: result.exact_cached_tokens)
         for group in _groups(results, per_prompt)
     ]
 
@@ -135,7 +137,7 @@ def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationRes
     longest of them, so with several sequences, which are computed side by side, the speeds are
     those of all together.
     """
-    cached = sum(result.cached_tokens for result in firsts)
+    cached = sum(result.exact_cached_tokens for result in firsts)
     computed = sum(result.computed_prompt_tokens for result in firsts)
     predicted = sum(result.generated_tokens for result in results)
     prompt_ms = max(result.prompt_ms for result in firsts)

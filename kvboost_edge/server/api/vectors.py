@@ -57,7 +57,7 @@ def rerank_answer(
 
 def _usage(results: Sequence[GenerationResult]) -> InputUsage:
     tokens = sum(result.prompt_tokens for result in results)
-    cached = sum(result.cached_tokens for result in results)
+    cached = sum(result.exact_cached_tokens for result in results)
     return {
         "prompt_tokens": tokens,
         "total_tokens": tokens,

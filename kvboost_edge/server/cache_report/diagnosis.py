@@ -83,7 +83,7 @@ def diagnose(
         reused_span_tokens=result.reused_span_tokens,
         computed_tokens=result.computed_prompt_tokens,
         seconds=result.prompt_ms / 1e3,
-        position=result.cached_tokens,
+        position=result.exact_cached_tokens,
         normalised=record.asked.normalised,
     )
     if found.cause == "none" or found.cause in _OUTSIDE:
@@ -99,18 +99,20 @@ def diagnose(
         common >= block_size
         or (found.cause == "first_seen" and _is_alike(record, closest, common, decode))
     )
-    if closest is None or not compared or result.cached_tokens > common:
+    if closest is None or not compared or result.exact_cached_tokens > common:
         # Nothing that is kept begins so; the cache may know more, such as other choices of an
         # answer.
         cause = (
-            found.cause if found.cause != "first_seen" or not result.cached_tokens else "new_text"
+            found.cause
+            if found.cause != "first_seen" or not result.exact_cached_tokens
+            else "new_text"
         )
-        position = max(common, result.cached_tokens)
+        position = max(common, result.exact_cached_tokens)
         return dataclasses.replace(
             found, cause=cause, position=position, evicted_from=result.evicted_from
         )
     found = dataclasses.replace(found, compared_with=closest.request_id)
-    if result.cached_tokens + block_size <= common // block_size * block_size:
+    if result.exact_cached_tokens + block_size <= common // block_size * block_size:
         # A pool goes with its model: what it held is gone, and the new one cannot know of it.
         pool = ("pool",) if record.loading != closest.loading else ()
         dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))

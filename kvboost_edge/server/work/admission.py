@@ -283,8 +283,13 @@ class Admission:
         """Count a finished sequence in the metrics and in the log line of the request."""
         self._num_observed += 1
         self._observer.observe(result)
-        for name in ("prompt_tokens", "cached_tokens", "generated_tokens"):
-            self.facts[name] = self.facts.get(name, 0) + getattr(result, name)
+        counts = {
+            "prompt_tokens": result.prompt_tokens,
+            "cached_tokens": result.exact_cached_tokens,
+            "generated_tokens": result.generated_tokens,
+        }
+        for name, count in counts.items():
+            self.facts[name] = self.facts.get(name, 0) + count
 
     async def group(self, prompt_ids: Sequence[int]) -> None:
         """Wait, at most the batch window, while another request computes the same first block. Call

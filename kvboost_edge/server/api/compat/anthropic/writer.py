@@ -70,7 +70,9 @@ class AnthropicWriter(TurnWriter):
 
     def written(self, result: GenerationResult, reason: str) -> bytes:
         self._emit(self._blocks.end())
-        usage = self._usage(result.generated_tokens, result.prompt_tokens, result.cached_tokens)
+        usage = self._usage(
+            result.generated_tokens, result.prompt_tokens, result.exact_cached_tokens
+        )
         return dumps_long(
             {
                 **self._head(self._blocks.content),
@@ -104,7 +106,9 @@ class AnthropicWriter(TurnWriter):
 
     def closed(self, result: GenerationResult, reason: str) -> None:
         self._emit(self._blocks.end())
-        usage = self._usage(result.generated_tokens, result.prompt_tokens, result.cached_tokens)
+        usage = self._usage(
+            result.generated_tokens, result.prompt_tokens, result.exact_cached_tokens
+        )
         delta = {
             "type": "message_delta",
             "delta": self._ending(result, reason),

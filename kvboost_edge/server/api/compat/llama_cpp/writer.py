@@ -111,7 +111,7 @@ class LlamaWriter(TurnWriter):
             "truncated": False,
             "stop_type": "limit" if reason == "length" else "word" if word else "eos",
             "stopping_word": word,
-            "tokens_cached": result.cached_tokens,
+            "tokens_cached": result.exact_cached_tokens,
             **spent,
         }
 
