@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.errors import BackendUnavailable, install_extra
 
 __all__ = ["require_torch"]
 
@@ -17,5 +17,5 @@ def require_torch(caller: str, *others: str) -> None:
     if missing:
         raise BackendUnavailable(
             f"{caller} needs the package {' and '.join(missing)}, which is not installed; install "
-            "the extra: pip install 'kvboost-edge[torch]'"
+            f"the extra: {install_extra('torch')}"
         )
