@@ -272,7 +272,8 @@ def generate(
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." --temperature 0.7\n\n'
     "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
     "kvboost-edge chat -m ./my-model --json-schema city.json\n\n"
-    "In the chat: /reset starts over, /stats shows the pool, /quit or Ctrl-D leaves."
+    "In the chat: /reset starts over, /drop leaves out the oldest turn, /save FILE keeps the "
+    "conversation, /stats shows the pool, /quit or Ctrl-D leaves."
 )
 def chat(
     model: Annotated[

@@ -9,25 +9,33 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from kvboost_edge.cli.console import open_console
+from kvboost_edge.cli.console import counted, open_console
 from kvboost_edge.cli.options import CACHE_USE
 from kvboost_edge.cli.render import PromptBar, pool_panel
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat, Thought
 from kvboost_edge.cli.session import answer, loaded_engine, timing_line
 from kvboost_edge.engine.request.progress import Progress
-from kvboost_edge.errors import RequestError
+from kvboost_edge.errors import KVBoostError, RequestError
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
 
 __all__ = ["Lines", "run_chat", "run_remote_chat"]
 
-_HELP = "/reset starts over, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
+_HELP = (
+    "/reset starts over, /drop [N] leaves out the N oldest turns (1), /save FILE keeps the "
+    "conversation as JSON, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
+)
+_OFFER = (
+    "the conversation is kept: /drop leaves out its oldest turn and asks again, /save FILE keeps "
+    "it, /reset starts over"
+)
 
 Messages = list[dict[str, str]]
 Write = Callable[[str], None]
@@ -164,19 +172,101 @@ def _show_calls(answer: RemoteAnswer, console: Console) -> None:
         begun = True
 
 
+class _Conversation:
+    """The messages so far, and the user's line of a turn that was refused."""
+
+    def __init__(self, partner: _Partner, console: Console, system: str) -> None:
+        self._partner = partner
+        self._console = console
+        self._opening: Messages = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+        self._refused = ""
+
+    def take(self, line: str) -> None:
+        """Append the user's line and the answer. A refused or interrupted turn leaves the messages
+        as they were.
+        """
+        turn = [*self._messages, {"role": "user", "content": line}]
+        self._refused = ""
+        try:
+            message, figures = self._partner.reply(turn, self._write)
+        except KVBoostError as error:
+            print(f"this turn was refused: {error}", file=sys.stderr)
+            self._refused = line
+            if self._turns():
+                self._console.print(_OFFER, style="dim")
+            return
+        except KeyboardInterrupt:
+            self._console.print("\nstopped; this turn is forgotten", style="dim")
+            return
+        self._console.print(f"\n{figures}", style="dim")
+        self._messages = [*turn, message]
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._messages = list(self._opening)
+        self._refused = ""
+        self._console.print("a new conversation", style="dim")
+
+    def drop(self, number: str) -> None:
+        """Leave out the oldest turns, and ask again what was refused.
+
+        number   how many; "": one
+        """
+        turns = self._turns()
+        number = number or "1"
+        if not turns or not number.isdecimal() or not 1 <= int(number) <= len(turns):
+            print(
+                f"/drop {number}: the conversation has {counted(len(turns), 'turn', 'turns')}; "
+                "give a number of them",
+                file=sys.stderr,
+            )
+            return
+        gone = int(number)
+        end = turns[gone] if gone < len(turns) else len(self._messages)
+        self._messages[len(self._opening) : end] = []
+        self._console.print(f"{counted(gone, 'turn', 'turns')} left out", style="dim")
+        if self._refused:
+            self.take(self._refused)
+
+    def save(self, file: str) -> None:
+        """Write the messages to a file as JSON, the refused line included."""
+        refused = [{"role": "user", "content": self._refused}] if self._refused else []
+        try:
+            Path(file).expanduser().write_text(
+                json.dumps([*self._messages, *refused], ensure_ascii=False, indent=1) + "\n",
+                encoding="utf-8",
+            )
+        except (OSError, ValueError) as error:
+            print(f"/save {file}: {error}; give a file that can be written", file=sys.stderr)
+            return
+        self._console.print(f"saved to {file}", style="dim")
+
+    def _turns(self) -> list[int]:
+        """List where each turn starts among the messages."""
+        return [at for at, one in enumerate(self._messages) if one["role"] == "user"]
+
+    def _write(self, piece: str) -> None:
+        self._console.file.write(piece)
+        self._console.file.flush()
+
+
 def _converse(console: Console, partner: _Partner, system: str) -> None:
     """Read user messages until the end of input."""
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
+    conversation = _Conversation(partner, console, system)
     console.print(_HELP, style="dim")
     lines = Lines(console, "you ›", "bold cyan")
     while (line := _read_line(lines, console)) is not None:
-        if line == "/quit":
+        command, _, argument = line.partition(" ")
+        if command == "/quit":
             return
-        if line == "/reset":
-            messages = list(opening)
-            console.print("a new conversation", style="dim")
-        elif line == "/stats":
+        if command == "/reset":
+            conversation.reset()
+        elif command == "/drop":
+            conversation.drop(argument.strip())
+        elif command == "/save" and argument.strip():
+            conversation.save(argument.strip())
+        elif command == "/stats":
             try:
                 partner.show_stats()
             except (
@@ -186,7 +276,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
         elif line.startswith("/"):
             console.print(_HELP, style="dim")
         elif line:
-            _take_turn(partner, console, messages, line)
+            conversation.take(line)
 
 
 def _read_line(lines: Lines, console: Console) -> str | None:
@@ -196,25 +286,3 @@ def _read_line(lines: Lines, console: Console) -> str | None:
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None
-
-
-def _take_turn(partner: _Partner, console: Console, messages: Messages, line: str) -> None:
-    """Append the user's line and the answer to `messages`. A refused or interrupted turn leaves
-    them as they were.
-    """
-    turn = [*messages, {"role": "user", "content": line}]
-
-    def write(piece: str) -> None:
-        console.file.write(piece)
-        console.file.flush()
-
-    try:
-        message, figures = partner.reply(turn, write)
-    except RequestError as error:
-        print(f"this turn was refused: {error}", file=sys.stderr)
-        return
-    except KeyboardInterrupt:
-        console.print("\nstopped; this turn is forgotten", style="dim")
-        return
-    console.print(f"\n{figures}", style="dim")
-    messages[:] = [*turn, message]

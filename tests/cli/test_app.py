@@ -1,5 +1,6 @@
 """The command line end to end, on a tiny random model."""
 
+import json
 import re
 import shutil
 import signal
@@ -144,6 +145,27 @@ def test_chat_survives_a_refused_turn(tiny_model_dir, printed, typed):
     out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL)
     assert "refused" in err
     assert out.count("from the cache") == 1
+
+
+def test_a_chat_that_outgrows_the_pool_goes_on(tiny_model_dir, tmp_path, printed, typed):
+    """Two turns fit; the third is refused, saved, and asked again without the first."""
+    file = tmp_path / "chat.json"
+    long = "x" * 20
+    typed(f"/drop\n{long}1\n{long}2\n{long}3\n/save {file}\n/drop 9\n/drop\n{long}4\n/drop\n")
+    options = ("-n", "4", "--system", "Hi", "-o", "num_blocks=6", "-o", "dtype=float32")
+    out, err = printed("chat", "-m", tiny_model_dir, *options)
+    assert re.findall(r"(\d+) prompt tokens", out) == ["38", "67", "67", "67"]
+    said = re.findall(r"^(?:/drop|this turn was refused: the request needs 7 blocks).*", err, re.M)
+    assert [text.partition(";")[0].partition(" (")[0] for text in said] == [
+        "/drop 1: the conversation has 0 turns",
+        "this turn was refused: the request needs 7 blocks",
+        "/drop 9: the conversation has 2 turns",
+        "this turn was refused: the request needs 7 blocks",
+    ]
+    assert " ".join(out.split()).count("the conversation is kept: /drop leaves out its oldest") == 2
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    assert [one["role"] for one in kept] == ["system", *["user", "assistant"] * 2, "user"]
+    assert [one["content"][-1] for one in kept if one["role"] == "user"] == ["1", "2", "3"]
 
 
 def test_inspect_shows_what_the_files_hold(tiny_model_dir, answered):
