@@ -57,6 +57,10 @@ class TextCodec(Protocol):
         """
         ...
 
+    def added_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the same of the added tokens that are not special."""
+        ...
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of the ids; an id without a token is nothing."""
         ...
@@ -157,8 +161,16 @@ class FastCodec:
         ]
 
     def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        return self._added_texts(special=True)
+
+    def added_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        return self._added_texts(special=False)
+
+    def _added_texts(self, *, special: bool) -> tuple[frozenset[str], frozenset[str]]:
         found = [
-            token for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+            token
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special is special
         ]
         exact = frozenset(token.content for token in found)
         return exact, frozenset(token.content for token in found if token.normalized)
@@ -273,6 +285,9 @@ class SimpleCodec:
     def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
         texts = getattr(self._tokenizer, "all_special_tokens", ())
         return frozenset(text for text in texts if isinstance(text, str)), frozenset()
+
+    def added_texts(self) -> tuple[frozenset[str], frozenset[str]]:
+        return frozenset(), frozenset()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]

@@ -2,10 +2,11 @@
 stays text.
 
 A template turns messages into one text, in which the tokenizer finds special tokens such as
-<|im_start|>. Those the template wrote are meant; those in a message would let whoever wrote it
-speak as the system. So each of them gets a mark behind its first character before the template
-runs. Marks are characters that no text has (Unicode's noncharacters); templates trim, cut and join
-texts and leave them in place. Afterwards the text is cut at the marks.
+<|im_start|>, and other markers such as <tool_call>. Those the template wrote are meant; those in a
+message would let its author speak as the system, or as a tool. So each of them gets a mark behind
+its first character before the template runs. Marks are characters that no text has (Unicode's
+noncharacters); templates trim, cut and join texts and leave them in place. Afterwards the text is
+cut at the marks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from kvboost_edge.errors import RequestError
 
-__all__ = ["SpecialTexts", "free_marks", "pieces_of"]
+__all__ = ["SpecialTexts", "check_marks", "free_marks"]
 
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -106,13 +107,10 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
     return free[0], free[1], free[2]
 
 
-def pieces_of(text: str, mark: str) -> list[str]:
-    """What a template wrote, cut at the marks. RequestError where it wrote one in another way, as
-    an escape.
-    """
+def check_marks(text: str, mark: str) -> None:
+    """Raise RequestError where a template wrote a mark in another way, as an escape."""
     if f"\\u{ord(mark):04x}" in text or f"%{mark.encode().hex('%')}" in text.lower():
         raise RequestError(
             "a message holds the text of a special token, and the model's chat template rewrites "
             "messages in a way that hides where it is; leave that text out"
         )
-    return text.split(mark)

@@ -5,7 +5,7 @@ transformers tokenizer.
 from __future__ import annotations
 
 import functools
-import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from kvboost_edge.errors import ModelFormatError, RequestError
 from kvboost_edge.host.json_file import read_json_object
 from kvboost_edge.text.chat_template import ChatTemplate, plain_messages, plain_tools
 from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCodec
-from kvboost_edge.text.plain_content import SpecialTexts, free_marks, pieces_of
+from kvboost_edge.text.plain_content import SpecialTexts, check_marks, free_marks
 from kvboost_edge.text.rendered_chat import FindAnswer, encode_with_answers
 from kvboost_edge.text.tokenizer_bounds import read_tokenizer_file
 from kvboost_edge.text.turns.derive import turn_format
@@ -32,20 +32,40 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+# Added tokens may also be white space, words and code, which stay one token in any message.
+_MARKER = re.compile(r"[<\[\]].*\w.*[>\]\[]", re.DOTALL)
 _SPECIAL_LENGTH = 256  # characters; no special token's text is as long
 
 
 class _Rendered(NamedTuple):
-    """A prompt: parts with kept ids between them, each part cut inside of every special token's
-    text that comes from a message.
+    """A prompt: parts with kept ids between them, each part with `mark` inside of every control
+    token's text that comes from a message.
     """
 
-    parts: list[list[str]]
+    parts: list[str]
     kept: list[list[int]]
+    mark: str
 
     @property
     def text(self) -> str:
-        return "".join(piece for part in self.parts for piece in part)
+        return "".join(self.parts).replace(self.mark, "")
+
+
+class _MarkedText:
+    """Encodes text with marks: no token reaches across a mark."""
+
+    def __init__(self, codec: TextCodec, mark: str) -> None:
+        self._codec = codec
+        self._mark = mark
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        pieces = text.split(self._mark)
+        if len(pieces) > 1:
+            return self._codec.encode_apart(pieces)
+        return self._codec.encode(text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._codec.decode(ids, skip_special_tokens)
 
 
 class Tokenizer:
@@ -146,9 +166,8 @@ class Tokenizer:
         `content` stays text.
         """
         mark = free_marks([before, content, after])[0]
-        return self.codec.encode_apart(
-            pieces_of(before + self._specials.marked(content, mark) + after, mark)
-        )
+        text = before + self._specials.marked(content, mark) + after
+        return self.codec.encode_apart(text.split(mark))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; an id without a token decodes to nothing."""
@@ -204,9 +223,10 @@ class Tokenizer:
         """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the
         assistant's messages with the ids they were generated with, see `encode_with_answers` and,
         of those with calls, turns/replay.py. The template writes the BOS token where the model
-        wants one; none is added. Only the template writes special tokens: their text in a message
-        or a tool is text. `continue_final` ends behind the content of the last message, so that the
-        model goes on with it.
+        wants one; none is added. Only the template writes special tokens, and the other added
+        tokens that it uses as markers, such as <tool_call>: their text in a message or a tool is
+        text. An assistant's message may hold such markers. `continue_final` ends behind the content
+        of the last message, so that the model goes on with it.
         """
         rendered = self._rendered(
             messages,
@@ -232,22 +252,15 @@ class Tokenizer:
         self, rendered: _Rendered, messages: Messages, find_answer: FindAnswer | None
     ) -> list[int]:
         answers, find_answer = (
-            self._kept_among(messages, find_answer)
-            if find_answer is not None and any(len(pieces) == 1 for pieces in rendered.parts)
-            else ([], None)
+            self._kept_among(messages, find_answer) if find_answer is not None else ([], None)
         )
+        encoder = _MarkedText(self.codec, rendered.mark)
         ids: list[int] = []
-        for pieces, kept in itertools.zip_longest(
-            rendered.parts, rendered.kept, fillvalue=list[Any]()
-        ):
-            if (
-                len(pieces) > 1
-            ):  # some message holds a special token's text: nothing of it is parsed
-                ids += self.codec.encode_apart(pieces)
-            elif find_answer is None or not answers:
-                ids += self.encode(pieces[0], False)
+        for part, kept in zip(rendered.parts, [*rendered.kept, []], strict=True):
+            if find_answer is None or not answers:
+                ids += encoder.encode(part, False)
             else:
-                ids += encode_with_answers(pieces[0], answers, self, find_answer)
+                ids += encode_with_answers(part, answers, encoder, find_answer)
             ids += kept
         return ids
 
@@ -303,7 +316,7 @@ class Tokenizer:
             _end_with(plain[-1], cut)
 
         def render(shown: list[dict[str, Any]]) -> str:
-            shown = self._specials.marked(shown, mark)
+            shown = [self._marked(message, mark) for message in shown]
             if (
                 has_calls
                 and self.turn_format.calls is not None
@@ -315,7 +328,7 @@ class Tokenizer:
             return template.render(
                 shown,
                 add_generation_prompt=add_generation_prompt and not continue_final,
-                **self._specials.marked(given, mark),
+                **self._controls.marked(given, mark),
             )
 
         kept: list[list[int]] = []
@@ -334,8 +347,19 @@ class Tokenizer:
                 raise RequestError(
                     "the model's chat template does not show the last message, so nothing can go on"
                 )
-        parts = text.split(place) if kept else [text]
-        return _Rendered([pieces_of(part, mark) for part in parts], kept)
+        check_marks(text, mark)
+        return _Rendered(text.split(place) if kept else [text], kept, mark)
+
+    def _marked(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
+        """Put marks into a message. The assistant's own words may hold the control tokens that a
+        model writes, such as those around a call; the arguments of a call may not.
+        """
+        if message.get("role") != "assistant":
+            return dict(self._controls.marked(message, mark))
+        marked = dict(self._specials.marked(message, mark))
+        if "tool_calls" in message:
+            marked["tool_calls"] = self._controls.marked(message["tool_calls"], mark)
+        return marked
 
     def _replayed(
         self,
@@ -393,6 +417,15 @@ class Tokenizer:
     @functools.cached_property
     def _specials(self) -> SpecialTexts:
         return SpecialTexts(*self.codec.special_texts())
+
+    @functools.cached_property
+    def _controls(self) -> SpecialTexts:
+        """The special tokens, and other added tokens that the chat template uses as markers."""
+        source = self.chat_template or ""
+        exact, folded = self.codec.special_texts()
+        added, added_folded = self.codec.added_texts()
+        used = {text for text in added if text in source and _MARKER.fullmatch(text)}
+        return SpecialTexts(exact | used, folded | (used & added_folded))
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

@@ -6,6 +6,20 @@ from faults.fault import fault
 
 FAULTS = (
     fault(
+        "a tool's message writes the markers of calls",
+        "text/tokenizer.py",
+        'if message.get("role") != "assistant":',
+        'if message.get("role") in ("system", "user"):',
+        "tests/text/test_plain_content.py",
+    ),
+    fault(
+        "answers are encoded anew where a message holds a special token's text",
+        "text/tokenizer.py",
+        "if find_answer is None or not answers:",
+        "if find_answer is None or not answers or rendered.mark in part:",
+        "tests/text/test_rendered_chat.py",
+    ),
+    fault(
         "a tokenizer's growth is that of its last step",
         "text/tokenizer_bounds.py",
         "self.chars[char] = max(known, written / len(literal))",

@@ -1,33 +1,38 @@
 """Kept answers never undo what keeps a message's text from being read as special tokens."""
 
+from pathlib import Path
+
+import kvboost_edge
 from kvboost_edge.text.rendered_chat import encode_with_answers
 from kvboost_edge.text.tokenizer import Tokenizer
 
+DEMO = Path(kvboost_edge.__path__[0]) / "assets" / "demo"
 
-def test_a_message_with_a_special_tokens_text_is_encoded_apart_whatever_is_kept(tiny_model_dir):
-    tokenizer = Tokenizer.from_dir(tiny_model_dir)
-    (special, *_) = [text for text in tokenizer.special_tokens.values() if text]
+
+def test_a_special_tokens_text_is_encoded_apart_whatever_is_kept():
+    """The answers have the ids they were generated with, which are not the tokenizer's own."""
+    tokenizer = Tokenizer.from_dir(DEMO)
+    special = "<|user|>"
     messages = [
         {"role": "user", "content": f"x {special} y"},
         {"role": "assistant", "content": "an answer"},
         {"role": "user", "content": "go on"},
     ]
-    asked = []
-
-    def find(text):
-        asked.append(text)
-        return tokenizer.encode(text, False)
-
-    plain = tokenizer.encode_chat(messages)
-    assert tokenizer.encode_chat(messages, find_answer=find) == plain
-    assert asked == []
+    kept = [tokenizer.encode(letter, False)[0] for letter in "an answer"]
+    own = tokenizer.encode("an answer", False)
+    assert own != kept
     special_id = tokenizer.codec.token_id(special)
-    assert plain.count(special_id) == tokenizer.encode_chat(
-        [{**messages[0], "content": "x y"}, *messages[1:]]
-    ).count(special_id)
-    messages[0]["content"] = "x y"
-    assert tokenizer.encode_chat(messages, find_answer=find) == tokenizer.encode_chat(messages)
-    assert set(asked) == {"an answer"}
+    counts = []
+    for question in (f"x {special} y", "x y"):
+        messages[0]["content"] = question
+        plain = tokenizer.encode_chat(messages)
+        ids = tokenizer.encode_chat(messages, find_answer={"an answer": kept}.get)
+        assert tokenizer.decode(ids, False) == tokenizer.decode(plain, False)
+        at = len(tokenizer.encode_chat(messages[:1]))
+        assert plain[at : at + len(own)] == own
+        assert ids == [*plain[:at], *kept, *plain[at + len(own) :]]
+        counts.append(ids.count(special_id))
+    assert counts[0] == counts[1]
 
 
 def test_only_answers_that_are_kept_are_searched_for(tiny_model_dir, monkeypatch):
