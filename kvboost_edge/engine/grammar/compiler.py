@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,17 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
-from kvboost_edge.engine.request.grammar import Grammar, MadeGrammar
+from kvboost_edge.engine.request.grammar import Grammar, MadeGrammar, read_grammar
 from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
 from kvboost_edge.text.turns.lark import JSON_OPTIONS
+from kvboost_edge.text.turns.schemas import in_order
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["GrammarCompiler", "check_grammar"]
+__all__ = ["GrammarCompiler", "check_grammar", "fits_schema"]
 
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
@@ -156,6 +157,32 @@ def check_grammar(grammar: Grammar) -> None:
     """
     _check_installed(grammar)
     _on_deep_stack(lambda: _check_text(grammar))
+
+
+def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
+    """Whether a JSON value is one that an answer held to the schema may be, its members in any
+    order. RequestError and BackendUnavailable as `GrammarCompiler.make`.
+    """
+    grammar = read_grammar({"json_schema": schema})
+    assert grammar is not None
+    _check_installed(grammar)
+    ordered = in_order(value, schema, schema)
+    try:
+        text = json.dumps(ordered, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a character
+        return False
+    return _on_deep_stack(lambda: _takes(grammar, text))
+
+
+def _takes(grammar: Grammar, text: bytes) -> bool:
+    from llguidance import LLMatcher, LLTokenizer
+
+    matcher = LLMatcher(
+        LLTokenizer("byte"), _compiler_text(grammar), log_level=0, limits=_limits_of(grammar)
+    )
+    if matcher.is_error():
+        raise RequestError(f"{grammar.kind} is not supported: {first_line(matcher.get_error())}")
+    return matcher.try_consume_tokens([*text]) == len(text) and matcher.is_accepting()
 
 
 def _check_text(grammar: Grammar) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvboost_edge.engine.grammar.compiler import fits_schema
 from kvboost_edge.engine.request.grammar import MadeGrammar, schema_of
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.schemas.chat import ChatRequest
@@ -76,6 +77,9 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     )
     format = format._replace(calls=calls)
     choice = body.called
+    callable_tools = tuple(
+        tool for tool in tools if choice.names is None or tool.name in choice.names
+    )
     answer = _object_schema(body.answer_format)
     if body.answer_format and answer is None:
         raise bad_field(
@@ -83,14 +87,32 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
         )
     grammar = calls_grammar(
         format,
-        [tool for tool in tools if choice.names is None or tool.name in choice.names],
+        callable_tools,
         choice=choice.mode,
         parallel=body.parallel_tool_calls is not False,
         reasoning=reasoning,
         special_id=tokenizer.marker_id,
         answer=answer,
     )
-    return Turn(format, tools, reasoning, choice.mode != "none", {"grammar": MadeGrammar(grammar)})
+    takes_bare_calls = (
+        choice.mode == "auto"
+        and answer is None
+        and not body.continues  # the message began in the prompt
+        and calls.wraps_objects
+    )
+    return Turn(
+        format,
+        callable_tools,
+        reasoning,
+        choice.mode != "none",
+        {"grammar": MadeGrammar(grammar)},
+        _fit if takes_bare_calls else None,
+    )
+
+
+def _fit(tool: Tool, arguments: Json) -> bool:
+    """Whether these arguments fit the tool's schema."""
+    return fits_schema({**tool.parameters, "type": "object"}, arguments)
 
 
 def _plain_turn(

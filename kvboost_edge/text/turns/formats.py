@@ -84,6 +84,18 @@ class CallFormat:
     argument_after: str = ""
     quote: str = ""
 
+    @property
+    def wraps_objects(self) -> bool:
+        """Whether a call is a JSON object of name and arguments between markers of its own, as in
+        `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>` (Hermes).
+        """
+        return (
+            self.kind == "json"
+            and bool(self.trigger)
+            and not self.opening
+            and self.members == (self.name_key, self.arguments_key)
+        )
+
 
 class ChannelFormat(NamedTuple):
     """A turn of several messages, each with a header that says for whom it is (the format of

@@ -1,7 +1,8 @@
 """An assistant's turn, as it is written, taken apart: reasoning, content, tool calls.
 
-Text that could begin a marker is held back until it is decided. What only looks like a call, or
-calls what is no tool, is content.
+Text that could begin a marker is held back until it is decided, and so is a message that could be
+nothing but a call without markers. What only looks like a call, or calls what is no tool, is
+content.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvboost_edge.errors import RequestError
+from kvboost_edge.text.turns.bare_call import Accepts, BareCall
 from kvboost_edge.text.turns.call_reader import CallReader
 from kvboost_edge.text.turns.formats import CallFormat, ReasoningFormat, Tool, TurnFormat
 from kvboost_edge.text.turns.harmony.turn import ChannelTurn
@@ -40,10 +42,21 @@ class TurnParser:
     """
 
     def __init__(
-        self, format: TurnFormat, tools: Sequence[Tool], *, reasoning: str, calls: bool
+        self,
+        format: TurnFormat,
+        tools: Sequence[Tool],
+        *,
+        reasoning: str,
+        calls: bool,
+        accepts: Accepts | None = None,
     ) -> None:
-        """reasoning: "opened" where the prompt ended inside a block, "possible" where one may come
-        first, "closed"; calls: whether calls of `tools` are looked for.
+        """Begin a turn.
+
+        reasoning  "opened" where the prompt ended inside a block, "possible" where one may come
+                   first, "closed"
+        calls      whether calls of `tools` are looked for
+        accepts    judges the arguments of a message that is a call without markers; None: such a
+                   message is text
         """
         if calls and format.calls is None:
             raise RequestError(
@@ -58,7 +71,8 @@ class TurnParser:
             )
             self._steps = self._turn.read(reasoning)
         else:
-            self._turn = _Turn(self._scanner, self._parts, tools, format.calls if calls else None)
+            called = format.calls if calls else None
+            self._turn = _Turn(self._scanner, self._parts, tools, called, accepts)
             self._steps = self._turn.read(format.reasoning, reasoning)
         next(self._steps, None)
 
@@ -104,12 +118,22 @@ class _Turn:
     """The steps of reading a turn."""
 
     def __init__(
-        self, scanner: Scanner, parts: list[Part], tools: Sequence[Tool], format: CallFormat | None
+        self,
+        scanner: Scanner,
+        parts: list[Part],
+        tools: Sequence[Tool],
+        format: CallFormat | None,
+        accepts: Accepts | None,
     ) -> None:
         self._scanner = scanner
         self._parts = parts
         self._format = format
         self._calls = CallReader(scanner, parts, tools, format) if format is not None else None
+        self._bare_call = (
+            BareCall(scanner, parts, tools, format, accepts)
+            if format is not None and accepts is not None
+            else None
+        )
         self._bare = False  # white space that comes next only separates
         self.in_reasoning = self.in_answer = False
         self.num_thoughts = 0
@@ -118,6 +142,8 @@ class _Turn:
         try:
             if markers is not None and state != "closed":
                 yield from self._reasoning(markers, opened=state == "opened")
+            if self._bare_call is not None and (yield from self._bare_call.read()):
+                return
             if self._calls is not None and not self._calls.trigger:
                 yield from self._try_calls()
             yield from self._content()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 from kvboost_edge.text.tokenizer import Tokenizer
+from kvboost_edge.text.turns.bare_call import Accepts
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.parser import (
     CallArguments,
@@ -39,6 +40,8 @@ class Turn(NamedTuple):
                  first; "closed"
     calls        whether tools may be called
     fits         what the whole turn has to fit: keywords of the engine's parameters
+    accepts      judges the arguments of a message that is a call without markers; None: such a
+                 message is text
     """
 
     format: TurnFormat
@@ -46,6 +49,7 @@ class Turn(NamedTuple):
     reasoning: str
     calls: bool
     fits: Mapping[str, Any]
+    accepts: Accepts | None = None
 
 
 class TurnReader:
@@ -66,7 +70,11 @@ class TurnReader:
         self._stops = StopChecker(tuple(stop))
         self._stopped = False
         self._parser = TurnParser(
-            turn.format, turn.tools, reasoning=turn.reasoning, calls=turn.calls
+            turn.format,
+            turn.tools,
+            reasoning=turn.reasoning,
+            calls=turn.calls,
+            accepts=turn.accepts,
         )
         self._ids: list[int] = []
         self._answer_at: int | None = (

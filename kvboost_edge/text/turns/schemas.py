@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 __all__ = [
     "ValueKind",
+    "in_order",
     "is_circular",
     "members_of",
     "resolved",
@@ -61,6 +62,36 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
     )
     members = dict(properties) if isinstance(properties, Mapping) else {}
     return {**members, **{name: {} for name in names if name not in members}}, set(names)
+
+
+def in_order(value: Any, schema: object, root: Schema) -> Any:
+    """A JSON value with the members of its objects in the schema's order, those that it does not
+    name last.
+    """
+    if isinstance(value, list):
+        items = resolved(schema, root).get("items", {})
+        return [in_order(one, items, root) for one in value]
+    if not isinstance(value, dict):
+        return value
+    members = _members_anywhere(schema, root)
+    names = [name for name in members if name in value]
+    names += [name for name in value if name not in members]
+    return {name: in_order(value[name], members.get(name, {}), root) for name in names}
+
+
+def _members_anywhere(schema: object, root: Schema, depth: int = 0) -> dict[str, Any]:
+    """The members of an object, those of schemas that it is put together from included; each with
+    the first of its schemas.
+    """
+    one = resolved(schema, root)
+    properties = one.get("properties")
+    found = dict(properties) if isinstance(properties, Mapping) else {}
+    for keyword in ("allOf", "anyOf", "oneOf") if depth < _MOST_REFERENCES else ():
+        branches = one.get(keyword)
+        for branch in branches if isinstance(branches, list) else ():
+            for name, member in _members_anywhere(branch, root, depth + 1).items():
+                found.setdefault(name, member)
+    return found
 
 
 def without_needless(schema: Any, depth: int = 0) -> Any:

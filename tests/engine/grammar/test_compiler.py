@@ -23,7 +23,7 @@ from helpers.engine.fake_runner import (
     runner_of,
 )
 from helpers.engine.schemas_made import made_schema
-from kvboost_edge.engine.grammar.compiler import GrammarCompiler
+from kvboost_edge.engine.grammar.compiler import GrammarCompiler, fits_schema
 from kvboost_edge.engine.request.grammar import Grammar
 from kvboost_edge.errors import BackendUnavailable, KVBoostError, RequestError
 
@@ -64,6 +64,53 @@ def test_answers_of_random_logits_fit_their_schemas(engine, part):
         else:
             assert result.finish_reason == "length"
     assert finished >= 0.9 * len(schemas), "bounded values end"
+
+
+FITTED = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^x+$"},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/pair"}, "maxItems": 2},
+        "c": {"anyOf": [{"$ref": "#/$defs/pair"}, {"enum": [1, "ä", None]}]},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {
+        "pair": {
+            "type": "object",
+            "properties": {"p": {"type": "integer", "maximum": 9}, "q": {"type": "boolean"}},
+            "required": ["p", "q"],
+            "additionalProperties": False,
+        }
+    },
+}
+PAIR = {"q": True, "p": 3}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": "x"},
+        {"c": PAIR, "b": [PAIR, PAIR], "a": "xx"},
+        {"b": [], "c": None, "a": "x"},
+        {"a": "x", "c": "ä"},
+        {"a": "y"},
+        {"a": "x", "d": 1},
+        {"b": []},
+        {"a": "x", "b": [PAIR, PAIR, PAIR]},
+        {"a": "x", "b": [{**PAIR, "p": 10}]},
+        {"a": "x", "c": {"p": 1}},
+        {"a": "x", "c": 2},
+        [],
+        "x",
+    ],
+)
+def test_a_value_is_judged_by_its_schema_whatever_the_order_of_its_members(value):
+    assert fits_schema(FITTED, value) == jsonschema_rs.is_valid(FITTED, value)
+
+
+def test_half_a_character_fits_no_schema():
+    assert not fits_schema({"type": "object"}, {"a": "\ud800"})
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,57 @@ async def test_allowed_tools(app, speaker):
     assert {name for name, _ in API.said(await ask(app, tool_choice=chosen)).calls} == {"clock"}
 
 
+CLOCK_CALL = '{"name": "clock", "arguments": {}}'
+CLOCK_ALONE = {
+    "type": "allowed_tools",
+    "allowed_tools": {
+        "mode": "auto",
+        "tools": [{"type": "function", "function": {"name": "clock"}}],
+    },
+}
+AS_ANSWER = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+    "required": ["name", "arguments"],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "is_call"),
+    [
+        (CLOCK_CALL, {}, True),
+        (CLOCK_CALL, {"tool_choice": CLOCK_ALONE}, True),
+        (CALL.split("\n")[1], {"tool_choice": CLOCK_ALONE}, False),
+        (CLOCK_CALL, {"tool_choice": "none"}, False),
+        (
+            CLOCK_CALL,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": AS_ANSWER},
+                }
+            },
+            False,
+        ),
+    ],
+    ids=["auto", "allowed", "not allowed", "none", "an answer's schema"],
+)
+async def test_a_call_without_markers_counts_where_the_tool_may_be_called(
+    app, speaker, text, more, is_call
+):
+    speaker.text = text
+    said = API.said(await ask(app, **more))
+    assert (bool(said.calls), said.text) == (is_call, "" if is_call else text)
+
+
+async def test_a_call_without_markers_does_not_begin_in_the_prompt(app, speaker):
+    begun = {"role": "assistant", "content": "So: "}
+    speaker.openings = ("So: ",)
+    speaker.text = CLOCK_CALL
+    said = API.said(await ask(app, messages=[*ASK, begun], continue_final_message=True))
+    assert (said.text, said.calls) == (CLOCK_CALL, [])
+
+
 async def test_reasoning_is_counted(app, speaker, spoken_engine):
     speaker.text = FORMATS["hermes"].turn(thought="One, two.", text="Three.")
     counted = (await ask(app))["usage"]["completion_tokens_details"]["reasoning_tokens"]

@@ -347,6 +347,42 @@ async def test_results_sent_back_find_what_was_written_in_the_cache(
     assert (said.text, said.cached > 0) == ("It rains.", True)
 
 
+BARE = json.dumps({"name": "weather", "arguments": ARGUMENTS}, ensure_ascii=False)
+FENCED = f"```json\n{json.dumps(json.loads(BARE), indent=2, ensure_ascii=False)}\n```"
+
+
+@pytest.mark.parametrize(("form", "path"), pairs(CALLING, ("hermes", "words")), indirect=["form"])
+@pytest.mark.parametrize("text", [BARE, FENCED], ids=["bare", "fenced"])
+async def test_a_call_without_its_markers_is_a_call(app, speaker, form, path, text):
+    """As small models write it; its tokens are kept, so the next turn finds them in the cache."""
+    api = APIS[path]
+    body = api.body(tools=TOOLS, limit=300, **({"thinks": True} if form == "hermes" else {}))
+    speaker.text = text
+    whole = await api.ask(app, body)
+    app.engine.reset_cache()
+    streamed = await api.ask(app, body, streams=True)
+    assert lasting(streamed) == lasting(whole)
+    said = api.said(streamed)
+    assert [(name, json.loads(given)) for name, given in said.calls] == [("weather", ARGUMENTS)]
+    assert (said.text, said.reason) == ("", "tool_calls")
+    written = said.prompt + said.output
+    body = api.next_turn(body, streamed, ["Rain."])
+    speaker.text = "It rains."
+    found = api.said(await api.ask(app, body))
+    assert (found.text, found.cached >= written - 17) == ("It rains.", True)
+    assert text in app.engine.tokenizer.decode(speaker.seen)
+
+
+@pytest.mark.parametrize("path", CALLING)
+async def test_an_example_of_a_call_stays_text(app, speaker, path):
+    api = APIS[path]
+    for text in (f"{FENCED}\nThat calls it.", f"Write {BARE}", BARE.replace("weather", "rain")):
+        speaker.text = text
+        for streams in (False, True):
+            said = api.said(await api.ask(app, api.body(tools=TOOLS, limit=300), streams=streams))
+            assert (said.text, said.calls, said.reason) == (text, [], "stop")
+
+
 _MADE = {form: FORMATS[form].calls([("weather", ARGUMENTS)]) for form in FORMATS}
 # What stands in the prompt after a result was sent back, and after the call's arguments were
 # edited.
