@@ -26,4 +26,25 @@ FAULTS = (
         "self._manager.published_block_count",
         "tests/compat/test_llmds_interface.py",
     ),
+    fault(
+        "LMCache's memory says of every sequence that it was cut",
+        "compat/lmcache/stores.py",
+        "        if is_first:",
+        "        if True:",
+        "tests/compat/lmcache/test_stores.py",
+    ),
+    fault(
+        "rows after a shared prefix are decoded without a mask, whatever is padding",
+        "compat/hf_batches.py",
+        "    if not is_full:",
+        "    if False:",
+        "tests/compat/test_hf_batches.py",
+    ),
+    fault(
+        "KVBoost's batch module pads on the left",
+        "batch.py",
+        "[[1] * (longest - gap) + [0] * gap for gap in gaps]",
+        "[[0] * gap + [1] * (longest - gap) for gap in gaps]",
+        "tests/test_batch.py",
+    ),
 )
