@@ -86,6 +86,11 @@ _OWN_ATTENTION = (
     "it computes attention inside its own modules (alibi or older code) and cannot be given "
     "another one"
 )
+_FALCON = (
+    "the Falcon models of 2023 have LayerNorm with means and biases, attention and MLP in parallel "
+    "and, in some, ALiBi; the native runner has none of these, and transformers computes their "
+    "attention inside its own modules. Falcon 3 (a Llama) and Falcon-H1 run"
+)
 _BIDIRECTIONAL = (
     "its attention is bidirectional, which is known of gemma3_text (EmbeddingGemma) alone; for "
     "embeddings use that, or a causal model such as Qwen3-Embedding"
@@ -119,7 +124,8 @@ _REFUSED: dict[str, str] = {
         "longcat_flash".split(),
         LATENT,
     ),
-    **dict.fromkeys("falcon bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
+    **dict.fromkeys("falcon RefinedWebModel RefinedWeb".split(), _FALCON),
+    **dict.fromkeys("bloom mpt gptj codegen gpt_neo xglm".split(), _OWN_ATTENTION),
     **dict.fromkeys(
         "bert roberta distilbert albert electra deberta modernbert".split(), "it is an encoder"
     ),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.errors import ModelFormatError
-from kvboost_edge.models.config.architectures import LATENT
+from kvboost_edge.models.config.architectures import LATENT, UNSUPPORTED_ARCHITECTURES
 from kvboost_edge.models.families.gguf_keys import Keys
 from kvboost_edge.models.families.gguf_names import GgufArchitecture
 from kvboost_edge.models.families.registry import ARCHITECTURES
@@ -62,7 +62,8 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
         )
     if name not in ARCHITECTURES:
         is_latent = f"{name}.attention.kv_lora_rank" in header.values
-        why = LATENT if is_latent else f"known: {', '.join(sorted(ARCHITECTURES))}"
+        known = f"known: {', '.join(sorted(ARCHITECTURES))}"
+        why = LATENT if is_latent else UNSUPPORTED_ARCHITECTURES.get(name, known)
         raise ModelFormatError(
             f"{header.path}: general.architecture={name!r} is not read from GGUF ({why})"
         )

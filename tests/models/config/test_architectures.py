@@ -129,7 +129,13 @@ REFUSED = {
     "head gates": ({"model_type": "lfm3"}, "gates of heads"),
     "hyper-connections": ({"model_type": "qwen4_exp"}, "several streams"),
     "alibi": ({"model_type": "bloom"}, "alibi"),
-    "own attention": ({"model_type": "falcon"}, "inside its own modules"),
+    "own attention": ({"model_type": "gptj"}, "inside its own modules"),
+    "Falcon of 2023": ({"model_type": "falcon"}, "Falcon models of 2023 have LayerNorm"),
+    "Falcon-7B's first name": (
+        {"model_type": "RefinedWebModel", "auto_map": {"AutoModelForCausalLM": "code.New"}},
+        "attention and MLP in parallel",
+    ),
+    "Falcon-40B's first name": ({"model_type": "RefinedWeb"}, "Falcon-H1 run"),
     "latent": ({"model_type": "deepseek_v3"}, "latent"),
     "GLM-4.7-Flash": ({"model_type": "glm4_moe_lite"}, "latent"),
     "latent with code": (

@@ -362,9 +362,12 @@ def test_messages_name_the_file_and_not_a_config(tmp_path):
 
 def test_unknown_architecture_and_tensor(tmp_path):
     with pytest.raises(
-        ModelFormatError, match=r"'bert'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"
+        ModelFormatError, match=r"'plamo'.*known: ernie4_5, ernie4_5-moe, exaone4, falcon-h1, gemma"
     ):
-        _ = Checkpoint.open(_file(tmp_path / "bert.gguf", "bert")).config
+        _ = Checkpoint.open(_file(tmp_path / "plamo.gguf", "plamo")).config
+    for arch, reason in (("falcon", "Falcon models of 2023"), ("bert", "it is an encoder")):
+        with pytest.raises(ModelFormatError, match=rf"'{arch}' is not read .*\(.*{reason}"):
+            _ = Checkpoint.open(_file(tmp_path / f"{arch}.gguf", arch)).config
     for arch in ("deepseek2", "glm-dsa"):  # DeepSeek's, Kimi K2's and GLM-4.7-Flash's; GLM-5's
         path = _file(tmp_path / "latent.gguf", arch, attention__kv_lora_rank=512)
         with pytest.raises(
