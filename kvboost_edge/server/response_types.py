@@ -181,11 +181,13 @@ class SamplingValues(_Answer):
 class Model(_Answer):
     """One name of a model.
 
-    root       the name that answers show
-    sampling   values of sampling parameters that a request leaves out
-    failure    why its last loading failed
+    root         the name that answers show
+    sampling     values of sampling parameters that a request leaves out
+    mode         use of the cache by requests that choose none
+    approximate  answers in that mode may be approximate
+    failure      why its last loading failed
 
-    max_model_len, sampling and meta are null for a model that was never loaded.
+    Null for a model that was never loaded: max_model_len, sampling, mode, approximate and meta.
     """
 
     id: str
@@ -196,6 +198,8 @@ class Model(_Answer):
     parent: None
     max_model_len: int | None
     sampling: SamplingValues | None
+    mode: str | None
+    approximate: bool | None
     meta: ModelMeta | None
     state: Phase
     failure: str | None
@@ -240,11 +244,16 @@ class CompletionTokensDetails(_Answer):
 
 
 class Usage(_Answer):
+    """Tokens of an answer. `approximate`: some were reused from other positions; always given if
+    that is the server's default mode, else only if true.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    approximate: NotRequired[bool]
 
 
 class Timings(_Answer):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvboost_edge.config import MAX_WEIGHT
+from kvboost_edge.config import MAX_WEIGHT, GenerationMode
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.options import check_options, option
 
@@ -252,6 +252,14 @@ class ServerSettings:
         low=1,
         high=2**50,
         unset="the memory that is free at start",
+    )
+    mode: GenerationMode | str = option(
+        GenerationMode.PREFIX_CACHE,
+        "Use of the cache by requests that choose none with kvboost.mode: none (baseline), exact "
+        "prefixes (prefix_cache), or also chunks computed at other positions, which is approximate "
+        "(chunk_kv_reuse)",
+        GenerationMode,
+        group="Cache",
     )
     context_overflow: str = option(
         "error",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.errors import ShuttingDown, stopped
 from kvboost_edge.server.work.admission import Admission, AdmissionQueue
 from kvboost_edge.server.work.remembered import ResponseStore
@@ -30,6 +31,7 @@ __all__ = [
     "EngineLeases",
     "ModelState",
     "Shared",
+    "default_mode",
     "keep_state",
     "model_of",
     "state_of",
@@ -81,6 +83,15 @@ class EngineLeases:
             await self._over.wait()
 
 
+def default_mode(settings: ServerSettings, engine: Engine) -> GenerationMode:
+    """Return the mode of requests that choose none: the server's, or prefix_cache if the model
+    refuses that.
+    """
+    mode = GenerationMode(settings.mode)
+    is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.reuse_refusal is not None
+    return GenerationMode.PREFIX_CACHE if is_refused else mode
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelState:
     """A model from when it is loaded until it is unloaded. `model_name` is the first of its names,
@@ -99,6 +110,11 @@ class ModelState:
     @property
     def settings(self) -> ServerSettings:
         return self.shared.settings
+
+    @property
+    def mode(self) -> GenerationMode:
+        """The mode of requests that choose none."""
+        return default_mode(self.settings, self.engine)
 
     @property
     def remembered(self) -> ResponseStore:

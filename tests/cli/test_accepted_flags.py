@@ -98,6 +98,7 @@ SERVE = """
 --normalise tools,billing
 --normalise off
 --context-overflow drop_oldest
+--mode chunk_kv_reuse
 --log-level error
 --log-format text
 --device cpu

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.engine.fake_runner import expected_tokens, fake_engine
 from kvboost_edge.cli.app import run
-from kvboost_edge.config import CHOICES, EngineConfig
+from kvboost_edge.config import CHOICES, EngineConfig, GenerationMode
 from kvboost_edge.errors import ConfigError, install_extra
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.__main__ import main
@@ -76,6 +76,7 @@ def test_defaults():
         ("log-level", "error", "error"),
         ("log-format", "text", "text"),
         ("host", "localhost", "localhost"),
+        ("mode", "chunk_kv_reuse", GenerationMode.CHUNK_KV_REUSE),
     ],
 )
 def test_flags_of_the_server(flag, text, value):

@@ -14,6 +14,8 @@ from starlette.types import Send
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.schemas.shared import SamplingFields
+from kvboost_edge.server.api.schemas.strict import bad_field
 from kvboost_edge.server.errors import ApiError, stopped
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.models.server import server_of
@@ -148,12 +150,27 @@ def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
     return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
 
 
-def check_mode(state: ModelState, mode: GenerationMode) -> GenerationMode:
-    """The mode. ApiError 400 for reuse at other positions where the engine cannot do that."""
-    refusal = state.engine.reuse_refusal if mode is GenerationMode.CHUNK_KV_REUSE else None
-    if refusal is not None:
-        message = f"kvboost.mode 'chunk_kv_reuse' is refused: {refusal}"
-        raise ApiError(400, message, code="invalid_value", param="kvboost")
+def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
+    """Return the mode of a request: its own, or the server's default; with cache_prompt=true one
+    that uses the cache.
+
+    ApiError 400 for reuse at other positions where the engine cannot do that, and for options of
+    such reuse in another mode.
+    """
+    mode = body.mode or state.mode
+    if body.mode is None and body.cache_prompt and mode is GenerationMode.BASELINE:
+        mode = GenerationMode.PREFIX_CACHE
+    if mode is GenerationMode.CHUNK_KV_REUSE:
+        refusal = state.engine.reuse_refusal
+        if refusal is not None:
+            message = f"kvboost.mode 'chunk_kv_reuse' is refused: {refusal}"
+            raise ApiError(400, message, code="invalid_value", param="kvboost")
+    elif body.kvboost is not None and body.kvboost.repair:
+        name = next(iter(body.kvboost.repair))
+        raise bad_field(
+            "kvboost",
+            f"kvboost.{name} is for kvboost.mode 'chunk_kv_reuse' and has no meaning here",
+        )
     return mode
 
 

@@ -121,7 +121,8 @@ class OpenAIWriter:
         spent = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped, run.cause)
         if self._diagnosis is not None:
             spent["kvboost"]["cache"] = self._diagnosis.as_json()
-        return {"usage": usage_of(results, run.per_prompt, reasoning), **spent}
+        mode = self._rendered.state.mode
+        return {"usage": usage_of(results, run.per_prompt, reasoning, mode), **spent}
 
     def _head(self, kind: str) -> ChunkHead:
         """Return the members that an answer, and every chunk of one, begins with."""

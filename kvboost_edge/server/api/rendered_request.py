@@ -86,7 +86,8 @@ class RenderedRequest(EngineRequest):
         super().__init__(
             size=size,
             per_prompt=per_prompt,
-            mode=check_mode(state, body.mode),
+            mode=check_mode(state, body),
+            is_default_mode=body.mode is None,
             options=body.engine_options,
             cache_salt=body.cache_salt,
             priority=check_priority(state, body.priority),

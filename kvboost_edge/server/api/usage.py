@@ -7,27 +7,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.response_types import Cause, Spent, Timings, Usage
 
-__all__ = ["costs", "progress_of", "usage_of"]
+__all__ = ["approximate_label", "costs", "progress_of", "usage_of"]
 
 
 def usage_of(
-    results: Sequence[GenerationResult], per_prompt: int, reasoning_tokens: int = 0
+    results: Sequence[GenerationResult],
+    per_prompt: int,
+    reasoning_tokens: int = 0,
+    default_mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> Usage:
     """OpenAI's usage of all sequences, `per_prompt` of them for each prompt, prompt by prompt.
 
     A prompt counts once however many sequences continue it; its cached tokens are what the cache
     held before the request itself filled it, so the least of its sequences; what was shared at
     other positions is not among them. Every generated token counts, of unchosen sequences too;
-    `reasoning_tokens` of them are reasoning.
+    `reasoning_tokens` of them are reasoning. `default_mode` is the server's.
     """
     firsts = first_comers(results, per_prompt)
     prompt = sum(result.prompt_tokens for result in firsts)
     completion = sum(result.generated_tokens for result in results)
-    return {
+    usage: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
@@ -36,6 +40,21 @@ def usage_of(
         },
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
+    approximate = approximate_label(results, default_mode)
+    if approximate is not None:
+        usage["approximate"] = approximate
+    return usage
+
+
+def approximate_label(
+    results: Sequence[GenerationResult], default_mode: GenerationMode
+) -> bool | None:
+    """Return the member `approximate` of a usage; None: it is left out, as the answer is exact and
+    the server's default mode too.
+    """
+    if any(result.approximate for result in results):
+        return True
+    return False if default_mode is GenerationMode.CHUNK_KV_REUSE else None
 
 
 def costs(

@@ -21,7 +21,7 @@ from kvboost_edge.server.cache_report.tracker import Doctor
 from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
-from kvboost_edge.server.state import ModelState, Shared
+from kvboost_edge.server.state import ModelState, Shared, default_mode
 from kvboost_edge.server.work.admission import AdmissionQueue
 from kvboost_edge.server.work.threads import in_thread
 
@@ -79,7 +79,7 @@ class Loader:
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
         doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)
-        served.known = Known.of(engine)
+        served.known = Known.of(engine, default_mode(self._shared.settings, engine))
         served.num_bytes = reserved_bytes(engine)
         served.metrics = metrics
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)

@@ -15,6 +15,7 @@ from kvboost_edge.server.errors import ApiError
 from kvboost_edge.server.response_types import Phase
 
 if TYPE_CHECKING:
+    from kvboost_edge.config import GenerationMode
     from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
     from kvboost_edge.server.cache_report.records import History
     from kvboost_edge.server.engines import Engine
@@ -48,9 +49,10 @@ class Known(NamedTuple):
     hidden_size: int
     chat_template: str
     sampling: SamplingDefaults
+    mode: GenerationMode
 
     @classmethod
-    def of(cls, engine: Engine) -> Known:
+    def of(cls, engine: Engine, mode: GenerationMode) -> Known:
         info = engine.runner_info
         fields = (
             info.architecture,
@@ -61,7 +63,7 @@ class Known(NamedTuple):
             info.hidden_size,
         )
         template = engine.tokenizer.chat_template or ""
-        return cls(info.name, *fields, template, engine.sampling_defaults)
+        return cls(info.name, *fields, template, engine.sampling_defaults, mode)
 
 
 class Refusal(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import cast
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.response_types import Model, ModelsMemory, SamplingValues
@@ -25,6 +26,8 @@ def listed(served: ServedModel, shared: Shared, name: str) -> Model:
         "parent": None,
         "max_model_len": None if known is None else known.max_context,
         "sampling": None if known is None else cast(SamplingValues, known.sampling.as_dict()),
+        "mode": None if known is None else known.mode.value,
+        "approximate": None if known is None else known.mode is GenerationMode.CHUNK_KV_REUSE,
         "meta": None
         if known is None
         else {

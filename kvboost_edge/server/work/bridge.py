@@ -88,6 +88,8 @@ class EngineRequest(ABC):
     renders        whether `encode` runs a chat template, which takes as long as that likes
     size           characters or tokens of all prompts, and some for each message
     per_prompt     sequences computed for each prompt
+    mode           use of the cache
+    is_default_mode   the server chose the mode
     options        other keywords of the engine's `submit`
     cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
     """
@@ -101,6 +103,7 @@ class EngineRequest(ABC):
         mode: GenerationMode,
         cache_salt: str | None,
         priority: int,
+        is_default_mode: bool = False,
         per_prompt: int = 1,
         options: Mapping[str, Any] | None = None,
         cache_key: str | None = None,
@@ -110,6 +113,7 @@ class EngineRequest(ABC):
     ) -> None:
         self.size = size
         self.mode = mode
+        self.is_default_mode = is_default_mode
         self.cache_salt = cache_salt
         self.priority = priority
         self.per_prompt = per_prompt
@@ -124,6 +128,20 @@ class EngineRequest(ABC):
         """Tokenize the prompts, given the ids of earlier answers. Runs in a worker thread unless
         the prompts are short texts.
         """
+
+    def mode_of(self, prompt: EncodedPrompt, params: SamplingParams) -> GenerationMode:
+        """Return the mode of one sequence.
+
+        What needs exact keys and values gets them where the server, not the request, chose an
+        approximate mode.
+        """
+        needs_exact = (
+            bool(prompt.pins) or params.prompt_logprobs is not None or params.max_new_tokens == 0
+        )
+        is_approximate = self.mode is GenerationMode.CHUNK_KV_REUSE
+        if self.is_default_mode and is_approximate and needs_exact:
+            return GenerationMode.PREFIX_CACHE
+        return self.mode
 
     @abstractmethod
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
@@ -282,7 +300,7 @@ class EngineBridge:
             prompt.token_ids,
             sampling=params,
             entry=self._entry,
-            mode=request.mode,
+            mode=request.mode_of(prompt, params),
             **request.options,
             tenant=admission.tenant,
             weight=admission.weight,

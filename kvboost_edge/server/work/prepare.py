@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.text.message_boundaries import user_starts
@@ -23,16 +24,20 @@ def prepare(
     warm: Sequence[str],
     warm_documents: Sequence[str],
     tenants: Sequence[str | None],
+    mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> None:
     """Run the model once, so that the first client does not wait for kernels to load, and cache the
     warm texts, for each tenant its own copy: none shares with another. No tenants: for who comes
-    without a key.
+    without a key. `mode` is that of requests that choose none; RequestError where the quality gate
+    refuses it.
     """
     learn_template(engine.tokenizer)
     if engine.pooling.source:
         engine.embed([[0, 0]])
     else:
         engine.generate([0, 0], max_new_tokens=2, mode="baseline")
+        if mode is GenerationMode.CHUNK_KV_REUSE:
+            engine.generate([0, 0], max_new_tokens=2, mode=mode)
     for tenant in tenants or [None]:
         warmed = [engine.warm(text, tenant=tenant) for text in warm]
         if warm_documents:

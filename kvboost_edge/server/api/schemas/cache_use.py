@@ -64,15 +64,7 @@ class CacheUse(Strict):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_together(self, cache_prompt: bool | None) -> None:
-        """ApiError for fields without meaning beside the others, or beside the body's
-        `cache_prompt`.
-        """
-        if self.repair and self.mode != "chunk_kv_reuse":
-            name = next(iter(self.repair))
-            raise bad_field(
-                "kvboost",
-                f"kvboost.{name} is for kvboost.mode 'chunk_kv_reuse' and has no meaning here",
-            )
+        """Refuse a mode that contradicts the body's `cache_prompt` (ApiError)."""
         if None not in (cache_prompt, self.mode) and cache_prompt == (self.mode == "baseline"):
             given = f"cache_prompt={str(cache_prompt).lower()}"
             raise bad_field(

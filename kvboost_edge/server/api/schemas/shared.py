@@ -374,12 +374,11 @@ class SamplingFields(Strict):
         return self.kvboost is not None and bool(self.kvboost.explain)
 
     @property
-    def mode(self) -> GenerationMode:
+    def mode(self) -> GenerationMode | None:
+        """The mode that the body chooses; None: the server's default."""
         if self.kvboost is not None and self.kvboost.mode is not None:
             return GenerationMode(self.kvboost.mode)
-        return (
-            GenerationMode.BASELINE if self.cache_prompt is False else GenerationMode.PREFIX_CACHE
-        )
+        return GenerationMode.BASELINE if self.cache_prompt is False else None
 
     @property
     def engine_options(self) -> dict[str, Any]:

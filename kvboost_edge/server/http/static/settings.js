@@ -78,10 +78,10 @@ export class SettingsForm {
     return byId("system").value;
   }
 
-  /** The request's field about the cache; nothing unless approximate answers are allowed. */
+  /** The request's field about the cache; nothing: the server's default. */
   get cacheUse() {
     const mode = byId("reuse").value;
-    return mode === "" ? {} : { kvboost: { mode } };
+    return mode ? { kvboost: { mode } } : {};
   }
 
   /** Marks wrong fields; returns the `values` that go into a request, and `errors` as `validate` does. */

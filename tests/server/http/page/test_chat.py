@@ -140,7 +140,7 @@ def test_approximate_answers_are_asked_for_and_marked(visit, answering):
     answering(visit, "an answer", usage=usage, kvboost=told)
     assert "kvboost" not in _sent(visit, "Hello")
     visit.click("nav [data-view=settings]")
-    visit.get_by_label("Answers").select_option("Approximate where it saves time")
+    visit.get_by_label("Answers").select_option("Approximate")
     assert _sent(visit, "Again")["kvboost"] == {"mode": "chunk_kv_reuse"}
     turn = visit.answer()
     expect(turn.locator(".flag")).to_have_text("approximate")

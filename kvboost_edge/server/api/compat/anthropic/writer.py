@@ -14,7 +14,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.api.compat.anthropic.schemas import MessagesRequest
 from kvboost_edge.server.api.compat.arguments import arguments_of
 from kvboost_edge.server.api.turn_writer import TurnWriter
-from kvboost_edge.server.api.usage import costs, progress_of
+from kvboost_edge.server.api.usage import approximate_label, costs, progress_of
 from kvboost_edge.server.errors import error_body
 from kvboost_edge.server.state import ModelState
 from kvboost_edge.server.work.bridge import Running
@@ -70,9 +70,7 @@ class AnthropicWriter(TurnWriter):
 
     def written(self, result: GenerationResult, reason: str) -> bytes:
         self._emit(self._blocks.end())
-        usage = self._usage(
-            result.generated_tokens, result.prompt_tokens, result.exact_cached_tokens
-        )
+        usage = self._usage_at_end(result)
         return dumps_long(
             {
                 **self._head(self._blocks.content),
@@ -106,9 +104,7 @@ class AnthropicWriter(TurnWriter):
 
     def closed(self, result: GenerationResult, reason: str) -> None:
         self._emit(self._blocks.end())
-        usage = self._usage(
-            result.generated_tokens, result.prompt_tokens, result.exact_cached_tokens
-        )
+        usage = self._usage_at_end(result)
         delta = {
             "type": "message_delta",
             "delta": self._ending(result, reason),
@@ -183,6 +179,13 @@ class AnthropicWriter(TurnWriter):
             "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
             "service_tier": "standard",
         }
+
+    def _usage_at_end(self, result: GenerationResult) -> Json:
+        usage = self._usage(
+            result.generated_tokens, result.prompt_tokens, result.exact_cached_tokens
+        )
+        approximate = approximate_label([result], self.state.mode)
+        return usage if approximate is None else {**usage, "approximate": approximate}
 
     def _costs(self, result: GenerationResult) -> Json:
         figures = costs(

@@ -109,7 +109,8 @@ class ResponsesWriter(TurnWriter):
 
     def _finished(self, result: GenerationResult, reason: str) -> bytes:
         """The JSON of the response, which is remembered if it is to be."""
-        usage = usage_of([result], 1, self.num_reasoning_tokens)
+        usage = usage_of([result], 1, self.num_reasoning_tokens, self.state.mode)
+        label = {"approximate": usage["approximate"]} if "approximate" in usage else {}
         self._response |= {
             "status": _status(reason),
             "completed_at": int(time.time()),
@@ -121,6 +122,7 @@ class ResponsesWriter(TurnWriter):
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
+                **label,
             },
             **costs([result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause),
         }
