@@ -38,6 +38,8 @@ _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _MAX_PADDING = 4096  # zeros behind the last tensor, as tools write that fill up a page
+_MAX_KEYS = 10_000  # files have up to a hundred
+_MAX_STRINGS = 4_000_000  # in all arrays; the largest vocabularies and their merges have 800,000
 _MANY_TENSORS = 10_000  # more must hold something: their checks take seconds
 _MIN_TENSOR_BYTES = 1024  # of a file with so many, on average with their infos
 _MAX_NESTED = 100_000  # arrays inside an array: no key that matters here has any
@@ -193,6 +195,7 @@ class _Cursor:
         self.data = data
         self.end = end
         self.at = 0
+        self.num_strings = 0
 
     def left(self) -> int:
         return self.end - self.at
@@ -227,6 +230,11 @@ class _Cursor:
     def strings(self, count: int, what: str) -> _Strings:
         if count > self.left() // 8:
             self.take(8 * count, what)
+        self.num_strings += count
+        if self.num_strings > _MAX_STRINGS:
+            raise ModelFormatError(
+                f"{self.path}: with {what} the file has more than {_MAX_STRINGS} strings"
+            )
         start = self.at
         at = self.at
         unpack = _LENGTH.unpack_from
@@ -260,6 +268,10 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
                 f"{path} claims {count} {what}, more than its {size} bytes can hold; it is "
                 "truncated or damaged"
             )
+    if counts[1] > _MAX_KEYS:
+        raise ModelFormatError(
+            f"{path} claims {counts[1]} keys, over the limit of {_MAX_KEYS}; models have a hundred"
+        )
     if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
         raise ModelFormatError(
             f"{path} claims {counts[0]} tensors in {size} bytes; that is no model's, whose tensors "

@@ -269,6 +269,24 @@ def test_other_alignment_is_read(tmp_path):
         )
 
 
+def test_very_many_keys_and_strings_are_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    keys = b"".join(_text(b"%d" % index) + struct.pack("<IB", 0, 1) for index in range(100_000))
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 100_000) + keys)
+    with pytest.raises(ModelFormatError, match=r"m\.gguf claims 100000 keys, over the limit"):
+        read_gguf(path)
+    half = struct.pack("<IQ", 8, 2_500_000) + bytes(8 * 2_500_000)
+    path.write_bytes(
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 1)
+        + _text(b"words")
+        + struct.pack("<IIQ", 9, 9, 2)
+        + half * 2
+    )
+    with pytest.raises(ModelFormatError, match="'words' the file has more than 4000000 strings"):
+        read_gguf(path)
+
+
 def test_very_many_tensors_need_data(tmp_path):
     count = 200_000
     infos = b"".join(
