@@ -377,11 +377,11 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
             self._gate.require_repair(self._intake.own_repair())
-            return self._documents.warm(alone, terms, handles)
+            return _logged(self._documents.warm(alone, terms, handles))
         request = self._intake.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])
-        return self.warm_result(
-            request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt
+        return _logged(
+            self.warm_result(request.prompt_ids, tenant=terms.tenant, cache_salt=terms.cache_salt)
         )
 
     def check_reuse(self, **options: Any) -> Verdict:
@@ -428,7 +428,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         with self._core.reading():
             # One more token, because the last one of a prompt is never served.
             servable = self._parts.manager.peek((*token_ids, 0), root)
-        return WarmResult.of(servable, len(token_ids), self._config.block_size)
+        config = self._config
+        return WarmResult.of(servable, len(token_ids), config.chunk_tokens, config.block_size)
 
     warm_chunks = warm
 
@@ -629,3 +630,10 @@ def _gate_apart(build: _Build, config: EngineConfig, num_blocks: int) -> Iterato
     small = dataclasses.replace(config, num_blocks=num_blocks, **_OWN_MEMORY)
     with CPUPagedEngine._built_by(build, small) as engine:
         yield engine._gate
+
+
+def _logged(warmed: WarmResult) -> WarmResult:
+    """Log the alignment warning of a result, if it has one, and return the result."""
+    if warmed.alignment_warning is not None:
+        _LOG.warning("warm: %s", warmed.alignment_warning)
+    return warmed

@@ -280,3 +280,18 @@ def test_a_warm_result_compares_like_its_int(engine):
     assert bool(one) > bool(nothing)
     with pytest.raises(TypeError):
         assert one < "1"
+
+
+def test_warm_reports_chunks_and_twice_the_same(caplog):
+    with KVBoost.from_pretrained(DEMO, num_blocks=64, chunk_size=64) as engine:
+        ids = [*range(20, 20 + 64 * 3 + 40)]
+        for call in (engine.warm, engine.warm_chunks, lambda text: engine.warm(text=text)):
+            result = call(ids)
+            assert (result.chunks_stored, result.token_count, result.chunk_size) == (4, 232, 64)
+            assert (result.chunk_boundary_aligned, result.partial_tail_tokens) == (False, 40)
+            assert f"warm: {result.alignment_warning}" in caplog.text
+            caplog.clear()
+        assert engine.warm(ids[:128], 0) == engine.warm(ids[:128], position_offset=0) == 2
+        assert not caplog.text
+    with KVBoost.from_pretrained(DEMO, num_blocks=64) as engine:
+        assert engine.warm(ids).chunk_size == 128, "by default, as there"

@@ -193,26 +193,47 @@ def test_generate_many_keeps_the_order_and_shares_prefixes():
         assert sum(result.cached_tokens == 64 for result in results) == 6
 
 
-def test_warm_stores_whole_chunks(engine):
-    result = engine.warm("x" * 40)
-    assert (result.chunks_stored, result.token_count, result.chunk_size) == (2, 40, 16)
-    assert (
-        result.partial_tail_tokens,
-        result.chunk_boundary_aligned,
-        result.alignment_warning,
-    ) == (8, True, None)
-    assert result
-    assert int(result) == 2
-    assert engine.generate("x" * 40 + "y", max_new_tokens=1).cached_tokens == 32
-    assert not engine.warm("short")
-    assert engine.warm_chunks([1] * 32).chunks_stored == 2
-    with fake_engine(block_size=64) as coarse:
-        unaligned = coarse.warm([1] * 100)
-        assert (unaligned.chunk_boundary_aligned, unaligned.partial_tail_tokens) == (False, 36)
-        assert (
-            unaligned.alignment_warning
-            == "the last 36 tokens do not fill a chunk of 64 and are not cached"
-        )
+@pytest.mark.parametrize(
+    ("length", "options", "stored", "tail"),
+    [
+        (40, {"chunk_size": 16}, 2, 8),
+        (128, {}, 1, 0),
+        (140, {}, 1, 12),
+        (200, {}, 2, 72),
+        (40, {}, 1, 40),
+        (31, {}, 0, 31),
+        (100, {"block_size": 64, "chunk_size": 64}, 1, 36),
+        (41, {"block_size": 128}, 0, 41),
+        (300, {"block_size": 256}, 1, 44),
+        (70, {"chunk_size": 20}, 3, 10),
+    ],
+    ids=str,
+)
+def test_warm_counts_chunks_and_logs_what_is_left(length, options, stored, tail, caplog):
+    with fake_engine(**options) as engine:
+        result = engine.warm("x" * length)
+        assert (result.chunks_stored, result.partial_tail_tokens) == (stored, tail)
+        assert (int(result), bool(result), result.token_count) == (stored, stored > 0, length)
+        assert result.chunk_size == engine.config.chunk_tokens
+        assert result.chunk_boundary_aligned == (tail < 32) == (result.alignment_warning is None)
+        logged = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert logged == ([] if tail < 32 else [f"warm: {result.alignment_warning}"])
+        block = engine.config.block_size
+        if tail >= 32:
+            assert f"{length % block} of them, after the last full block" in logged[0]
+        assert engine.warm_chunks("x" * length) == stored, "the same again"
+        whole = length // block * block
+        assert engine.generate("x" * length + "y", max_new_tokens=1).cached_tokens == whole
+
+
+def test_a_chunk_whose_last_block_is_gone_is_not_counted():
+    with fake_engine(num_blocks=16, chunk_size=32) as engine:
+        engine.warm([1] * 96)
+        assert engine.warm_result([1] * 96).chunks_stored == 3
+        engine.generate([2] * 176, max_new_tokens=1)
+        assert engine.paged_stats()["evictions"] == 1
+        assert engine.warm_result([1] * 96).chunks_stored == 2
+        assert engine.warm([1] * 96).chunks_stored == 3
 
 
 @pytest.mark.parametrize("start", [0, 5, 20])

@@ -162,7 +162,7 @@ def test_documents_come_back_too(small_engine):
     prompt = [*document(3, 20), *documents[2], *documents[0], 7]
     for number in range(8):
         engine.generate(document(300 + number, 350), 1)
-    assert engine.warm_result(documents[0]).chunks_stored == 0
+    assert engine._parts.manager.peek(documents[0], engine._parts.root) == 0
     read = tier.num_read
     result = checked(engine, prompt, 6, mode=REUSE)
     assert result.reused_span_tokens > 90
@@ -193,7 +193,8 @@ def test_what_came_back_from_disk_has_the_bits_it_left_with(bits, tmp_path):
             if directory != "off":
                 for number in range(2):
                     engine.generate([50 + number] * 900, 1)
-                assert engine.warm_result(engine.tokenizer.encode(served)).chunks_stored == 0
+                ids = engine.tokenizer.encode(served)
+                assert engine._parts.manager.peek(ids, engine._parts.root) == 0
             results.append(ask(engine))
     assert results[0].reused_span_tokens > 64
     assert results[1].load_ms > 0

@@ -170,16 +170,16 @@ class GenerationResult:
 class WarmResult:
     """The outcome of `warm`. It is true, and compares, like the number `chunks_stored`.
 
-    Of a text that prompts begin with a chunk is a block. Of documents, and of a text for another
-    position, it is what they were cut into: chunk_size tokens, or the longest document where they
-    were not cut.
+    A text that prompts begin with counts in chunks of chunk_size tokens; a last one of at least 32
+    tokens counts too. Of documents, and of a text for another position, a chunk is what they were
+    cut into: chunk_size tokens, or the longest document where they were not cut.
 
-    chunks_stored            full chunks of the text, or chunks of documents, that are in the cache
-                             now
-    partial_tail_tokens      tokens after the last full chunk, or in chunks that cannot be found:
-                             they are not cached
+    chunks_stored            chunks that are in the cache now, the same number if it is warmed again
+    partial_tail_tokens      tokens after the last full chunk; of documents those in chunks that
+                             cannot be found
     chunk_boundary_aligned   those are fewer than 32
-    alignment_warning        says what is lost when it is not aligned, else None
+    alignment_warning        reports what of them is not cached when it is not aligned, else None;
+                             `warm` logs it
     """
 
     chunks_stored: int
@@ -190,13 +190,23 @@ class WarmResult:
     alignment_warning: str | None
 
     @classmethod
-    def of(cls, num_cached: int, num_tokens: int, chunk_size: int) -> WarmResult:
-        """Of a text of `num_tokens`, the first `num_cached` of which are in the cache."""
+    def of(cls, num_cached: int, num_tokens: int, chunk_size: int, block_size: int) -> WarmResult:
+        """Describe a text of `num_tokens`, the first `num_cached` of which are in the cache.
+
+        A chunk is there if its full blocks are.
+        """
         tail = num_tokens % chunk_size
         aligned = tail < _MIN_CHUNK_TOKENS
-        warning = f"the last {tail} tokens do not fill a chunk of {chunk_size} and are not cached"
+        ends = [*range(chunk_size, num_tokens + 1, chunk_size)]
+        if not aligned and num_tokens // block_size * block_size > num_tokens - tail:
+            ends.append(num_tokens)
+        lost = num_tokens % block_size
+        warning = (
+            f"the last {tail} tokens do not fill a chunk of {chunk_size}; {lost} of them, after "
+            f"the last full block of {block_size}, are not cached"
+        )
         return cls(
-            chunks_stored=num_cached // chunk_size,
+            chunks_stored=sum(end // block_size * block_size <= num_cached for end in ends),
             token_count=num_tokens,
             chunk_size=chunk_size,
             chunk_boundary_aligned=aligned,
