@@ -31,6 +31,7 @@ STATIC_FILES = {
     "api.js": _SCRIPT,
     "causes.js": _SCRIPT,
     "chat.js": _SCRIPT,
+    "chats.js": _SCRIPT,
     "conversation.js": _SCRIPT,
     "difference.js": _SCRIPT,
     "dom.js": _SCRIPT,

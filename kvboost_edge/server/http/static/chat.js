@@ -1,10 +1,12 @@
-/** The chat: turns on the page, one running answer at a time, stop, edit, regenerate. */
+/** The chat: turns on the page, one running answer at a time, stop, edit, regenerate; and the choice among kept chats. */
 
 import { streamChat } from "/static/api.js";
+import { keepChat, keptChats, removeChat } from "/static/chats.js";
 import { beginStep, Conversation, takeCall, textOf } from "/static/conversation.js";
 import { button, byId, copy, element } from "/static/dom.js";
 import { figuresLine, summarize } from "/static/figures.js";
 import { plural } from "/static/format.js";
+import { load, save } from "/static/storage.js";
 import { TurnView } from "/static/turn.js";
 
 const NOTES = { length: "cut at max tokens", timeout: "cut at the time limit", content_filter: "filtered" };
@@ -12,6 +14,7 @@ const NOTES = { length: "cut at max tokens", timeout: "cut at the time limit", c
 export class Chat {
   #settings;
   #connection;
+  #id = ""; // of the chat in this tab; "" until it has a message
   #conversation = new Conversation();
   #view = null; // of the last turn
   #running = null; // the AbortController of the answer under way
@@ -38,7 +41,13 @@ export class Chat {
       this.#sticks = this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < 40;
     });
     byId("stop").addEventListener("click", () => this.stop());
-    byId("new-chat").addEventListener("click", () => this.#startOver());
+    byId("new-chat").addEventListener("click", () => this.#startNew());
+    byId("delete-chat").addEventListener("click", () => this.#delete());
+    byId("chats").addEventListener("change", (event) => this.#open(event.target.value));
+    // Another tab kept or deleted a chat.
+    addEventListener("storage", () => this.#list());
+    addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
+    this.#open(load("chat"));
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.stop();
     });
@@ -78,7 +87,9 @@ export class Chat {
     this.#view = new TurnView(question);
     this.#log.append(this.#view.root);
     this.#sticks = true;
-    this.#answer(this.#conversation.begin(question));
+    const turn = this.#conversation.begin(question);
+    this.#keep();
+    this.#answer(turn);
   }
 
   /** One more answer to `turn`, the last one. */
@@ -91,16 +102,16 @@ export class Chat {
     const controller = new AbortController();
     this.#setRunning(controller);
     this.#say("");
-    const finish = await this.#receive(step, part, controller.signal);
+    await this.#receive(step, part, controller.signal);
     view.mark(step.state);
-    if (this.#running !== controller) return; // a new chat began meanwhile
+    if (this.#running !== controller) return; // another chat was opened meanwhile
     this.#setRunning(null);
-    this.#conclude(turn, step, part, finish);
-    view.root.append(this.#actions(turn, step));
+    this.#keep();
+    this.#conclude(turn, step, part);
     this.#followEnd();
   }
 
-  /** Streams into `step`; returns the server's reason for the end, "" without one. */
+  /** Streams into `step`. */
   async #receive(step, part, signal) {
     const arrived = { usage: null, timings: null, kvboost: null, finish: "", requestId: "", pieces: 0, clock: startedClock() };
     let failure = null;
@@ -115,19 +126,19 @@ export class Chat {
       step.state = signal.aborted ? "stopped" : "failed";
       if (step.state === "failed") failure = error;
     }
-    const note = step.state === "stopped" ? "stopped" : (NOTES[arrived.finish] ?? "");
+    step.finish = arrived.finish;
+    const note = step.state === "stopped" ? "stopped" : (NOTES[step.finish] ?? "");
     const why = arrived.requestId === "" ? null : () => this.#connection.showRequest(arrived.requestId);
     part.finish(figuresLine(summarize(arrived), note, why), failure);
     this.#say(spoken(step, failure, arrived));
-    return arrived.finish;
   }
 
-  /** Asks for the results of the calls, or says what will not be sent again. */
-  #conclude(turn, step, part, finish) {
+  /** Ends the last turn with its actions. Asks for the results of its calls, or says what will not be sent again. */
+  #conclude(turn, step, part) {
     if (step.calls.length === 0) {
       const forgotten = turn.steps.length === 1 ? "; this message is not sent again with later ones" : "";
       if (step.answer === "") part.note(`Nothing was answered${forgotten}.`);
-    } else if (step.state !== "done" || finish in NOTES) {
+    } else if (step.state !== "done" || step.finish in NOTES) {
       part.note("A call that was cut is not sent again.");
     } else {
       part.ask({
@@ -136,6 +147,7 @@ export class Chat {
         send: () => this.#goOn(turn),
       });
     }
+    this.#view.root.append(this.#actions(turn, step));
   }
 
   #goOn(turn) {
@@ -179,19 +191,76 @@ export class Chat {
     this.#view.root.remove();
     this.#view = null; // the turn before it waits for nothing
     this.#prompt.value = this.#conversation.takeLast().question;
+    this.#keep();
     byId("empty").hidden = this.#conversation.turns.length > 0;
     this.#fitPrompt();
     this.#prompt.focus();
   }
 
-  #startOver() {
-    this.stop();
-    this.#setRunning(null);
-    this.#conversation = new Conversation();
+  /** Shows the kept chat `id`, or a new one. */
+  #open(id) {
+    if (this.#running !== null) {
+      this.stop();
+      this.#keep();
+      this.#setRunning(null);
+    }
+    const kept = keptChats().find((chat) => chat.id === id);
+    this.#id = kept?.id ?? "";
+    save("chat", this.#id);
+    this.#list();
+    this.#conversation = new Conversation(kept?.turns);
     this.#view = null;
     this.#log.querySelectorAll(".turn").forEach((turn) => turn.remove());
-    byId("empty").hidden = false;
+    byId("empty").hidden = this.#conversation.turns.length > 0;
+    for (const turn of this.#conversation.turns) this.#restore(turn);
+    this.#sticks = true;
+    this.#followEnd();
+  }
+
+  #restore(turn) {
+    this.#view?.close();
+    this.#view = new TurnView(turn.question);
+    this.#log.append(this.#view.root);
+    if (turn.steps.length === 0) beginStep(turn).state = "stopped";
+    for (const step of turn.steps) {
+      const part = this.#view.begin(step, () => {});
+      part.restore();
+      this.#view.mark(step.state);
+      if (turn === this.#conversation.turns.at(-1) && step === turn.steps.at(-1)) this.#conclude(turn, step, part);
+    }
+  }
+
+  /** Keeps the chat in the browser. */
+  #keep() {
+    const { turns } = this.#conversation;
+    if (turns.length === 0) {
+      removeChat(this.#id);
+      this.#id = "";
+    } else {
+      this.#id ||= `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`;
+      if (!keepChat(this.#id, turns)) this.#say("The browser does not keep this chat: it is lost on reload.");
+    }
+    save("chat", this.#id);
+    this.#list();
+  }
+
+  #delete() {
+    removeChat(this.#id);
+    this.#conversation = new Conversation(); // or an answer under way would be kept
+    this.#startNew();
+  }
+
+  #startNew() {
+    this.#open("");
     this.#prompt.focus();
+  }
+
+  /** Lists the kept chats. */
+  #list() {
+    const options = keptChats().map(({ id, title }) => element("option", { value: id, text: title || "(no title)" }));
+    byId("chats").replaceChildren(element("option", { value: "", text: "New chat" }), ...options);
+    byId("chats").value = this.#id;
+    byId("delete-chat").hidden = this.#id === "";
   }
 
   #setRunning(controller) {

@@ -5,7 +5,10 @@
  */
 
 export class Conversation {
-  turns = [];
+  /** `turns`: those of a chat that was kept. */
+  constructor(turns = []) {
+    this.turns = turns;
+  }
 
   /** Appends a turn and returns it. */
   begin(question) {
@@ -31,9 +34,12 @@ export class Conversation {
   }
 }
 
-/** Appends a step to `turn` and returns it. `state`: "running", "done", "stopped" or "failed". */
+/**
+ * Appends a step to `turn` and returns it. `state`: "running", "done", "stopped" or "failed"; `finish`: the server's
+ * reason for the end, "" without one.
+ */
 export function beginStep(turn) {
-  const step = { reasoning: "", answer: "", calls: [], state: "running" };
+  const step = { reasoning: "", answer: "", calls: [], state: "running", finish: "" };
   turn.steps.push(step);
   return step;
 }

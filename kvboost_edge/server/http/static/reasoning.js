@@ -20,13 +20,13 @@ export class ReasoningView {
     this.#text.append(text);
   }
 
-  /** Nothing follows; the count stands still. To call it again changes nothing. */
-  end() {
+  /** Nothing follows; the count stands still. To call it again changes nothing. `title`: where no time was taken. */
+  end(title = "") {
     if (!this.root.classList.contains("live")) return;
     clearInterval(this.#timer);
     this.root.classList.remove("live");
     const seconds = Math.round(this.#seconds());
-    this.#title.textContent = `Thought for ${seconds === 0 ? "less than 1" : count(seconds)} s`;
+    this.#title.textContent = title || `Thought for ${seconds === 0 ? "less than 1" : count(seconds)} s`;
     this.#clock.remove();
   }
 

@@ -18,7 +18,7 @@ export class ToolCallsView {
     this.#views.get(call).grow();
   }
 
-  /** Nothing follows: the arguments are laid out. */
+  /** Nothing follows: the arguments are laid out, and a result that a kept chat has. */
   end() {
     for (const view of this.#views.values()) view.end();
   }
@@ -86,6 +86,7 @@ class CallView {
   }
 
   end() {
+    if (this.call.result !== null) this.root.append(given(this.call.result));
     const text = pretty(this.call.arguments);
     const head = this.root.firstChild;
     if (text === null) {

@@ -71,10 +71,7 @@ class StepView {
   update() {
     this.#endProgress();
     const { reasoning, answer, calls } = this.#step;
-    if (reasoning !== "" && this.#reasoning === null) {
-      this.#reasoning = new ReasoningView();
-      this.root.prepend(this.#reasoning.root);
-    }
+    if (reasoning !== "" && this.#reasoning === null) this.#beginReasoning();
     if (answer !== "" || calls.length > 0) this.#reasoning?.end();
     if (this.#frame !== 0) return;
     this.#frame = requestAnimationFrame(() => {
@@ -96,6 +93,16 @@ class StepView {
     if (failure !== null) this.root.append(errorBox(failure));
   }
 
+  /** Shows a step of a kept chat, whole. */
+  restore() {
+    if (this.#step.reasoning !== "") {
+      this.#beginReasoning();
+      this.#reasoning.end("Reasoning");
+    }
+    this.update();
+    this.finish(element("div"), null);
+  }
+
   /** Asks for the results of the calls: see ToolCallsView. */
   ask(chat) {
     this.#calls.ask(chat);
@@ -107,6 +114,11 @@ class StepView {
 
   note(text) {
     this.root.append(element("p", { class: "note", text }));
+  }
+
+  #beginReasoning() {
+    this.#reasoning = new ReasoningView();
+    this.root.prepend(this.#reasoning.root);
   }
 
   #endProgress() {

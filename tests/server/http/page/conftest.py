@@ -191,7 +191,10 @@ class Pages:
         is_kept = visit.key not in self._idle and page.evaluate("!('__pwClock' in globalThis)")
         if is_kept:
             page.unroute_all(behavior="ignoreErrors")
-            page.evaluate("localStorage.clear(); sessionStorage.clear()")
+            # As it leaves, the page keeps the chat of an answer under way.
+            page.evaluate(
+                "addEventListener('pagehide', () => { localStorage.clear(); sessionStorage.clear(); })"
+            )
             page.context.clear_permissions()
             page.goto("about:blank")
             visit.ignore()

@@ -327,6 +327,8 @@ def test_the_keyboard_is_enough(visit):
         "Requests",
         "Settings",
         "theme",
+        "chats",
+        "delete-chat",
         "new-chat",
         "log",
         "the reason",

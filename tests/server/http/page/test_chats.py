@@ -1,0 +1,192 @@
+"""Chats that the browser keeps: reload, several, delete, tabs, storage that refuses."""
+
+import json
+
+import pytest
+from playwright.sync_api import expect
+
+pytestmark = pytest.mark.slow
+
+CHAT = "chat:"
+
+
+def kept(visit):
+    """The kept chats by title, as the messages' texts."""
+    chats = visit.evaluate("Object.entries(localStorage)")
+    return {
+        chat["title"]: [turn["question"] for turn in chat["turns"]]
+        for key, chat in ((key, json.loads(text)) for key, text in chats if key.startswith(CHAT))
+    }
+
+
+def options(visit):
+    return visit.locator("#chats option").all_inner_texts()
+
+
+def say(stand_in, text, answer, times):
+    """Send a message, answer it, and return the messages of its request."""
+    stand_in.ask(text)
+    messages = stand_in.asked(times)["messages"]
+    stand_in.deltas({"content": answer})
+    stand_in.end("stop")
+    return [message["content"] for message in messages]
+
+
+def reload(visit):
+    visit.reload()
+    visit.locator("#chats option").first.wait_for(state="attached")
+
+
+def test_a_reload_shows_the_chat_and_it_goes_on(stand_in):
+    chat = stand_in()
+    chat.ask("First  question")
+    chat.asked(1)
+    chat.deltas({"reasoning_content": "Hm."}, {"content": "One.\n```py\nx = 1\n```\n"})
+    chat.end("stop")
+    shown = chat.locator(".turn .answer-body").inner_text()
+    reload(chat)
+    expect(chat.locator(".turn .question")).to_have_text("First  question")
+    assert chat.locator(".turn .answer-body").inner_text() == shown
+    expect(chat.locator(".turn .reasoning summary")).to_have_text("Reasoning")
+    chat.expects("#empty").to_be_hidden()
+    assert options(chat) == ["New chat", "First question"]
+    assert say(chat, "Second", "Two", 1) == [
+        "First  question",
+        "One.\n```py\nx = 1\n```\n",
+        "Second",
+    ]
+    reload(chat)
+    assert chat.count(".turn") == 2
+    chat.button("Regenerate").click()
+    assert [one["content"] for one in chat.asked(1)["messages"]][-1] == "Second"
+
+
+def test_several_chats_are_kept_and_chosen(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.click("#new-chat")
+    assert chat.input_value("#chats") == ""
+    chat.expects("#delete-chat").to_be_hidden()
+    assert say(chat, "Bananas", "Yellow", 2) == ["Bananas"]
+    assert options(chat) == ["New chat", "Bananas", "Apples"]
+    chat.select_option("#chats", label="Apples")
+    expect(chat.locator(".question")).to_have_text("Apples")
+    assert say(chat, "Pears", "Green", 3) == ["Apples", "Red", "Pears"]
+    assert kept(chat) == {"Apples": ["Apples", "Pears"], "Bananas": ["Bananas"]}
+    reload(chat)
+    assert chat.locator(".question").all_inner_texts() == ["Apples", "Pears"]
+
+
+def test_delete_removes_the_chat_for_good(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.click("#new-chat")
+    say(chat, "Bananas", "Yellow", 2)
+    chat.click("#delete-chat")
+    assert chat.count(".turn") == 0
+    assert kept(chat).keys() == {"Apples"}
+    reload(chat)
+    assert chat.count(".turn") == 0
+    assert options(chat) == ["New chat", "Apples"]
+
+
+def test_an_answer_that_a_reload_cuts_is_kept_as_stopped(stand_in):
+    chat = stand_in()
+    chat.begin("Tell me")
+    chat.deltas({"content": "Once upon"})
+    chat.until("document.querySelector('.answer-body').textContent === 'Once upon'")
+    reload(chat)
+    expect(chat.locator(".turn.stopped .answer-body")).to_have_text("Once upon")
+    chat.expects("#send").to_be_visible()
+    assert say(chat, "Go on", "a time", 1) == ["Tell me", "Once upon", "Go on"]
+
+
+def test_another_chat_ends_the_answer_under_way_and_keeps_it(stand_in):
+    chat = stand_in()
+    chat.begin("Tell me")
+    chat.deltas({"content": "Once upon"})
+    chat.until("document.querySelector('.answer-body').textContent === 'Once upon'")
+    chat.click("#new-chat")
+    assert chat.count(".turn") == 0
+    chat.select_option("#chats", label="Tell me")
+    expect(chat.locator(".turn.stopped .answer-body")).to_have_text("Once upon")
+
+
+def test_a_deleted_chat_does_not_come_back_with_its_answer(stand_in):
+    chat = stand_in()
+    chat.begin("Tell me")
+    chat.click("#delete-chat")
+    assert kept(chat) == {}
+    say(chat, "Another", "Yes", 2)
+    assert kept(chat).keys() == {"Another"}
+
+
+def test_a_call_still_asks_for_its_result_after_a_reload(stand_in):
+    chat = stand_in()
+    chat.begin("Weather?")
+    chat.call("weather", '{"city": "Oslo"}')
+    chat.end("tool_calls")
+    reload(chat)
+    chat.locator(".result textarea").fill("Rain")
+    chat.button("Send result").click()
+    assert [one["role"] for one in chat.asked(1)["messages"]] == ["user", "assistant", "tool"]
+    chat.deltas({"content": "Take an umbrella."})
+    chat.end("stop")
+    reload(chat)
+    chat.shows(".call .result pre", "Rain")
+    expect(chat.locator(".answer-body").last).to_have_text("Take an umbrella.")
+
+
+def test_editing_the_only_message_leaves_no_chat(stand_in):
+    chat = stand_in()
+    say(chat, "Apples", "Red", 1)
+    chat.button("Edit the last message").click()
+    assert kept(chat) == {}
+    assert options(chat) == ["New chat"]
+
+
+def test_a_chat_of_another_tab_is_listed(stand_in):
+    chat = stand_in()
+    other = chat.page.context.new_page()
+    other.goto(chat.origin)
+    turns = [{"question": "From afar", "steps": []}]
+    text = json.dumps({"title": "From afar", "changed": 1, "turns": turns})
+    other.evaluate("(text) => localStorage.setItem('chat:x', text)", text)
+    expect(chat.locator("#chats option")).to_have_text(["New chat", "From afar"])
+    other.close()
+    chat.select_option("#chats", label="From afar")
+    expect(chat.locator(".turn.stopped .question")).to_have_text("From afar")
+
+
+def test_what_is_no_chat_is_left_out(stand_in):
+    chat = stand_in()
+    for text in ("", "[]", "{", '{"turns": []}', '{"turns": [{}]}', "null"):
+        chat.evaluate("(text) => localStorage.setItem('chat:x', text)", text)
+        reload(chat)
+        assert options(chat) == ["New chat"]
+
+
+def test_a_full_storage_evicts_the_oldest_chats_and_says_when_that_is_not_enough(stand_in):
+    chat = stand_in()
+    say(chat, "Oldest", "x" * 2_000_000, 1)
+    chat.click("#new-chat")
+    say(chat, "Older", "x" * 2_000_000, 2)
+    chat.click("#new-chat")
+    say(chat, "Newest", "x" * 2_000_000, 3)
+    assert kept(chat).keys() == {"Older", "Newest"}
+    chat.click("#new-chat")
+    say(chat, "Too much", "x" * 6_000_000, 4)
+    chat.shows("#status", "The browser does not keep this chat: it is lost on reload.")
+
+
+def test_without_storage_the_page_works(stand_in):
+    chat = stand_in()
+    chat.evaluate(
+        "window.storage = Object.getOwnPropertyDescriptor(window, 'localStorage');"
+        "Object.defineProperty(window, 'localStorage', "
+        "{configurable: true, get() { throw new Error('no'); }})"
+    )
+    say(chat, "Hello", "Hi", 1)
+    assert options(chat) == ["New chat"]
+    chat.shows("#status", "The browser does not keep this chat: it is lost on reload.")
+    chat.evaluate("Object.defineProperty(window, 'localStorage', window.storage)")
