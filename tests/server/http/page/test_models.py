@@ -166,9 +166,8 @@ def test_the_choice_fits_a_phone_and_is_made_by_keys(stand_in):
     made = Several(stand_in(viewport={"width": 320, "height": 640}))
     made.tells(model(SMALL), model("n" * 90, "not_loaded", "w" * 200))
     page = made.page
-    page.keyboard.press("Shift+Tab")  # from the message field over the log and the button
-    page.keyboard.press("Shift+Tab")
-    page.keyboard.press("Shift+Tab")
+    for _ in range(4):  # from the message field over the log, the button and the choice of chats
+        page.keyboard.press("Shift+Tab")
     expect(page.get_by_label("Model", exact=True)).to_be_focused()
     page.keyboard.press("ArrowDown")
     page.expects("#model-remark").to_contain_text("could not be loaded: www")
