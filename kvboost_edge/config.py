@@ -192,6 +192,16 @@ class EngineConfig:
         unset="as many as max_cache_bytes holds",
         flag=None,
     )
+    recency_window_chunks: int = option(
+        0,
+        "Chunks of chunk_size tokens (128 if not given) that each tenant used last and that are "
+        "evicted last, at most half of the pool",
+        int,
+        group="Cache",
+        unit="chunks",
+        low=0,
+        flag=None,
+    )
     block_size: int = option(
         16,
         "Tokens in a block of the KV cache",
@@ -420,7 +430,8 @@ class EngineConfig:
     )
     chunk_boundary_window: int = option(
         0,
-        "Tokens that a cut may move to the end of a sentence",
+        "Tokens that a cut of a document may move to the end of a sentence; 0 with chunk_strategy "
+        "semantic: half of chunk_size",
         int,
         group=_REUSE,
         unit="tokens",
@@ -534,8 +545,16 @@ class EngineConfig:
         """Blocks of the pool by num_blocks and max_chunks, the smaller number; None: by neither."""
         counts = [] if self.num_blocks is None else [self.num_blocks]
         if self.max_chunks is not None:
-            counts.append(-(-self.max_chunks * self.chunk_tokens // self.block_size))
+            counts.append(self._blocks_of(self.max_chunks))
         return min(counts, default=None)
+
+    @property
+    def recency_blocks(self) -> int:
+        """Blocks of recency_window_chunks."""
+        return self._blocks_of(self.recency_window_chunks)
+
+    def _blocks_of(self, num_chunks: int) -> int:
+        return -(-num_chunks * self.chunk_tokens // self.block_size)
 
     @property
     def kv_bits(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ _POOL_SIZES = ("max_cache_bytes", "num_blocks", "max_chunks")
 _TORCH_REASON = (
     "mode='chunk_kv_reuse' of a loaded model needs it; backend='cpu' is faster without that mode"
 )
+_CUTS = ("chunk_boundary_window", "overlap_k", "sink_tokens")
 _DEFAULTS = EngineConfig()
 
 
@@ -293,6 +295,7 @@ def _assemble(
             runner.bind(backend)
     _log_choice(choice, runner, backend, num_blocks, max_num_seqs)
     _log_sizes(config, num_blocks)
+    _log_cuts(config)
     if shortage := drafts_shortage(config, info, state_sizes):
         _LOG.warning("%s", shortage)
     kv_format = _kv_format(config, runner, backend)
@@ -305,7 +308,7 @@ def _assemble(
             num_blocks,
             config.block_size,
             whole_blocks=info.kv_spec.is_quantized,
-            policy=TenantFloors,
+            policy=functools.partial(TenantFloors, window=config.recency_blocks),
             max_pinned_blocks=config.max_pinned_blocks,
             state_sizes=state_sizes,
         ),
@@ -358,6 +361,19 @@ def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
             "%s are given: the pool has the smallest of these sizes, %d blocks of %d tokens",
             " and ".join(given),
             num_blocks,
+            config.block_size,
+        )
+
+
+def _log_cuts(config: EngineConfig) -> None:
+    """Warn if options are given that change how documents are computed, and no prompt."""
+    values = {name: getattr(config, name) for name in _CUTS}
+    given = [f"{name}={value}" for name, value in values.items() if value]
+    if given:
+        _LOG.warning(
+            "%s: for documents of engine.warm(documents=...) only; a prompt is computed in one "
+            "piece and cached in blocks of %d tokens",
+            ", ".join(given),
             config.block_size,
         )
 

@@ -32,8 +32,9 @@ class ChunkOptions:
 
     strategy               a ChunkStrategy or its value
     chunk_size             tokens, at least `block_size`; DOCUMENT does not look at it
-    chunk_boundary_window  tokens that a SEMANTIC cut may lie before or behind chunk_size, at least
-                           1 and less than chunk_size; 0 for the others
+    chunk_boundary_window  tokens that a SEMANTIC cut may lie before or after chunk_size, less than
+                           chunk_size; 0 means half of chunk_size there, and is all that the others
+                           take
     overlap_k              tokens before a chunk that are computed with it and not kept, less than
                            chunk_size
     sink_tokens            first tokens of the document that are computed before those and not kept,
@@ -63,10 +64,13 @@ class ChunkOptions:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} must be less than chunk_size={self.chunk_size}"
                 )
-        if (self.strategy == ChunkStrategy.SEMANTIC) != (self.chunk_boundary_window > 0):
+        if self.strategy == ChunkStrategy.SEMANTIC:
+            window = self.chunk_boundary_window or self.chunk_size // 2
+            object.__setattr__(self, "chunk_boundary_window", window)
+        elif self.chunk_boundary_window:
             raise ConfigError(
                 f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy "
-                f"{self.strategy}: semantic needs a window of at least 1, the others have none"
+                f"{self.strategy}: only semantic has a window"
             )
         if self.strategy == ChunkStrategy.DOCUMENT and (self.overlap_k or self.sink_tokens):
             raise ConfigError(

@@ -112,6 +112,8 @@ def test_both_sizes_of_the_pool_give_the_smaller(caplog):
         ("overlap_k", 16),
         ("sink_tokens", 32),
         ("disk_cache_dir", None),
+        ("recency_window_chunks", 8),
+        ("max_chunks", 16),
     ],
 )
 def test_options_of_from_pretrained(name, value):
@@ -295,3 +297,62 @@ def test_warm_reports_chunks_and_twice_the_same(caplog):
         assert not caplog.text
     with KVBoost.from_pretrained(DEMO, num_blocks=64) as engine:
         assert engine.warm(ids).chunk_size == 128, "by default, as there"
+
+
+# Chunks.
+
+
+@pytest.mark.parametrize("strategy", list(kvboost_edge.ChunkStrategy))
+def test_each_chunk_strategy_works_alone(strategy):
+    text = "The ship lies in the harbour. The pilot is on board.\n\n" * 12
+    with KVBoost.from_pretrained(
+        DEMO, num_blocks=128, chunk_strategy=strategy, reuse_gate="off"
+    ) as engine:
+        stored = engine.warm(documents=[text])
+        count = len(engine.tokenizer.encode(text, False))
+        assert stored.token_count == count
+        assert stored >= (1 if strategy == "document" else count // 192)
+        result = engine.generate("Q: Where is she?\n" + text, 2, GenerationMode.CHUNK_KV_REUSE)
+        assert result.reused_span_tokens > 32
+    with KVBoost.from_pretrained(DEMO, num_blocks=32, chunk_strategy=strategy.value) as engine:
+        assert engine.config.chunk_strategy is strategy
+
+
+def test_options_that_act_on_documents_alone_say_so(caplog):
+    options = {"chunk_boundary_window": 16, "overlap_k": 16, "sink_tokens": 32}
+    with KVBoost.from_pretrained(DEMO, num_blocks=32, **options):
+        said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "chunk_boundary_window=16, overlap_k=16, sink_tokens=32: for documents" in said[0]
+    caplog.clear()
+    with KVBoost.from_pretrained(DEMO, num_blocks=32, chunk_size=128):
+        assert not caplog.records
+
+
+@pytest.mark.parametrize(("window", "kept"), [(0, 8), (2, 16)])
+def test_chunks_in_the_recency_window_are_evicted_last(window, kept):
+    """The last prompt was used once, the one before it often, and little that was used once is
+    kept: without a window the last one goes first.
+    """
+    often = random_ids(20 * 16, 1, 10)
+    last = random_ids(16 * 16, 2, 10)
+    options = {} if not window else {"recency_window_chunks": window}
+    with KVBoost.from_pretrained(DEMO, num_blocks=48, **options) as engine:
+        manager = engine._parts.manager
+        manager._pool._free.missed(once=0, again=1000)
+        for _ in range(2):
+            engine.warm(often)
+        engine.warm(last)
+        assert manager.peek([*last, 0], engine.cache_root) == 256
+        engine.warm(random_ids(20 * 16, 3, 10))
+        assert manager.peek([*last, 0], engine.cache_root) == kept * 16
+        served = manager.peek([*often, 0], engine.cache_root)
+        assert served == (20 if not window else 12) * 16
+
+
+def test_max_chunks_counts_chunks():
+    with KVBoost.from_pretrained(DEMO, max_chunks=16) as engine:
+        assert engine.paged_stats()["num_blocks"] == 16 * 128 // 16
+        assert engine.generate(list(range(20, 420)), 1).prompt_tokens == 400
+    with KVBoost.from_pretrained(DEMO, chunk_size=64, max_chunks=4, num_blocks=32) as engine:
+        assert engine.paged_stats()["num_blocks"] == 16

@@ -20,6 +20,20 @@ FAULTS = (
         "tests/compat/lmcache/test_stores.py",
     ),
     fault(
+        "the largest of several sizes of the pool counts",
+        "config.py",
+        "return min(counts, default=None)",
+        "return max(counts, default=None)",
+        "tests/engine/test_bad_input.py",
+    ),
+    fault(
+        "a loaded model stays on a backend that reuses no chunks",
+        "engine/build.py",
+        'choice.name == "cpu" and runner.turning_refusal is None',
+        "False",
+        "tests/compat/test_kvboost_interface.py",
+    ),
+    fault(
         "llmds' prefix map counts pages",
         "compat/page_cache.py",
         "sum(map(self._manager.is_published, self._prefixes))",

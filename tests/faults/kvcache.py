@@ -76,6 +76,13 @@ FAULTS = (
         *_ROOM,
     ),
     fault(
+        "nothing leaves the recency window",
+        "kvcache/eviction/order.py",
+        "len(recent) > self._window:",
+        "False:",
+        *_ROOM,
+    ),
+    fault(
         "retained is never too much",
         "kvcache/eviction/order.py",
         "len(queue) > self._floor:",

@@ -185,7 +185,6 @@ def test_every_token_is_in_exactly_one_chunk(data):
             {"strategy": "semantic", "chunk_boundary_window": 128},
             "window=128 must be less than chunk_size=128",
         ),
-        ({"strategy": "semantic"}, "chunk_boundary_window=0 with chunk strategy semantic"),
         ({"chunk_boundary_window": 8}, "chunk_boundary_window=8 with chunk strategy fixed"),
         (
             {"strategy": "document", "chunk_boundary_window": 8},
@@ -213,6 +212,14 @@ def test_the_defaults_are_those_of_the_engine_and_a_strategy_may_be_named_by_its
     ) == (128, 0, 0, 0)
     assert options.strategy is ChunkStrategy.FIXED
     assert ChunkOptions(strategy="document").strategy is ChunkStrategy.DOCUMENT
+
+
+@pytest.mark.parametrize(("size", "window"), [(128, 64), (33, 16), (1, 0)])
+def test_semantic_alone_has_a_window_of_half_a_chunk(size, window):
+    options = ChunkOptions(strategy="semantic", chunk_size=size, block_size=1)
+    assert options.chunk_boundary_window == window
+    document = list(range(size * 3))
+    assert cut([document], options, lambda token: "x")[0].stop == size
 
 
 def test_semantic_needs_the_text_of_tokens():

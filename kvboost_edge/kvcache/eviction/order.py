@@ -14,6 +14,10 @@ used first. An owner retains no more entries than its floor (below), the others 
 so retaining decides which of an owner's entries are the last to go and takes nothing from those
 that others are sure of.
 
+An order may have a recency window: the entries of an owner that were put or used last, at most so
+many, go like what is retained. One that leaves the window counts as used just then, once or again
+as before.
+
 Entries of one chain are put tail first, and whatever uses an entry uses all before it in its chain:
 so an ancestor is never given up before its descendants.
 
@@ -122,6 +126,7 @@ class CachedOrder(Generic[K]):
     needs nobody is above the floor, so they are the oldest of all.
 
     once_share   entries used once that are kept; the others go before anything that was used again
+    window       entries of each owner in its recency window, of which at most its floor go last
     """
 
     __slots__ = (
@@ -133,14 +138,19 @@ class CachedOrder(Generic[K]):
         "_kept",
         "_lines",
         "_once",
+        "_recent",
         "_retained",
         "_stamps",
         "_where",
+        "_window",
         "once_share",
     )
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, window: int = 0) -> None:
         self._capacity = self.once_share = capacity
+        self._window = window
+        # Of each owner the entries in the window, oldest first: ONCE or AGAIN, for when they leave.
+        self._recent: dict[bytes, OrderedDict[K, int]] = {}
         self._once: _Line[K] = _Line()
         self._again: _Line[K] = _Line()
         self._retained: _Line[K] = (
@@ -164,6 +174,9 @@ class CachedOrder(Generic[K]):
         """An entry that is not there was used just now, for the first time (ONCE) or not (AGAIN),
         or is RETAINED.
         """
+        if self._window and again != RETAINED:
+            self._recent.setdefault(owner, OrderedDict())[key] = again
+            again = RETAINED
         line = self._lines[again]
         queue = self._append(line, key, owner)
         count = self._counts[owner] = self._counts.get(owner, 0) + 1
@@ -190,34 +203,59 @@ class CachedOrder(Generic[K]):
 
     def _trim(self, queue: _Queue[K]) -> None:
         """What an owner retains beyond its floor counts as used again, the least recently used
-        first.
+        first, and what is beyond its recency window as it was used.
         """
         while len(queue) > self._floor:
-            self.demote(next(iter(queue)))
+            self._settle(next(iter(queue)))
+        recent = self._recent.get(queue.owner, ())
+        while len(recent) > self._window:
+            self._settle(next(iter(recent)))
 
     def demote(self, key: K) -> None:
         """An entry that is retained counts as used again just now; any other stays what and where
         it is.
         """
         queue = self._where[key]
-        if queue.line is self._retained:
-            del queue[key]
-            self._retained.length -= 1
-            self._append(self._again, key, queue.owner)
-            if self._counts[queue.owner] > self._floor:
-                self._again.enlist(queue.owner)
+        if queue.line is self._retained and key not in self._recent.get(queue.owner, ()):
+            self._settle(key)
+
+    def _settle(self, key: K) -> None:
+        """Let an entry that is retained, or in the window, count as used just now."""
+        owner = self._where[key].owner
+        line = self._lines[self._leave_window(owner, key)]
+        del self._where[key][key]
+        self._retained.length -= 1
+        self._append(line, key, owner)
+        if self._counts[owner] > self._floor:
+            line.enlist(owner)
+
+    def _leave_window(self, owner: bytes, key: K) -> int:
+        """Take an entry out of the window; return what it is without it, ONCE or AGAIN."""
+        recent = self._recent.get(owner)
+        return AGAIN if recent is None else recent.pop(key, AGAIN)
 
     def remove(self, key: K) -> None:
         """An entry leaves, for use or for good; KeyError if it is not there."""
         queue = self._where.pop(key)
         del queue[key]
+        self._leave_window(queue.owner, key)
         self._left(queue, 1)
 
     def refresh(self, key: K) -> None:
         """An entry counts as used just now; KeyError if it is not there."""
         queue = self._where[key]
+        if self._window and queue.line is not self._retained:
+            del queue[key]
+            queue.line.length -= 1
+            recent = self._recent.setdefault(queue.owner, OrderedDict())
+            recent[key] = self._lines.index(queue.line)
+            self._trim(self._append(self._retained, key, queue.owner))
+            return
         queue[key] = next(self._stamps)
         queue.move_to_end(key)
+        recent = self._recent.get(queue.owner, OrderedDict())
+        if key in recent:
+            recent.move_to_end(key)
 
     def take(self, count: int, owner: bytes) -> list[K]:
         """Give up `count` entries for an owner, those to go first; no more than there are."""
@@ -286,6 +324,7 @@ class CachedOrder(Generic[K]):
             taken.append((once if from_once else again or retained).popitem(last=False)[0])
         for key in taken:
             del self._where[key]
+            self._leave_window(owner, key)
         for queue, length in zip((once, again, retained), before, strict=True):
             self._gave_up(queue, length - len(queue))
         return taken
@@ -344,6 +383,7 @@ class CachedOrder(Generic[K]):
             keys.append(key)
         for key in keys:
             del queue[key], self._where[key]
+            self._leave_window(queue.owner, key)
         self._gave_up(queue, len(keys))
         return keys
 
@@ -369,6 +409,7 @@ class CachedOrder(Generic[K]):
         del self._counts[owner]
         for line in self._lines:
             line.queues.pop(owner, None)
+        self._recent.pop(owner, None)
         self._divide()
 
     def _divide(self) -> None:

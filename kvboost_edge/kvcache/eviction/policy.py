@@ -128,15 +128,16 @@ class TenantFloors:
     a floor while there are more.
 
     With one owner, and as long as nothing was missed or retained, it is `LeastRecentlyUsed`.
+    `window`: cached blocks of each owner that were used last and go last, see `CachedOrder`.
     """
 
     __slots__ = ("_cached", "_plain")
 
-    def __init__(self, block_ids: Iterable[int]) -> None:
+    def __init__(self, block_ids: Iterable[int], window: int = 0) -> None:
         self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(
             block_ids
         )  # nothing to match, handed out first
-        self._cached: CachedOrder[int] = CachedOrder(len(self._plain))
+        self._cached: CachedOrder[int] = CachedOrder(len(self._plain), window)
 
     def __len__(self) -> int:
         return len(self._plain) + len(self._cached)

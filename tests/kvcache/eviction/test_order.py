@@ -15,10 +15,13 @@ from kvboost_edge.kvcache.eviction.order import AGAIN, ONCE, RETAINED, CachedOrd
 @dataclasses.dataclass
 class Model:
     """The rules of `CachedOrder` as sentences. entries: key -> (owner, ONCE, AGAIN or RETAINED,
-    when); retaining: the owners that retained something since they came, in order.
+    when); retaining: the owners that retained something since they came, in order. ranks: of the
+    entries in a recency window, which are RETAINED here, what they are outside.
     """
 
     capacity: int
+    window: int = 0
+    ranks: dict[int, int] = dataclasses.field(default_factory=dict)
     retaining: dict[bytes, None] = dataclasses.field(default_factory=dict)
     entries: dict[int, tuple[bytes, int, int]] = dataclasses.field(default_factory=dict)
     given_up: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
@@ -26,18 +29,29 @@ class Model:
 
     def put(self, key, owner, again):
         self.now += 1
+        if self.window and again != RETAINED:
+            self.ranks[key] = again
+            again = RETAINED
         self.entries[key] = (owner, again, self.now)
         if again == RETAINED:
             self.retaining[owner] = None
         self.settle()
 
     def settle(self):
-        """No owner retains more than the floor; what is too much counts as used again just now."""
+        """No owner retains more than the floor, and no window holds more than it may; what is too
+        much counts as used just now.
+        """
+        self.ranks = {key: rank for key, rank in self.ranks.items() if key in self.entries}
         self.retaining = {owner: None for owner in self.retaining if owner in self.owners}
         for owner in self.retaining:
             while len(kept := self.retained(owner)) > self.floor:
-                self.now += 1
-                self.entries[kept[0]] = (owner, AGAIN, self.now)
+                self.let_go(kept[0])
+            while len(kept := [k for k in self.retained(owner) if k in self.ranks]) > self.window:
+                self.let_go(kept[0])
+
+    def let_go(self, key):
+        self.now += 1
+        self.entries[key] = (self.entries[key][0], self.ranks.pop(key, AGAIN), self.now)
 
     def retained(self, owner):
         kept = [key for key, entry in self.entries.items() if entry[:2] == (owner, RETAINED)]
@@ -85,13 +99,14 @@ class Model:
         return taken
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_random_operations_agree_with_the_model(seed):
     rng = random.Random(seed)
     capacity = rng.choice((1, 5, 20, 60))
     owners = [b"%d" % number for number in range(rng.choice((1, 2, 3, 9)))]
-    order = CachedOrder(capacity)
-    model = Model(capacity)
+    window = (0, 2, 7)[seed % 3]
+    order = CachedOrder(capacity, window)
+    model = Model(capacity, window)
     for step in range(400):
         act = rng.random()
         keys = list(model.entries)
@@ -108,19 +123,23 @@ def test_random_operations_agree_with_the_model(seed):
         elif act < 0.7 and keys:
             key = rng.choice(keys)
             order.refresh(key)
-            model.put(key, *model.entries[key][:2])
+            owner, again, _ = model.entries[key]
+            model.put(key, owner, model.ranks.get(key, again))
         elif act < 0.75 and keys:
             key = rng.choice(keys)
             order.demote(key)
-            if model.entries[key][1] == RETAINED:
-                model.put(key, model.entries[key][0], AGAIN)
+            if model.entries[key][1] == RETAINED and key not in model.ranks:
+                model.let_go(key)
         elif act < 0.8:
             order.missed(once=rng.randrange(3), again=rng.randrange(3))
             assert capacity // 10 <= order.once_share <= capacity
         elif keys:
             if len(owners) == 1:
                 copy = dataclasses.replace(
-                    model, entries=model.entries.copy(), retaining=model.retaining.copy()
+                    model,
+                    entries=model.entries.copy(),
+                    retaining=model.retaining.copy(),
+                    ranks=model.ranks.copy(),
                 )
                 assert order.oldest_first() == copy.take(len(keys), owner, order.once_share)
             count = rng.randrange(1, 1 + rng.choice((1, len(keys))))
@@ -158,6 +177,26 @@ def test_what_is_given_up_seldom_and_then_wanted_counts_for_more():
     assert order.once_share == 100 - 2 * 3, "nine times more seldom: three times more"
     order.missed(once=2, again=0)
     assert order.once_share == 100 - 2 * 3 + 2
+
+
+def test_what_an_owner_used_last_goes_last():
+    order = CachedOrder(40, 3)
+    for key in range(8):
+        order.put(key, b"a", again=ONCE)
+    order.refresh(1)
+    for key in range(20, 28):
+        order.put(key, b"a", again=AGAIN)
+    order.missed(once=0, again=40)
+    assert order.take(13, b"a") == [0, 2, 3, 4, 5, 6, 7, 1, 20, 21, 22, 23, 24]
+    assert order.take(9, b"a") == [25, 26, 27]
+    order = CachedOrder(40, 3)
+    for key in range(6):
+        order.put(key, b"a", again=AGAIN if key < 2 else ONCE)
+    order.missed(once=0, again=40)
+    assert order.once_share == 4
+    order.put(6, b"a", again=ONCE)
+    order.remove(6)
+    assert order.oldest_first()[-2:] == [4, 5], "of a window of three one was removed"
 
 
 def test_a_key_that_is_not_there():
