@@ -154,6 +154,16 @@ class EngineConfig:
         group="Model",
         choices=CHOICES["weights"],
     )
+    max_model_len: int | None = option(
+        None,
+        "Longest sequence, prompt and answer, up to the model's context. Sizes the automatic pool",
+        int,
+        group="Model",
+        unit="tokens",
+        low=1,
+        unset="the model's context",
+        flag="--max-model-len --ctx-size",
+    )
     max_cache_bytes: int | None = option(
         None,
         "Size of the block pool, such as 4e9",

@@ -36,6 +36,10 @@ T = TypeVar("T")
 # Names of other programs, and ours.
 _ELSEWHERE = {
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens"), ("max_new_tokens",)),
+    **dict.fromkeys(
+        ("c", "n_ctx", "num_ctx", "ctx_size", "context_length", "max_seq_len"),
+        ("max_model_len", "ctx_size"),
+    ),
     **dict.fromkeys(("n_threads", "num_thread"), ("threads", "num_threads")),
 }
 

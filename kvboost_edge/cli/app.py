@@ -109,6 +109,14 @@ ThreadsOption = Annotated[
         help="Threads that compute. Default: the CPUs that this process may use.",
     ),
 ]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ctx-size",
+        "--max-model-len",
+        help="Longest sequence in tokens, prompt and answer. Default: the model's context.",
+    ),
+]
 SchemaOption = Annotated[
     str | None,
     typer.Option(
@@ -241,6 +249,7 @@ def generate(
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     threads: ThreadsOption = None,
+    ctx_size: ContextOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -258,7 +267,13 @@ def generate(
     run_generate(
         prompt,
         model,
-        engine_options(option, kv_cache_bits, pack_cache=pack_cache, num_threads=threads),
+        engine_options(
+            option,
+            kv_cache_bits,
+            pack_cache=pack_cache,
+            num_threads=threads,
+            max_model_len=ctx_size,
+        ),
         settings,
         chat=chat,
         system=system,
@@ -305,6 +320,7 @@ def chat(
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     threads: ThreadsOption = None,
+    ctx_size: ContextOption = None,
     option: EngineOptions = None,
 ) -> None:
     """Talk with a model, here or on a server; under each answer stands what the cache saved."""
@@ -318,7 +334,9 @@ def chat(
         **sampling_options(sampling, json_schema, named),
         **use,
     }
-    options = engine_options(option, kv_cache_bits, pack_cache=pack_cache, num_threads=threads)
+    options = engine_options(
+        option, kv_cache_bits, pack_cache=pack_cache, num_threads=threads, max_model_len=ctx_size
+    )
     remote_options(url, options, api_key)
     if url is None:
         from kvboost_edge.tiers.disk.survey import default_directory
@@ -361,6 +379,7 @@ def doctor(
     ] = None,
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
+    ctx_size: ContextOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -370,9 +389,8 @@ def doctor(
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
 
-    run_doctor(
-        one_model(name, model, DEMO_MODEL), engine_options(option, kv_cache_bits), as_json=as_json
-    )
+    options = engine_options(option, kv_cache_bits, max_model_len=ctx_size)
+    run_doctor(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
 
 
 @app.command(

@@ -97,7 +97,7 @@ def engine_options(
     kv_cache_bits: str | None = None,
     *,
     pack_cache: bool = True,
-    num_threads: int | None = None,
+    **flags: int | None,
 ) -> dict[str, Any]:
     """Return keyword arguments of the engine's config from `NAME=VALUE` texts.
 
@@ -105,16 +105,16 @@ def engine_options(
 
     kv_cache_bits   value of `--kv-cache-bits`, such as "8" or "8,4"
     pack_cache      False for `--no-pack-cache`
-    num_threads     value of `--threads`
+    flags           options with a flag of their own, such as `num_threads`; None: not given
     """
     options: dict[str, Any] = {}
     if kv_cache_bits is not None:
         pairs = [*(pairs or ()), f"kv_cache_bits={kv_cache_bits}"]
     if not pack_cache:
         pairs = [*(pairs or ()), "pack_cache=false"]
-    if num_threads is not None:
-        pairs = [*(pairs or ()), f"num_threads={num_threads}"]
-    for pair in pairs or ():
+    named = [f"{name}={value}" for name, value in flags.items() if value is not None]
+    pairs = [*(pairs or ()), *named]
+    for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
             raise ConfigError(

@@ -17,7 +17,12 @@ from kvboost_edge.backends.select import BackendChoice, choose_backend, make_bac
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit
 from kvboost_edge.engine.memory.report import MemoryLedger, num_open_blocks, plan_num_blocks
-from kvboost_edge.engine.memory.selection import Selection, available_on, select_path
+from kvboost_edge.engine.memory.selection import (
+    Selection,
+    available_on,
+    bounded_context,
+    select_path,
+)
 from kvboost_edge.engine.memory.state_budget import check_options, drafts_shortage, plan_states
 from kvboost_edge.engine.offload.tiering import check_tiers, open_tiers
 from kvboost_edge.engine.request.sampling_defaults import (
@@ -41,7 +46,7 @@ from kvboost_edge.models.locate import locate_model, model_name
 from kvboost_edge.models.packed.file import Progress
 from kvboost_edge.models.weights.dense_folders import Matrices
 from kvboost_edge.reuse.chunking import chunk_options
-from kvboost_edge.runners.base import LoadOptions, Runner
+from kvboost_edge.runners.base import LoadOptions, Runner, RunnerInfo
 from kvboost_edge.runners.choice import load_runner, plan_of
 from kvboost_edge.text.gguf_tokenizer import gguf_tokenizer
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -257,6 +262,17 @@ def _warn_of_threads(num_threads: int | None) -> None:
         )
 
 
+def _bounded(info: RunnerInfo, config: EngineConfig) -> RunnerInfo:
+    """Return the runner's facts with the context that `max_model_len` allows."""
+    if config.max_model_len is not None and config.max_model_len > info.max_context:
+        _LOG.warning(
+            "max_model_len=%d is more than the model's context of %d tokens, which is used",
+            config.max_model_len,
+            info.max_context,
+        )
+    return dataclasses.replace(info, max_context=bounded_context(info.max_context, config))
+
+
 def _assemble(
     config: EngineConfig,
     choice: BackendChoice,
@@ -270,7 +286,7 @@ def _assemble(
     """beside: memory for the pool, as it was planned before the weights were loaded. name: of the
     model, for people.
     """
-    info = runner.info
+    runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
     with _closed_on_error(runner):
         available = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.grammar.compiler import check_grammar
-from kvboost_edge.engine.memory.selection import usable_context
+from kvboost_edge.engine.memory.selection import bounded_context, usable_context
 from kvboost_edge.engine.request.grammar import KINDS, read_grammar
 from kvboost_edge.engine.request.prompts import LIMIT_ADVICE
 from kvboost_edge.engine.request.request import resolve_sampling
@@ -42,9 +42,8 @@ def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) ->
     if max_new_tokens is None or max_new_tokens <= _FEW:
         return
     cache_dir = None if config.pack_cache else NO_CACHE
-    context = usable_context(
-        Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range).config
-    )
+    checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
+    context = bounded_context(usable_context(checkpoint.config), config)
     if max_new_tokens >= context:
         raise RequestError(
             f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is "

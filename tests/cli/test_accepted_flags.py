@@ -28,6 +28,8 @@ REQUEST = (
     "--top-p 0.9",
     "--seed 7",
     "--threads 2",
+    "--ctx-size 512",
+    "--max-model-len 512",
 )
 CLIENT = ("--url http://x", "--api-key key")
 COMMANDS = {  # name: (required arguments, options with a value)
@@ -37,7 +39,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
     ),
     "chat": ("", (*MODEL, "--system Text", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
     "demo": ("", (*ENGINE, *PACKED)),
-    "doctor": ("", ("x", *MODEL, *ENGINE, "--json")),
+    "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--json")),
     "models": ("", ("word", "--option num_threads=2", "-o dtype=float32", "--json")),
     "inspect": ("", ("x", *MODEL, *ENGINE, "--json")),
     "eval": (
@@ -108,6 +110,8 @@ SERVE = """
 --runner native
 --weights int4-asym
 --rope-range long
+--max-model-len 4096
+--ctx-size 4096
 --max-cache-bytes 4e9
 --max-state-bytes 4000000
 --block-size 32

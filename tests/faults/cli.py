@@ -69,15 +69,23 @@ FAULTS = (
     fault(
         "a turn that was refused stays in the conversation",
         "cli/chat.py",
-        '    turn = [*messages, {"role": "user", "content": line}]\n',
-        '    messages.append({"role": "user", "content": line})\n    turn = list(messages)\n',
+        '        turn = [*self._messages, {"role": "user", "content": line}]\n',
+        '        self._messages.append({"role": "user", "content": line})\n'
+        "        turn = list(self._messages)\n",
         "tests/cli/test_app.py::test_chat_survives_a_refused_turn",
+    ),
+    fault(
+        "the turns that a chat drops take its system message along",
+        "cli/chat.py",
+        "self._messages[len(self._opening) : end] = []",
+        "self._messages[:end] = []",
+        "tests/cli/test_app.py::test_a_chat_that_outgrows_the_pool_goes_on",
     ),
     fault(
         "a new conversation has no system message",
         "cli/chat.py",
-        '        if line == "/reset":\n            messages = list(opening)\n',
-        '        if line == "/reset":\n            messages = []\n',
+        '"""Begin anew."""\n        self._messages = list(self._opening)\n',
+        '"""Begin anew."""\n        self._messages = []\n',
         f"{_REMOTE}::test_a_whole_conversation",
     ),
     fault(

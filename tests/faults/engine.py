@@ -8,6 +8,13 @@ _SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random
 
 FAULTS = (
     fault(
+        "requests may be longer than max_model_len",
+        "engine/build.py",
+        "return dataclasses.replace(info, max_context=bounded_context(info.max_context, config))",
+        "return info",
+        "tests/engine/memory/test_check.py",
+    ),
+    fault(
         "a stall is logged at every step",
         "engine/stall_watchdog.py",
         "            self._is_logged = True\n",

@@ -25,6 +25,7 @@ from kvboost_edge.runners.torch.select_torch import compute_dtype
 __all__ = [
     "Selection",
     "available_on",
+    "bounded_context",
     "loaded_bytes",
     "planned_info",
     "planned_kv_spec",
@@ -69,7 +70,8 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     available = available_bytes()
 
     def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
-        return planned_pool_bytes(config, kv_spec, max_context, available)
+        longest = bounded_context(max_context, config)
+        return planned_pool_bytes(config, kv_spec, longest, available)
 
     weights, why = plan.choose_weights(config, model, plan_pool, available)
     if weights:
@@ -94,7 +96,7 @@ def planned_info(
         architecture=str(text_config(checkpoint.config).get("model_type")),
         dtype=runner.weights or config.dtype,
         vocab_size=size_of(text_config(checkpoint.config), "vocab_size") or 0,
-        max_context=usable_context(checkpoint.config),
+        max_context=bounded_context(usable_context(checkpoint.config), config),
         weight_bytes=loaded_bytes(checkpoint, summary, runner, config.dtype, device),
         kv_spec=spec,
         copies_kv=runner.name == "onnx",
@@ -121,8 +123,13 @@ def planned_kv_spec(
     return KVSpec((LayerKVSpec(kv_heads, head_dim),) * layers, config.block_size, dtype)
 
 
+def bounded_context(max_context: int, config: EngineConfig) -> int:
+    """Return the longest sequence in tokens that the engine takes of a model with this context."""
+    return min(max_context, config.max_model_len or max_context)
+
+
 def usable_context(fields: Mapping[str, Any]) -> int:
-    """Longest sequence in tokens that the engine takes."""
+    """Longest sequence in tokens that the model takes."""
     length = context_length(fields)
     pinned = pinned_context(fields)
     return length if pinned is None else min(length, pinned.length)

@@ -19,7 +19,7 @@ from kvboost_edge.engine import build
 from kvboost_edge.engine.memory.check import format_bytes, packed_place, plan_fit, planned_memory
 from kvboost_edge.engine.memory.report import memory_beside
 from kvboost_edge.engine.memory.selection import select_path
-from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError
+from kvboost_edge.errors import CapacityError, ConfigError, ModelFormatError, RequestError
 from kvboost_edge.host.file_memo import NO_CACHE
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.packed.pack_plan import WEIGHT_FORMATS
@@ -226,6 +226,34 @@ def test_a_pool_of_no_given_size_takes_a_quarter_of_what_the_weights_leave(model
     with CPUPagedEngine.from_pretrained(model, weights="int4", max_num_seqs=4) as engine:
         assert engine.paged_stats()["pool_bytes"] == fit.pool
     assert memory_beside(weights, available) == 0
+
+
+@pytest.mark.parametrize("runner", ["native", "torch"])
+def test_a_shorter_context_bounds_requests_and_the_pool(model, runner, caplog):
+    options = {"max_model_len": 64, "max_num_seqs": 4, "runner": runner}
+    planned = _fit(model, GB, **options)
+    assert planned.info.max_context == 64
+    with CPUPagedEngine.from_pretrained(model, **options) as engine:
+        assert engine.runner_info.max_context == 64
+        stats = engine.paged_stats()
+        assert stats["num_blocks"] == 4 * 64 // 16
+        if runner == "native":
+            assert planned.pool == stats["pool_bytes"]
+        prompt = [5] * 60
+        result = engine.generate(prompt, max_new_tokens=4, ignore_eos=True)
+        assert result.generated_tokens == 4
+        with pytest.raises(RequestError, match="context is 64 tokens"):
+            engine.generate(prompt, max_new_tokens=5)
+    assert not [text for text in caplog.messages if "max_model_len" in text]
+
+
+def test_a_context_beyond_the_models_is_the_models_and_logged(model, caplog):
+    with CPUPagedEngine.from_pretrained(model, max_num_seqs=1) as engine:
+        longest = engine.runner_info.max_context
+    with CPUPagedEngine.from_pretrained(model, max_model_len=longest + 1, max_num_seqs=1) as engine:
+        assert engine.runner_info.max_context == longest
+    (said,) = [text for text in caplog.messages if "max_model_len" in text]
+    assert said.startswith(f"max_model_len={longest + 1} is more than the model's context")
 
 
 def test_every_format_is_weighed(model):

@@ -370,7 +370,6 @@ REFUSED: dict[str, list[Any]] = {
             "arguments",
         ),
         ({"messages": [*ASK, {"role": "tool", "content": "rain"}]}, "no call before it waits"),
-        ({"options": {"num_ctx": 10**6}}, "options.num_ctx"),
         ({"options": {"num_predict": -3}}, "options.num_predict"),
         ({"options": {"num_predict": 10**6}}, "options.num_predict"),
         ({"options": {"temperature": 9}}, "options.temperature"),

@@ -27,8 +27,8 @@ from kvboost_edge.server.api.compat.ollama.translate import (
     CHAT_FIELDS,
     GENERATE_FIELDS,
     chat_of,
-    check_context,
     generation_of,
+    log_reduced_context,
     prompt_of,
 )
 from kvboost_edge.server.api.compat.ollama.writer import LINES, OllamaWriter, loaded
@@ -56,7 +56,7 @@ async def chat(request: Request, body: OllamaChat) -> Response:
     """Answer a conversation."""
 
     async def work(state: ModelState, send: Send) -> None:
-        check_context(body.chosen, state.engine.runner_info.max_context)
+        log_reduced_context(body.chosen, state.engine)
         if not body.messages:
             await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=True)))
             return
@@ -74,7 +74,7 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
     """Answer a prompt, or go on with it as it is."""
 
     async def work(state: ModelState, send: Send) -> None:
-        check_context(body.chosen, state.engine.runner_info.max_context)
+        log_reduced_context(body.chosen, state.engine)
         if not body.prompt:
             await send_json(
                 send, dumps(loaded(body.model, stays=_stays(request, body), chat=False))

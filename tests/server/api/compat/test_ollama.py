@@ -62,6 +62,17 @@ async def test_nothing_asked_is_answered_as_loaded(app, path, body):
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("fake:latest", True, "load")
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+async def test_a_larger_context_is_reduced_and_logged_once(app, speaker, caplog, path):
+    api = APIS[path]
+    body = api.body()
+    for num_ctx in (16, 10**6, 10**6 + 1):
+        body["options"] = {**body.get("options", {}), "num_ctx": num_ctx}
+        assert api.said(await api.ask(app, body)).text == speaker.text
+    (said,) = [one for one in caplog.records if "num_ctx" in one.getMessage()]
+    assert said.facts["num_ctx"] == 10**6
+
+
 async def test_the_model_is_listed_and_shown_by_its_names(app):
     (tagged,) = (await app.get("/api/tags")).json()["models"]
     (running,) = (await app.get("/api/ps")).json()["models"]

@@ -80,8 +80,8 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 class Options(Strict):
-    """Ollama's options. `num_predict` -1 and -2: as far as the context goes. `num_ctx` up to the
-    model's context.
+    """Ollama's options. `num_predict` -1 and -2: as far as the context goes. A larger
+    `num_ctx` than the context is reduced to it.
     """
 
     foreign = _OPTIONS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +23,15 @@ from kvboost_edge.server.api.compat.translated import (
 from kvboost_edge.server.api.schemas.chat import ChatRequest
 from kvboost_edge.server.api.schemas.completions import CompletionRequest
 from kvboost_edge.server.api.schemas.strict import bad_field
+from kvboost_edge.server.engines import Engine
+from kvboost_edge.server.logs import log_facts
 
 __all__ = [
     "CHAT_FIELDS",
     "GENERATE_FIELDS",
     "chat_of",
-    "check_context",
     "generation_of",
+    "log_reduced_context",
     "prompt_of",
 ]
 
@@ -43,6 +47,8 @@ CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """What our fields are called here."""
 
+# Engines of which it was logged that num_ctx was more than their context.
+_TOLD: weakref.WeakSet[Engine] = weakref.WeakSet()
 _ID = "call{:05d}"  # nine letters and digits, as some templates want them
 
 
@@ -73,14 +79,18 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
     return completion_request(prompt=body.prompt, **shared)
 
 
-def check_context(options: Options, max_context: int) -> None:
-    """ApiError for a larger context than the model's."""
-    if options.num_ctx is not None and options.num_ctx > max_context:
-        message = (
-            f"options.num_ctx={options.num_ctx} is more than the model's context of {max_context} "
-            "tokens"
-        )
-        raise bad_field("options", message)
+def log_reduced_context(options: Options, engine: Engine) -> None:
+    """Log, once for each engine, that a request asks for a larger context than there is."""
+    context = engine.runner_info.max_context
+    if options.num_ctx is None or options.num_ctx <= context or engine in _TOLD:
+        return
+    _TOLD.add(engine)
+    log_facts(
+        logging.WARNING,
+        "num_ctx is more than the context, which is used; this is logged once",
+        num_ctx=options.num_ctx,
+        context=context,
+    )
 
 
 def _shared(body: OllamaChat | OllamaGenerate) -> Json:
