@@ -162,6 +162,20 @@ _ENTERING = (
         f"{_PROTOCOL}::test_an_ambiguous_head_is_refused_in_any_pieces",
     ),
     fault(
+        "many long bodies are read at once",
+        "server/api/bodies.py",
+        "ThreadPoolExecutor(1,",
+        "ThreadPoolExecutor(8,",
+        "tests/server/test_loop_lag.py::test_long_bodies_are_read_one_after_the_other",
+    ),
+    fault(
+        "integers are looked at in UTF-8 alone",
+        "server/api/bodies.py",
+        'b"\\0" in body or _TOO_LONG in',
+        "_TOO_LONG in",
+        "tests/server/api/test_endpoints.py::test_integers_of_20_digits_are_read_and_longer_ones_of_texts_and_fractions",
+    ),
+    fault(
         "two equal lengths are taken for one",
         "server/http/protocol.py",
         "if len(lengths) > 1 or",

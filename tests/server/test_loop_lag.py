@@ -2,11 +2,14 @@
 is compared.
 """
 
+import asyncio
 import contextlib
 import gc
 import json
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -25,6 +28,11 @@ from kvboost_edge.server.serve import freeze_heap
 def mostly_full(paths, *kept):
     """Of these paths `make test` runs those that are kept."""
     return [pytest.param(path, marks=() if path in kept else pytest.mark.full) for path in paths]
+
+
+def listed(one, count):
+    """A list of as many alike, as JSON."""
+    return "[" + ",".join([one] * count) + "]"
 
 
 CONTEXT = 60_000
@@ -60,6 +68,27 @@ async def test_long_bodies_are_read_and_tokenized_off_the_loop(
     assert threads["read"]
     assert threads["tokenized"] or path in ("/infill", "/apply-template")
     assert threading.current_thread() not in threads["read"] | threads["tokenized"]
+
+
+async def test_long_bodies_are_read_one_after_the_other(tiny_app, monkeypatch):
+    """Python reads JSON without letting another thread run: the loop would wait for all of them."""
+    read = bodies.parse_json
+    inside = []
+    met = threading.Event()
+
+    def reading(body):
+        inside.append(body)
+        if len(inside) > 1:
+            met.set()
+        met.wait(0.05)  # until another one comes in
+        inside.pop()
+        return read(body)
+
+    monkeypatch.setattr(bodies, "parse_json", reading)
+    body = {"prompt": "word " * 20_000, "model": "tiny"}
+    answers = await asyncio.gather(*(tiny_app.post("/v1/completions", json=body) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [400] * 4
+    assert not met.is_set()
 
 
 @pytest.fixture(scope="module")
@@ -294,11 +323,6 @@ def bad_bodies(path):
     return {"60,000 unknown fields": b"{" + names.encode() + b"}", **bodies}
 
 
-def listed(one, count):
-    """A list of as many alike, as JSON."""
-    return "[" + ",".join([one] * count) + "]"
-
-
 @pytest.mark.alone
 @pytest.mark.parametrize("path", mostly_full(TEXTS, *BAD))
 def test_no_bad_body_stops_the_loop(server, path):
@@ -316,6 +340,74 @@ def test_no_bad_body_stops_the_loop(server, path):
 
     check(least_lag(server, load))
     assert max(seconds.values()) < 1.0, seconds
+
+
+@pytest.fixture
+def busy():
+    """Another process that computes all the time."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield
+    process.kill()
+    process.wait()
+
+
+IDS = json.dumps(random.Random(4).choices(range(256), k=100_000))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/v1/completions", f'{{"prompt": {IDS}, "max_tokens": 1}}', 50),
+        ("/v1/embeddings", f'{{"input": {IDS}}}', 50),
+        ("/v1/completions", f'{{"prompt": {listed("12345", 327_000)}, "x": 1}}', 8),
+    ],
+    ids=["prompts of ids", "inputs of ids", "as many values as are read"],
+)
+@pytest.mark.usefixtures("busy")
+def test_large_bodies_at_once_do_not_stop_the_loop(server, path, body, count):
+    """On two processors, of which another process takes one."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    answers = []
+
+    def ask(number):
+        with server.connect(60) as sock:
+            sock.sendall(request)
+            answers.append(raw_answer(sock)[9:12])
+
+    def load():
+        for thread in in_threads(ask, count):
+            thread.join(60)
+
+    late = least_lag(server, load)
+    assert set(answers) == {b"400"}
+    check(late)
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("busy")
+def test_the_most_vectors_do_not_stop_the_loop(server, monkeypatch):
+    """As wide as those of large models, which this one is not."""
+    embed = server.engine.embed
+    wide = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+
+    def embed_wide(*arguments, **options):
+        embed(*arguments, **options)
+        return wide
+
+    monkeypatch.setattr(server.engine, "embed", embed_wide)
+    body = {"input": [[number % 250] for number in range(2048)]}
+
+    def load():
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/embeddings", json=body, timeout=120) as answer,
+        ):
+            assert answer.status_code == 200
+            assert sum(map(len, answer.iter_raw())) > 30_000_000
+
+    check(least_lag(server, load))
 
 
 @pytest.mark.alone

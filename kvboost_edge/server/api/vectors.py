@@ -9,13 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.request.results import GenerationResult
-from kvboost_edge.server.response_types import (
-    EmbeddingAnswer,
-    InputUsage,
-    Ranked,
-    RerankAnswer,
-    Vector,
-)
+from kvboost_edge.server.response_types import InputUsage, Ranked, RerankAnswer, Vector
+from kvboost_edge.server.work.streams import dumps
 
 __all__ = ["embedding_answer", "rerank_answer"]
 
@@ -26,16 +21,25 @@ def embedding_answer(
     results: Sequence[GenerationResult],
     *,
     as_base64: bool,
-) -> EmbeddingAnswer:
-    """Of vectors [num_inputs, dimensions], each as a list or as base64."""
-    rows = [
+) -> bytearray:
+    """Write an `EmbeddingAnswer` of vectors [num_inputs, dimensions], each as a list or as base64.
+
+    For worker threads: the numbers are written, and memory is taken, vector by vector, and between
+    two vectors other threads run.
+    """
+    body = bytearray(b'{"object":"list","data":[')
+    for index, row in enumerate(vectors):
+        body += b"," if index else b""
+        body += dumps(_vector(index, row, as_base64=as_base64))
+    body += b"]," + dumps({"model": model, "usage": _usage(results)})[1:]
+    return body
+
+
+def _vector(index: int, row: npt.NDArray[np.float32], *, as_base64: bool) -> Vector:
+    numbers: list[float] | str = (
         base64.b64encode(row.astype("<f4").tobytes()).decode() if as_base64 else row.tolist()
-        for row in vectors
-    ]
-    data: list[Vector] = [
-        {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
-    ]
-    return {"object": "list", "data": data, "model": model, "usage": _usage(results)}
+    )
+    return {"object": "embedding", "index": index, "embedding": numbers}
 
 
 def rerank_answer(

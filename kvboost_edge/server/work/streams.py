@@ -125,7 +125,7 @@ def json_response(
     return Response(dumps(value), headers=dict(headers or {}), media_type="application/json")
 
 
-async def send_json(send: Send, body: bytes) -> None:
+async def send_json(send: Send, body: bytes | bytearray) -> None:
     """A whole JSON answer, a large one at the pace of who reads it."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

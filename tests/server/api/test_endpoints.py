@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from helpers.server.live_servers import app_client
+from kvboost_edge.server.api.bodies import parse_json
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.settings import ServerSettings
 
@@ -333,13 +334,45 @@ async def test_a_body_of_countless_values_is_refused_before_it_is_read(tiny_app)
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"\xff{}", b'{"tokens": [' + b"9" * 5000 + b"]}", b"[" * 200_000, b"nul"]
+    "body",
+    [
+        b"{",
+        b"\xff{}",
+        '{"tokens": [1]}'.encode("utf-16")[:-2],
+        b"[" * 200_000,
+        b"nul",
+    ],
 )
 async def test_what_is_no_json_has_its_own_code(tiny_app, body):
     answer = await tiny_app.post(
         "/detokenize", content=body, headers={"content-type": "application/json"}
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+def test_integers_of_20_digits_are_read_and_longer_ones_of_texts_and_fractions():
+    value = [10**20 - 1, 1 - 10**20, "1" * 30, 0.1234567890123456789012345, {"9" * 30: 12345}]
+    for encoding in ("utf-8", "utf-16", "utf-32"):
+        assert parse_json(json.dumps(value).encode(encoding)) == (value, None)
+    text = b"[1." + b"1" * 30 + b", 1e+0000000000000000000000001]"
+    assert parse_json(text) == ([1 + 1 / 9, 10.0], None)
+    for text in ("1" * 21, "[-" + "1" * 21 + "]", '["' + "1" * 30 + '", ' + "9" * 5000 + ", 1]"):
+        for encoding in ("utf-8", "utf-16", "utf-32"):
+            _, refusal = parse_json(text.encode(encoding))
+            assert "an integer has more than 20 digits" in refusal.message
+
+
+async def test_a_long_integer_is_refused_by_its_field_or_wherever_it_may_be(tiny_app):
+    """A schema may hold any number."""
+    for field, value, told in (
+        ("seed", "1" * 5000, "seed"),
+        ("json_schema", '{"type": "integer", "maximum": ' + "1" * 21 + "}", "20 digits"),
+    ):
+        content = f'{{"prompt": "a", "{field}": {value}, "model": "tiny"}}'
+        answer = await tiny_app.post("/v1/completions", content=content)
+        assert answer.status_code == 400
+        assert told in answer.json()["error"]["message"]
+        assert "11111" not in answer.text
 
 
 async def test_short_requests_do_not_wait_for_long_texts(tiny_app, tiny_engine):

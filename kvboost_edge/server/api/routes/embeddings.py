@@ -55,7 +55,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         model = body.model or state.model_name
         as_base64 = body.encoding_format == "base64"
         answer = await off_loop(
-            lambda: dumps_long(embedding_answer(model, vectors, results, as_base64=as_base64))
+            lambda: embedding_answer(model, vectors, results, as_base64=as_base64)
         )
         await send_json(send, answer)
 
