@@ -121,7 +121,7 @@ def _compile_rest() -> None:
 
 def _answer(engine: CPUPagedEngine) -> None:
     engine.generate_batch(list(_PROMPTS), max_new_tokens=3, ignore_eos=True)
-    engine.generate(_PROMPTS[0], max_new_tokens=2, ignore_eos=True)
+    engine.submit(_PROMPTS[0], max_new_tokens=2, ignore_eos=True).result()
 
 
 def _test_reuse(engine: CPUPagedEngine, console: Console) -> None:

@@ -166,6 +166,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
     def _start(self, build: _Build, config: EngineConfig) -> None:
         self._config = config
+        self._said_raw = False
         self._parts = parts = build(config)
         loads, tiering = make_tiering(parts.manager, parts.backend, parts.tiers)
         info = parts.runner.info
@@ -274,6 +275,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         if sampling is None:
             options["max_new_tokens"] = max_new_tokens
         options |= _given(temperature=temperature, do_sample=do_sample)
+        if isinstance(prompt, str):
+            self._say_raw()
         return self._run(
             [self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options})]
         )[0]
@@ -551,6 +554,16 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         for request in requests:
             self._scheduler.check_fits(request)
         return requests
+
+    def _say_raw(self) -> None:
+        """Log, once, that a text is used as it is by a model that has a chat template."""
+        if self._said_raw or not self._parts.tokenizer.chat_template:
+            return
+        self._said_raw = True
+        _LOG.warning(
+            "generate(text) uses the text as it is; chat messages, as in "
+            "generate([{'role': 'user', 'content': text}]), use the model's chat template"
+        )
 
     def _submit(self, request: Request) -> RequestHandle:
         handle = self._core.submit(self._gate.checked(request))

@@ -34,6 +34,16 @@ def engine():
         yield engine
 
 
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", None])
+def test_a_text_for_a_model_with_a_chat_template_is_logged_once(caplog, template):
+    with fake_engine() as engine:
+        engine.tokenizer.chat_template = template
+        for prompt in (PROMPT, "one", "two"):
+            assert engine.generate(prompt, max_new_tokens=1).prompt
+        said = [text for text in caplog.messages if "use the model's chat template" in text]
+    assert len(said) == (template is not None)
+
+
 def test_every_field_of_a_result(engine):
     engine.generate(PROMPT, max_new_tokens=3)
     result = engine.generate(PROMPT, max_new_tokens=12, logprobs=2)
