@@ -14,6 +14,7 @@ import functools
 import math
 import numbers
 import operator
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -28,6 +29,7 @@ __all__ = [
     "option",
     "option_of",
     "options_of",
+    "read_bytes",
     "refuse_unknown",
 ]
 
@@ -42,6 +44,12 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("n_threads", "num_thread"), ("threads", "num_threads")),
 }
+
+
+# A number with a unit; GB and G are the same, Gi and GiB too.
+_SIZE = re.compile(
+    r"(?P<number>[0-9.]+(?:e[0-9]+)?) ?(?:(?P<unit>[kmgt])(?P<binary>i)?b?)", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +126,8 @@ class Option:
             return ", ".join(self.values)
         if self.kind is bool:
             return "true, false"
+        if self.unit == "bytes":
+            return f"size such as 500M, 1GB, 8GiB or 1e9, {self.describe()} (bytes)"
         if self.kind in (int, float):
             number = "integer" if self.kind is int else "number"
             unit = f" ({self.unit})" if self.unit else ""
@@ -140,10 +150,8 @@ class Option:
             return self._member(name, value, error)
         if self.kind is str:
             return self._text(name, value, error)
-        if self.unit == "bytes" and isinstance(value, float):
-            if not math.isfinite(value):
-                raise error(f"{name}={value!r} must be a finite number of bytes")
-            value = int(value)
+        if self.unit == "bytes":
+            value = _as_bytes(name, value, error)
         number = (as_int if self.kind is int else as_float)(name, value, error)
         if not self._contains(number):
             raise error(f"{name}={value!r} must be {self.describe()}")
@@ -194,6 +202,42 @@ class Option:
         self, name: str, value: Any, error: type[Exception], choices: tuple[str, ...]
     ) -> NoReturn:
         raise error(f"{name}={value!r} is not one of {_listed(choices)}") from None
+
+
+def read_bytes(text: str) -> int:
+    """Read a size: an integer, a number such as 4e9, or one with a unit such as 500M, 1GB or 8GiB.
+
+    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, each with or without B. ValueError
+    for anything else.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        found = _SIZE.fullmatch(text)
+    if found is None:
+        number = float(text)
+    else:
+        factor = 1024 if found["binary"] else 1000
+        number = float(found["number"]) * factor ** (1 + "kmgt".index(found["unit"].lower()))
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is no finite size")
+    return int(number)
+
+
+def _as_bytes(name: str, value: Any, error: type[Exception]) -> Any:
+    """Return a size in bytes as int; other types than text and float are left as they are."""
+    if isinstance(value, str):
+        try:
+            value = read_bytes(value)
+        except ValueError:
+            raise error(
+                f"{name}={value!r} must be a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
+            ) from None
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        raise error(f"{name}={value!r} must be a finite number of bytes")
+    return int(value)
 
 
 def _listed(choices: tuple[str, ...]) -> str:

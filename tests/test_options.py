@@ -45,6 +45,15 @@ class Sample:
         ("tiles", 48, 48),
         ("size", 4e9, 4_000_000_000),
         ("size", None, None),
+        ("size", "4e9", 4_000_000_000),
+        ("size", "4_000", 4_000),
+        ("size", "1GB", 1_000_000_000),
+        ("size", "1g", 1_000_000_000),
+        ("size", "1.5 kB", 1_500),
+        ("size", "500M", 500_000_000),
+        ("size", "8GiB", 8 * 2**30),
+        ("size", "2Ki", 2048),
+        ("size", "1T", 10**12),
         ("share", 1, 1.0),
         ("share", np.float32(0.5), 0.5),
         ("moment", -3, -3.0),
@@ -75,6 +84,11 @@ def test_a_value_is_stored_in_its_declared_type(name, given, stored):
         ("tiles", 0, "tiles=0 must be a multiple of 16, at most 64"),
         ("size", float("inf"), "size=inf must be a finite number of bytes"),
         ("size", 0.5, "size=0 must be at least 1"),
+        ("size", "0GB", "size=0 must be at least 1"),
+        *(
+            ("size", text, f"size={text!r} must be a size in bytes, such as 500M, 1GB, 8GiB or 1e9")
+            for text in ("much", "GB", "1.2.3GB", "1XB", "8iB", "1e400", "1GBps", "")
+        ),
         ("share", 0, "share=0 must be in (0, 1]"),
         ("share", 1.5, "share=1.5 must be in (0, 1]"),
         ("share", float("nan"), "share=nan must be in (0, 1]"),

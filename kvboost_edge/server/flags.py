@@ -13,7 +13,7 @@ import typer.main
 from typer.core import TyperCommand
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.options import Option, nearest, options_of
+from kvboost_edge.options import Option, nearest, options_of, read_bytes
 from kvboost_edge.server.serve_options import (
     ServeOptions,
     command_options,
@@ -105,19 +105,12 @@ def _read(declared: Option, of_engine: bool, text: str) -> Any:
         if declared.read is not None:
             return declared.read(text)
         if declared.kind is int:
-            return _bytes(text) if declared.unit == "bytes" else int(text)
+            return read_bytes(text) if declared.unit == "bytes" else int(text)
         if declared.kind is float:
             return float(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
+        kind = "size in bytes" if declared.unit == "bytes" else "number"
+        raise typer.BadParameter(f"{text!r} is not a {kind}") from None
     if declared.choices and not of_engine and text not in declared.choices:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(declared.choices)}")
     return text
-
-
-def _bytes(text: str) -> int | float:
-    """Read an integer, or a float such as 4e9."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)

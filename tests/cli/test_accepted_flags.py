@@ -54,7 +54,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
         (
             "word",
             "--disk-cache-dir DIR",
-            "--max-disk-bytes 4000",
+            "--max-disk-bytes 4GB",
             "--older-than 2.5",
             "--yes",
             "-y",
@@ -97,6 +97,7 @@ SERVE = """
 --request-history 0
 --keep-alive 60
 --max-model-bytes 8e9
+--max-model-bytes 8GiB
 --normalise tools,billing
 --normalise off
 --context-overflow drop_oldest
@@ -113,6 +114,7 @@ SERVE = """
 --max-model-len 4096
 --ctx-size 4096
 --max-cache-bytes 4e9
+--max-cache-bytes 500M
 --max-state-bytes 4000000
 --block-size 32
 --num-blocks 9
@@ -164,7 +166,7 @@ WRONG = {  # after the command: the exit code
     "launch netscape": 2,
     "cache": 2,
     "cache burn": 2,
-    "cache prune --max-disk-bytes 4e9": 2,
+    "cache prune --max-disk-bytes much": 2,
     "cache prune --older-than long": 2,
     "warm": 2,
     "warm --from-request no-such-file": 1,

@@ -96,6 +96,7 @@ def test_flags_of_the_server(flag, text, value):
         ("weights", "int4-asym", "weights", "int4-asym"),
         ("max-cache-bytes", "4e9", "max_cache_bytes", 4e9),
         ("max-cache-bytes", "4000000000", "max_cache_bytes", 4_000_000_000),
+        ("max-cache-bytes", "4GiB", "max_cache_bytes", 4 * 2**30),
         ("block-size", "32", "block_size", 32),
         ("num-blocks", "9", "num_blocks", 9),
         ("kv-cache-bits", "8", "kv_cache_bits", 8),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from kvboost_edge.options import read_bytes
 
 __all__ = ["add_cache"]
 
@@ -42,9 +44,12 @@ def cache(
         ),
     ] = None,
     max_disk_bytes: Annotated[
-        int | None,
+        Any,
         typer.Option(
-            "--max-disk-bytes", help="prune: blocks beyond this go, those used longest ago first."
+            "--max-disk-bytes",
+            metavar="BYTES",
+            parser=read_bytes,
+            help="prune: blocks beyond this, such as 4GB, go, those used longest ago first.",
         ),
     ] = None,
     older_than: Annotated[
@@ -88,7 +93,7 @@ def add_cache(app: typer.Typer) -> None:
     app.command(
         epilog=(
             "[b]Examples[/b]\n\nkvboost-edge cache status\n\nkvboost-edge cache verify\n\n"
-            "kvboost-edge cache prune --max-disk-bytes 4000000000 --dry-run\n\nkvboost-edge cache "
+            "kvboost-edge cache prune --max-disk-bytes 4GB --dry-run\n\nkvboost-edge cache "
             "clear qwen"
         )
     )(cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.kvcache.hashing import narrowed_root
+from kvboost_edge.options import read_bytes
 
 __all__ = ["FORMATS", "LMCacheEngineConfig", "LMCacheEngineMetadata", "Metadata", "space_of"]
 
@@ -40,10 +42,10 @@ class LMCacheEngineConfig:
     backend            "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
                        valkey:// URL; or several, the nearest first: all are written, the first that
                        has a chunk serves it
-    max_memory_bytes   cap of "memory"; least recently used chains are evicted first, tails before
-                       heads
-    max_disk_bytes     cap of the directory; None: the smaller of 16 GiB and a fifth of the free
-                       space
+    max_memory_bytes   cap of "memory", a number or a text such as "4GB"; least recently used
+                       chains are evicted first, tails before heads
+    max_disk_bytes     cap of the directory, likewise; None: the smaller of 16 GiB and a fifth of
+                       the free space
     redis_secret       secret that seals values; None: the environment variable
                        KVBOOST_EDGE_REDIS_SECRET
     redis_trust        without a secret, trust every value on the server
@@ -56,8 +58,8 @@ class LMCacheEngineConfig:
     chunk_size: int = 256
     save_decode_cache: bool = False
     backend: str | Sequence[str] = dataclasses.field(default="memory", repr=False)
-    max_memory_bytes: int | float = 1 << 30
-    max_disk_bytes: int | float | None = None
+    max_memory_bytes: int | float | str = 1 << 30
+    max_disk_bytes: int | float | str | None = None
     redis_secret: str | None = dataclasses.field(default=None, repr=False)
     redis_trust: bool = False
     redis_ttl_s: int = 86_400
@@ -75,6 +77,10 @@ class LMCacheEngineConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("max_memory_bytes", "max_disk_bytes"):
             value = getattr(self, name)
+            if isinstance(value, str):
+                with contextlib.suppress(ValueError):
+                    value = read_bytes(value)
+                    object.__setattr__(self, name, value)
             if value is not None and not _is_size(value):
                 raise ConfigError(f"{name}={value!r} must be a number of bytes of at least 1")
         given = tuple(self.backend) if isinstance(self.backend, (list, tuple)) else (self.backend,)

@@ -39,6 +39,7 @@ def test_the_names_of_the_first_engine():
         ({"chunk_size": True}, "chunk_size=True"),
         ({"save_decode_cache": 1}, "save_decode_cache=1"),
         ({"max_memory_bytes": 0}, "max_memory_bytes=0"),
+        ({"max_memory_bytes": "much"}, "max_memory_bytes='much'"),
         ({"max_memory_bytes": float("nan")}, "max_memory_bytes=nan"),
         ({"max_disk_bytes": float("inf")}, "max_disk_bytes=inf"),
         ({"backend": "disk"}, "backend='disk'"),
@@ -85,6 +86,11 @@ def test_no_two_metadata_have_one_space():
         LMCacheEngineMetadata("m", 1, 0, "vllm").space
         == LMCacheEngineMetadata("m", 1, 0, "vllm").space
     )
+
+
+def test_sizes_are_read_as_everywhere():
+    config = LMCacheEngineConfig(max_memory_bytes="500M", max_disk_bytes="8GiB")
+    assert (config.max_memory_bytes, config.max_disk_bytes) == (500_000_000, 8 * GIB)
 
 
 def test_the_later_names_and_defaults():
