@@ -1,11 +1,16 @@
 """KVBoost's interface, called as its users call it: every class, function, keyword and positional
-form.
+form. Its submodules and the views of its engine are in tests/test_kvboost_modules.py.
 """
 
+import copy
+import dataclasses
 import inspect
+import json
 import logging
 
+import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import kvboost_edge
@@ -18,6 +23,7 @@ from kvboost_edge import (
     KVBoost,
 )
 from kvboost_edge.errors import ConfigError, RequestError
+from kvboost_edge.server.flags import parse_flags
 
 DEMO = "kvboost-edge/demo"
 SYSTEM = "You answer questions on ships and harbours. Be brief, and say so if you do not know. " * 6
@@ -171,7 +177,150 @@ def test_4_bits_of_a_loaded_model_are_refused_with_the_way_out(loaded):
         KVBoost(*loaded, kv_cache_bits=4)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_compatibility_of_a_model(loaded, strict):
+    model = loaded[0]
+    assert "llama" in kvboost_edge.SUPPORTED_ARCHITECTURES
+    for report in (
+        kvboost_edge.check_model_compatibility(model, strict),
+        kvboost_edge.check_model_compatibility(model, strict=strict),
+        kvboost_edge.check_model_compatibility(model),
+    ):
+        assert report is not None
+    unknown = {"model_type": "t5"}
+    if strict:
+        with pytest.raises(kvboost_edge.ModelFormatError, match="t5"):
+            kvboost_edge.check_model_compatibility(unknown, strict)
+
+
+def test_flash_attention_functions(loaded):
+    model = loaded[0]
+    assert kvboost_edge.get_flash_attn_tier() in ("kvboost_cuda", "torch_flash", "vanilla")
+    available = kvboost_edge.flash_attention_available()
+    assert available == (kvboost_edge.get_flash_attn_tier() != "vanilla")
+    installed = kvboost_edge.install_flash_attention(model)
+    assert installed == kvboost_edge.uninstall_flash_attention(model)
+    assert (installed > 0) == (kvboost_edge.get_flash_attn_tier() == "kvboost_cuda")
+
+
+def test_batch_functions(loaded):
+    ids = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 3]]
+    assert kvboost_edge.find_common_chunk_prefix(ids, 2) == 4
+    groups = kvboost_edge.group_by_prefix(["a", "b"], ids, 2, n_prefix_chunks=2)
+    assert list(groups.values()) == [[0, 1]]
+    padded, masks = kvboost_edge.pad_and_mask(ids, 0)
+    assert padded.shape == masks.shape == (2, 5)
+    with torch.inference_mode():
+        past = loaded[0](torch.tensor([[5, 6, 7, 8]]), use_cache=True).past_key_values
+    wide = kvboost_edge.broadcast_kv([(one.keys, one.values) for one in past.layers], 2)
+    first = torch.tensor([9, 3])
+    found, _ = kvboost_edge.batched_decode(loaded[0], wide, first, 4, 3, 2)
+    with KVBoost(*loaded, num_blocks=16) as engine:
+        for row, prompt in zip(found, ids, strict=True):
+            expected = engine.generate(prompt, 2, GenerationMode.BASELINE).output_token_ids
+            assert list(row)[1:] == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("argv", "engine", "settings"),
+    [
+        (
+            "--model M --host 0.0.0.0 --port 8000 --max-cache-bytes 4e9 --recompute-strategy "
+            "cacheblend --kv-cache-bits 8 --batch-window-ms 20 --max-batch-size 8 --warm Hello. "
+            "--insecure",
+            {"max_cache_bytes": 4_000_000_000, "recompute_strategy": "cacheblend"},
+            {"host": "0.0.0.0", "port": 8000},
+        ),
+        (
+            "--model M --backend cpu-paged --block-size 16 --num-blocks 8192",
+            {"backend": "cpu", "block_size": 16, "num_blocks": 8192},
+            {},
+        ),
+        (
+            "--model M --chunk-size 128 --chunk-boundary-window 16 --overlap-k 16 --sink-tokens 32 "
+            "--disk-cache-dir off --max-queue-size 9 --request-timeout 5 --log-level info "
+            "--model-name N --device cpu --dtype float16",
+            {"chunk_size": 128, "chunk_boundary_window": 16, "overlap_k": 16, "sink_tokens": 32},
+            {"max_queue_size": 9, "request_timeout": 5.0},
+        ),
+    ],
+    ids=["production", "cpu", "rest"],
+)
+def test_command_lines_of_the_server(argv, engine, settings):
+    options = parse_flags(argv.split(), "kvboost-server")
+    assert options.model == "M"
+    for name, value in engine.items():
+        assert options.engine[name] == value
+    for name, value in settings.items():
+        assert getattr(options.settings, name) == value
+    assert kvboost_edge.EngineConfig.from_options(**options.engine)
+
+
 # Generation.
+
+
+def test_quick_start(engine):
+    """Warm the shared prefix once; later calls reuse it."""
+    engine.warm(SYSTEM)
+    result = engine.generate(SYSTEM + QUESTION, max_new_tokens=8)
+    assert result.output_text
+    shown = f"TTFT: {result.ttft_ms:.1f} ms | reuse: {result.kv_reuse_ratio:.0%}"
+    assert shown.startswith("TTFT: ")
+    assert result.kv_reuse_ratio > 0.5
+
+
+@pytest.mark.parametrize("mode", [one for mode in GenerationMode for one in (mode, mode.value)])
+def test_modes_by_name_and_position(engine, mode):
+    for result in (
+        engine.generate(QUESTION, 2, mode),
+        engine.generate(prompt=QUESTION, max_new_tokens=2, mode=mode),
+        engine.generate_batch([QUESTION], 2, mode=mode)[0],
+    ):
+        assert result.mode == (mode if mode != "chunk_kv_reuse" else "prefix_cache"), "what ran"
+
+
+@pytest.mark.parametrize("strategy", ["selective", "cacheblend", "none"])
+def test_recompute_strategies(loaded, strategy):
+    options = {"num_blocks": 64, "reuse_gate": "off", "recompute_strategy": strategy}
+    with KVBoost(*loaded, **options) as engine:
+        document = random_ids(96, 11)
+        engine.warm(document)
+        result = engine.generate([*random_ids(20, 12), *document, 5], 2, "chunk_kv_reuse")
+        assert result.approximate
+        assert (result.recomputed_tokens < 16) == (strategy == "none")
+
+
+def test_a_baseline_leaves_no_trace(loaded):
+    with KVBoost(*loaded, num_blocks=32) as engine:
+        prompt = random_ids(64, 13)
+        engine.generate(prompt, 2, GenerationMode.BASELINE)
+        assert engine.generate(prompt, 2, GenerationMode.PREFIX_CACHE).cached_tokens == 0
+        again = engine.generate(prompt, 2, GenerationMode.BASELINE)
+        assert (again.cached_tokens, again.kv_reuse_ratio) == (0, 0.0)
+
+
+def test_prompts_as_text_ids_arrays_and_chats(engine):
+    ids = engine.tokenizer.encode(QUESTION)
+    expected = engine.generate(QUESTION, 3).output_token_ids
+    for prompt in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
+        assert engine.generate(prompt, 3).output_token_ids == expected
+    if engine.tokenizer.chat_template is not None:
+        assert engine.generate([{"role": "user", "content": "Hello"}], 3).generated_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"cacheable_prefix": 3}, "unknown sampling option 'cacheable_prefix'"),
+        ({"mode": "fast"}, "mode='fast'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_by_name(engine, options, word):
+    with pytest.raises(RequestError, match=word):
+        engine.generate(QUESTION, 3, **options)
 
 
 def test_positions_and_defaults_of_the_generate_family():
@@ -245,6 +394,62 @@ def test_verify_correctness_by_position(engine):
 
 
 # Results.
+
+
+def test_fields_of_a_result(engine):
+    result = engine.generate(QUESTION, 4)
+    fields = dataclasses.asdict(result)
+    assert set(fields) >= {
+        *("mode", "prompt", "output_text", "generated_tokens", "ttft_ms", "total_ms"),
+        *("tokens_per_sec", "kv_reuse_ratio", "prompt_tokens", "cached_tokens"),
+    }
+    assert json.loads(json.dumps(fields))["prompt"] == result.prompt == QUESTION
+    assert copy.deepcopy(result) == result
+    assert 0 < result.ttft_ms <= result.total_ms
+    assert result.prompt_tokens == len(engine.tokenizer.encode(QUESTION))
+
+
+def test_statistics_have_their_keys(engine):
+    engine.generate(SYSTEM + QUESTION, 2)
+    assert set(engine.cache_stats()) >= {
+        *("hot_chunks", "hot_memory_mb", "budget_mb", "budget_utilization", "cache_hits"),
+        *("approximate_hits", "cache_misses", "evictions", "hit_rate"),
+    }
+    stats = engine.paged_stats()
+    assert set(stats) >= {
+        *("block_utilization", "free_blocks", "used_blocks", "cached_blocks", "num_blocks"),
+        *("block_size", "loaded_chunks", "blocks_used_by_chunks", "shared_blocks", "cow_copies"),
+    }
+    assert json.dumps(stats)
+    assert stats["occupied_blocks"] == stats["used_blocks"] + stats["cached_blocks"] > 0
+
+
+def test_the_cache_is_reset_and_the_engine_closed(loaded):
+    with KVBoost(*loaded, num_blocks=16) as engine:
+        prompt = random_ids(40, 14)
+        engine.generate(prompt, 1)
+        assert engine.generate(prompt, 1).cached_tokens == 32
+        engine.reset_cache()
+        assert engine.generate(prompt, 1).cached_tokens == 0
+    engine.close()
+    with pytest.raises(kvboost_edge.KVBoostError):
+        engine.generate(prompt, 1)
+
+
+def test_the_disk_tier_outlives_the_engine(tmp_path):
+    for cached in (0, 96):
+        with KVBoost.from_pretrained(DEMO, num_blocks=32, disk_cache_dir=str(tmp_path)) as engine:
+            assert engine.generate(random_ids(100, 15, 10), 1).hit_tokens.get("disk", 0) == cached
+
+
+def test_a_text_is_warmed_for_a_position(loaded):
+    with KVBoost(*loaded, num_blocks=64, reuse_gate="off") as engine:
+        text = random_ids(96, 16)
+        for result in (engine.warm(text, 40), engine.warm(text, position_offset=40)):
+            assert result
+            assert result.token_count == 96
+        prompt = [*random_ids(40, 17), *text, 5]
+        assert engine.generate(prompt, 1, "chunk_kv_reuse").reused_span_tokens > 48
 
 
 def test_reused_tokens_count_as_cached_in_chunk_reuse_alone(loaded):
