@@ -8,9 +8,11 @@ short    time to first token of a prompt of 60 tokens, sent while two long promp
 cancel   from the cancellation of a long prompt to its end
 
 Times are in milliseconds, those of the long prompt in seconds. Each round takes both settings in
-turn, each in a process of its own.
+turn, each in a process of its own. `--shape` names a random model, also a hybrid or a mixture, that
+is written where it is not found.
 
     python benchmarks/bench/bench_interference.py --model FILE.gguf --streams 1 4 8 --prompt 8000
+    python benchmarks/bench/bench_interference.py --shape lfm2-1.2b --streams 4
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from benchmarks.bench.bench_peers import ALL_SHAPES, RandomModel, parser_for_layers
 from kvboost_edge import CPUPagedEngine
 
 _SHORT = 60  # tokens
@@ -42,13 +45,17 @@ def measure(model: str, streams: int, prompt: int, target: float | None) -> dict
     rng = np.random.default_rng(1)
 
     def text(count: int) -> list[int]:
-        ids: list[int] = rng.integers(1000, 40_000, count).tolist()
+        vocab = engine.tokenizer.vocab_size
+        ids: list[int] = rng.integers(min(1000, vocab // 2), min(40_000, vocab), count).tolist()
         return ids
 
     with CPUPagedEngine.from_pretrained(
         model, kv_cache_bits=8, max_cache_bytes=1e9, target_tpot=target, speculation="off"
     ) as engine:
-        handles = [engine.submit(text(_STREAM), max_new_tokens=6000) for _ in range(streams)]
+        handles = [
+            engine.submit(text(_STREAM), max_new_tokens=6000, ignore_eos=True)
+            for _ in range(streams)
+        ]
         times: list[list[float]] = [[] for _ in handles]
 
         def follow(number: int) -> None:
@@ -114,16 +121,17 @@ def table(rounds: list[dict[str, dict[str, Any]]]) -> str:
 
 def main() -> None:
     """Measure both settings in alternating rounds and print a table for each number of streams."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="GGUF file or model directory")
+    parser = parser_for_layers(__doc__, ALL_SHAPES)
+    parser.set_defaults(rounds=3)
+    parser.add_argument("--model", help="GGUF file or model directory, instead of a random model")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8], help="[1 4 8]")
     parser.add_argument("--prompt", type=int, default=8000, help="tokens of a long prompt [8000]")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds [3]")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
     parser.add_argument("--setting", choices=_SETTINGS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.quick:
+        options.streams, options.prompt, options.rounds = [1], 2000, 1
+    if options.model is None:
+        options.model = str(RandomModel.written(options, ALL_SHAPES).path)
     if options.setting:
         found = measure(
             options.model, options.streams[0], options.prompt, _SETTINGS[options.setting]
