@@ -18,7 +18,8 @@ from kvboost_edge.server.settings import ServerSettings
 __all__ = ["LOGGER_NAME", "configure_logging", "failure_place", "is_watched", "log_facts"]
 
 LOGGER_NAME = "kvboost_edge.server"
-_LOGGERS = (LOGGER_NAME, "uvicorn.error")
+_PACKAGE = "kvboost_edge"
+_LOGGERS = (_PACKAGE, LOGGER_NAME, "uvicorn.error")
 
 
 class _JsonLines(logging.Formatter):
@@ -50,8 +51,8 @@ class _KeyValues(logging.Formatter):
 
 
 def configure_logging(settings: ServerSettings, stream: TextIO | None = None) -> None:
-    """Send the server's and uvicorn's messages to `stream` (standard error) in the chosen
-    format.
+    """Send the server's and uvicorn's messages, and the package's warnings, to `stream` (standard
+    error) in the chosen format.
     """
     stream = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(stream)
@@ -61,6 +62,8 @@ def configure_logging(settings: ServerSettings, stream: TextIO | None = None) ->
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(settings.log_level.upper())
+    package = logging.getLogger(_PACKAGE)
+    package.setLevel(max(package.level, logging.WARNING))
 
 
 def is_watched(settings: ServerSettings, stream: TextIO | None = None) -> bool:

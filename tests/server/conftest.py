@@ -47,7 +47,8 @@ def client(live_server):
 @pytest.fixture
 def kept_logging():
     """What a test does to the server's loggers is undone after it."""
-    loggers = [logging.getLogger(name) for name in ("kvboost_edge.server", "uvicorn.error")]
+    names = ("kvboost_edge", "kvboost_edge.server", "uvicorn.error")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     yield
     for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):

@@ -38,6 +38,16 @@ def test_json_lines_hold_the_facts(lines):
     assert fields["time"].endswith("Z")
 
 
+def test_warnings_of_the_package_are_lines_too(lines):
+    """Of the engine, say, which knows no server. What it has to say otherwise is for its users."""
+    seen = lines(log_level="debug")
+    engine = logging.getLogger("kvboost_edge.engine.engine")
+    engine.warning("warm: the last %d tokens", 48)
+    engine.info("computing")
+    (line,) = map(json.loads, seen())
+    assert (line["event"], line["level"]) == ("warm: the last 48 tokens", "warning")
+
+
 def test_text_lines_are_key_value(lines):
     seen = lines(log_format="text")
     log_facts(logging.WARNING, "two words", route="/v1/models", odd='a"b=c', empty="")
