@@ -166,7 +166,8 @@ def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     grammar = read_grammar({"json_schema": schema})
     assert grammar is not None
     _check_installed(grammar)
-    ordered = in_order(value, schema, schema)
+    made = json.loads(grammar.text)
+    ordered = in_order(value, made, made)
     try:
         text = json.dumps(ordered, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half a character

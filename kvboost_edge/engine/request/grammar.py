@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.schemas import is_circular, without_needless
+from kvboost_edge.text.turns.schema_rewrite import rewritten
+from kvboost_edge.text.turns.schemas import is_circular
 
 __all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "schema_of"]
 
@@ -125,9 +126,12 @@ def schema_of(value: object) -> dict[str, Any] | bool:
 def _schema_text(value: object) -> str:
     schema = schema_of(value)
     try:
-        return json.dumps(without_needless(schema), allow_nan=False)
+        made = rewritten(schema)
+        text = json.dumps(made, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"json_schema is no JSON: {error}") from None
+    _check_size(made)
+    return text
 
 
 def _check_schema(schema: object) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
-from kvboost_edge.text.turns.schemas import without_needless
+from kvboost_edge.text.turns.schema_rewrite import rewritten
 
 __all__ = [
     "FREE",
@@ -141,8 +141,8 @@ class Lark:
 
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that bounds white space."""
-    return {**without_needless(schema), "x-guidance": JSON_OPTIONS}
+    """A schema as the compiler knows it, with white space bounded."""
+    return {**rewritten(schema), "x-guidance": JSON_OPTIONS}
 
 
 def escaped(text: str) -> str:

@@ -5,10 +5,13 @@ nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 __all__ = [
+    "MOST_DEPTH",
+    "SCHEMAS_BY_NAME",
+    "VALUES",
     "ValueKind",
     "in_order",
     "is_circular",
@@ -23,13 +26,13 @@ ValueKind = Literal["string", "json", "either"]
 
 Schema = Mapping[str, Any]
 _MOST_REFERENCES = 16
-_MOST_DEPTH = 128  # the compiler's own bound
+MOST_DEPTH = 128  # the compiler's own bound
 _INDEX = re.compile("0|[1-9][0-9]{0,6}")
 _ANY_NAME: tuple[Any, ...] = ({"type": "string"}, {}, True)
-_BY_NAME = frozenset(
+SCHEMAS_BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-_VALUES = frozenset({"const", "enum", "default", "examples", "required"})
+VALUES = frozenset({"const", "enum", "default", "examples", "required"})
 _NAMES = {
     bool: "boolean",
     int: "integer",
@@ -65,33 +68,37 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
 
 
 def in_order(value: Any, schema: object, root: Schema) -> Any:
-    """A JSON value with the members of its objects in the schema's order, those that it does not
-    name last.
+    """A JSON value with the members of its objects in the order of a grammar of the schema: those
+    that it does not name last.
     """
     if isinstance(value, list):
         items = resolved(schema, root).get("items", {})
         return [in_order(one, items, root) for one in value]
     if not isinstance(value, dict):
         return value
-    members = _members_anywhere(schema, root)
-    names = [name for name in members if name in value]
-    names += [name for name in value if name not in members]
-    return {name: in_order(value[name], members.get(name, {}), root) for name in names}
+    members: dict[str, Any] = {}
+    required: list[str] = []
+    for one in _joined(schema, root):
+        found, names = members_of(one)
+        properties = one.get("properties")
+        for name in properties if isinstance(properties, Mapping) else ():
+            members.setdefault(name, found[name])
+        required += [name for name in found if name in names]
+    for name in [*required, *value]:
+        members.setdefault(name, {})
+    return {
+        name: in_order(value[name], one, root) for name, one in members.items() if name in value
+    }
 
 
-def _members_anywhere(schema: object, root: Schema, depth: int = 0) -> dict[str, Any]:
-    """The members of an object, those of schemas that it is put together from included; each with
-    the first of its schemas.
-    """
+def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:
+    """A schema and those that it is put together from."""
     one = resolved(schema, root)
-    properties = one.get("properties")
-    found = dict(properties) if isinstance(properties, Mapping) else {}
+    yield one
     for keyword in ("allOf", "anyOf", "oneOf") if depth < _MOST_REFERENCES else ():
         branches = one.get(keyword)
         for branch in branches if isinstance(branches, list) else ():
-            for name, member in _members_anywhere(branch, root, depth + 1).items():
-                found.setdefault(name, member)
-    return found
+            yield from _joined(branch, root, depth + 1)
 
 
 def without_needless(schema: Any, depth: int = 0) -> Any:
@@ -99,7 +106,7 @@ def without_needless(schema: Any, depth: int = 0) -> Any:
     writes them for every record, and the compiler of grammars knows no `propertyNames`. What is
     nested too deep to be compiled stays.
     """
-    if depth > _MOST_DEPTH:
+    if depth > MOST_DEPTH:
         return schema
     if isinstance(schema, list):
         return [without_needless(one, depth + 1) for one in schema]
@@ -115,9 +122,9 @@ def without_needless(schema: Any, depth: int = 0) -> Any:
 
 def _without_needless_in(key: str, value: Any, depth: int) -> Any:
     """What lies under a keyword: schemas by their names, values that are no schemas, or schemas."""
-    if key in _BY_NAME and isinstance(value, Mapping):
+    if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
         return {name: without_needless(one, depth) for name, one in value.items()}
-    return value if key in _VALUES else without_needless(value, depth)
+    return value if key in VALUES else without_needless(value, depth)
 
 
 def resolved(schema: object, root: Schema) -> Schema:
