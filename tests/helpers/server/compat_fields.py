@@ -232,7 +232,7 @@ REFUSED: dict[str, list[Any]] = {
     ],
     COMPLETIONS: [
         *_OF_BOTH,
-        ({"json_schema": {"$ref": "#"}}, "", "not supported"),
+        ({"json_schema": {"$ref": "#"}}, "", "matches no value"),
         ({"suffix": "x"}, "suffix"),
         ({"store": True}, "store"),
         *several(
