@@ -117,6 +117,11 @@ def _questions(make: _Maker, head: tuple[int, ...]) -> Session:
         )
 
 
+def _question(make: _Maker, head: tuple[int, ...]) -> Session:
+    """One question on a head."""
+    yield 0.0, make.ask(head + make.blocks(1, 1), make.blocks(0, 1))
+
+
 def _play(sessions: Iterable[tuple[float, Session]], until: float) -> list[Access]:
     """The requests of all sessions, each of which begins at its time, by the time they come."""
     order = itertools.count()
@@ -210,6 +215,18 @@ def drift(seed: int = 6, until: float = 9000.0) -> list[Access]:
     return _play(sessions, until)
 
 
+def floods(seed: int = 7, until: float = 7200.0) -> list[Access]:
+    """Questions on four long heads, each asked again and again, and every 20 minutes a flood of 60
+    documents that are read once.
+    """
+    make = _Maker(seed)
+    heads = [make.blocks(10, 20) for _ in range(4)]
+    sessions = [(at, _question(make, make.pick(heads))) for at in _arrivals(make, 20, until)]
+    for start in range(1200, int(until), 1200):
+        sessions += [(float(start + number), _scan(make, ())) for number in range(60)]
+    return _play(sessions, until)
+
+
 TRACES: dict[str, Callable[[], list[Access]]] = {
     "chats": chats,
     "agents": agents,
@@ -217,6 +234,7 @@ TRACES: dict[str, Callable[[], list[Access]]] = {
     "questions": questions,
     "tenants": tenants,
     "drift": drift,
+    "floods": floods,
 }
 
 

@@ -83,6 +83,13 @@ FAULTS = (
         *_ROOM,
     ),
     fault(
+        "eviction starts as plain LRU",
+        "kvcache/eviction/order.py",
+        "self.once_share = capacity // _LEAST_SHARE",
+        "self.once_share = capacity",
+        "tests/kvcache/eviction/test_policy.py",
+    ),
+    fault(
         "retained is never too much",
         "kvcache/eviction/order.py",
         "len(queue) > self._floor:",

@@ -4,10 +4,10 @@ tier.
 One rule: the least recently used goes first, and of what was used once only a share is kept. Two
 lines make it, both oldest first: what was used once, and what was used again. While the first is
 longer than its share its oldest entry goes, else the oldest of both. The share is learnt, between a
-tenth of the capacity and all of it (plain LRU, where it begins): it grows when something is missed
+tenth of the capacity, where it begins, and all of it (plain LRU): it grows when something is missed
 that was given up after one use, and shrinks when something is missed that had been used again, in
 steps that weigh up how often each kind is given up. So what is read once and never again flushes
-nothing, and where all comes again later it is LRU.
+nothing, not even at first, and where all comes again later it is LRU soon.
 
 A third line holds what is retained: it goes after all else of its owner, again the least recently
 used first. An owner retains no more entries than its floor (below), the others count as used again:
@@ -147,7 +147,8 @@ class CachedOrder(Generic[K]):
     )
 
     def __init__(self, capacity: int, window: int = 0) -> None:
-        self._capacity = self.once_share = capacity
+        self._capacity = capacity
+        self.once_share = capacity // _LEAST_SHARE
         self._window = window
         # Of each owner the entries in the window, oldest first: ONCE or AGAIN, for when they leave.
         self._recent: dict[bytes, OrderedDict[K, int]] = {}

@@ -127,7 +127,7 @@ class TenantFloors:
     used first, of those used once only a share, what is retained last, and nobody's to others below
     a floor while there are more.
 
-    With one owner, and as long as nothing was missed or retained, it is `LeastRecentlyUsed`.
+    With one owner, and as long as nothing was used again or retained, it is `LeastRecentlyUsed`.
     `window`: cached blocks of each owner that were used last and go last, see `CachedOrder`.
     """
 

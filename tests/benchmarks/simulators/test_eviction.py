@@ -18,6 +18,7 @@ DIGESTS = {
     "questions": "ff467b09e9063a2d",
     "tenants": "a09fb93402f4b839",
     "drift": "f9b05f3fa52e644f",
+    "floods": "752b22ad470eed97",
 }
 
 

@@ -341,6 +341,17 @@ def test_baseline_reads_nothing_and_gives_the_same(kind):
     assert (baseline.cached_tokens, baseline.mode) == (0, GenerationMode.BASELINE)
 
 
+def test_a_prompt_used_often_survives_the_first_flood(kind):
+    bench = kind.bench(num_slots=12)
+    prompt = list(range(160))
+    for number in range(20):
+        bench.ask([*prompt, 200 + number], 1)
+    rng = random.Random(1)
+    for _ in range(30):
+        bench.ask(rng.choices(range(256), k=320), 1)
+    assert bench.ask([*prompt, 255], 1).cached_tokens == 160
+
+
 def test_a_baseline_request_leaves_no_trace(kind):
     bench = kind.bench(num_slots=8)
     known = list(range(40))

@@ -158,18 +158,21 @@ def test_what_is_used_once_goes_before_what_came_again_beyond_its_share():
         order.put(key, b"", again=1)
     for key in "defghij":
         order.put(key, b"")
-    assert order.oldest_first() == list("abcdefghij"), "at first it is plain LRU"
-    order.missed(once=0, again=6)
+    assert order.once_share == 1, "a tenth at first"
+    assert order.oldest_first() == list("defghi" + "abc" + "j")
+    order.missed(once=3, again=0)
     assert order.once_share == 4
     assert order.oldest_first() == list("def" + "abc" + "ghij")
     order.missed(once=0, again=100)
     assert order.once_share == 1, "a tenth stays"
     order.missed(once=100, again=0)
     assert order.once_share == 10
+    assert order.oldest_first() == list("abcdefghij"), "plain LRU"
 
 
 def test_what_is_given_up_seldom_and_then_wanted_counts_for_more():
     order = CachedOrder(100)
+    order.once_share = 100
     for key in range(100):
         order.put(key, b"", again=int(key >= 90))
     order.take(100, b"")

@@ -4,6 +4,8 @@ policy.
 
 import random
 
+import pytest
+
 from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_pool import BlockPool
@@ -114,6 +116,28 @@ def test_floors_with_one_owner_are_the_least_recently_used():
                 both[1].protected(b"a"),
             )
             assert all((b in both[0]) == (b in both[1]) for b in range(12))
+
+
+@pytest.mark.parametrize("length", [1, 5, 20, 40])
+def test_the_first_flood_takes_nothing_that_was_used_again(length):
+    """Documents that are read once, nothing was missed before, so nothing was learnt."""
+    manager = KVCacheManager(64, 4, policy=TenantFloors)
+    prompt = [1] * 40
+
+    def ask(tokens):
+        table = manager.open_table(tokens, ROOT)
+        manager.extend(table, len(tokens))
+        manager.commit(table, tokens, len(tokens))
+        manager.free(table)
+        return table.num_cached_tokens
+
+    for number in range(20):
+        ask([*prompt, 2, number])
+    for number in range(600 // length):
+        ask([1000 + number] * 4 * length)
+    manager.check_invariants([])
+    assert manager.evictions > 500
+    assert ask([*prompt, 3]) == 40
 
 
 def test_floors_in_one_picture():
