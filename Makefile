@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help setup demo real-model redis-server clean
 .PHONY: test test-all test-quick test-times test-loaded test-arm64 coverage lint mutants
-.PHONY: cuda-check cuda-table cuda-test quality docs-images
+.PHONY: cuda-check cuda-table cuda-test quality quality-source docs-images
 .PHONY: bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router
 .PHONY: bench-prefix-reuse bench-linear bench-startup bench-onnx bench-packing bench-bundled
 .PHONY: bench-states bench-peers bench-embeddings bench-tiers bench-agents
@@ -219,6 +219,10 @@ $(PEERS)/.setup-stamp:
 quality: setup real-model  ## measure perplexity and KL by KV bits, weights and reuse; 40 minutes
 	$(BIN)/python benchmarks/quality/perplexity.py --out benchmarks/results/quality.json
 	$(BIN)/python benchmarks/quality/chunk_reuse.py --out benchmarks/results/quality-reuse.json
+
+quality-source: setup  ## measure answers about source code under reuse; MODEL=FILE, 15 minutes
+	$(BIN)/python benchmarks/quality/source_questions.py --model "$(MODEL)" \
+		--out benchmarks/results/quality-source.json
 
 ##@ Other
 
