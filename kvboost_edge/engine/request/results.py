@@ -177,9 +177,9 @@ class WarmResult:
     chunks_stored            chunks that are in the cache now, the same number if it is warmed again
     partial_tail_tokens      tokens after the last full chunk; of documents those in chunks that
                              cannot be found
-    chunk_boundary_aligned   those are fewer than 32
-    alignment_warning        reports what of them is not cached when it is not aligned, else None;
-                             `warm` logs it
+    chunk_boundary_aligned   fewer than 32 tokens at its end are not cached: those after its last
+                             full block, or of documents the partial tail
+    alignment_warning        reports those tokens when it is not aligned, else None; `warm` logs it
     """
 
     chunks_stored: int
@@ -196,15 +196,12 @@ class WarmResult:
         A chunk is there if its full blocks are.
         """
         tail = num_tokens % chunk_size
-        aligned = tail < _MIN_CHUNK_TOKENS
-        ends = [*range(chunk_size, num_tokens + 1, chunk_size)]
-        if not aligned and num_tokens // block_size * block_size > num_tokens - tail:
-            ends.append(num_tokens)
         lost = num_tokens % block_size
-        warning = (
-            f"the last {tail} tokens do not fill a chunk of {chunk_size}; {lost} of them, after "
-            f"the last full block of {block_size}, are not cached"
-        )
+        ends = [*range(chunk_size, num_tokens + 1, chunk_size)]
+        if tail >= _MIN_CHUNK_TOKENS and tail > lost:
+            ends.append(num_tokens)
+        aligned = lost < _MIN_CHUNK_TOKENS
+        warning = f"the last {lost} tokens do not fill a block of {block_size} and are not cached"
         return cls(
             chunks_stored=sum(end // block_size * block_size <= num_cached for end in ends),
             token_count=num_tokens,

@@ -63,6 +63,20 @@ async def test_an_approximate_default_is_labelled(engine):
             assert (mode in ("prefix_cache", "baseline"), approximate) == (True, False)
 
 
+async def test_counts_of_cached_tokens_are_of_exact_ones(engine):
+    """In the answer of llama.cpp's route and in the metrics; reused tokens are told apart."""
+    async with app_of(engine, "chunk_kv_reuse") as app:
+        await completed(app, FIRST)
+        body = {"prompt": OTHER_ORDER, "n_predict": 4, "temperature": 0}
+        answer = await asked(app, "/completion", **body)
+        assert answer["kvboost"]["reused_span_tokens"] > 64
+        assert answer["tokens_cached"] == answer["timings"]["cache_n"] == len(HEAD)
+        figures = (await app.get("/metrics")).text.splitlines()
+        name = "vllm:prompt_tokens_cached_total"
+        [value] = [line.rsplit(" ", 1)[1] for line in figures if line.startswith(name)]
+        assert float(value) == len(HEAD)
+
+
 async def test_an_exact_default_has_no_label_but_on_what_is_approximate(engine):
     async with app_of(engine, "prefix_cache") as app:
         (model,) = (await app.get("/v1/models")).json()["data"]
