@@ -6,6 +6,7 @@ How a model marks these is found from its chat template, see text/turns/.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ from kvboost_edge.text.turns.replay import find_calls
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
+# Of a schema that a call without markers has to fit; the compiler takes 0.2 s for the largest.
+_MOST_JUDGED_CHARS = 1 << 16
+_MOST_JUDGED_MEMBERS = 1 << 10
 _TAIL_TOKENS = 64  # of a prompt: what its template writes in front of an answer
 
 Json = dict[str, Any]
@@ -111,7 +115,12 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
 
 
 def _fit(tool: Tool, arguments: Json) -> bool:
-    """Whether these arguments fit the tool's schema."""
+    """Whether these arguments fit the tool's schema. A large one is not read: this holds up other
+    answers.
+    """
+    text = json.dumps(tool.parameters)
+    if len(text) > _MOST_JUDGED_CHARS or text.count(":") > _MOST_JUDGED_MEMBERS:
+        return False
     return fits_schema({**tool.parameters, "type": "object"}, arguments)
 
 

@@ -37,11 +37,11 @@ _REWRITTEN = frozenset({"if", "then", "else", "not", "uniqueItems", "dependentRe
 _COMBINED = ("allOf", "anyOf", "oneOf")
 _MOST_UNIQUE = 8  # values of a list without repetition
 _MOST_LISTS = 500  # of them; the compiler takes 0.1 s for these, and cannot take 2,000
-_MOST_LISTS_TOGETHER = 2_000
+_MOST_LISTS_TOGETHER = 1_000  # of a schema
 _ESCAPED = re.compile(
     r'["\\\x00-\x1f\x7f]'
 )  # letters that the compiler's `[^...]` does not leave out
-_MOST_TEXT = 1 << 14  # squares of the lengths of texts that a pattern leaves out, together
+_MOST_TEXTS = 1 << 15  # squares of the lengths of texts that patterns of a schema leave out
 
 
 def rewritten(schema: Any) -> Any:
@@ -74,6 +74,7 @@ class _Rewriter:
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._lists_left = _MOST_LISTS_TOGETHER
+        self._texts_left = _MOST_TEXTS
 
     def schema(self, given: Any, around: Schema, depth: int) -> Any:
         """A schema written anew. around: properties of schemas that hold for the same value."""
@@ -267,10 +268,10 @@ class _Rewriter:
             elif type_ in ("integer", "number"):
                 ways += _numbers_between(type_, refused)
             elif type_ == "string":
-                if sum(len(text) ** 2 for text in refused) > _MOST_TEXT or any(
-                    map(_ESCAPED.search, refused)
-                ):
+                size = sum(len(text) ** 2 for text in refused)
+                if size > self._texts_left or any(map(_ESCAPED.search, refused)):
                     return None
+                self._texts_left -= size
                 ways.append({"type": "string", "pattern": _other_texts(refused)})
             elif type_ != "null":
                 return None

@@ -70,6 +70,17 @@ async def test_a_call_without_markers_counts_where_the_tool_may_be_called(
     assert (bool(said.calls), said.text) == (is_call, "" if is_call else text)
 
 
+async def test_a_call_without_markers_of_a_tool_with_a_large_schema_is_text(app, speaker):
+    """Its schema would be read between the tokens of other answers."""
+    speaker.text = CLOCK_CALL
+    found = []
+    for size in (1000, 1100):
+        parameters = {"type": "object", "description": ":" * size}
+        tool = {"type": "function", "function": {"name": "clock", "parameters": parameters}}
+        found.append(bool(API.said(await ask(app, tools=[tool])).calls))
+    assert found == [True, False]
+
+
 async def test_a_call_without_markers_does_not_begin_in_the_prompt(app, speaker):
     begun = {"role": "assistant", "content": "So: "}
     speaker.openings = ("So: ",)
