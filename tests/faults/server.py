@@ -197,6 +197,13 @@ _ENTERING = (
         f"{_ADMISSION}::test_a_client_that_sends_no_more_and_leaves_is_noticed",
     ),
     fault(
+        "what asks a client whether it is there changes the length of a chunk",
+        "server/http/protocol.py",
+        'return b"0"\n',
+        'return b"1"\n',
+        f"{_ADMISSION}::test_a_client_that_sends_no_more_gets_its_answer",
+    ),
+    fault(
         "a client that takes nothing is never dropped",
         "server/http/protocol.py",
         "if waiting >= size > 0:",

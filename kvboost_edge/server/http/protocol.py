@@ -8,9 +8,9 @@ of the event loop, so slow clients cost other clients nothing.
 
 A client may shut down its writing half once its requests are complete, and still gets the answers.
 TCP tells the end of a connection by the same sign; only what is written to it afterwards tells them
-apart. So until its answer begins, such a client is sent interim answers (100 Continue, which every
-client of HTTP/1.1 skips). A client of HTTP/1.0 knows none: that it left is noticed when its answer
-begins.
+apart. So such a client is sent what changes nothing: until its answer begins interim ones (100
+Continue, which every client of HTTP/1.1 skips), between the chunks of a stream zeros before the
+length of the next. A client of HTTP/1.0 knows neither: that it left is noticed by its answer.
 
 Why this is not left to a server (checked in November 2026): none of the maintained ASGI servers has
 all three deadlines. uvicorn has none of them (its issue 157; pull request 1685 was closed). Granian
@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import h11
 from h11._receivebuffer import ReceiveBuffer
+from h11._writers import ChunkedWriter
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState as UvicornState
@@ -50,6 +51,7 @@ _MAX_HEAD_BYTES = 16 * 1024
 # time.
 _FIRST_ASK = 0.02
 _LONGEST_ASK = 5.0
+_MOST_ZEROS = 8  # before the length of a chunk; some clients read 16 digits
 _MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
 # Of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's.
 _FEW_CHUNKS = 1000
@@ -112,6 +114,7 @@ class _StrictConnection(h11.Connection):
         self._receive_buffer = _StrictBuffer()
         self._protocol = protocol
         self._chunks = self._chunk_bytes = 0
+        self._zeros = 0
         self.error_status = 400
 
     @property
@@ -138,6 +141,25 @@ class _StrictConnection(h11.Connection):
         elif isinstance(event, h11.EndOfMessage):
             self._protocol.body_complete()
         return event
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        """Return what an event is written as; `send` calls it."""
+        pieces = super().send_with_data_passthrough(event)
+        if pieces:
+            self._zeros = 0
+        return pieces
+
+    def ask(self) -> bytes:
+        """Return bytes that change nothing for a client that is there, b"" where there are none."""
+        if self.their_http_version == b"1.0":
+            return b""
+        if self.our_state is h11.SEND_RESPONSE:
+            again = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            return self.send(again) or b""
+        if isinstance(self._writer, ChunkedWriter) and self._zeros < _MOST_ZEROS:
+            self._zeros += 1
+            return b"0"
+        return b""
 
     def _count(self, data: h11.Data) -> None:
         self._chunks += data.chunk_start
@@ -244,9 +266,7 @@ class DeadlineProtocol(H11Protocol):
         """
         if self.transport.is_closing():
             return
-        if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version != b"1.0":
-            again = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-            self.transport.write(self.conn.send(again) or b"")
+        self.transport.write(self.conn.ask())
         self._ask_timer = self.loop.call_later(seconds, self._ask, min(2 * seconds, _LONGEST_ASK))
 
     def head_complete(self) -> None:

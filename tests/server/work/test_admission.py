@@ -5,6 +5,7 @@ import contextlib
 import gc
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -191,6 +192,8 @@ def half_closed(server, held, **body):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_sends_no_more_gets_its_answer(tiny_engine, held, stream):
     with serving(tiny_engine) as server, half_closed(server, held, stream=stream) as sock:
+        if stream:
+            until_it_is_asked(sock, held)
         held.release()
         response = http.client.HTTPResponse(sock)
         with contextlib.closing(response):
@@ -200,6 +203,19 @@ def test_a_client_that_sends_no_more_gets_its_answer(tiny_engine, held, stream):
             whole = client.post("/v1/completions", json={**TEXT, "stream": stream}).content
     assert response.status == 200
     assert texts(answer) == texts(whole) != ""
+
+
+def until_it_is_asked(sock, held):
+    """Let the model go on until a stream has begun, and wait for a sign between two events."""
+    received = b""
+
+    def peek(end):
+        nonlocal received
+        received = sock.recv(1_000_000, socket.MSG_PEEK)
+        return re.search(end, received)
+
+    wait_until(lambda: held.step() or peek(rb"data: "), "the stream to begin")
+    wait_until(lambda: peek(rb"\r\n0+$"), "a sign")
 
 
 def texts(answer):
@@ -221,14 +237,11 @@ def test_a_client_that_sends_no_more_and_leaves_is_noticed(tiny_engine, held):
 
 
 def test_a_client_that_sends_no_more_and_leaves_its_stream_is_noticed(tiny_engine, held):
-    """By what it is sent afterwards."""
+    """Before the next token."""
     with serving(tiny_engine) as server:
         with half_closed(server, held, stream=True, max_tokens=500) as sock:
-            while b"data: " not in sock.recv(10_000):
-                held.step()
-        wait_until(
-            lambda: held.step() or not server.state.admission.admitted, "the request to be ended"
-        )
+            until_it_is_asked(sock, held)
+        wait_until(lambda: not server.state.admission.admitted, "the request to be ended")
         assert held.steps < 400
         held.release()
         wait_until(server.idle, "the work to stop")
