@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -457,6 +458,7 @@ class EngineCore:
         """Give each sequence its rows, take in accepted draft tokens, and write back blocks."""
         seconds = time.perf_counter() - began
         self._pace.observe(plan, seconds)
+        _note_shares(plan.work, seconds)
         if not plan.probed:
             self.scheduler.pacing.observe(plan.work, seconds)
         with self.lock:
@@ -592,6 +594,15 @@ class EngineCore:
             self.answers.keep(sequence.tenant, sequence.request.root, *sequence.answer())
             self.scheduler.speculation.remember(sequence)
         sequence.handle._finish(None if error is not None else sequence.result(reason), error)
+
+
+def _note_shares(work: list[ScheduledTokens[Sequence]], seconds: float) -> None:
+    """Tell each sequence of a step which share of the step's tokens it had."""
+    tokens: Counter[Sequence] = Counter()
+    for one in work:
+        tokens[one.sequence] += len(one.token_ids)
+    for sequence, count in tokens.items():
+        sequence.marks.took_part(seconds, count / tokens.total())
 
 
 def _is_ending(sequence: Sequence) -> bool:

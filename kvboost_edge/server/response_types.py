@@ -125,7 +125,8 @@ Cause = Literal[
 class PromptCache(_Answer):
     """The place where a prompt left what its API key asked before, and the cause. The two texts are
     of that place, `text_before` of the request `compared_with`; `seconds`: what computing
-    `computed_tokens` took; `evicted_from`: the pool and tiers that had it and dropped it.
+    `computed_tokens` took; `step_share`: mean share of the tokens of the request's steps, 0 to 1;
+    `evicted_from`: the pool and tiers that had it and dropped it.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class PromptCache(_Answer):
     reused_span_tokens: int
     computed_tokens: int
     seconds: float
+    step_share: float
     position: int
     field: str
     field_before: str
@@ -279,6 +281,7 @@ class Costs(_Answer):
     were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were found
     there and computed all the same. Of `matched_tokens` the keys and values were cached: of models
     with states more than those of `hit_tokens`. `miss_reason` is `cause`, "" for "none".
+    `step_share`: mean share of the tokens of the steps that were the request's, 0 to 1.
     """
 
     mode: str
@@ -301,6 +304,7 @@ class Costs(_Answer):
     total_ms: float
     dropped_messages: int
     preemptions: int
+    step_share: float
     seeds: list[int]
 
 

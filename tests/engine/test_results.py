@@ -66,6 +66,18 @@ def test_every_field_of_a_result(engine):
     json.dumps(dataclasses.asdict(result))
 
 
+def test_a_request_knows_its_share_of_its_steps():
+    for prompts, shares in (([[1] * 40], [1]), ([[1] * 20, [2] * 20], [0.5, 0.5])):
+        bench = Bench()
+        handles = [bench.submit(prompt, max_new_tokens=4) for prompt in prompts]
+        bench.run()
+        assert [one.result(0).step_share for one in handles] == pytest.approx(shares)
+    bench = Bench()
+    handles = [bench.submit(prompt, max_new_tokens=1) for prompt in ([3] * 10, [4] * 40)]
+    bench.run()
+    assert [one.result(0).step_share for one in handles] == pytest.approx([0.2, 0.8])
+
+
 @pytest.mark.parametrize("mode", [GenerationMode.BASELINE, "prefix_cache"])
 def test_phases_add_up_and_times_are_on_one_clock(engine, mode):
     for result in engine.generate_batch(

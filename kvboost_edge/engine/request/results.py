@@ -79,6 +79,8 @@ class GenerationResult:
                          to the end of the last span
     seed                 the seed that reproduces a sampled output
     preemptions          how often the request lost its blocks and was recomputed
+    step_share           share of the tokens of its steps that were its own, 0 to 1; a mean weighted
+                         by the steps' time
     drafted_tokens       draft tokens verified, see `EngineConfig.speculation`
     accepted_tokens      draft tokens accepted
     prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if
@@ -105,6 +107,7 @@ class GenerationResult:
     logprobs: tuple[TokenLogprobs, ...] | None
     seed: int
     preemptions: int
+    step_share: float = 0.0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     reused_span_tokens: int = 0
     recomputed_tokens: int = 0

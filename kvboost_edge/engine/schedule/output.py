@@ -128,6 +128,22 @@ class PhaseMarks:
         self.looked_up_at: float | None = None
         self.admitted_at: float | None = None
         self.token_times: list[float] = []
+        self._step_seconds = 0.0
+        self._own_seconds = 0.0
+
+    def took_part(self, seconds: float, share: float) -> None:
+        """Note a step that computed some of the request's tokens.
+
+        seconds   time of the step
+        share     share of the step's tokens that were the request's, above 0 and up to 1
+        """
+        self._step_seconds += seconds
+        self._own_seconds += seconds * share
+
+    @property
+    def step_share(self) -> float:
+        """Mean share of the tokens of its steps, each weighted by its time; 0 before the first."""
+        return self._own_seconds / self._step_seconds if self._step_seconds else 0.0
 
     def phases(self, now: float, load_seconds: float, spans: SharedSpans) -> dict[str, float]:
         """Return the milliseconds between the marks; a mark that was never reached takes the next

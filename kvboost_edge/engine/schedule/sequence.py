@@ -364,6 +364,7 @@ class Sequence:
             logprobs=self.scores.chosen,
             seed=request.seed,
             preemptions=self.preemptions,
+            step_share=self.marks.step_share,
             prompt_logprobs=self.scores.prompt,
             **{name: value for one in self.features for name, value in one.result_fields().items()},
         )

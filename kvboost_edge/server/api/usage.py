@@ -107,6 +107,7 @@ def costs(
             "total_ms": round(slowest.total_ms, 3),
             "dropped_messages": dropped,
             "preemptions": sum(result.preemptions for result in results),
+            "step_share": round(slowest.step_share, 4),
             "seeds": [result.seed for result in results],
         },
     }

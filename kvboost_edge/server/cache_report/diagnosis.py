@@ -83,6 +83,7 @@ def diagnose(
         reused_span_tokens=result.reused_span_tokens,
         computed_tokens=result.computed_prompt_tokens,
         seconds=result.prompt_ms / 1e3,
+        step_share=result.step_share,
         position=result.exact_cached_tokens,
         normalised=record.asked.normalised,
     )

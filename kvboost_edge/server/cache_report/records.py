@@ -107,6 +107,7 @@ class Diagnosis:
     text, text_before    what stands there, and what stood there
     compared_with    the id of that earlier request, "" without one
     computed_tokens  prompt tokens computed; seconds: the time that took
+    step_share       mean share of the tokens of the request's steps, 0 to 1
     evicted_from     the pool and tiers that had the block and dropped it
     model            which was asked
     """
@@ -128,6 +129,7 @@ class Diagnosis:
     evicted_from: tuple[str, ...] = ()
     normalised: tuple[str, ...] = ()
     model: str = ""
+    step_share: float = 0.0
 
     def as_json(self) -> PromptCache:
         """All of it, with times rounded to milliseconds."""
@@ -140,6 +142,7 @@ class Diagnosis:
             "reused_span_tokens": self.reused_span_tokens,
             "computed_tokens": self.computed_tokens,
             "seconds": round(self.seconds, 3),
+            "step_share": round(self.step_share, 4),
             "position": self.position,
             "field": self.field,
             "field_before": self.field_before,

@@ -72,6 +72,7 @@ export class PromptRow {
     const facts = [
       ["Position", `token ${count(one.position)} of ${count(one.prompt_tokens)}${one.field ? `, in ${one.field}` : ""}`],
       ["Remedy", helps],
+      ["Step share", one.step_share > 0 ? `${Math.round(100 * one.step_share)} % of the tokens of its steps` : ""],
       ["Evicted from", list(one.evicted_from)],
       ["Normalized", list(one.normalised)],
       ["Compared with", one.compared_with ? this.#link(one.compared_with) : ""],

@@ -51,6 +51,7 @@ LISTED = [
         "prompt_tokens": 10_000,
         "hit_tokens": {"pool": 48},
         "computed_tokens": 9952,
+        "step_share": 0.3371,
         "seconds": 31.25,
     },
 ]
@@ -228,6 +229,7 @@ def test_the_keyboard_alone_finds_the_miss_and_what_changed(listed):
     assert facts == [
         ["Position", "token 48 of 10,000, in message 0 (system)"],
         ["Remedy", "Put changing text after stable text."],
+        ["Step share", "34 % of the tokens of its steps"],
         ["Normalized", "tools, billing"],
         ["Compared with", "req-3"],
         ["Request", "req-4"],
