@@ -48,7 +48,8 @@ help:  ## list the targets
 setup: $(STAMP)  ## create .venv with everything that tests and tools need
 
 $(STAMP): $(DEMO_STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@echo "Installing the packages for tests and tools, torch among them: some minutes"
+	$(BIN)/python -m pip install --disable-pip-version-check \
 		-c constraints.txt -e '.[torch,server,dev]'
 	@touch $@
 
@@ -61,7 +62,8 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 		echo "This python3 cannot create virtual environments: venv or ensurepip is missing" >&2; \
 		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/pip || { rm -rf $(VENV); $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@echo "Installing the native runner's packages: a minute or less"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
 demo: $(DEMO_STAMP)  ## ask the bundled model about one shared document; no network, no torch

@@ -94,6 +94,22 @@ def test_named_make_targets_exist():
     assert targets <= defined, targets - defined
 
 
+def test_setup_shows_its_progress():
+    for target in ("setup", "demo"):
+        done = subprocess.run(
+            ["make", "-n", target, "VENV=no-such-directory"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        installs = [line for line in done.stdout.splitlines() if " -m pip install " in line]
+        assert installs
+        assert not [line for line in installs if "--quiet" in line]
+        assert done.stdout.count('echo "Installing') == len(installs)
+
+
 def test_extras_are_installed_from_a_clone():
     """pip has no other way today; messages and pages show the one that `install_extra` has."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -19,7 +19,7 @@ from rich.text import Text
 from kvboost_edge.cli.console import text_column
 from kvboost_edge.engine.request.progress import Progress
 
-__all__ = ["PromptBar", "block_map", "pool_panel", "reuse_words", "tokens_words"]
+__all__ = ["PromptBar", "block_map", "duration_words", "pool_panel", "reuse_words", "tokens_words"]
 
 # State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without
 # colour too.
@@ -34,15 +34,17 @@ MAX_CELLS = 512
 
 _NO_FIGURES = ("tiers", "step_counts")  # several figures each
 _PATIENCE_SECONDS = 0.5
+_LINE_SECONDS = 5.0
 
 
 class PromptBar:
     """A bar while a prompt is read: on a terminal, once that took a while, and gone when it is left
-    or closed. Writing to the terminal meanwhile would spoil it.
+    or closed. Writing to the terminal meanwhile would spoil it. Outside terminals it is one line,
+    of a prompt that takes long.
     """
 
     def __init__(self, console: Console) -> None:
-        self.is_wanted = console.is_terminal and not console.quiet
+        self.is_wanted = not console.quiet
         self._console = console
         self._begun = time.monotonic()
         self._bar: Bar | None = None
@@ -60,7 +62,12 @@ class PromptBar:
 
     def show(self, progress: Progress) -> None:
         """Draw how far it is."""
-        if not self.is_wanted or time.monotonic() - self._begun < _PATIENCE_SECONDS:
+        patience = _PATIENCE_SECONDS if self._console.is_terminal else _LINE_SECONDS
+        if not self.is_wanted or time.monotonic() - self._begun < patience:
+            return
+        if not self._console.is_terminal:
+            self._console.print(f"reading the prompt, {progress_words(progress)}", style="dim")
+            self.is_wanted = False
             return
         if self._bar is None:
             columns = (
@@ -89,15 +96,17 @@ class PromptBar:
 
 
 def progress_words(progress: Progress) -> str:
-    """ "2,560 of 4,210 tokens, about 4 s left"."""
+    """ "2,560 of 4,210 tokens, 495 per second, about 4 s left"."""
+    speed = progress.tokens_per_second
+    words = f"{progress.computed:,} of {progress.total:,} tokens"
+    words += f", {speed:,.0f} per second" if speed else ""
     left = progress.seconds_left
-    if left is None:
-        about = ""
-    elif left < 90:
-        about = f", about {left:.0f} s left"
-    else:
-        about = f", about {left / 60:.0f} min left"
-    return f"{progress.computed:,} of {progress.total:,} tokens{about}"
+    return words if left is None else f"{words}, about {duration_words(left)} left"
+
+
+def duration_words(seconds: float) -> str:
+    """ "4 s", "10 min"."""
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def block_map(states: Sequence[int], *, width: int) -> Group:

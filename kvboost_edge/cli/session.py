@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress
 
-from kvboost_edge.cli.console import text_column
-from kvboost_edge.cli.render import PromptBar, reuse_words, tokens_words
+from kvboost_edge.cli.console import counted, text_column
+from kvboost_edge.cli.render import PromptBar, duration_words, reuse_words, tokens_words
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.models.locate import locate_model
+from kvboost_edge.models.locate.model import READ_BYTES_PER_SECOND, size_on_disk
 
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["answer", "found_model", "loaded_engine", "timing_line"]
 
-_LOOK_SECONDS = 0.1  # between two looks at how far a prompt is
+_LOOK_SECONDS = 0.1  # between two looks at how far a prompt, or packing, is
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def loaded_engine(
     check_request(settings or {})
     with found_model(model, options, notes) as path:
         check_limit(path, config, (settings or {}).get("max_new_tokens"))
-    with _loading_bar(notes, model) as progress:
+    with _loading_shown(notes, model, path) as progress:
         from kvboost_edge.engine.engine import CPUPagedEngine
         from kvboost_edge.engine.offload.tiering import tier_places
         from kvboost_edge.kernels.jit import on_first_compilation
@@ -80,6 +81,70 @@ def loaded_engine(
             )
             notes.print(f"tier {name}: {tier['state'] or held}, {places[name]}", style="dim")
         yield engine
+
+
+@contextmanager
+def _loading_shown(notes: Console, model: str, path: Path) -> Iterator[Callable[[int, int], None]]:
+    """A bar while the model is loaded; outside terminals lines. It yields what to call while
+    weights are packed.
+    """
+    if notes.is_terminal:
+        with _loading_bar(notes, model) as progress:
+            yield progress
+        return
+    from kvboost_edge.kernels.aot import on_compiling
+
+    lines = _LoadingLines(notes, model)
+    lines.loading(size_on_disk(path))
+    on_compiling(lines.compiling)
+    try:
+        yield lines.packing
+    finally:
+        on_compiling(None)
+
+
+class _LoadingLines:
+    """One line each when a model is loaded, kernels are compiled and weights are packed, with an
+    estimate of the time.
+    """
+
+    def __init__(self, notes: Console, model: str) -> None:
+        self._notes = notes
+        self._model = model
+        self._packing_began: tuple[float, int] | None = None
+        self._has_said_packing = False
+
+    def loading(self, num_bytes: int) -> None:
+        """A model of so many bytes is loaded."""
+        about = duration_words(num_bytes / READ_BYTES_PER_SECOND)
+        self._say(f"loading {self._model}, {num_bytes / 1e6:,.0f} MB, about {about}")
+
+    def compiling(self, done: int, total: int) -> None:
+        """So many kernels are compiled."""
+        from kvboost_edge.kernels.aot import expected_seconds
+
+        if done == 0:
+            kernels = counted(total, "kernel", "kernels")
+            about = duration_words(expected_seconds(total))
+            self._say(f"compiling {kernels} for this machine, once, about {about}")
+
+    def packing(self, done: int, total: int) -> None:
+        """So many bytes are packed. The line is written once the speed is known."""
+        now = time.monotonic()
+        if self._packing_began is None:
+            self._packing_began = (now, done)
+        began, first = self._packing_began
+        is_measured = done > first and (now - began >= _LOOK_SECONDS or done == total)
+        if self._has_said_packing or not is_measured:
+            return
+        self._has_said_packing = True
+        about = duration_words((now - began) * (total - first) / (done - first))
+        self._say(
+            f"packing the weights of {self._model}, {total / 1e6:,.0f} MB, once, about {about}"
+        )
+
+    def _say(self, line: str) -> None:
+        self._notes.print(line, style="dim", soft_wrap=True)
 
 
 @contextmanager

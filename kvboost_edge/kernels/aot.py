@@ -23,16 +23,18 @@ from typing import IO
 import numba
 
 from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.entry import KernelEntry, entry_named
 from kvboost_edge.kernels.jit import cache_path
 
-__all__ = ["compile_ahead", "on_compiling"]
+__all__ = ["compile_ahead", "expected_seconds", "on_compiling"]
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "kvboost_edge.kernels.aot"
 # Each spends half a second before it compiles, and the longest entry takes a third of all time.
 _MOST_CHILDREN = 4
 _LAST_LINES = 12
+_SECONDS_OF_ONE = 4.0  # a process takes about so long for a kernel, on a core of its own
 
 _listeners: list[Callable[[int, int], None]] = []
 
@@ -43,6 +45,12 @@ def on_compiling(tell: Callable[[int, int], None] | None) -> None:
     None: nothing is called.
     """
     _listeners[:] = [] if tell is None else [tell]
+
+
+def expected_seconds(num_kernels: int) -> float:
+    """Estimate the time that `compile_ahead` takes for so many kernels on idle cores."""
+    processes = max(1, min(default_num_threads(), num_kernels, _MOST_CHILDREN))
+    return _SECONDS_OF_ONE * num_kernels / processes
 
 
 def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,12 @@ def serve(options: ServeOptions) -> None:
 
 
 def _log_compiling(done: int, total: int) -> None:
+    from kvboost_edge.kernels.aot import expected_seconds
+
     if done in (0, total):
-        log_facts(logging.INFO, "compiling kernels for this machine, once", done=done, total=total)
+        left = None if done else round(expected_seconds(total))
+        event = "compiling kernels for this machine, once"
+        log_facts(logging.INFO, event, done=done, total=total, seconds_left=left)
 
 
 def _serve(options: ServeOptions, ended: threading.Event) -> None:
@@ -219,7 +224,16 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     from kvboost_edge.engine.offload.tiering import tier_places
 
     started = time.perf_counter()
-    log_facts(logging.INFO, "loading", model=model)
+    from kvboost_edge.models.locate.model import READ_BYTES_PER_SECOND, size_on_disk
+
+    size = size_on_disk(Path(model))
+    log_facts(
+        logging.INFO,
+        "loading",
+        model=model,
+        megabytes=size // 1_000_000 or None,
+        about_seconds=round(size / READ_BYTES_PER_SECOND) or None,
+    )
     chosen = _engine_options(model, options)
     if len(chosen) < len(options.engine):
         log_facts(logging.INFO, "the model keeps no states: without --max-state-bytes", model=model)
@@ -249,18 +263,25 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
 def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int], None]:
     """A progress bar of lines: one every few seconds while the weights are packed."""
     due = time.monotonic() + _PROGRESS_S
+    first: tuple[float, int] | None = None
 
     def log(done: int, total: int) -> None:
-        nonlocal due
+        nonlocal due, first
         if stopped is not None and stopped.is_set():
             raise KVBoostError("the server ends; the weights are packed at the next start")
-        if time.monotonic() >= due:
-            due = time.monotonic() + _PROGRESS_S
+        now = time.monotonic()
+        if first is None:
+            first = (now, done)
+        if now >= due:
+            due = now + _PROGRESS_S
+            began, before = first
+            left = (now - began) * (total - done) / (done - before) if done > before else None
             log_facts(
                 logging.INFO,
                 "packing weights",
                 percent=100 * done // total,
                 megabytes=total // 1_000_000,
+                seconds_left=None if left is None else round(left),
             )
 
     return log

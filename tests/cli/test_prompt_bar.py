@@ -9,8 +9,10 @@ from rich.console import Console
 
 from cli.servers.test_remote import GOOD, chunk
 from cli.servers.test_remote import server as server  # noqa: PLC0414 - a fixture
+from helpers.clocks import give_clock
 from helpers.engine.fake_runner import fake_engine, runner_of
 from helpers.server.live_servers import wait_until
+from kvboost_edge.cli import render
 from kvboost_edge.cli.chat import _remote
 from kvboost_edge.cli.render import PromptBar, progress_words
 from kvboost_edge.cli.servers.remote import RemoteAnswer, RemoteChat
@@ -41,9 +43,12 @@ def shown(file):
 @pytest.mark.parametrize(
     ("progress", "words"),
     [
-        (HALF, "2,560 of 4,210 tokens, about 4 s left"),
+        (HALF, "2,560 of 4,210 tokens, 495 per second, about 4 s left"),
         (Progress(10), "0 of 10 tokens"),
-        (Progress(90_000, 0, 10, 1.0, 600.0), "10 of 90,000 tokens, about 10 min left"),
+        (
+            Progress(90_000, 0, 10, 1.0, 600.0),
+            "10 of 90,000 tokens, 10 per second, about 10 min left",
+        ),
     ],
 )
 def test_what_it_says(progress, words):
@@ -59,20 +64,30 @@ def test_it_is_drawn_and_taken_away(at_once):
         bar.close()
         text = shown(file)
         assert "waiting for a place" in text or "reading the prompt" in text
-        assert "2,560 of 4,210 tokens, about 4 s left" in text
+        assert "2,560 of 4,210 tokens, 495 per second, about 4 s left" in text
         assert file.getvalue().rstrip("\n").endswith(ERASED), "the line is empty again"
         bar.show(HALF)
         assert shown(file) == text, "it does not come back"
     wait_until(lambda: threading.active_count() <= before, "the bar's thread to end")
 
 
-@pytest.mark.parametrize("options", [{"force_terminal": False}, {"quiet": True}])
-def test_nothing_is_drawn_where_nobody_looks(at_once, options):
-    console, file = terminal(**options)
+def test_nothing_is_drawn_on_a_quiet_console(at_once):
+    console, file = terminal(quiet=True)
     with PromptBar(console) as bar:
         assert not bar.is_wanted
         bar.show(HALF)
     assert not file.getvalue()
+
+
+def test_outside_terminals_a_long_prompt_is_one_line(monkeypatch):
+    now = [100.0]
+    give_clock(monkeypatch, lambda: now[0], render)
+    console, file = terminal(force_terminal=False)
+    with PromptBar(console) as bar:
+        for now[0] in (100.0, 104.0, 105.0, 111.0):
+            bar.show(HALF)
+        assert not bar.is_wanted, "nobody has to look any more"
+    assert file.getvalue() == f"reading the prompt, {progress_words(HALF)}\n"
 
 
 def test_a_short_wait_draws_nothing(monkeypatch):
@@ -175,6 +190,6 @@ def test_a_servers_progress_is_drawn_before_its_answer(server, at_once):
             [{"role": "user", "content": "Hi"}], file.write
         )
     assert message["content"] == "Hello"
-    assert "2,560 of 4,210 tokens, about 4 s left" in shown(file)
+    assert "2,560 of 4,210 tokens, 495 per second, about 4 s left" in shown(file)
     assert file.getvalue().endswith("Hello")
     assert file.getvalue().removesuffix("Hello").rstrip("\n").endswith(ERASED)

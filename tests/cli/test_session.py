@@ -6,7 +6,9 @@ import re
 from rich.console import Console
 from rich.progress import Progress
 
-from kvboost_edge.cli.session import _loading_bar
+from helpers.clocks import give_clock
+from kvboost_edge.cli import session
+from kvboost_edge.cli.session import _loading_bar, _loading_shown
 
 
 def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
@@ -40,3 +42,30 @@ def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
         packed(1_200_000_000, 1_200_000_000)
         assert shown() == "loading m"
     assert heard[-1] is None
+
+
+def test_outside_terminals_each_phase_is_one_line_with_an_estimate(monkeypatch, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(3_000_000))
+    now = [100.0]
+    give_clock(monkeypatch, lambda: now[0], session)
+    heard = []
+    monkeypatch.setattr("kvboost_edge.kernels.aot.on_compiling", heard.append)
+    monkeypatch.setattr("kvboost_edge.kernels.aot.default_num_threads", lambda: 2)
+    file = io.StringIO()
+    with _loading_shown(Console(file=file, width=40), "m", tmp_path) as packed:
+        for done in range(8):
+            heard[0](done, 7)
+        for now[0], done in (
+            (103.0, 100),
+            (103.05, 110),
+            (104.0, 200),
+            (106.0, 400),
+            (112.0, 1200),
+        ):
+            packed(done * 10**6, 1200 * 10**6)
+    assert heard[-1] is None
+    assert file.getvalue().splitlines() == [
+        "loading m, 3 MB, about 1 s",
+        "compiling 7 kernels for this machine, once, about 14 s",
+        "packing the weights of m, 1,200 MB, once, about 11 s",
+    ]

@@ -75,6 +75,13 @@ FAULTS = (
         "tests/cli/test_app.py::test_chat_survives_a_refused_turn",
     ),
     fault(
+        "outside terminals nothing is said while a model is loaded",
+        "cli/session.py",
+        "    lines.loading(size_on_disk(path))\n    on_compiling(lines.compiling)\n",
+        "",
+        "tests/cli/test_session.py",
+    ),
+    fault(
         "the turns that a chat drops take its system message along",
         "cli/chat.py",
         "self._messages[len(self._opening) : end] = []",

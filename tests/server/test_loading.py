@@ -26,7 +26,19 @@ def test_packing_is_a_line_now_and_then(monkeypatch, caplog):
             now[0] += seconds
             progress(done * 10**7, 10**9)
     facts = [vars(record)["facts"] for record in caplog.records]
-    assert facts == [{"percent": 25, "megabytes": 1000}, {"percent": 80, "megabytes": 1000}]
+    assert facts == [
+        {"percent": 25, "megabytes": 1000, "seconds_left": 8},
+        {"percent": 80, "megabytes": 1000, "seconds_left": 1},
+    ]
+
+
+def test_compiling_says_how_long_it_takes(monkeypatch, caplog):
+    monkeypatch.setattr("kvboost_edge.kernels.aot.default_num_threads", lambda: 2)
+    with caplog.at_level(logging.INFO):
+        for done in range(8):
+            command._log_compiling(done, 7)
+    facts = [vars(record)["facts"] for record in caplog.records]
+    assert facts == [{"done": 0, "total": 7, "seconds_left": 14}, {"done": 7, "total": 7}]
 
 
 def options_of(*argv):

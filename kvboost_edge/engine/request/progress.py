@@ -21,3 +21,8 @@ class Progress(NamedTuple):
     computed: int = 0
     elapsed: float = 0.0
     seconds_left: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens computed per second since the request was let in; 0 while it waits."""
+        return (self.computed - self.cached) / self.elapsed if self.elapsed else 0.0

@@ -13,9 +13,17 @@ from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.locate.hub import HubName, gguf_file, snapshot
 from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model
 
-__all__ = ["BUNDLED_MODEL", "bundled_directory", "locate_model"]
+__all__ = [
+    "BUNDLED_MODEL",
+    "READ_BYTES_PER_SECOND",
+    "bundled_directory",
+    "locate_model",
+    "size_on_disk",
+]
 
 BUNDLED_MODEL = "kvboost-edge/demo"
+READ_BYTES_PER_SECOND = 500e6
+"""Speed at which the files of a new model are read and digested, for estimates."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # A file of a repository: owner/name:Q4_K_M or owner/name:folder/file.gguf.
 _HUB_FILE = re.compile(
@@ -97,3 +105,9 @@ def bundled_directory() -> Path:
             f"the bundled model is missing from {directory}; reinstall the package"
         )
     return directory
+
+
+def size_on_disk(path: Path) -> int:
+    """Return the bytes of a model's directory or file; 0 where there is none."""
+    files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.exists())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.server.cache_report.records import NOT_SAID, PromptInputs
 from kvboost_edge.server.cache_report.tracker import Watch
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
+from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.work.admission import Admission
 from kvboost_edge.text.turns.reader import Turn
 
@@ -59,6 +61,7 @@ Item = TokenEvent | GenerationResult | Progress
 _SHORT = 1000
 _FEW = 8  # sequences submitted without such a hop
 _LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
+_PREFILL_LOG_SECONDS = 5.0
 _AT_ONCE = 32  # results that are counted before others go on: a millisecond
 
 
@@ -234,11 +237,45 @@ async def running(
         await admission.group(prompts[0].token_ids)
     bridge = EngineBridge(engine, request, admission, RequestArrival(started, prompt_text=""))
     handles = await bridge.submit(prompts)
+    log = _PrefillLog(handles[0], admission.facts.get("id"))
     try:
         yield Running(prompts, handles, request.per_prompt, tokenize_ms, answers)
     finally:
         for handle in handles:
             handle.cancel()
+        log.close()
+
+
+class _PrefillLog:
+    """Lines of the log that tell how far a long prompt is, every few seconds until its first
+    token.
+    """
+
+    def __init__(self, handle: RequestHandle, request_id: str | None) -> None:
+        self._handle = handle
+        self._request_id = request_id
+        self._next = asyncio.get_running_loop().call_later(_PREFILL_LOG_SECONDS, self._look)
+
+    def close(self) -> None:
+        """Log no more."""
+        self._next.cancel()
+
+    def _look(self) -> None:
+        progress = self._handle.progress()
+        if self._handle.done or progress.seconds_left == 0:  # the first token is there
+            return
+        self._next = asyncio.get_running_loop().call_later(_PREFILL_LOG_SECONDS, self._look)
+        left = progress.seconds_left
+        if progress.elapsed:
+            log_facts(
+                logging.INFO,
+                "reading a prompt",
+                request_id=self._request_id,
+                tokens=progress.computed,
+                of=progress.total,
+                tokens_per_second=round(progress.tokens_per_second, 1),
+                seconds_left=None if left is None else round(left, 1),
+            )
 
 
 class EngineBridge:

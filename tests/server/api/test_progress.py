@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 
 import openai
 import pytest
@@ -11,6 +12,7 @@ from helpers.server.live_servers import HeldForward, serving, wait_until
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.server.api import generation
 from kvboost_edge.server.errors import ShuttingDown
+from kvboost_edge.server.work import bridge
 
 MODEL = "kvboost-edge/demo"
 CHUNK = 64  # tokens a step
@@ -126,6 +128,26 @@ def test_a_stream_follows_the_prompt_step_by_step(server, held, path):
     where = [number for number, event in enumerate(told.events) if "prompt_progress" in event]
     assert where == list(range(len(where)))
     assert len(told.events) > len(where)
+
+
+def test_a_long_prompt_is_in_the_log_until_its_first_token(server, held, monkeypatch, caplog):
+    monkeypatch.setattr(bridge, "_PREFILL_LOG_SECONDS", 0.01)
+    monkeypatch.setattr(logging.getLogger("kvboost_edge.server"), "propagate", True)
+
+    def lines():
+        found = [one.facts for one in caplog.records if one.getMessage() == "reading a prompt"]
+        return [one for one in found if one["tokens"]]
+
+    with caplog.at_level(logging.INFO), asking(server, "/v1/completions") as told:
+        told.until(0)
+        held.step()
+        wait_until(lambda: len(lines()) >= 2, "the log to tell of the first step")
+        line = lines()[-1]
+        assert line["tokens"] <= CHUNK
+        assert (line["of"], line["request_id"][:4]) == (len(PROMPT), "req-")
+        assert 0 < line["tokens_per_second"] < 1e6
+        held.release()
+        told.rest()
 
 
 def test_the_estimate_falls_as_the_prompt_is_read(server, held):
