@@ -474,6 +474,27 @@ _MODELS = (
 
 _FIGURES = (
     fault(
+        "an approximate default mode is not labelled",
+        "server/api/usage.py",
+        "return False if default_mode is GenerationMode.CHUNK_KV_REUSE else None",
+        "return None",
+        "tests/server/api/test_default_mode.py",
+    ),
+    fault(
+        "an approximate default is given to what needs exact keys",
+        "server/work/bridge.py",
+        "if self.is_default_mode and is_approximate and needs_exact:",
+        "if False:",
+        "tests/server/api/test_default_mode.py",
+    ),
+    fault(
+        "cached blocks do not count as occupied",
+        "engine/stats.py",
+        '"occupied_blocks": used + cached,',
+        '"occupied_blocks": used,',
+        "tests/engine/test_results.py",
+    ),
+    fault(
         "cancelled requests are counted as answered",
         "server/metrics.py",
         '"cancelled": "abort", "timeout": "abort"}',
