@@ -2,6 +2,7 @@
 before.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from helpers.compat.lmcache_cases import equal, kv_of
-from kvboost_edge.errors import BackendUnavailable
+from kvboost_edge.errors import BackendUnavailable, install_extra
 
 TYPES = [
     torch.float32,
@@ -103,7 +104,7 @@ def test_tensors_on_disk_without_torch_are_an_error_that_names_the_extra(
     engine = engines(backend=f"file://{tmp_path}/t")
     engine.store([1, 2, 3], tensors([1, 2, 3], torch.bfloat16))
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(BackendUnavailable, match=r"kvboost-edge\[torch\]"):
+    with pytest.raises(BackendUnavailable, match=re.escape(install_extra("torch"))):
         engine.retrieve([1, 2, 3])
 
 

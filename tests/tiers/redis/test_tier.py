@@ -3,6 +3,7 @@ believed is a miss.
 """
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from helpers.tiers.redis_cases import (
     reads,
     stored_keys,
 )
-from kvboost_edge.errors import BackendUnavailable, ConfigError
+from kvboost_edge.errors import BackendUnavailable, ConfigError, install_extra
 from kvboost_edge.tiers.redis import tier as tier_module
 from kvboost_edge.tiers.redis.tier import SECRET_VARIABLE
 from kvboost_edge.tiers.redis.values import PIECE_BYTES, Seal, pieces_of
@@ -247,7 +248,7 @@ def test_opening_asks_nothing_and_knows_nothing_yet(server, client):
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
-    assert_raises(BackendUnavailable, r"kvboost-edge\[redis\]", opened, "redis://h")
+    assert_raises(BackendUnavailable, re.escape(install_extra("redis")), opened, "redis://h")
 
 
 def test_the_package_is_loaded_when_a_tier_opens_and_not_before():
