@@ -401,15 +401,21 @@ def doctor(
 )
 def models(
     word: Annotated[str, typer.Argument(help="Only models whose name holds this.")] = "",
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Recommended models, by memory size, instead.")
+    ] = False,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine (hub cache, llama.cpp, LM Studio, Ollama) and whether each
     one runs here.
     """
-    from kvboost_edge.cli.models import run_models
+    from kvboost_edge.cli.models import run_models, run_suggest
     from kvboost_edge.cli.options import engine_options
 
+    if suggest:
+        run_suggest(as_json=as_json)
+        return
     run_models(word, engine_options(option), as_json=as_json)
 
 

@@ -11,13 +11,17 @@ from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.inspect import installed_route
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.host.memory import total_bytes
 from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.models.locate.ollama import OLLAMA
 from kvboost_edge.models.locate.stores import StoredModel, stored_models
+from kvboost_edge.models.locate.suggestions import SUGGESTIONS
 from kvboost_edge.text.gguf_tokenizer import check_vocabulary_kind
 
-__all__ = ["model_rows", "run_models"]
+__all__ = ["model_rows", "run_models", "run_suggest"]
 
 _REFUSED = "refused"
+_GB = 0.95e9  # a machine of 8 GB shows a little less
 
 
 def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -32,7 +36,9 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(rows))  # ASCII: a name may hold bytes that are no UTF-8
         return
     if not rows:
-        console.print("No model is here yet. Try kvboost-edge demo, or -m owner/name-GGUF:Q4_K_M.")
+        console.print(
+            "No model is here yet. Try kvboost-edge demo, or one of kvboost-edge models --suggest."
+        )
         return
     table = Table(title="Models on this machine; the name is what -m takes", title_justify="left")
     for name in ("name", "in", "format"):
@@ -47,6 +53,31 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
         ]
         table.add_row(*cells, style="dim" if row["runs"] == _REFUSED else "")
     console.print(table)
+
+
+def run_suggest(*, as_json: bool) -> None:
+    """Print the recommended models, and which of them this machine's memory is enough for."""
+    memory = total_bytes()
+    rows = [{**one._asdict(), "fits": one.memory_gb * _GB <= memory} for one in SUGGESTIONS]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    console = open_console()
+    width = max(len(one.name) for one in SUGGESTIONS)
+    heading = f"memory   {'name (-m)':<{width}}      size   licence      with Ollama"
+    console.print(heading, style="bold", soft_wrap=True)
+    for one, row in zip(SUGGESTIONS, rows, strict=True):  # lines, so that names can be copied
+        console.print(
+            f"{one.memory_gb:3} GB   {one.name:<{width}}   {one.file_bytes / 1e9:5.2f} GB   "
+            f"{one.licence:<10}   {OLLAMA}{one.ollama}",
+            style="" if row["fits"] else "dim",
+            soft_wrap=True,
+        )
+    console.print(
+        f"This machine has {memory / 1e9:.1f} GB. The first name is downloaded from the hub; that "
+        "of Ollama is read where Ollama keeps it.",
+        style="dim",
+    )
 
 
 def _printable(text: str) -> str:

@@ -40,7 +40,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
     "chat": ("", (*MODEL, "--system Text", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
     "demo": ("", (*ENGINE, *PACKED)),
     "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--json")),
-    "models": ("", ("word", "--option num_threads=2", "-o dtype=float32", "--json")),
+    "models": ("", ("word", "--suggest", "--option num_threads=2", "-o dtype=float32", "--json")),
     "inspect": ("", ("x", *MODEL, *ENGINE, "--json")),
     "eval": (
         "FILE",

@@ -84,6 +84,22 @@ def test_what_runs_and_what_does_not(folder, tiny_model_dir, rows_of, monkeypatc
         assert reason
 
 
+def test_recommended_models_are_those_of_the_docs(answered, printed, monkeypatch):
+    monkeypatch.setattr(models, "total_bytes", lambda: 7_700_000_000)
+    rows = answered("models", "--suggest")
+    shown = [
+        f"| {row['memory_gb']} GB | `{row['name']}` | {row['file_bytes'] / 1e9:.2f} GB | "
+        f"{row['licence']} | `ollama:{row['ollama']}` |"
+        for row in rows
+    ]
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = page.partition("## Recommended models")[2].partition("`make real-model`")[0]
+    assert [line for line in table.splitlines() if line.startswith("|")][2:] == shown
+    assert [row["memory_gb"] for row in rows if row["fits"]] == [2, 2, 4, 4, 8]
+    assert all(row["file_bytes"] < row["memory_gb"] * 1e9 * 0.6 for row in rows)
+    assert "This machine has 7.7 GB" in printed("models", "--suggest").out
+
+
 def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed, monkeypatch):
     """Names that are no text or move the cursor, circles of links, sizes beyond any model, and what
     nobody thought of.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
 from kvboost_edge.models.locate.hub import HubName, gguf_file, snapshot
-from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model
+from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
+from kvboost_edge.models.locate.suggestions import name_hint
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -73,11 +74,19 @@ def locate_model(
     if path.suffix.lower() in (".gguf", ".onnx"):
         raise ModelFormatError(f"there is no file {name}")
     if isinstance(path_or_id, Path) or not _HUB_ID.fullmatch(name) or ".." in name:
-        raise ModelFormatError(
-            f"there is no model directory {name}, and it is not a hub id such as 'owner/name'"
-        )
+        problem = f"there is no model directory {name}, and it is not a hub id such as 'owner/name'"
+        raise _with_hint(ModelFormatError(problem), path_or_id)
     model = HubName(name, revision, token, local_files_only)
-    return gguf_file(model, None) if name.lower().endswith("-gguf") else snapshot(model)
+    try:
+        return gguf_file(model, None) if name.lower().endswith("-gguf") else snapshot(model)
+    except ModelFormatError as error:
+        raise _with_hint(error, path_or_id) from error.__cause__
+
+
+def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatError:
+    """Return the error of a name that was not found, with what the name may mean."""
+    hint = "" if isinstance(path_or_id, Path) else name_hint(path_or_id, ollama_names())
+    return ModelFormatError(f"{error}; {hint}") if hint else error
 
 
 def _file(path: Path) -> Path:

@@ -140,3 +140,37 @@ def test_answers_of_the_hub(kind, words, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(ModelFormatError, match=words):
         locate_model("owner/name", revision="v9")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("qwen3:0.6b", "did you mean ollama:qwen3:0.6b-mine or Qwen/Qwen3-0.6B-GGUF:Q8_0? "),
+        ("Qwen3:4b", "did you mean Qwen/Qwen3-4B-GGUF:Q4_K_M? "),
+        ("qwen3", "did you mean ollama:qwen3:0.6b-mine or Qwen/Qwen3-0.6B-GGUF:Q8_0 or Qwen/Qwen3"),
+        ("mistral", "Ollama's models are written ollama:NAME, such as ollama:mistral, and the hub"),
+    ],
+)
+def test_an_everyday_name_is_answered_with_names_that_are_accepted(name, meant, monkeypatch):
+    def unknown(*args, **options):
+        raise errors.OfflineModeIsEnabled
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unknown)
+    ours = ("ollama:qwen3:0.6b-mine", "ollama:qwen3moe:x")
+    monkeypatch.setattr("kvboost_edge.models.locate.model.ollama_names", lambda: iter(ours))
+    with pytest.raises(ModelFormatError) as caught:
+        locate_model(name)
+    hint = str(caught.value).partition("; ")[2]
+    assert meant in str(caught.value), hint
+    assert "`kvboost-edge models` lists" in hint
+
+
+@pytest.mark.parametrize("name", ["owner/name", "./qwen3", "a b"])
+def test_other_names_have_no_such_hint(name, monkeypatch):
+    def unknown(*args, **options):
+        raise errors.OfflineModeIsEnabled
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unknown)
+    with pytest.raises(ModelFormatError) as caught:
+        locate_model(name)
+    assert "Ollama" not in str(caught.value)
