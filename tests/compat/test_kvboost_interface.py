@@ -150,7 +150,7 @@ def test_a_loaded_model_by_position(loaded):
 @pytest.mark.parametrize("bits", [16, 8])
 def test_a_loaded_model_reuses_chunks_by_default(loaded, bits):
     """In KVBoost that is the mode of every call, and its models are all loaded ones."""
-    with KVBoost(*loaded, kv_cache_bits=bits, num_blocks=64, reuse_gate="off") as engine:
+    with KVBoost(*loaded, kv_cache_bits=bits, num_blocks=64) as engine:
         assert engine.paged_stats()["backend"] == "torch"
         document = random_ids(96, 1)
         engine.warm(document)
