@@ -15,7 +15,7 @@ from kvboost_edge import CPUPagedEngine
 from kvboost_edge.errors import KVBoostError
 
 engine = CPUPagedEngine.from_pretrained({path!r}, num_blocks=64, num_threads=2)
-engine.generate("Hello", max_new_tokens=2)
+engine.generate([7, 8, 9], max_new_tokens=2)
 busy = {busy}
 handle = engine.submit("Hello", max_new_tokens=400, ignore_eos=True)
 if busy:
@@ -29,7 +29,7 @@ if child == 0:
     signal.alarm(20)
     told = 0
     calls = [
-        lambda: engine.generate("Hello", max_new_tokens=2), lambda: engine.submit("Hello"),
+        lambda: engine.generate([7, 8, 9], max_new_tokens=2), lambda: engine.submit([7, 8, 9]),
         lambda: list(engine.stream("Hello")), lambda: engine.logits([1, 2, 3]), lambda: engine.warm("Hello"),
         lambda: engine.warm_result([1, 2]), engine.paged_stats, engine.cache_stats, engine.reset_cache,
         engine.block_map, engine.block_details, lambda: engine.check("Hello"),
@@ -58,7 +58,7 @@ while True:
     time.sleep(0.05)
 assert os.waitstatus_to_exitcode(status) == 7, os.waitstatus_to_exitcode(status)
 handle.cancel()
-print(engine.generate("Hello", max_new_tokens=2).generated_tokens, engine.is_alive())
+print(engine.generate([7, 8, 9], max_new_tokens=2).generated_tokens, engine.is_alive())
 engine.close()
 """
 
