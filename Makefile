@@ -253,5 +253,5 @@ cuda-test: setup  ## build cuda_ext, test and time it on this machine's GPU
 clean:  ## remove build products and caches, keep .venv
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache .coverage .coverage.*
-	find kvboost_edge tests benchmarks training cuda_ext \
+	find kvboost_edge tests benchmarks examples training cuda_ext \
 		-name __pycache__ -type d -prune -exec rm -rf {} +

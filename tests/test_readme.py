@@ -15,7 +15,14 @@ from kvboost_edge.models.config.architectures import SUPPORTED_ARCHITECTURES
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LOG.md")
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "benchmarks/LOG.md",
+        "examples/README.md",
+    )
 ]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -79,7 +86,7 @@ def test_the_table_of_families_is_what_the_code_says():
 
 def test_named_files_exist():
     texts = [page.read_text(encoding="utf-8") for page in PAGES[:2]]
-    path = r"`((?:kvboost_edge|tests|benchmarks|training|docs)/[\w./-]*)`"
+    path = r"`((?:kvboost_edge|tests|benchmarks|examples|training|docs)/[\w./-]*)`"
     named = set(re.findall(path, "\n".join(texts)))
     assert named
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
