@@ -164,9 +164,20 @@ class EngineConfig:
         unset="the model's context",
         flag="--max-model-len --ctx-size",
     )
+    max_memory: int | None = option(
+        None,
+        "Memory of the process, native runner: weights, the measured overhead, and the pool, which "
+        "takes what is left, up to its default number of contexts. Refused where not one context "
+        "of max_model_len is left",
+        int,
+        group="Cache",
+        unit="bytes",
+        low=1,
+        unset="no bound",
+    )
     max_cache_bytes: int | None = option(
         None,
-        "Size of the block pool, such as 4e9",
+        "Size of the block pool, such as 4GB",
         int,
         group="Cache",
         unit="bytes",
@@ -353,7 +364,7 @@ class EngineConfig:
     )
     max_disk_bytes: int | None = option(
         None,
-        "Size of the disk tier, such as 8e9",
+        "Size of the disk tier, such as 8GB",
         int,
         group="Cache",
         unit="bytes",

@@ -15,6 +15,7 @@ from kvboost_edge.cli.options import list_options, print_engine_options, token_l
 from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
+from kvboost_edge.options import read_bytes
 from kvboost_edge.server.flags import USAGE_ERROR, suggest_flag
 
 __all__ = ["app", "run"]
@@ -115,6 +116,16 @@ ContextOption = Annotated[
         "--ctx-size",
         "--max-model-len",
         help="Longest sequence in tokens, prompt and answer. Default: the model's context.",
+    ),
+]
+MaxMemoryOption = Annotated[
+    Any,
+    typer.Option(
+        "--max-memory",
+        metavar="BYTES",
+        parser=read_bytes,
+        help="Memory of the process, such as 1GB: weights, overhead, and the pool, which takes "
+        "what is left. Default: no bound.",
     ),
 ]
 SchemaOption = Annotated[
@@ -250,6 +261,7 @@ def generate(
     pack_cache: PackCacheOption = True,
     threads: ThreadsOption = None,
     ctx_size: ContextOption = None,
+    max_memory: MaxMemoryOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -273,6 +285,7 @@ def generate(
             pack_cache=pack_cache,
             num_threads=threads,
             max_model_len=ctx_size,
+            max_memory=max_memory,
         ),
         settings,
         chat=chat,
@@ -321,6 +334,7 @@ def chat(
     pack_cache: PackCacheOption = True,
     threads: ThreadsOption = None,
     ctx_size: ContextOption = None,
+    max_memory: MaxMemoryOption = None,
     option: EngineOptions = None,
 ) -> None:
     """Talk with a model, here or on a server; under each answer stands what the cache saved."""
@@ -335,7 +349,12 @@ def chat(
         **use,
     }
     options = engine_options(
-        option, kv_cache_bits, pack_cache=pack_cache, num_threads=threads, max_model_len=ctx_size
+        option,
+        kv_cache_bits,
+        pack_cache=pack_cache,
+        num_threads=threads,
+        max_model_len=ctx_size,
+        max_memory=max_memory,
     )
     remote_options(url, options, api_key)
     if url is None:
@@ -380,6 +399,7 @@ def doctor(
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
     ctx_size: ContextOption = None,
+    max_memory: MaxMemoryOption = None,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -389,7 +409,7 @@ def doctor(
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
 
-    options = engine_options(option, kv_cache_bits, max_model_len=ctx_size)
+    options = engine_options(option, kv_cache_bits, max_model_len=ctx_size, max_memory=max_memory)
     run_doctor(one_model(name, model, DEMO_MODEL), options, as_json=as_json)
 
 

@@ -17,7 +17,9 @@ from kvboost_edge.cli.inspect import installed_route, report_table
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_place, plan_fit
+from kvboost_edge.engine.memory.process import measured_overhead
 from kvboost_edge.engine.memory.selection import available_on, select_path
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
@@ -68,12 +70,14 @@ def doctor_report(
     model: str, options: dict[str, Any], config: EngineConfig
 ) -> dict[str, dict[str, Any]]:
     """All sections: processor, memory, accelerator, versions, and the path of `model`."""
+    # First, as the others may import torch, which an engine's process would not hold.
+    path = _model(model, options, config)
     return {
         "Processor": _processor(),
         "Memory": _memory(),
         "Accelerator": _accelerator(),
         "Versions": _versions(),
-        f"Model {model}": _model(model, options, config),
+        f"Model {model}": path,
     }
 
 
@@ -192,12 +196,18 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
 def _memory_of(
     checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Whether the model fits, by the engine's own arithmetic; nothing of it is packed or loaded."""
+    """Whether the model fits, by the engine's own arithmetic; none of its weights are packed or
+    loaded.
+    """
     if found["runner"] not in RUNNERS:
         return {"fits": False, "fit_reason": found["runner_reason"]}
     selected = select_path(checkpoint, config)
     summary = checkpoint.summary()
-    fit = plan_fit(checkpoint, config, selected, summary, available_on(selected.backend.device))
+    if config.max_memory is not None:
+        load_tokenizer(checkpoint)  # a part of the overhead that is measured
+    overhead = measured_overhead(checkpoint, config, selected)
+    available = available_on(selected.backend.device)
+    fit = plan_fit(checkpoint, config, selected, summary, available, overhead)
     kv = fit.info.kv_spec
     weights = selected.runner.weights
     sizes = {
@@ -211,6 +221,8 @@ def _memory_of(
         "needed_bytes": fit.needed,
         "available_bytes": fit.available,
     }
+    if overhead is not None:
+        sizes["overhead_bytes"] = overhead.nbytes
     # What a CUDA device has to hold is known once it does. Of other runners' pools nothing is
     # refused before, but said.
     fits = not fit.refusal and (
@@ -232,9 +244,10 @@ def _arithmetic(fit: MemoryCheck) -> str:
     rest = f"{_gb(spare)} stay for the rest" if spare >= 0 else f"{_gb(-spare)} are missing"
     copies = " and the runner's copies" * fit.info.copies_kv
     shortage = f"; {fit.shortage}" if fit.shortage else ""
+    bound = "" if fit.overhead is None else f"; the process has {_gb(fit.overhead.nbytes)} beside"
     return (
         f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: "
-        f"{rest}{shortage}"
+        f"{rest}{shortage}{bound}"
     )
 
 

@@ -16,6 +16,13 @@ from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.check import plan_fit
+from kvboost_edge.engine.memory.process import (
+    Overhead,
+    check_process,
+    history_bytes,
+    measured_overhead,
+    room_in_process,
+)
 from kvboost_edge.engine.memory.report import MemoryLedger, num_open_blocks, plan_num_blocks
 from kvboost_edge.engine.memory.selection import (
     Selection,
@@ -33,7 +40,7 @@ from kvboost_edge.engine.request.sampling_defaults import (
 from kvboost_edge.errors import BackendUnavailable, ConfigError, ModelFormatError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.host.file_memo import NO_CACHE
-from kvboost_edge.host.memory import Region
+from kvboost_edge.host.memory import Region, give_back
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
@@ -71,7 +78,8 @@ class EngineParts:
     KV format from others, whoever uses them; `backend_reason` says why this backend was taken;
     `max_num_seqs` sequences run together. `pooling` says how an embedding model makes vectors of
     texts, `dense` are the matrices behind that. `suppressed`: tokens that are never an answer's.
-    `sampling`: sampling values of requests that name none.
+    `sampling`: sampling values of requests that name none. `history_bytes`: bound of the draft
+    history, None: the default.
     """
 
     runner: Runner
@@ -89,6 +97,7 @@ class EngineParts:
     dense: Matrices = ()
     suppressed: tuple[int, ...] = ()
     sampling: SamplingDefaults = DEFAULT_SAMPLING
+    history_bytes: int | None = None
 
 
 def build_from_path(
@@ -122,17 +131,21 @@ def build_from_path(
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     beside = None
+    tokenizer = load_tokenizer(checkpoint)  # a part of the overhead that is measured
+    overhead = measured_overhead(checkpoint, config, selected)
     if not device.startswith("cuda"):
-        fit = plan_fit(checkpoint, config, selected, summary, available_on(device))
+        available = available_on(device)
+        fit = plan_fit(checkpoint, config, selected, summary, available, overhead)
         fit.check()
         beside = fit.beside
-    tokenizer = load_tokenizer(checkpoint)
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
     eos = frozenset(defaults.eos_token_ids)
     name = model_name(checkpoint.path)
-    parts = _assemble(config, selected.backend, runner, tokenizer, eos, fingerprint, beside, name)
+    parts = _assemble(
+        config, selected.backend, runner, tokenizer, eos, fingerprint, beside, name, overhead
+    )
     return dataclasses.replace(
         parts,
         pooling=pooling,
@@ -217,6 +230,12 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
     from kvboost_edge.runners.torch.runner import TorchRunner
 
+    if config.max_memory is not None:
+        raise ConfigError(
+            f"max_memory={config.max_memory} needs the native runner: a loaded transformers model "
+            "runs on the torch runner, whose buffers are not known; use from_pretrained(path), or "
+            "bound the pool with max_cache_bytes"
+        )
     if config.runner in ("native", "onnx") or config.weights != "auto":
         raise ConfigError(
             "a loaded transformers model runs on the torch runner, which has no weights=; give a "
@@ -282,9 +301,10 @@ def _assemble(
     fingerprint: str,
     beside: int | None = None,
     name: str = "",
+    overhead: Overhead | None = None,
 ) -> EngineParts:
     """beside: memory for the pool, as it was planned before the weights were loaded. name: of the
-    model, for people.
+    model, for people. overhead: of the process, as it was measured then.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
@@ -294,6 +314,12 @@ def _assemble(
             if beside is None
             else min(beside, available_on(choice.device))
         )
+        if overhead is not None:
+            give_back()  # what packing left
+            overhead = overhead.measured_again((info.weight_region,))
+            check_process(config, info, overhead)
+            available = room_in_process(config, info.weight_bytes, available, overhead)
+            _log_process(config, info, overhead)
         num_blocks = plan_num_blocks(config, info, available)
         num_open = num_open_blocks(config, num_blocks, config.block_size)
         check_options(config, info)
@@ -344,6 +370,19 @@ def _assemble(
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
         tiers=tiers,
+        history_bytes=history_bytes(config, info.weight_bytes, overhead),
+    )
+
+
+def _log_process(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> None:
+    """Log how `max_memory` is divided."""
+    _LOG.info(
+        "max_memory %.1f MB: weights %.1f MB, measured overhead %.1f MB, buffers %.1f MB; pool, "
+        "states and drafts take what is left",
+        (config.max_memory or 0) / 1e6,
+        info.weight_bytes / 1e6,
+        overhead.resident / 1e6,
+        overhead.buffers / 1e6,
     )
 
 

@@ -99,6 +99,7 @@ _Build = Callable[[EngineConfig], EngineParts]  # may be called again for the sa
 
 # Options of an engine's memory and tiers, which the quality gate's engine does not share.
 _OWN_MEMORY: dict[str, Any] = {
+    "max_memory": None,
     "max_cache_bytes": None,
     "max_chunks": None,
     "max_pinned_blocks": None,
@@ -179,6 +180,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             min_chunk_tokens=config.min_chunk_tokens,
             closes_blocks=parts.backend.spec.is_quantized,
             whole=not info.stores_kv,
+            history_bytes=parts.history_bytes,
         )
         self._sequences = Sequences(
             parts.tokenizer, speculation, info.vocab_size, parts.eos_token_ids

@@ -30,6 +30,7 @@ REQUEST = (
     "--threads 2",
     "--ctx-size 512",
     "--max-model-len 512",
+    "--max-memory 4GB",
 )
 CLIENT = ("--url http://x", "--api-key key")
 COMMANDS = {  # name: (required arguments, options with a value)
@@ -39,7 +40,7 @@ COMMANDS = {  # name: (required arguments, options with a value)
     ),
     "chat": ("", (*MODEL, "--system Text", *CLIENT, *REQUEST, *ENGINE, *PACKED)),
     "demo": ("", (*ENGINE, *PACKED)),
-    "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--json")),
+    "doctor": ("", ("x", *MODEL, *ENGINE, "--ctx-size 512", "--max-memory 4GB", "--json")),
     "models": ("", ("word", "--suggest", "--option num_threads=2", "-o dtype=float32", "--json")),
     "inspect": ("", ("x", *MODEL, *ENGINE, "--json")),
     "eval": (
@@ -115,6 +116,7 @@ SERVE = """
 --ctx-size 4096
 --max-cache-bytes 4e9
 --max-cache-bytes 500M
+--max-memory 1GB
 --max-state-bytes 4000000
 --block-size 32
 --num-blocks 9

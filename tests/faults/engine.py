@@ -8,6 +8,20 @@ _SAMPLING = ("tests/engine/test_sampling.py", "tests/engine/schedule/test_random
 
 FAULTS = (
     fault(
+        "the pool may exceed what max_memory leaves",
+        "engine/memory/process.py",
+        "    return min(beside, rest - _history(rest))\n",
+        "    return beside\n",
+        "tests/engine/memory/test_process.py",
+    ),
+    fault(
+        "max_memory leaves out the buffers of passes",
+        "engine/memory/process.py",
+        "return self.resident + self.buffers",
+        "return self.resident",
+        "tests/engine/memory/test_process.py",
+    ),
+    fault(
         "requests may be longer than max_model_len",
         "engine/build.py",
         "return dataclasses.replace(info, max_context=bounded_context(info.max_context, config))",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.process import Overhead, check_process, room_in_process
 from kvboost_edge.engine.memory.report import (
     check_weights_fit,
     memory_beside,
@@ -62,6 +63,7 @@ class MemoryCheck:
     shortage    what is to be said where those leave room for fewer drafts than there would be; ""
                 elsewhere
     refusal     why the engine refuses to start, with the arithmetic; "" where it fits
+    overhead    of the process, beside all these; None without `max_memory`
     """
 
     info: RunnerInfo
@@ -71,6 +73,7 @@ class MemoryCheck:
     states: int
     shortage: str
     refusal: str
+    overhead: Overhead | None = None
 
     @property
     def needed(self) -> int:
@@ -95,11 +98,13 @@ def plan_fit(
     selected: Selection,
     summary: WeightSummary,
     available: int,
+    overhead: Overhead | None = None,
 ) -> MemoryCheck:
     """Weights and pool against so much memory. The pool is judged ahead where weights are packed
     first, which takes long, and where the runner's copies take as much again; where torch loads the
     weights it is when it did, and knows exactly what it stores. What weights take on a CUDA device
-    is not known ahead, and nothing is refused.
+    is not known ahead, and nothing is refused. overhead: measured where `max_memory` bounds the
+    process.
 
     ConfigError for options that do not go with the model's states, or with its having none.
     """
@@ -107,10 +112,14 @@ def plan_fit(
     check_options(config, info)
     is_known = not selected.backend.device.startswith("cuda")
     beside = memory_beside(available, info.weight_bytes) if is_known else available
+    beside = room_in_process(config, info.weight_bytes, beside, overhead)
     refusal = ""
     pool = 0
     states = None
     try:
+        if overhead is not None:
+            packing = _packing_bytes(checkpoint, config, selected, info, summary)
+            check_process(config, info, overhead, packing)
         if is_known:
             check_weights_fit(info.weight_bytes, available)
         if (selected.runner.weights or info.copies_kv) and info.stores_kv:
@@ -124,9 +133,26 @@ def plan_fit(
         with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
-    return MemoryCheck(
-        info, available, beside, pool, state_room, drafts_shortage(config, info, states), refusal
-    )
+    shortage = drafts_shortage(config, info, states)
+    return MemoryCheck(info, available, beside, pool, state_room, shortage, refusal, overhead)
+
+
+def _packing_bytes(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    selected: Selection,
+    info: RunnerInfo,
+    summary: WeightSummary,
+) -> int:
+    """Return the memory that packing takes, with the weights where they stay in memory; 0 where
+    they are packed already.
+    """
+    weights = selected.runner.weights
+    place = packed_place(checkpoint, weights, summary.files, config.num_threads)
+    if place.is_there:
+        return 0
+    in_memory = place.path is None or place.free < info.weight_bytes
+    return place.peak + info.weight_bytes * in_memory
 
 
 def _check_files(checkpoint: Checkpoint, weights: str) -> None:

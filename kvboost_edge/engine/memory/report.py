@@ -13,8 +13,12 @@ from kvboost_edge.host.memory import Region, process_peak, process_rss, resident
 from kvboost_edge.runners.base import RunnerInfo
 
 __all__ = [
+    "BLOCK_BOOKKEEPING",
+    "LEAST_STATES",
+    "STATES_PER_SEQUENCE",
     "MemoryLedger",
     "check_weights_fit",
+    "least_state_bytes",
     "memory_beside",
     "most_sequences",
     "num_open_blocks",
@@ -27,6 +31,10 @@ _POOL_SHARE = 4  # without a given size the pool takes at most a quarter of the 
 _CONTEXTS = (
     16  # and at most so many whole contexts, where the number of sequences is not given either
 )
+LEAST_STATES = 4  # slots, and so many more for each sequence: it writes one, may read another
+STATES_PER_SEQUENCE = 2
+# The bookkeeping of a block in Python objects, all blocks filled; tests/kvcache measure it.
+BLOCK_BOOKKEEPING = 1024
 _TOKENS_PER_SEQUENCE = 512
 _MOST_SEQUENCES = 64
 _COUNTED_TIMES = (
@@ -188,11 +196,12 @@ def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available
     """Return the blocks that max_cache_bytes holds; without it those of a share of the available
     memory, at most `whole`.
     """
-    budget = (
-        shared_out(available) // _POOL_SHARE
-        if config.max_cache_bytes is None
-        else config.max_cache_bytes
-    )
+    if config.max_cache_bytes is not None:
+        budget = config.max_cache_bytes
+    elif config.max_memory is not None:
+        budget = _left_for_pool(config, spec, available)
+    else:
+        budget = shared_out(available) // _POOL_SHARE
     # Of a budget all of which were blocks: at least as many sequences as will run beside the
     # buffers of open ones.
     gross = budget // spec.bytes_per_block
@@ -201,6 +210,24 @@ def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available
     )
     net = (budget - num_open * spec.bytes_per_open_block) // spec.bytes_per_block
     return net if config.max_cache_bytes is not None else max(1, min(net, whole))
+
+
+def least_state_bytes(config: EngineConfig, spec: KVSpec) -> int:
+    """Return the bytes of the fewest slots of states; 0 where there are none."""
+    num_slots = LEAST_STATES + STATES_PER_SEQUENCE * (config.max_num_seqs or 1)
+    return num_slots * spec.bytes_per_state
+
+
+def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
+    """Return the bytes that the pool may take of the memory for pool and states under
+    `max_memory`, without the bookkeeping of its blocks.
+    """
+    if config.max_state_bytes is not None:
+        available -= config.max_state_bytes
+    elif spec.states:
+        available -= max(least_state_bytes(config, spec), available // (_POOL_SHARE + 1))
+    block_bytes = spec.bytes_per_block
+    return max(0, available) * block_bytes // (block_bytes + BLOCK_BOOKKEEPING)
 
 
 def _gb(num_bytes: int) -> str:

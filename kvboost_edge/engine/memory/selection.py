@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ANY = 1 << 60  # bytes: more than any machine has
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
@@ -67,11 +68,13 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     backend = choose_backend(plan.AUTO_BACKEND if is_auto else config.backend, config.device)
     if is_auto and plan.AUTO_BACKEND_REASON:
         backend = dataclasses.replace(backend, reason=plan.AUTO_BACKEND_REASON)
-    available = available_bytes()
+    available = min(available_bytes(), config.max_memory or _ANY)
+    # The format is chosen for the pool of the same size on a machine with as much memory.
+    unbound = dataclasses.replace(config, max_memory=None)
 
     def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
         longest = bounded_context(max_context, config)
-        return planned_pool_bytes(config, kv_spec, longest, available)
+        return planned_pool_bytes(unbound, kv_spec, longest, available)
 
     weights, why = plan.choose_weights(config, model, plan_pool, available)
     if weights:

@@ -7,7 +7,13 @@ from collections.abc import Iterable
 
 from kvboost_edge.backends.base import KVSpec
 from kvboost_edge.config import DEFAULT_DRAFT_TOKENS, EngineConfig
-from kvboost_edge.engine.memory.report import most_sequences, num_open_blocks, planned_blocks
+from kvboost_edge.engine.memory.report import (
+    LEAST_STATES,
+    STATES_PER_SEQUENCE,
+    most_sequences,
+    num_open_blocks,
+    planned_blocks,
+)
 from kvboost_edge.errors import CapacityError, ConfigError
 from kvboost_edge.kvcache.recurrent.tables import StateSizes, TableStates
 from kvboost_edge.runners.base import RunnerInfo
@@ -25,9 +31,6 @@ __all__ = [
 ]
 
 _POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
-# and at least so many slots: a running sequence writes one, and may read another
-_SPARE = 4
-_PER_SEQUENCE = 2
 _WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
 _ANY = 1 << 60  # bytes: more than any machine has
 _SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
@@ -102,16 +105,17 @@ class _Room:
         most = most_sequences(config, self.num_blocks, self.spec.block_size)
         if config.max_state_bytes is not None:
             num_slots = max(0, config.max_state_bytes - draft_bytes) // size
-            num_seqs = config.max_num_seqs or max(1, min(most, num_slots // _PER_SEQUENCE))
+            num_seqs = config.max_num_seqs or max(1, min(most, num_slots // STATES_PER_SEQUENCE))
         else:
             share = self.pool_bytes // _POOL_SHARE // size
             fitting = (self.available - self.pool_bytes - draft_bytes) // size
-            wanted = max(_WANTED_SEQUENCES, (share - _SPARE) // _PER_SEQUENCE)
+            wanted = max(_WANTED_SEQUENCES, (share - LEAST_STATES) // STATES_PER_SEQUENCE)
             num_seqs = config.max_num_seqs or max(
-                1, min(most, wanted, (fitting - _SPARE) // _PER_SEQUENCE)
+                1, min(most, wanted, (fitting - LEAST_STATES) // STATES_PER_SEQUENCE)
             )
             num_slots = max(
-                min(share, self.num_blocks, max(0, fitting)), _SPARE + _PER_SEQUENCE * num_seqs
+                min(share, self.num_blocks, max(0, fitting)),
+                LEAST_STATES + STATES_PER_SEQUENCE * num_seqs,
             )
         every_block = size <= _SMALL * self.spec.bytes_per_block
         return StateSizes(

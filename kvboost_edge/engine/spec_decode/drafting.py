@@ -89,12 +89,27 @@ class TenantHistory:
     automata: bounded together.
     """
 
-    def __init__(self, most_automata_bytes: int = _MOST_AUTOMATA_BYTES) -> None:
+    def __init__(
+        self,
+        most_automata_bytes: int = _MOST_AUTOMATA_BYTES,
+        most_tenants: int = _MOST_TENANTS,
+    ) -> None:
         self._rings: TenantLRU[Ring] = TenantLRU(
-            _MOST_RING_BYTES, max_owners=_MOST_TENANTS, root_bytes=0
+            _MOST_RING_BYTES, max_owners=most_tenants, root_bytes=0
         )
         self._most_automata_bytes = most_automata_bytes
         self._automata_bytes = 0
+
+    @classmethod
+    def within(cls, num_bytes: int) -> TenantHistory:
+        """Make a history of at most so many bytes: half for rings, one at least, half for
+        automata.
+        """
+        half = num_bytes // 2
+        return cls(
+            min(_MOST_AUTOMATA_BYTES, half),
+            max(1, min(_MOST_TENANTS, half // _MOST_RING_BYTES)),
+        )
 
     @property
     def nbytes(self) -> int:

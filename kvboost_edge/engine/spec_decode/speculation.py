@@ -58,11 +58,13 @@ class DraftTokens(Drafting):
 class Speculation(DraftPlanner):
     """Drafts of all sequences of an engine: who gets how many, and what became of them."""
 
-    def __init__(self, *, closes_blocks: bool) -> None:
+    def __init__(self, *, closes_blocks: bool, history_bytes: int | None = None) -> None:
         """closes_blocks: a block is quantized once its last slot is written, which only a certain
-        token may do then.
+        token may do then. history_bytes: bound of what drafts are found in; None: the default.
         """
-        self.memory = TenantHistory()
+        self.memory = (
+            TenantHistory() if history_bytes is None else TenantHistory.within(history_bytes)
+        )
         self.num_drafted = self.num_accepted = 0
         self._closes_blocks = closes_blocks
 

@@ -18,7 +18,7 @@ from kvboost_edge.kernels.reference.rope import turn_keys
 from kvboost_edge.models.config.spec import ModelSpec
 from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
 
-__all__ = ["ProgramBuffers"]
+__all__ = ["ProgramBuffers", "largest_bytes"]
 
 _KEPT_ROWS = 64  # of logits: a step of decoding, not all rows of a prompt
 _MORE_POSITIONS = 1024  # made ahead, so that not every token makes a table
@@ -184,6 +184,17 @@ class ProgramBuffers:
         for number in (lt.B_PANEL, lt.B_INNER):
             arrays[number] = aligned_empty((num_tokens * sizes.groups * LARGEST_CELL,), np.int8)
         return arrays if sizes.mixture is None else arrays | _of_mixture(sizes.mixture, num_tokens)
+
+
+def largest_bytes(spec: ModelSpec, num_tokens: int, num_positions: int) -> int:
+    """Bytes of all buffers of passes of up to so many tokens, at positions below num_positions."""
+    buffers = ProgramBuffers(spec, float_experts=True)
+    arrays = buffers._of_size(num_tokens).values()  # nothing is written, so nothing is resident
+    logits = 4 * _KEPT_ROWS * buffers.sizes.logits
+    each = sum(2 * len(rope.frequencies) for rope in spec.ropes) + (spec.query_scale is not None)
+    # A table that grows is copied.
+    tables = 2 * 4 * each * (num_positions + _MORE_POSITIONS)
+    return sum(array.nbytes for array in arrays) + logits + tables
 
 
 def _of_mixture(sizes: MixtureSizes, num_tokens: int) -> dict[int, npt.NDArray[Any]]:

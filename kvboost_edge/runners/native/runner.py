@@ -21,6 +21,7 @@ from kvboost_edge.backends.batch_layout import refuse_deltas
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.kernels.aot import compile_ahead
+from kvboost_edge.kernels.entry import KernelEntry
 from kvboost_edge.kernels.linear.amx_choice import amx_choice, linear_path
 from kvboost_edge.kernels.linear.weight_formats import FORMATS, GROUP
 from kvboost_edge.kernels.program import table as lt
@@ -63,7 +64,13 @@ from kvboost_edge.runners.native.states import accepted_rows, pass_states
 from kvboost_edge.runners.native.whole_pass import PassMemory, WholePass
 from kvboost_edge.segments import has_delta, turned_positions
 
-__all__ = ["NUMERICS_VERSION", "NativeRunner", "describe_numerics", "load"]
+__all__ = [
+    "NUMERICS_VERSION",
+    "NativeRunner",
+    "describe_numerics",
+    "load",
+    "load_kernels",
+]
 
 _SHORT_PASS = 32  # tokens: fewer are one call, which costs decoding least
 _CALL_SECONDS = 0.025  # about as long a call of a longer pass takes; then it may be abandoned
@@ -170,10 +177,7 @@ class NativeRunner:
         plan = checkpoint.plan(weights)
         with checkpoint.open_source() as source:
             check_tensors(plan, source, row_tables(spec))
-            possible = possible_operations(spec)
-            program, *entries = pass_entries(
-                kinds_of(plan), possible, quantized=kv_bits != (16, 16)
-            )
+            program, *entries = _pass_entries(spec, plan, kv_bits)
             compile_ahead(
                 [program, *packing_entries(plan, source, row_tables(spec)), *entries],
                 default_num_threads(),
@@ -561,6 +565,24 @@ class NativeRunner:
         self._packed.close()
         if self._table is not None:
             self._table.close()
+
+
+def load_kernels(checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int]) -> None:
+    """Load the machine code of a model's passes into this process, where it stays. What is not
+    compiled yet is compiled.
+    """
+    entries = _pass_entries(checkpoint.spec, checkpoint.plan(weights), kv_bits)
+    compile_ahead(entries, default_num_threads())
+    for entry in entries:
+        _ = entry.address
+
+
+def _pass_entries(
+    spec: ModelSpec, plan: list[PackEntry], kv_bits: tuple[int, int]
+) -> list[KernelEntry]:
+    """Return the entries that passes of a model need, before it is packed."""
+    possible = possible_operations(spec)
+    return pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:

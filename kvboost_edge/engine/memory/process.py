@@ -1,0 +1,172 @@
+"""The bound of the whole process (`max_memory`): weights, measured overhead, pool and states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.report import (
+    BLOCK_BOOKKEEPING,
+    least_state_bytes,
+    num_open_blocks,
+    planned_blocks,
+)
+from kvboost_edge.engine.memory.selection import Selection, bounded_context, usable_context
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.host.memory import Region, process_rss, resident_bytes, shared_out
+from kvboost_edge.models.checkpoint import Checkpoint
+from kvboost_edge.runners.base import RunnerInfo
+
+__all__ = ["Overhead", "check_process", "history_bytes", "measured_overhead", "room_in_process"]
+
+_HISTORY_SHARE = 16  # of what weights and overhead leave, the draft history takes a sixteenth
+_MOST_HISTORY_BYTES = 128 << 20  # and not more than it ever does
+
+
+class Overhead(NamedTuple):
+    """Bytes of the process beside weights, pool and states.
+
+    resident  measured: interpreter, packages, machine code, tokenizer
+    buffers   known, of passes at their largest; they are resident once such passes ran
+    """
+
+    resident: int
+    buffers: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.resident + self.buffers
+
+    def measured_again(self, weights: Iterable[Region]) -> Overhead:
+        """Return it as of now, without what is resident of the weights; never less than before,
+        as machine code that was given back may return.
+        """
+        resident = process_rss() - (resident_bytes(weights) or 0)
+        return self._replace(resident=max(self.resident, resident))
+
+
+def measured_overhead(
+    checkpoint: Checkpoint, config: EngineConfig, selected: Selection
+) -> Overhead | None:
+    """Measure the process before the weights are loaded; None without `max_memory`. The machine
+    code of the model's passes is loaded first. ConfigError where the runner's buffers are not
+    known.
+    """
+    if config.max_memory is None:
+        return None
+    if selected.runner.name != "native":
+        raise ConfigError(
+            f"max_memory={config.max_memory} needs the native runner, and the model runs on the "
+            f"{selected.runner.name} runner, whose buffers are not known; leave it out and bound "
+            "the pool with max_cache_bytes"
+        )
+    from kvboost_edge.runners.native.buffers import largest_bytes
+    from kvboost_edge.runners.native.runner import load_kernels
+
+    load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
+    context = bounded_context(usable_context(checkpoint.config), config)
+    buffers = largest_bytes(checkpoint.spec, min(config.max_batch_tokens, context), context)
+    return Overhead(process_rss(), buffers)
+
+
+def room_in_process(
+    config: EngineConfig, weight_bytes: int, beside: int, overhead: Overhead | None
+) -> int:
+    """Return the memory for pool and states: what the machine has beside the weights, or what
+    `max_memory` leaves, if that is less.
+    """
+    if overhead is None:
+        return beside
+    rest = max(0, _rest(config, weight_bytes, overhead))
+    return min(beside, rest - _history(rest))
+
+
+def history_bytes(config: EngineConfig, weight_bytes: int, overhead: Overhead | None) -> int | None:
+    """Return the bound of the draft history; None: the default."""
+    if overhead is None:
+        return None
+    return _history(max(0, _rest(config, weight_bytes, overhead)))
+
+
+def check_process(
+    config: EngineConfig, info: RunnerInfo, overhead: Overhead | None, packing: int = 0
+) -> None:
+    """Raise CapacityError, with the arithmetic, where `max_memory` does not hold weights, overhead
+    and the pool that was asked for, or one context.
+
+    packing   bytes that packing the weights takes, before there are buffers and a pool
+    """
+    if overhead is None:
+        return
+    allowed = shared_out(config.max_memory or 0)
+    is_sized = config.max_cache_bytes is not None or config.counted_blocks is not None
+    pool, states, room = _least_room(config, info, is_sized=is_sized)
+    needed = info.weight_bytes + overhead.nbytes + room
+    least = max(needed, overhead.resident + packing)
+    if needed <= allowed < least:
+        raise CapacityError(
+            f"max_memory={_gb(allowed)} does not hold measured overhead {_gb(overhead.resident)} + "
+            f"{_gb(packing)} to pack the weights; give at least {_mb_up(least)}"
+        )
+    if needed <= allowed:
+        return
+    asked = "the pool asked for" if is_sized else f"one context of {info.max_context} tokens"
+    parts = [
+        f"weights {_gb(info.weight_bytes)}",
+        f"measured overhead {_gb(overhead.resident)}",
+        f"buffers {_gb(overhead.buffers)}",
+        *([f"states {_gb(states)}"] if states else []),
+        *([f"{asked} {_gb(pool)}"] if pool else []),
+        *([f"bookkeeping and drafts {_gb(room - pool - states)}"] if room > pool + states else []),
+    ]
+    smaller = ["max_batch_tokens"]
+    if pool:
+        smaller = ["max_cache_bytes or num_blocks" if is_sized else "max_model_len", *smaller]
+        smaller += ["kv_cache_bits"] if max(config.kv_bits) > 4 else []
+    raise CapacityError(
+        f"max_memory={_gb(allowed)} is less than the process takes: {' + '.join(parts)} = "
+        f"{_gb(needed)}; give at least {_mb_up(least)}, or lower {', '.join(smaller)}"
+    )
+
+
+def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tuple[int, int, int]:
+    """Return bytes of the smallest pool, of its states, and of both with bookkeeping and drafts."""
+    spec = info.kv_spec
+    if not info.stores_kv:
+        return 0, 0, 0
+    num_blocks = (
+        planned_blocks(config, spec, info.max_context, 0)
+        if is_sized
+        else -(-info.max_context // spec.block_size)
+    )
+    open_bytes = spec.bytes_per_open_block
+    num_open = num_open_blocks(config, num_blocks, spec.block_size)
+    pool = num_blocks * spec.bytes_per_block + num_open * open_bytes
+    room = pool + num_blocks * BLOCK_BOOKKEEPING
+    if not is_sized:  # as the pool is cut from what is left
+        room += 2 * (spec.bytes_per_block + BLOCK_BOOKKEEPING) + open_bytes
+    states = config.max_state_bytes or least_state_bytes(config, spec)
+    if states and not is_sized and config.max_state_bytes is None:
+        states = max(states, -(-room // 4))
+    room += states
+    history = min(_MOST_HISTORY_BYTES, -(-room // (_HISTORY_SHARE - 1)))
+    return pool, states, room + history
+
+
+def _rest(config: EngineConfig, weight_bytes: int, overhead: Overhead) -> int:
+    """Bytes that weights and overhead leave; below 0 where they do not fit."""
+    return shared_out(config.max_memory or 0) - weight_bytes - overhead.nbytes
+
+
+def _history(rest: int) -> int:
+    return min(_MOST_HISTORY_BYTES, rest // _HISTORY_SHARE)
+
+
+def _mb_up(num_bytes: int) -> str:
+    """Write a size that holds so many bytes, as an option takes it."""
+    return f"{-(-num_bytes // 10**6)}MB"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -1,0 +1,192 @@
+"""The bound of the whole process: measured overhead, the pool of what is left, and refusals."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.models.tiny_models import build_tiny_model, save_tiny_model
+from helpers.onnx.blocks import Form
+from helpers.onnx.concat import ConcatDecoder
+from helpers.onnx.writer import write_onnx
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine import build
+from kvboost_edge.engine.memory import process
+from kvboost_edge.engine.memory.process import Overhead
+from kvboost_edge.engine.memory.report import planned_pool_bytes
+from kvboost_edge.engine.spec_decode.drafting import TenantHistory
+from kvboost_edge.errors import CapacityError, ConfigError
+from kvboost_edge.host.memory import Region
+
+MB = 10**6
+DEMO = "kvboost-edge/demo"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak")
+
+_FILLED = """
+import json, sys
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.host.memory import process_peak
+
+options = json.loads(sys.argv[1])
+with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+    num_blocks = engine.paged_stats()["num_blocks"]
+    length = engine.runner_info.max_context - 20
+    for turn in range(200):
+        handles = [
+            engine.submit([(7 + turn + 3 * i * (i + one)) % 400 for i in range(length)],
+                          max_new_tokens=2)
+            for one in range(4)
+        ]
+        for handle in handles:
+            handle.result()
+        if engine.paged_stats()["occupied_blocks"] >= num_blocks - 4:
+            break
+    stats = engine.paged_stats()
+print(json.dumps([process_peak(), stats["occupied_blocks"] / num_blocks, stats["pool_bytes"]]))
+"""
+
+
+def _filled(**options):
+    done = subprocess.run(
+        [sys.executable, "-c", _FILLED, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@linux
+def test_a_process_stays_within_its_bound_with_a_full_pool():
+    """The pool takes what weights and overhead leave, and less than that is refused by the same
+    arithmetic: the size that a refusal names is enough.
+    """
+    code, _, refused = _filled(max_memory="50MB", max_model_len=2048)
+    assert code == 1
+    least = int(re.search(r"give at least (\d+)MB", refused)[1])
+    bound = (least + 60) * MB
+    code, out, error = _filled(max_memory=bound, max_model_len=2048)
+    assert code == 0, error
+    peak, filled, pool = json.loads(out)
+    assert filled > 0.9
+    assert peak <= bound
+    assert pool > 40 * MB  # of the 60 more than the least
+
+
+@pytest.fixture
+def overhead(monkeypatch):
+    """An overhead of 300 MB whatever this process holds: tests before this one left much."""
+    fixed = Overhead(200 * MB, 100 * MB)
+    monkeypatch.setattr(
+        build, "measured_overhead", lambda _, config, __: fixed if config.max_memory else None
+    )
+    monkeypatch.setattr(process, "process_rss", lambda: 0)
+    return fixed
+
+
+def test_the_pool_takes_what_weights_and_overhead_leave(overhead):
+    sizes = []
+    for bound in (400 * MB, 500 * MB):
+        with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_num_seqs=64) as engine:
+            stats = engine.paged_stats()
+            info = engine.runner_info
+            history = engine._parts.history_bytes
+        sizes.append(stats["pool_bytes"])
+        left = bound - 300 * MB - info.weight_bytes
+        assert history == left // 16
+        assert 0.75 * left < stats["pool_bytes"] < left - history
+    assert sizes[1] > sizes[0] + 70 * MB
+    with CPUPagedEngine.from_pretrained(DEMO, max_memory=500 * MB) as engine:
+        stats = engine.paged_stats()
+        assert 16 * stats["num_blocks"] == 16 * engine.runner_info.max_context < sizes[1]
+
+
+def test_less_than_one_context_is_refused_before_anything_is_loaded(overhead, monkeypatch):
+    with CPUPagedEngine.from_pretrained(DEMO, num_blocks=8) as engine:
+        info = engine.runner_info
+    context = planned_pool_bytes(
+        EngineConfig(num_blocks=info.max_context // 16), info.kv_spec, info.max_context, 0
+    )
+    bound = overhead.nbytes + info.weight_bytes + context - 1
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_load_runner", lambda *_: pytest.fail("it was loaded"))
+        with pytest.raises(CapacityError) as caught:
+            CPUPagedEngine.from_pretrained(DEMO, max_memory=bound)
+    said = str(caught.value)
+    for part in ("max_memory=", "weights ", "measured overhead 0.20 GB", "buffers 0.10 GB"):
+        assert part in said
+    assert f"one context of {info.max_context} tokens" in said
+    assert "max_model_len" in said
+    least = int(re.search(r"give at least (\d+)MB", said)[1]) * MB
+    with CPUPagedEngine.from_pretrained(DEMO, max_memory=least) as engine:
+        assert 16 * engine.paged_stats()["num_blocks"] >= info.max_context
+    half = info.max_context // 2
+    with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_model_len=half) as engine:
+        assert 16 * engine.paged_stats()["num_blocks"] >= half
+    with pytest.raises(CapacityError, match="the pool asked for"):
+        CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_cache_bytes="1GB")
+    with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, num_blocks=9) as engine:
+        assert engine.paged_stats()["num_blocks"] == 9
+
+
+def test_states_are_cut_from_what_is_left(overhead, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    path = save_tiny_model("qwen3_5_text", tmp_path / "model")
+    options = {"weights": "int8", "max_model_len": 256}
+    CPUPagedEngine.from_pretrained(path, **options).close()  # packed from now on
+    with pytest.raises(CapacityError, match=r"\+ states \d") as caught:
+        CPUPagedEngine.from_pretrained(path, max_memory=overhead.nbytes, **options)
+    least = int(re.search(r"give at least (\d+)MB", str(caught.value))[1]) * MB
+    with CPUPagedEngine.from_pretrained(path, max_memory=least, **options) as engine:
+        stats = engine.paged_stats()
+        weights = engine.runner_info.weight_bytes
+    assert 16 * stats["num_blocks"] >= 256
+    assert stats["pool_bytes"] + stats["state_bytes"] <= least - overhead.nbytes - weights
+
+
+def test_what_packing_takes_is_a_part_of_the_bound(overhead, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
+    small = overhead._replace(buffers=0)
+    monkeypatch.setattr(build, "measured_overhead", lambda *_: small)
+    options = {"max_memory": small.resident + 40 * MB, "max_model_len": 64}
+    with pytest.raises(
+        CapacityError, match=r"overhead 0\.20 GB \+ .* to pack the weights"
+    ) as caught:
+        CPUPagedEngine.from_pretrained(DEMO, **options)
+    assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
+    least = re.search(r"give at least (\d+MB)", str(caught.value))[1]
+    CPUPagedEngine.from_pretrained(DEMO, **{**options, "max_memory": least}).close()
+    CPUPagedEngine.from_pretrained(DEMO, **options).close()  # nothing is left to pack
+
+
+def test_other_runners_have_no_bound(tmp_path):
+    path = write_onnx(build_tiny_model("llama"), tmp_path / "m", Form(concat=True), ConcatDecoder)
+    with pytest.raises(ConfigError, match="max_memory=1000000000 needs the native runner"):
+        CPUPagedEngine.from_pretrained(path, max_memory="1GB")
+    with pytest.raises(ConfigError, match="max_memory=5 needs the native runner"):
+        CPUPagedEngine(build_tiny_model("llama"), None, max_memory=5)
+
+
+def test_resident_weights_are_no_overhead(monkeypatch):
+    monkeypatch.setattr(process, "process_rss", lambda: 900)
+    monkeypatch.setattr(process, "resident_bytes", lambda regions: 600)
+    first = Overhead(200, 50)
+    assert first.measured_again([Region(0, 700)]) == Overhead(300, 50)
+    assert Overhead(400, 50).measured_again([Region(0, 700)]) == Overhead(400, 50)
+    monkeypatch.setattr(process, "resident_bytes", lambda regions: None)
+    assert first.measured_again([Region(0, 700)]) == Overhead(900, 50)
+
+
+def test_a_history_stays_within_its_bytes():
+    history = TenantHistory.within(8 * MB)
+    for tenant in range(40):
+        history.keep(bytes([tenant]) * 8, list(range(2000)))
+    assert 0 < history.nbytes <= 4 * MB
+    assert history.reserve(3 * MB)
+    assert not history.reserve(2 * MB)
