@@ -7,6 +7,7 @@ docs/reference/options.md read these declarations.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -48,8 +49,9 @@ _ELSEWHERE = {
 
 # A number with a unit; GB and G are the same, Gi and GiB too.
 _SIZE = re.compile(
-    r"(?P<number>[0-9.]+(?:e[0-9]+)?) ?(?:(?P<unit>[kmgt])(?P<binary>i)?b?)", re.IGNORECASE
+    r"(?P<number>[0-9.]+(?:e[0-9]+)?) ?(?P<unit>[kmgt])(?P<binary>i)?b?", re.IGNORECASE
 )
+_SIZE_WORDS = "a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,20 +209,21 @@ class Option:
 def read_bytes(text: str) -> int:
     """Read a size: an integer, a number such as 4e9, or one with a unit such as 500M, 1GB or 8GiB.
 
-    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, each with or without B. ValueError
-    for anything else.
+    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, each with or without B. Raises
+    ValueError for anything else.
     """
-    try:
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        found = _SIZE.fullmatch(text)
-    if found is None:
-        number = float(text)
-    else:
-        factor = 1024 if found["binary"] else 1000
-        number = float(found["number"]) * factor ** (1 + "kmgt".index(found["unit"].lower()))
+    found = _SIZE.fullmatch(text)
+    number = math.nan
+    with contextlib.suppress(ValueError):
+        if found is None:
+            number = float(text)
+        else:
+            factor = 1024 if found["binary"] else 1000
+            number = float(found["number"]) * factor ** (1 + "kmgt".index(found["unit"].lower()))
     if not math.isfinite(number):
-        raise ValueError(f"{text!r} is no finite size")
+        raise ValueError(f"{text!r} is not {_SIZE_WORDS}")
     return int(number)
 
 
@@ -230,9 +233,7 @@ def _as_bytes(name: str, value: Any, error: type[Exception]) -> Any:
         try:
             value = read_bytes(value)
         except ValueError:
-            raise error(
-                f"{name}={value!r} must be a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
-            ) from None
+            raise error(f"{name}={value!r} must be {_SIZE_WORDS}") from None
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

@@ -30,10 +30,16 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
-            if getattr(error, "option_name", None) in ("-o", "--option"):  # it has no value
+            if _lacks_value(error, ("-o", "--option")):
                 print_engine_options()
             suggest_flag(error)
             raise
+
+
+def _lacks_value(error: Any, names: tuple[str, ...]) -> bool:
+    """Return whether one of these options was given without its value."""
+    is_unknown = hasattr(error, "possibilities")  # the command has no such option
+    return not is_unknown and getattr(error, "option_name", None) in names
 
 
 app = typer.Typer(

@@ -108,9 +108,9 @@ def _read(declared: Option, of_engine: bool, text: str) -> Any:
             return read_bytes(text) if declared.unit == "bytes" else int(text)
         if declared.kind is float:
             return float(text)
-    except ValueError:
-        kind = "size in bytes" if declared.unit == "bytes" else "number"
-        raise typer.BadParameter(f"{text!r} is not a {kind}") from None
+    except ValueError as error:
+        is_size = declared.read is None and declared.unit == "bytes"
+        raise typer.BadParameter(str(error) if is_size else f"{text!r} is not a number") from None
     if declared.choices and not of_engine and text not in declared.choices:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(declared.choices)}")
     return text

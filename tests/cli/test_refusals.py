@@ -82,6 +82,10 @@ def test_the_engine_options_are_listed(no_model, printed, argv):
     assert "    Tokens in a block of the KV cache. Default: 16" in lines
 
 
+def test_the_engine_options_are_not_listed_by_a_command_without_them(printed):
+    assert "No such option: -o" in printed("cache", "-o", code=2).err
+
+
 @EACH
 def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeypatch):
     file = tmp_path / "schema.json"

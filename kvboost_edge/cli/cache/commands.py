@@ -24,6 +24,13 @@ class CacheAction(enum.StrEnum):
     CLEAR = "clear"
 
 
+def _read_size(text: str) -> int:
+    try:
+        return read_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def cache(
     action: Annotated[
         CacheAction,
@@ -48,7 +55,7 @@ def cache(
         typer.Option(
             "--max-disk-bytes",
             metavar="BYTES",
-            parser=read_bytes,
+            parser=_read_size,
             help="prune: blocks beyond this, such as 4GB, go, those used longest ago first.",
         ),
     ] = None,

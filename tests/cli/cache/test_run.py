@@ -158,6 +158,12 @@ def test_options_that_belong_elsewhere_are_refused_by_name(home, printed, argv, 
     assert named in printed("cache", *argv, code=1).err
 
 
+def test_a_wrong_size_is_refused_with_examples(home, printed):
+    err = " ".join(printed("cache", "prune", "--max-disk-bytes", "much", code=2).err.split())
+    assert "'much' is not a size in bytes, such as 500M, 1GB, 8GiB or 1e9" in err
+    assert "Value error" not in err
+
+
 def test_another_directory_and_none_at_all(home, answer, printed):
     assert answer("list", "--disk-cache-dir", home / "nothing")["bytes"] == 5000
     printed("cache", "list", "--disk-cache-dir", home / "packed" / "0123-int4.kvpack")
