@@ -597,12 +597,13 @@ class EngineCore:
 
 
 def _note_shares(work: list[ScheduledTokens[Sequence]], seconds: float) -> None:
-    """Tell each sequence of a step which share of the step's tokens it had."""
+    """Record for each sequence of a step its share of the step's tokens."""
     tokens: Counter[Sequence] = Counter()
     for one in work:
         tokens[one.sequence] += len(one.token_ids)
+    total = tokens.total()
     for sequence, count in tokens.items():
-        sequence.marks.took_part(seconds, count / tokens.total())
+        sequence.marks.took_part(seconds, count / total)
 
 
 def _is_ending(sequence: Sequence) -> bool:

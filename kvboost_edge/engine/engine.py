@@ -274,9 +274,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts.
         An exception while waiting, Ctrl-C too, cancels the request within one step.
         """
-        if sampling is None:
-            options["max_new_tokens"] = max_new_tokens
         options |= _given(temperature=temperature, do_sample=do_sample)
+        options |= _length(sampling, max_new_tokens)
         if isinstance(prompt, str):
             self._say_raw()
         return self._run(

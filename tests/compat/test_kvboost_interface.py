@@ -369,8 +369,10 @@ def test_an_option_twice_is_refused(engine):
     assert engine.generate_batch([QUESTION], sampling=params)[0].generated_tokens == 3
     with pytest.raises(RequestError, match="sampling= and max_new_tokens= are both given"):
         engine.generate_batch([QUESTION], 6, sampling=params)
+    with pytest.raises(RequestError, match="sampling= and max_new_tokens= are both given"):
+        engine.generate(QUESTION, 6, sampling=params)
     with pytest.raises(RequestError, match="sampling= and temperature= are both given"):
-        engine.generate(QUESTION, 6, "baseline", 0.5, sampling=params)
+        engine.generate(QUESTION, 64, "baseline", 0.5, sampling=params)
 
 
 # Verification.
