@@ -10,6 +10,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.host.memory import available_bytes, set_own_share
 from kvboost_edge.serve_ray.replica import EngineReplica, EngineStuck, ReplicaOptions, own_options
@@ -39,7 +40,10 @@ class RayReplica(EngineReplica):
         engine = own_options(options.engine, cpus, memory)
 
         def ready(engine: CPUPagedEngine) -> None:
-            prepare(engine, options.warm, options.warm_documents, options.tenants)
+            # The ingress refuses a mode that the model cannot have.
+            can_reuse = engine.reuse_refusal is None
+            mode = options.mode if can_reuse else GenerationMode.PREFIX_CACHE
+            prepare(engine, options.warm, options.warm_documents, options.tenants, mode)
             engine.read_ahead()
 
         name = serve.get_replica_context().replica_id.unique_id

@@ -16,6 +16,7 @@ from kvboost_edge.serve_ray.deployment import NAME, replica_deployment
 from kvboost_edge.serve_ray.model import open_tokenizer
 from kvboost_edge.serve_ray.start import flags_of, pooled, replica_options
 from kvboost_edge.server.app import create_app
+from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.logs import configure_logging
 from kvboost_edge.server.serve_options import ServeOptions
@@ -78,6 +79,7 @@ class Server:
     def __init__(self, flags: Sequence[str], engines: Any) -> None:
         options = _parsed(flags)
         configure_logging(options.settings)
+        log_default_mode(options)
         config = EngineConfig.from_options(**options.engine)
         tokenizer, digest = open_tokenizer(options.model, config)
         self._settings = options.settings
@@ -91,6 +93,7 @@ class Server:
             is_settled=_is_settled,
         )
         self._pool = self._opened.__enter__()
+        check_default_mode(self._pool, options.model, options)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_app(self._pool, self._settings)

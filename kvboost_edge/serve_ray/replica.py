@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.handle import Handles, RequestHandle
 from kvboost_edge.engine.request.request import RequestArrival
@@ -59,8 +59,8 @@ _GUESSED_SPEEDS = {
 
 
 class ReplicaOptions(NamedTuple):
-    """Parameters of every replica: the model, the engine's options, and the texts that it computes
-    before it takes requests, a copy for each tenant.
+    """Parameters of every replica: the model, the engine's options, the texts that it computes
+    before it takes requests, a copy for each tenant, and the mode of requests that choose none.
     """
 
     model: str
@@ -68,6 +68,7 @@ class ReplicaOptions(NamedTuple):
     warm: tuple[str, ...] = ()
     warm_documents: tuple[str, ...] = ()
     tenants: tuple[str | None, ...] = (None,)
+    mode: GenerationMode = GenerationMode.PREFIX_CACHE
 
     def __repr__(self) -> str:
         """Represent it without the engine's options, which may hold a password: Ray logs its

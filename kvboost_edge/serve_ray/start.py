@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge import errors
-from kvboost_edge.config import EngineConfig
+from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.directory import STORE_BYTES, ray_directory
@@ -74,7 +74,12 @@ def replica_options(options: ServeOptions) -> ReplicaOptions:
     """Return the parameters of every replica."""
     tenants: tuple[str | None, ...] = tuple(tenant_of_key(key) for key in options.settings.all_keys)
     return ReplicaOptions(
-        options.model, options.engine, options.warm, options.warm_documents, tenants or (None,)
+        options.model,
+        options.engine,
+        options.warm,
+        options.warm_documents,
+        tenants or (None,),
+        GenerationMode(options.settings.mode),
     )
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.config import GenerationMode
-from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, install_extra
+from kvboost_edge.errors import BackendUnavailable, KVBoostError, install_extra
+from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.serve_options import ServeOptions, help_text
 from kvboost_edge.server.settings import tenant_of_key
@@ -28,7 +28,6 @@ from kvboost_edge.server.work.prepare import learn_template, prepare
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.memory.check import PlannedMemory
-    from kvboost_edge.server.engines import Engine
 
 __all__ = ["main", "serve"]
 
@@ -74,7 +73,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
     from kvboost_edge.kernels.jit import on_first_compilation
 
     configure_logging(options.settings)
-    _log_mode(options)
+    log_default_mode(options)
     # Before the model is loaded: an address that is taken is told at once.
     with contextlib.closing(bind(options.settings)) as listener:
         on_compiling(_log_compiling)
@@ -130,55 +129,18 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
     from kvboost_edge.serve_ray.start import log_replicas, replicated
 
     configure_logging(options.settings)
-    _log_mode(options)
+    log_default_mode(options)
     with contextlib.closing(bind(options.settings)) as listener:
         started = time.perf_counter()
         log_facts(logging.INFO, "loading", model=options.model, workers=options.workers)
         with replicated(options) as pool:
             log_facts(logging.INFO, "loaded", seconds=round(time.perf_counter() - started, 1))
             log_replicas(pool)
-            _check_mode(pool, options.model, options)
+            check_default_mode(pool, options.model, options)
             learn_template(pool.tokenizer)
             if not ended.is_set():
                 run_server(create_app(pool, options.settings), options.settings, listener)
                 _close_from_now(ended)
-
-
-def _log_mode(options: ServeOptions) -> None:
-    """Log that answers are approximate by default, or that options of reuse wait for requests that
-    choose it.
-    """
-    given = sorted(name for name in options.engine if name.startswith("recompute_"))
-    if options.settings.mode is GenerationMode.CHUNK_KV_REUSE:
-        log_facts(logging.INFO, "approximate by default: requests that choose no mode reuse chunks")
-    elif given:
-        log_facts(
-            logging.INFO,
-            "only for requests with kvboost.mode chunk_kv_reuse; --mode makes that the default",
-            options=" ".join(given),
-        )
-
-
-def _check_mode(engine: Engine, model: str, options: ServeOptions) -> GenerationMode:
-    """Return the mode of requests that choose none. ConfigError if the only model refuses it; one
-    of several models then uses prefix_cache, which is logged.
-    """
-    from kvboost_edge.server.state import default_mode
-
-    mode = default_mode(options.settings, engine)
-    if mode is options.settings.mode:
-        return mode
-    if not options.others:
-        raise ConfigError(
-            f"--mode chunk_kv_reuse is refused: {engine.reuse_refusal}; use --mode prefix_cache"
-        )
-    log_facts(
-        logging.WARNING,
-        "the model refuses --mode chunk_kv_reuse: prefix_cache",
-        model=model,
-        reason=engine.reuse_refusal,
-    )
-    return mode
 
 
 def _budget(options: ServeOptions) -> int | None:
@@ -240,7 +202,7 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **chosen)
     try:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
-        mode = _check_mode(engine, model, options)
+        mode = check_default_mode(engine, model, options)
         prepare(engine, options.warm, options.warm_documents, tenants, mode)
         stats = engine.paged_stats()
         shown = {

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.server.default_mode import default_mode
 from kvboost_edge.server.errors import ShuttingDown, stopped
 from kvboost_edge.server.work.admission import Admission, AdmissionQueue
 from kvboost_edge.server.work.remembered import ResponseStore
@@ -31,7 +32,6 @@ __all__ = [
     "EngineLeases",
     "ModelState",
     "Shared",
-    "default_mode",
     "keep_state",
     "model_of",
     "state_of",
@@ -81,15 +81,6 @@ class EngineLeases:
         while self._count:
             self._over.clear()
             await self._over.wait()
-
-
-def default_mode(settings: ServerSettings, engine: Engine) -> GenerationMode:
-    """Return the mode of requests that choose none: the server's, or prefix_cache if the model
-    refuses that.
-    """
-    mode = GenerationMode(settings.mode)
-    is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.reuse_refusal is not None
-    return GenerationMode.PREFIX_CACHE if is_refused else mode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

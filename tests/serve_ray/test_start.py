@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from helpers.server.live_servers import wait_until
+from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import (
     BackendUnavailable,
     CapacityError,
@@ -27,7 +28,13 @@ from kvboost_edge.errors import (
 from kvboost_edge.host.cpu import default_num_threads
 from kvboost_edge.serve_ray.directory import MEMORY_PLACE
 from kvboost_edge.serve_ray.replica import own_options
-from kvboost_edge.serve_ray.start import _OWN, flags_of, loading_error, own_cluster
+from kvboost_edge.serve_ray.start import (
+    _OWN,
+    flags_of,
+    loading_error,
+    own_cluster,
+    replica_options,
+)
 from kvboost_edge.server.__main__ import _ended_by_signal, main
 from kvboost_edge.server.flags import parse_flags
 
@@ -65,6 +72,11 @@ def test_what_a_replica_raised_while_it_loaded_is_told(text, kind, words):
     error = loading_error(text)
     assert type(error) is kind
     assert words in str(error)
+
+
+def test_replicas_are_prepared_for_the_default_mode():
+    options = parse_flags(["--mode", "chunk_kv_reuse"], "kvboost-server")
+    assert replica_options(options).mode is GenerationMode.CHUNK_KV_REUSE
 
 
 def test_arguments_of_a_serve_yaml_are_the_commands_flags(monkeypatch):

@@ -1,6 +1,5 @@
 """What the server says while it loads a model."""
 
-import dataclasses
 import logging
 import threading
 
@@ -13,7 +12,6 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.server import __main__ as command
 from kvboost_edge.server.flags import parse_flags
-from kvboost_edge.server.serve_options import NamedModel
 from kvboost_edge.server.work.prepare import prepare
 
 
@@ -50,33 +48,6 @@ def test_the_only_model_may_not_refuse_the_default_mode(tmp_path):
     options = options_of("--model", model, "--mode", "chunk_kv_reuse")
     with pytest.raises(ConfigError, match=r"--mode chunk_kv_reuse is refused: .*; use --mode pre"):
         command._load(model, options, threading.Event())
-
-
-def test_one_of_several_models_that_refuses_it_is_exact_and_logged(caplog):
-    options = options_of("--mode", "chunk_kv_reuse")
-    several = dataclasses.replace(options, others=(NamedModel(("b",), "b"),))
-    with fake_engine() as engine, caplog.at_level(logging.WARNING):
-        assert command._check_mode(engine, "a", several) is GenerationMode.CHUNK_KV_REUSE
-        assert not caplog.records
-        runner_of(engine).moved_keys_refusal = "it cannot"
-        assert command._check_mode(engine, "a", several) is GenerationMode.PREFIX_CACHE
-    assert vars(caplog.records[0])["facts"] == {"model": "a", "reason": "it cannot"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ((), []),
-        (("--mode", "chunk_kv_reuse", "--recompute-ratio", "0.1"), ["approximate by default"]),
-        (("--recompute-strategy", "none"), ["only for requests with kvboost.mode chunk_kv_reuse"]),
-    ],
-)
-def test_the_start_says_who_reuses_chunks(caplog, argv, said):
-    with caplog.at_level(logging.INFO):
-        command._log_mode(options_of(*argv))
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == len(said)
-    assert all(line.startswith(words) for line, words in zip(lines, said, strict=True))
 
 
 def test_an_approximate_default_is_tried_before_the_first_request():

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import give_back
 from kvboost_edge.server.cache_report.tracker import Doctor
+from kvboost_edge.server.default_mode import default_mode
 from kvboost_edge.server.logs import failure_place, log_facts
 from kvboost_edge.server.metrics import Metrics
 from kvboost_edge.server.models.served import Known, Refusal, ServedModel, abilities_of
-from kvboost_edge.server.state import ModelState, Shared, default_mode
+from kvboost_edge.server.state import ModelState, Shared
 from kvboost_edge.server.work.admission import AdmissionQueue
 from kvboost_edge.server.work.threads import in_thread
 

@@ -1,0 +1,63 @@
+"""The mode of requests that choose none, `serve --mode`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.server.logs import log_facts
+
+if TYPE_CHECKING:
+    from kvboost_edge.server.engines import Engine
+    from kvboost_edge.server.serve_options import ServeOptions
+    from kvboost_edge.server.settings import ServerSettings
+
+__all__ = ["check_default_mode", "default_mode", "log_default_mode"]
+
+
+def default_mode(settings: ServerSettings, engine: Engine) -> GenerationMode:
+    """Return the mode of requests that choose none: the server's, or prefix_cache if the model
+    refuses that.
+    """
+    mode = GenerationMode(settings.mode)
+    is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.reuse_refusal is not None
+    return GenerationMode.PREFIX_CACHE if is_refused else mode
+
+
+def log_default_mode(options: ServeOptions) -> None:
+    """Log that answers are approximate by default, or that options of reuse apply only to requests
+    that choose it.
+    """
+    given = sorted(name for name in options.engine if name.startswith("recompute_"))
+    if options.settings.mode is GenerationMode.CHUNK_KV_REUSE:
+        log_facts(logging.INFO, "approximate by default: requests that choose no mode reuse chunks")
+    elif given:
+        log_facts(
+            logging.INFO,
+            "only for requests with kvboost.mode chunk_kv_reuse; --mode makes that the default",
+            options=" ".join(given),
+        )
+
+
+def check_default_mode(engine: Engine, model: str, options: ServeOptions) -> GenerationMode:
+    """Return the mode of requests that choose none.
+
+    Raises ConfigError if the only model refuses it; one of several models then uses prefix_cache,
+    which is logged.
+    """
+    mode = default_mode(options.settings, engine)
+    if mode is options.settings.mode:
+        return mode
+    if not options.others:
+        raise ConfigError(
+            f"--mode chunk_kv_reuse is refused: {engine.reuse_refusal}; use --mode prefix_cache"
+        )
+    log_facts(
+        logging.WARNING,
+        "the model refuses --mode chunk_kv_reuse: prefix_cache",
+        model=model,
+        reason=engine.reuse_refusal,
+    )
+    return mode

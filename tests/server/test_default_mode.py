@@ -1,0 +1,43 @@
+"""The mode of requests that choose none."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from helpers.engine.fake_runner import fake_engine, runner_of
+from kvboost_edge.config import GenerationMode
+from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
+from kvboost_edge.server.flags import parse_flags
+from kvboost_edge.server.serve_options import NamedModel
+
+
+def options_of(*argv):
+    return parse_flags(["--no-pack-cache", "--num-blocks", "64", *argv], "kvboost-server")
+
+
+def test_one_of_several_models_that_refuses_it_is_exact_and_logged(caplog):
+    options = options_of("--mode", "chunk_kv_reuse")
+    several = dataclasses.replace(options, others=(NamedModel(("b",), "b"),))
+    with fake_engine() as engine, caplog.at_level(logging.WARNING):
+        assert check_default_mode(engine, "a", several) is GenerationMode.CHUNK_KV_REUSE
+        assert not caplog.records
+        runner_of(engine).moved_keys_refusal = "it cannot"
+        assert check_default_mode(engine, "a", several) is GenerationMode.PREFIX_CACHE
+    assert vars(caplog.records[0])["facts"] == {"model": "a", "reason": "it cannot"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), []),
+        (("--mode", "chunk_kv_reuse", "--recompute-ratio", "0.1"), ["approximate by default"]),
+        (("--recompute-strategy", "none"), ["only for requests with kvboost.mode chunk_kv_reuse"]),
+    ],
+)
+def test_the_start_says_who_reuses_chunks(caplog, argv, said):
+    with caplog.at_level(logging.INFO):
+        log_default_mode(options_of(*argv))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(said)
+    assert all(line.startswith(words) for line, words in zip(lines, said, strict=True))
