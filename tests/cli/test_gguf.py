@@ -30,4 +30,5 @@ def test_inspect_and_generate(gguf, answered):
 @pytest.mark.parametrize("option", ["runner=torch", "device=cuda"])
 def test_what_asks_for_torch_is_refused(gguf, option, printed):
     err = printed("generate", "Hello", "-m", gguf, "-o", option, code=1).err
-    assert "a GGUF file needs the native runner" in err
+    name, value = option.split("=")
+    assert f"{name}='{value}': a GGUF file runs on the CPU only, in the native runner" in err
