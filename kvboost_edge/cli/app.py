@@ -11,11 +11,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvboost_edge.cli.cache.commands import add_cache
-from kvboost_edge.cli.options import list_options, print_engine_options, token_limit
+from kvboost_edge.cli.options import (
+    list_options,
+    print_engine_options,
+    read_size,
+    token_limit,
+)
 from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.errors import KVBoostError
-from kvboost_edge.options import read_bytes
 from kvboost_edge.server.flags import USAGE_ERROR, suggest_flag
 
 __all__ = ["app", "run"]
@@ -129,7 +133,7 @@ MaxMemoryOption = Annotated[
     typer.Option(
         "--max-memory",
         metavar="BYTES",
-        parser=read_bytes,
+        parser=read_size,
         help="Memory of the process, such as 1GB: weights, overhead, and the pool, which takes "
         "what is left. Default: no bound.",
     ),
@@ -440,7 +444,7 @@ def models(
     from kvboost_edge.cli.options import engine_options
 
     if suggest:
-        run_suggest(as_json=as_json)
+        run_suggest(word, as_json=as_json)
         return
     run_models(word, engine_options(option), as_json=as_json)
 

@@ -55,10 +55,13 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
     console.print(table)
 
 
-def run_suggest(*, as_json: bool) -> None:
-    """Print the recommended models, and which of them this machine's memory is enough for."""
+def run_suggest(word: str, *, as_json: bool) -> None:
+    """Print the recommended models whose name holds the word, and which of them this machine's
+    memory is enough for.
+    """
     memory = total_bytes()
-    rows = [{**one._asdict(), "fits": one.memory_gb * _GB <= memory} for one in SUGGESTIONS]
+    wanted = [one for one in SUGGESTIONS if word.lower() in one.name.lower()]
+    rows = [{**one._asdict(), "fits": one.memory_gb * _GB <= memory} for one in wanted]
     if as_json:
         print(json.dumps(rows))
         return
@@ -66,7 +69,7 @@ def run_suggest(*, as_json: bool) -> None:
     width = max(len(one.name) for one in SUGGESTIONS)
     heading = f"memory   {'name (-m)':<{width}}      size   licence      with Ollama"
     console.print(heading, style="bold", soft_wrap=True)
-    for one, row in zip(SUGGESTIONS, rows, strict=True):  # lines, so that names can be copied
+    for one, row in zip(wanted, rows, strict=True):  # lines, so that names can be copied
         console.print(
             f"{one.memory_gb:3} GB   {one.name:<{width}}   {one.file_bytes / 1e9:5.2f} GB   "
             f"{one.licence:<10}   {OLLAMA}{one.ollama}",

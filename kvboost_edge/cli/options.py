@@ -20,7 +20,7 @@ from kvboost_edge.config import (
     kv_bits_from_text,
 )
 from kvboost_edge.errors import ConfigError, RequestError
-from kvboost_edge.options import options_of
+from kvboost_edge.options import options_of, read_bytes
 
 __all__ = [
     "CACHE_USE",
@@ -30,6 +30,7 @@ __all__ = [
     "one_model",
     "parse_value",
     "print_engine_options",
+    "read_size",
     "remote_options",
     "sampling_options",
     "token_limit",
@@ -66,6 +67,14 @@ def print_engine_options() -> NoReturn:
         default = f". Default: {declared.shown_default}" if declared.shown_default else ""
         typer.echo(fill.fill(f"{declared.help}{default}"))
     raise typer.Exit
+
+
+def read_size(text: str) -> int:
+    """Read the value of a flag that takes bytes."""
+    try:
+        return read_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def parse_value(text: str) -> Any:

@@ -98,6 +98,8 @@ def test_recommended_models_are_those_of_the_docs(answered, printed, monkeypatch
     assert [row["memory_gb"] for row in rows if row["fits"]] == [2, 2, 4, 4, 8]
     assert all(row["file_bytes"] < row["memory_gb"] * 1e9 * 0.6 for row in rows)
     assert "This machine has 7.7 GB" in printed("models", "--suggest").out
+    small = answered("models", "qwen3-0.6b", "--suggest")
+    assert [row["ollama"] for row in small] == ["qwen3:0.6b"]
 
 
 def test_odd_files_are_rows_like_others(folder, tiny_model_dir, rows_of, printed, monkeypatch):

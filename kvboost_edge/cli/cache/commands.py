@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvboost_edge.options import read_bytes
+from kvboost_edge.cli.options import read_size
 
 __all__ = ["add_cache"]
 
@@ -22,13 +22,6 @@ class CacheAction(enum.StrEnum):
     VERIFY = "verify"
     PRUNE = "prune"
     CLEAR = "clear"
-
-
-def _read_size(text: str) -> int:
-    try:
-        return read_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def cache(
@@ -55,7 +48,7 @@ def cache(
         typer.Option(
             "--max-disk-bytes",
             metavar="BYTES",
-            parser=_read_size,
+            parser=read_size,
             help="prune: blocks beyond this, such as 4GB, go, those used longest ago first.",
         ),
     ] = None,
