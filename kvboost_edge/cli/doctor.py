@@ -20,6 +20,7 @@ from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_place, plan_fit
 from kvboost_edge.engine.memory.process import measured_overhead
+from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.engine.memory.selection import available_on, select_path
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
@@ -196,7 +197,7 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
 def _memory_of(
     checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Whether the model fits, by the engine's own arithmetic; none of its weights are packed or
+    """Report whether the model fits, by the engine's own arithmetic. No weights are packed or
     loaded.
     """
     if found["runner"] not in RUNNERS:
@@ -241,12 +242,14 @@ def _memory_of(
 
 def _arithmetic(fit: MemoryCheck) -> str:
     spare = fit.available - fit.needed
-    rest = f"{_gb(spare)} stay for the rest" if spare >= 0 else f"{_gb(-spare)} are missing"
+    rest = f"{gb(spare)} stay for the rest" if spare >= 0 else f"{gb(-spare)} are missing"
     copies = " and the runner's copies" * fit.info.copies_kv
     shortage = f"; {fit.shortage}" if fit.shortage else ""
-    bound = "" if fit.overhead is None else f"; the process has {_gb(fit.overhead.nbytes)} beside"
+    bound = (
+        "" if fit.overhead is None else f"; the process takes {gb(fit.overhead.nbytes)} in addition"
+    )
     return (
-        f"{_gb(fit.needed)} of weights, pool, states{copies}, {_gb(fit.available)} available: "
+        f"{gb(fit.needed)} of weights, pool, states{copies}, {gb(fit.available)} available: "
         f"{rest}{shortage}{bound}"
     )
 
@@ -262,13 +265,13 @@ def _packing(
         where = "none (pack_cache=False): the weights are packed into memory at every start"
     elif place.free < size:
         where = (
-            f"no room: it takes {_gb(size)} beside the {_gb(checkpoint.file_bytes)} of the model, "
-            f"and {place.path} has {_gb(place.free)}; the weights would be packed into memory at "
+            f"no room: it takes {gb(size)} beside the {gb(checkpoint.file_bytes)} of the model, "
+            f"and {place.path} has {gb(place.free)}; the weights would be packed into memory at "
             "every start. Make room, or point KVBOOST_EDGE_CACHE to another disk"
         )
     else:
         where = (
-            f"will be written to {place.path}: {_gb(size)} beside the {_gb(checkpoint.file_bytes)} "
+            f"will be written to {place.path}: {gb(size)} beside the {gb(checkpoint.file_bytes)} "
             "of the model"
         )
     return {"packed_file": where, "disk_free_bytes": place.free, "packing_peak_bytes": place.peak}
@@ -278,22 +281,18 @@ def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) ->
     """What makes the model smaller, with what it comes to."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [
-        f"weights={name!r}: {_gb(count)}"
+        f"weights={name!r}: {gb(count)}"
         for name, count in sorted(smaller.items(), key=lambda item: item[1])
     ]
     if fit.info.stores_kv:
-        found.append(f"max_cache_bytes or num_blocks: the pool, at most {_gb(fit.beside)}")
+        found.append(f"max_cache_bytes or num_blocks: the pool, at most {gb(fit.beside)}")
         fewer = [str(bits) for bits in (8, 4) if bits < max(config.kv_bits)]
         found += [f"kv_cache_bits={' or '.join(fewer)}: the bytes of a token"] if fewer else []
     if fit.info.kv_spec.states:
         found.append(
-            f"max_state_bytes or max_num_seqs: the states, {_gb(fit.info.kv_spec.bytes_per_state)} "
+            f"max_state_bytes or max_num_seqs: the states, {gb(fit.info.kv_spec.bytes_per_state)} "
             "each"
         )
         if asks_for_drafts(config):  # others are as many as there is room for
-            found.append(f"max_draft_tokens: drafts, {_gb(fit.info.kv_spec.bytes_per_draft)} each")
+            found.append(f"max_draft_tokens: drafts, {gb(fit.info.kv_spec.bytes_per_draft)} each")
     return "; ".join(found)
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.report import (
     BLOCK_BOOKKEEPING,
+    gb,
     least_state_bytes,
     num_open_blocks,
     planned_blocks,
@@ -25,7 +26,7 @@ _MOST_HISTORY_BYTES = 128 << 20  # and not more than it ever does
 
 
 class Overhead(NamedTuple):
-    """Bytes of the process beside weights, pool and states.
+    """Bytes of the process in addition to weights, pool and states.
 
     resident  measured: interpreter, packages, machine code, tokenizer
     buffers   known, of passes at their largest; they are resident once such passes ran
@@ -73,8 +74,8 @@ def measured_overhead(
 def room_in_process(
     config: EngineConfig, weight_bytes: int, beside: int, overhead: Overhead | None
 ) -> int:
-    """Return the memory for pool and states: what the machine has beside the weights, or what
-    `max_memory` leaves, if that is less.
+    """Return the memory for pool and states: `beside`, the machine's after the weights, or the rest
+    of `max_memory`, if that is less.
     """
     if overhead is None:
         return beside
@@ -106,27 +107,27 @@ def check_process(
     least = max(needed, overhead.resident + packing)
     if needed <= allowed < least:
         raise CapacityError(
-            f"max_memory={_gb(allowed)} does not hold measured overhead {_gb(overhead.resident)} + "
-            f"{_gb(packing)} to pack the weights; give at least {_mb_up(least)}"
+            f"max_memory={gb(allowed)} does not hold measured overhead {gb(overhead.resident)} + "
+            f"{gb(packing)} to pack the weights; give at least {_mb_up(least)}"
         )
     if needed <= allowed:
         return
     asked = "the pool asked for" if is_sized else f"one context of {info.max_context} tokens"
     parts = [
-        f"weights {_gb(info.weight_bytes)}",
-        f"measured overhead {_gb(overhead.resident)}",
-        f"buffers {_gb(overhead.buffers)}",
-        *([f"states {_gb(states)}"] if states else []),
-        *([f"{asked} {_gb(pool)}"] if pool else []),
-        *([f"bookkeeping and drafts {_gb(room - pool - states)}"] if room > pool + states else []),
+        f"weights {gb(info.weight_bytes)}",
+        f"measured overhead {gb(overhead.resident)}",
+        f"buffers {gb(overhead.buffers)}",
+        *([f"states {gb(states)}"] if states else []),
+        *([f"{asked} {gb(pool)}"] if pool else []),
+        *([f"bookkeeping and drafts {gb(room - pool - states)}"] if room > pool + states else []),
     ]
     smaller = ["max_batch_tokens"]
     if pool:
         smaller = ["max_cache_bytes or num_blocks" if is_sized else "max_model_len", *smaller]
         smaller += ["kv_cache_bits"] if max(config.kv_bits) > 4 else []
     raise CapacityError(
-        f"max_memory={_gb(allowed)} is less than the process takes: {' + '.join(parts)} = "
-        f"{_gb(needed)}; give at least {_mb_up(least)}, or lower {', '.join(smaller)}"
+        f"max_memory={gb(allowed)} is less than the process takes: {' + '.join(parts)} = "
+        f"{gb(needed)}; give at least {_mb_up(least)}, or lower {', '.join(smaller)}"
     )
 
 
@@ -166,7 +167,3 @@ def _history(rest: int) -> int:
 def _mb_up(num_bytes: int) -> str:
     """Write a size that holds so many bytes, as an option takes it."""
     return f"{-(-num_bytes // 10**6)}MB"
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -18,6 +18,7 @@ __all__ = [
     "STATES_PER_SEQUENCE",
     "MemoryLedger",
     "check_weights_fit",
+    "gb",
     "least_state_bytes",
     "memory_beside",
     "most_sequences",
@@ -107,7 +108,7 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     """CapacityError if weights about to be loaded exceed the available memory."""
     if weight_bytes > available:
         raise CapacityError(
-            f"the weights take {_gb(weight_bytes)}, {_gb(available)} of memory are available; use "
+            f"the weights take {gb(weight_bytes)}, {gb(available)} of memory are available; use "
             "a smaller model, weights='int4' (native runner) or dtype='bfloat16'; `kvboost-edge "
             "doctor MODEL` shows what each format takes"
         )
@@ -149,8 +150,8 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
             f" + as much for the {info.name} runner's copies of what runs" if info.copies_kv else ""
         )
         raise CapacityError(
-            f"weights {_gb(info.weight_bytes)} + pool {_gb(pool_bytes)} ({num_blocks} blocks of "
-            f"{block_bytes} bytes){copies} exceed memory: {_gb(available)} are available beside "
+            f"weights {gb(info.weight_bytes)} + pool {gb(pool_bytes)} ({num_blocks} blocks of "
+            f"{block_bytes} bytes){copies} exceed memory: {gb(available)} are available beside "
             "the weights; lower max_cache_bytes or num_blocks"
         )
     return num_blocks
@@ -230,5 +231,6 @@ def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
     return max(0, available) * block_bytes // (block_bytes + BLOCK_BOOKKEEPING)
 
 
-def _gb(num_bytes: int) -> str:
+def gb(num_bytes: int) -> str:
+    """Write a size for an error, in GB or MB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

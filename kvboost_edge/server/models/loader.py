@@ -15,6 +15,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvboost_edge.engine.memory.report import gb
 from kvboost_edge.errors import CapacityError, KVBoostError
 from kvboost_edge.host.memory import give_back
 from kvboost_edge.server.cache_report.tracker import Doctor
@@ -225,7 +226,7 @@ class Loader:
         if needed > self.budget:
             raise CapacityError(
                 f"the model {served.name!r} does not fit: weights, pool and states take "
-                f"{_gb(needed)}, and all models together may take {_gb(self.budget)} "
+                f"{gb(needed)}, and all models together may take {gb(self.budget)} "
                 "(--max-model-bytes); make its pool smaller (--max-cache-bytes, --num-blocks), or "
                 "use smaller weights (--weights int4)"
             )
@@ -275,10 +276,10 @@ class Loader:
 
     def _shortage(self, needed: int, why: str) -> str:
         """The arithmetic, and why nobody leaves."""
-        others = ", ".join(f"{one.name} {_gb(one.num_bytes)}" for one in self._all if one.num_bytes)
+        others = ", ".join(f"{one.name} {gb(one.num_bytes)}" for one in self._all if one.num_bytes)
         return (
-            f"it takes {_gb(needed)}, of {_gb(self.budget)} for all models (--max-model-bytes) "
-            f"{_gb(self.taken)} are taken: {others}; {why}"
+            f"it takes {gb(needed)}, of {gb(self.budget)} for all models (--max-model-bytes) "
+            f"{gb(self.taken)} are taken: {others}; {why}"
         )
 
     def _refuse(self, served: ServedModel, error: Exception) -> None:
@@ -400,7 +401,3 @@ def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
     finally:
         engine.close()
         give_back()
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
