@@ -21,8 +21,8 @@ def pad_and_mask(
     """Right-pad to the longest row: (ids, masks), lists; masks are 1 on tokens and 0 on padding.
 
     After a shared prefix of P tokens, the attention mask of `batched_decode` is P ones followed by
-    the row's mask, and start_pos is its sum. The logits of a row's next token are those of its last
-    1.
+    the row's mask, and start_pos is its sum. The logits of a row's next token are at the last 1 of
+    its mask.
     """
     if not len(suffix_ids_list):
         raise RequestError("pad_and_mask needs at least one row")

@@ -1,4 +1,4 @@
-"""KVBoost's module `chunk_registry`: where token ids are cut into chunks."""
+"""KVBoost's module `chunk_registry`: the rules that cut token ids into chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChunkRegistry:
     chunk_size        tokens of a chunk
     strategy          a ChunkStrategy or its value
     min_chunk_tokens  tokens below which a chunk is left out; a whole document never is
-    boundary_window   tokens that a semantic cut may lie before or after chunk_size
+    boundary_window   tokens that a semantic cut may be before or after chunk_size
     piece_of          the text of a token, for semantic cuts; `engine.chunk_registry` has its own
     """
 

@@ -31,7 +31,7 @@ MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
 
 
 class GenerationMode(enum.StrEnum):
-    """How a request may use cached keys and values.
+    """The use of cached KV by a request.
 
     BASELINE neither reads nor writes the cache and the history of prompt lookup: it leaves no
     trace. PREFIX_CACHE reuses exact prefixes. CHUNK_KV_REUSE reuses exact prefixes and, after them,
@@ -47,7 +47,7 @@ class RecomputeStrategy(enum.StrEnum):
     """Choice of the tokens to recompute among those reused from other positions.
 
     NONE        none
-    SELECTIVE   the first `recompute_overlap` tokens after every seam
+    SELECTIVE   the first `recompute_overlap` tokens after each chunk boundary
     CACHEBLEND  those, and the `recompute_ratio` of blocks whose values deviate most (after Yao et
                 al., "CacheBlend", EuroSys 2025)
     QUERY       those, and the `recompute_ratio` of blocks that the prompt's end attends to most

@@ -203,7 +203,7 @@ class _Conversation:
         self._messages = [*turn, message]
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self._messages = list(self._opening)
         self._refused = ""
         self._console.print("a new conversation", style="dim")

@@ -85,8 +85,8 @@ def loaded_engine(
 
 @contextmanager
 def _loading_shown(notes: Console, model: str, path: Path) -> Iterator[Callable[[int, int], None]]:
-    """A bar while the model is loaded; outside terminals lines. It yields what to call while
-    weights are packed.
+    """Show a bar while the model is loaded; outside terminals, lines. Yield the callback for the
+    progress of packing.
     """
     if notes.is_terminal:
         with _loading_bar(notes, model) as progress:

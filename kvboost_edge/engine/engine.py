@@ -557,7 +557,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return requests
 
     def _say_raw(self) -> None:
-        """Log, once, that a text is used as it is by a model that has a chat template."""
+        """Log once that the text is used as it is although the model has a chat template."""
         if self._said_raw or not self._parts.tokenizer.chat_template:
             return
         self._said_raw = True

@@ -10,9 +10,8 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["read_json_object"]
 
-_MAX_BYTES = (
-    64_000_000  # the largest, indexes of mixtures with hundreds of experts, have some 40 MB
-)
+# The largest files, indexes of mixtures with hundreds of experts, have some 40 MB.
+_MAX_BYTES = 64_000_000
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class PoolUsage:
         return len(self._index)
 
     def is_published(self, prefix_hash: bytes) -> bool:
-        """Tell whether a block of this hash can be matched."""
+        """Return whether a block of this hash can be matched."""
         return prefix_hash in self._index
 
     @property

@@ -108,7 +108,7 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
 
 
 def check_marks(text: str, mark: str) -> None:
-    """Raise RequestError where a template wrote a mark in another way, as an escape."""
+    """Raise RequestError if a template wrote a mark in another way, as an escape."""
     if f"\\u{ord(mark):04x}" in text or f"%{mark.encode().hex('%')}" in text.lower():
         raise RequestError(
             "a message holds the text of a special token, and the model's chat template rewrites "

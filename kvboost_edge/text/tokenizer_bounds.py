@@ -147,8 +147,11 @@ def _steps(part: object) -> list[Step]:
 
 
 class _Lengths:
-    """How many characters each character can become in the steps that follow: `other` those that
-    are not in `chars`. `added`: what is written once, whatever the text.
+    """The number of characters that each character can become in the following steps.
+
+    chars   by character
+    other   of characters not in `chars`
+    added   characters written once, whatever the text
     """
 
     def __init__(self) -> None:

@@ -160,8 +160,9 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
-    """Whether a JSON value is one that an answer held to the schema may be, its members in any
-    order. RequestError and BackendUnavailable as `GrammarCompiler.make`.
+    """Return whether a JSON value matches the schema, with its members in any order.
+
+    Raises RequestError and BackendUnavailable as `GrammarCompiler.make`.
     """
     grammar = read_grammar({"json_schema": schema})
     assert grammar is not None
@@ -220,7 +221,7 @@ def _lower_priority() -> None:
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()
-    with contextlib.suppress(OSError):  # a sandbox may forbid it; masks are computed all the same
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; masks are computed anyway
         priority = os.getpriority(os.PRIO_PROCESS, thread)
         os.setpriority(os.PRIO_PROCESS, thread, priority + _MASK_NICE)
 

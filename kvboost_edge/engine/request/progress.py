@@ -11,7 +11,7 @@ class Progress(NamedTuple):
     """total         tokens of the prompt
     cached        of them found in the cache; 0 while the request waits
     computed      of them there, with those found; it never falls
-    elapsed       seconds since the request was let in; 0 while it waits
+    elapsed       seconds since the request was admitted; 0 while it waits
     seconds_left  until the first token, about; None while the engine has not measured its speed, 0
                   once it is there. Other work may make it rise, and so does losing blocks to others
     """

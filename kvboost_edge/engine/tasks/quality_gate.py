@@ -1,10 +1,9 @@
 """The quality gate of non-prefix KV reuse.
 
-The gate refuses requests for a model whose stored verdict is bad. The test behind a verdict runs
-when somebody asks for it, on an engine of its own: it evicts nothing of the user's cache and counts
-in none of the user's figures. The model answers questions on a built-in text three times: computed
-in full, with the documents in another order, and with reuse. See reuse/quality_gate.py for what is
-compared.
+The gate refuses requests for a model whose stored verdict is bad. The test runs on request only, on
+an engine of its own: it evicts nothing of the user's cache and counts in none of the user's
+figures. The model answers questions on a built-in text three times: computed in full, with the
+documents in another order, and with reuse. reuse/quality_gate.py has the comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from time import monotonic
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig, GenerationMode
@@ -138,11 +136,11 @@ class QualityGate:
     def _known(self, repair: Repair) -> Verdict | None:
         """Return the verdict of this process or of the stored file, or None."""
         known = self._verdicts.get(repair)
-        if known is None and monotonic() >= self._next_look.get(repair, 0.0):
+        if known is None and time.monotonic() >= self._next_look.get(repair, 0.0):
             with contextlib.suppress(RequestError):  # no room for the test: no verdict exists
                 known = read(self._stamp(repair, self._material(repair)), self._cache_dir)
             if known is None:
-                self._next_look[repair] = monotonic() + _LOOK_AGAIN_SECONDS
+                self._next_look[repair] = time.monotonic() + _LOOK_AGAIN_SECONDS
             else:
                 self._verdicts[repair] = known
         return known

@@ -203,8 +203,8 @@ class CachedOrder(Generic[K]):
         return queue
 
     def _trim(self, queue: _Queue[K]) -> None:
-        """What an owner retains beyond its floor counts as used again, the least recently used
-        first, and what is beyond its recency window as it was used.
+        """Release the least recently used entries that an owner retains beyond its floor, and those
+        beyond its recency window.
         """
         while len(queue) > self._floor:
             self._settle(next(iter(queue)))

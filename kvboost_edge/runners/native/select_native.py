@@ -203,7 +203,7 @@ def log_notices(checkpoint: Checkpoint) -> None:
 
 
 def log_dtype(dtype: str, info: RunnerInfo) -> None:
-    """Log what the runner does in place of a dtype that is none of its weight formats."""
+    """Log the formats that the runner uses instead of a dtype that it does not compute in."""
     if dtype == "auto" or dtype in _OF_DTYPE:
         return
     kv = info.kv_spec

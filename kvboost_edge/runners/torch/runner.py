@@ -130,7 +130,7 @@ class TorchRunner:
 
     @property
     def turning_refusal(self) -> str | None:
-        """Why the model's keys are not attended at other positions on any backend, or None."""
+        """The reason that no backend attends the model's keys at other positions, or None."""
         if self._turning.refusal is not None:
             return f"{self._kind}: {self._turning.refusal}; use runner='native'"
         return None

@@ -94,9 +94,9 @@ def _reader() -> ThreadPoolExecutor:
 
 
 def parse_json(body: bytes) -> tuple[Any, ApiError | None]:
-    """Return the value in a body, and the refusal of an integer of too many digits, if it has one.
-    A field where it is not allowed is told first. ApiError 400 for what is not JSON, or holds more
-    values than the table of bounds allows.
+    """Return the value in a body, and the error of an integer with too many digits, if it has one:
+    the error of the field that holds it comes first. Raises ApiError 400 for a body that is not
+    JSON, or holds more values than the table of bounds allows.
 
     Values are counted by what separates them; the same characters inside of texts count too.
     Strings, which names of fields are among, are counted by their quotes: inside of a text a quote

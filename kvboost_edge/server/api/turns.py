@@ -115,8 +115,8 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
 
 
 def _fit(tool: Tool, arguments: Json) -> bool:
-    """Whether these arguments fit the tool's schema. A large one is not read: this holds up other
-    answers.
+    """Return whether these arguments fit the tool's schema; False for a large schema, because this
+    runs on the event loop.
     """
     text = json.dumps(tool.parameters)
     if len(text) > _MOST_JUDGED_CHARS or text.count(":") > _MOST_JUDGED_MEMBERS:

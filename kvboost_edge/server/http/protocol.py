@@ -150,7 +150,7 @@ class _StrictConnection(h11.Connection):
         return pieces
 
     def ask(self) -> bytes:
-        """Return bytes that change nothing for a client that is there, b"" where there are none."""
+        """Return bytes that change nothing for a connected client; b"" if there are none."""
         if self.their_http_version == b"1.0":
             return b""
         if self.our_state is h11.SEND_RESPONSE:
@@ -248,7 +248,7 @@ class DeadlineProtocol(H11Protocol):
             self.flow.resume_reading()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes
-        """The client sends no more. Return whether the connection stays open for its answers."""
+        """Note that the client sends no more; return whether the connection stays open."""
         if self.transport.is_closing() or not self._owes_answer():
             return False
         if not self._half_closed:
@@ -257,7 +257,7 @@ class DeadlineProtocol(H11Protocol):
         return True
 
     def _owes_answer(self) -> bool:
-        """Whether a complete request is in progress."""
+        """Return whether a complete request is in progress."""
         return not self._between_requests() and self.conn.their_state is not h11.SEND_BODY
 
     def _ask(self, seconds: float) -> None:

@@ -136,8 +136,8 @@ class EngineRequest(ABC):
     def mode_of(self, prompt: EncodedPrompt, params: SamplingParams) -> GenerationMode:
         """Return the mode of one sequence.
 
-        What needs exact keys and values gets them where the server, not the request, chose an
-        approximate mode.
+        A request that needs exact KV gets it if the server, not the request, chose an approximate
+        mode.
         """
         needs_exact = (
             bool(prompt.pins) or params.prompt_logprobs is not None or params.max_new_tokens == 0

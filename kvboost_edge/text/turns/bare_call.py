@@ -1,5 +1,6 @@
-"""Reads a message that is nothing but a call without markers: one JSON object of a tool's name and
-its arguments, alone or in a fence. Small models write calls so, whatever their template shows.
+"""Reading of a message that is nothing but a call without markers: one JSON object of a tool's name
+and its arguments, alone or in a fence. Small models write calls this way, whatever their template
+shows.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Part
 __all__ = ["Accepts", "BareCall"]
 
 Accepts = Callable[[Tool, dict[str, Any]], bool]
-"""Tells whether these arguments fit the tool's schema."""
+"""A function that returns whether these arguments fit the tool's schema."""
 
 _FENCE = "```"
 _LABELS = ("json", "JSON")
 _MOST_DEPTH = 64
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')
-_BEHIND_WORD = re.compile(r"[^-+.0-9A-Za-z]")
+_AFTER_WORD = re.compile(r"[^-+.0-9A-Za-z]")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"-|-?[0-9][-+.0-9eE]*")
 _NAMES = ("true", "false", "null")
 
 
 class BareCall:
-    """A call that may begin where the message does. Nothing is shown before the message has ended,
-    as text that follows makes it an example; what is no call is known as early as its JSON shows
-    it.
+    """A reader of a call that may begin with the message. Nothing is shown before the message has
+    ended, because text after the object makes it an example. Text that cannot be a call is released
+    at the first character that rules it out.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class BareCall:
         self._is_whole = False
 
     def read(self) -> Step[bool]:
-        """Whether the message is a call; then all of it is passed, else nothing."""
+        """Return whether the message is a call; if so, all of it is consumed, else nothing."""
         scanner = self._scanner
         try:
             yield from self._object()
@@ -69,7 +70,7 @@ class BareCall:
         return True
 
     def _object(self) -> Step[None]:
-        """The object and its fence, if any; sets whether they are a call."""
+        """Read the object and its fence, if any, and record whether they are a call."""
         scanner = self._scanner
         yield from scanner.space()
         fenced = yield from scanner.exactly(_FENCE)
@@ -85,7 +86,7 @@ class BareCall:
         self._is_whole = True
 
     def _member(self, key: str) -> Step[bool]:
-        """What stands behind the key of a member."""
+        """Read the value of a member; return whether the object may still be a call."""
         scanner = self._scanner
         is_name = key == self._format.name_key
         if key in self._members or not (is_name or key == self._format.arguments_key):
@@ -103,7 +104,7 @@ class BareCall:
         return self._may_fit()
 
     def _may_fit(self) -> bool:
-        """Whether the arguments fit the tool's schema, as far as both are known."""
+        """Return whether the arguments fit the tool's schema, as far as both are known."""
         if len(self._members) < 2:
             return True
         try:
@@ -113,11 +114,11 @@ class BareCall:
         return self._accepts(self._tools[self._members[self._format.name_key]], arguments)
 
 
-# -- JSON, refused where it is none --
+# -- JSON --
 
 
 def _value(scanner: Scanner, depth: int) -> Step[bool]:
-    """Whether a JSON value stands here; then it is passed."""
+    """Read a JSON value; return whether there is one."""
     opening = scanner.text[scanner.at]
     if opening == '"':
         return (yield from _string(scanner)) is not None
@@ -130,8 +131,11 @@ def _value(scanner: Scanner, depth: int) -> Step[bool]:
     return (yield from _word(scanner))
 
 
-def _members(scanner: Scanner, behind_key: Callable[[str], Step[bool]]) -> Step[bool]:
-    """Whether an object stands here; `behind_key` passes a colon and a value, given their key."""
+def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[bool]:
+    """Read an object; return whether there is one.
+
+    after_key   reads a colon and a value, given their key
+    """
     if not (yield from scanner.exactly("{")):
         return False
     yield from scanner.space()
@@ -139,7 +143,7 @@ def _members(scanner: Scanner, behind_key: Callable[[str], Step[bool]]) -> Step[
         return True
     while True:
         key = yield from _string(scanner)
-        if key is None or not (yield from behind_key(key)):
+        if key is None or not (yield from after_key(key)):
             return False
         yield from scanner.space()
         if (yield from scanner.exactly("}")):
@@ -150,7 +154,7 @@ def _members(scanner: Scanner, behind_key: Callable[[str], Step[bool]]) -> Step[
 
 
 def _colon(scanner: Scanner) -> Step[bool]:
-    """Whether a colon stands here; then it is passed, up to what comes next."""
+    """Read a colon and the white space around it; return whether there is one."""
     yield from scanner.space()
     if not (yield from scanner.exactly(":")):
         return False
@@ -179,7 +183,7 @@ def _items(scanner: Scanner, depth: int) -> Step[bool]:
 
 
 def _string(scanner: Scanner) -> Step[str | None]:
-    """The string that stands here; None where there is none."""
+    """Read a string and return it; None if there is none."""
     start = scanner.at
     if not (yield from scanner.exactly('"')):
         return None
@@ -203,9 +207,9 @@ def _string(scanner: Scanner) -> Step[str | None]:
 
 
 def _word(scanner: Scanner) -> Step[bool]:
-    """A number or a name."""
+    """Read a number or a name; return whether there is one."""
     start = scanner.at
-    while (found := _BEHIND_WORD.search(scanner.text, scanner.at)) is None:
+    while (found := _AFTER_WORD.search(scanner.text, scanner.at)) is None:
         scanner.at = len(scanner.text)
         word = scanner.text[start:]
         if not (_NUMBER_BEGUN.fullmatch(word) or any(name.startswith(word) for name in _NAMES)):

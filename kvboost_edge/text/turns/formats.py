@@ -86,7 +86,7 @@ class CallFormat:
 
     @property
     def wraps_objects(self) -> bool:
-        """Whether a call is a JSON object of name and arguments between markers of its own, as in
+        """True if a call is a JSON object of name and arguments between markers of its own, as in
         `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>` (Hermes).
         """
         return (

@@ -141,7 +141,7 @@ class Lark:
 
 
 def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema as the compiler knows it, with white space bounded."""
+    """Return a schema in the compiler's keywords, with white space bounded."""
     return {**rewritten(schema), "x-guidance": JSON_OPTIONS}
 
 

@@ -1,7 +1,7 @@
 """An assistant's turn, as it is written, taken apart: reasoning, content, tool calls.
 
 Text that could begin a marker is held back until it is decided, and so is a message that could be
-nothing but a call without markers. What only looks like a call, or calls what is no tool, is
+nothing but a call without markers. Text that only looks like a call, or names an unknown tool, is
 content.
 """
 

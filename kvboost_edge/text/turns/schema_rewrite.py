@@ -1,12 +1,12 @@
-"""Writes JSON schemas anew, without keywords that the compiler of grammars does not know, where
-other keywords accept exactly the same values.
+"""Rewriting of JSON schemas without keywords that the compiler of grammars does not know, if other
+keywords accept exactly the same values.
 
-    if, then, else     where the condition is a `const` or `enum` of one property: an `anyOf`
+    if, then, else     if the condition is a `const` or `enum` of one property: an `anyOf`
     dependentRequired  an `anyOf` for each property
     uniqueItems        of few values: an `enum` of all lists
-    not                of `enum`, `const` or `type`: what is left of the types and values
+    not                of `enum`, `const` or `type`: the remaining types and values
 
-What has no such form stays, and the compiler refuses it by name.
+Other uses of these keywords stay, and the compiler refuses them by name.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MOST_TEXTS = 1 << 15  # squares of the lengths of texts that patterns of a sche
 
 
 def rewritten(schema: Any) -> Any:
-    """The schema without what the compiler does not need or know, as far as it can be had; one that
-    nothing matches stays, as it cannot be had.
+    """Return an equivalent schema with as few keywords as possible that the compiler does not need
+    or know. A schema that no value matches stays as it is.
     """
     plain = without_needless(schema)
     if not isinstance(plain, Mapping):
@@ -58,8 +58,8 @@ def rewritten(schema: Any) -> Any:
 class _Condition(NamedTuple):
     """The condition of an `if`: a property has one of these values.
 
-    is_required  it does not hold where the property is missing
-    is_typed     it does not hold for what is no object
+    is_required  it does not hold if the property is missing
+    is_typed     it does not hold for values other than objects
     """
 
     name: str
@@ -69,7 +69,7 @@ class _Condition(NamedTuple):
 
 
 class _Rewriter:
-    """One schema; references are into `root`."""
+    """The rewriting of one schema; references are into `root`."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -77,7 +77,7 @@ class _Rewriter:
         self._texts_left = _MOST_TEXTS
 
     def schema(self, given: Any, around: Schema, depth: int) -> Any:
-        """A schema written anew. around: properties of schemas that hold for the same value."""
+        """Rewrite a schema. `around`: properties of schemas that hold for the same value."""
         if not isinstance(given, Mapping) or depth > MOST_DEPTH:
             return given
         members = {**around, **_mapping(given.get("properties"))}
@@ -91,7 +91,7 @@ class _Rewriter:
         return _also(result, joined) if isinstance(result, dict) else result
 
     def _under(self, key: str, value: Any, members: Schema, depth: int) -> Any:
-        """What lies under a keyword; keywords that are written anew stay as they are."""
+        """Rewrite the value of a keyword; keywords that are rewritten later stay as they are."""
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
             return {name: self.schema(one, {}, depth) for name, one in value.items()}
         if key in VALUES or key in _REWRITTEN:
@@ -106,14 +106,14 @@ class _Rewriter:
     def _conditions(
         self, given: Schema, members: Schema, depth: int
     ) -> tuple[Schema, list[dict[str, Any]]]:
-        """A schema without the conditions that can be written in another way, its own and those of
-        its `allOf`; and what these become, which holds with it.
+        """Return a schema without the conditions that can be rewritten, its own and those of its
+        `allOf`, and the schemas that replace them.
         """
         listed = given.get("allOf")
         parts = listed if isinstance(listed, list) else []
         own = {key: given[key] for key in ("if", "then", "else") if key in given}
         rest = {key: value for key, value in given.items() if key not in own}
-        if own and "if" not in own:  # which say nothing alone
+        if own and "if" not in own:  # then and else have no meaning alone
             own = {}
         found = [*([own] if own else []), *filter(_is_condition, parts)]
         by_name: dict[str | None, list[Schema]] = {}
@@ -149,7 +149,7 @@ class _Rewriter:
     def _combined(
         self, given: Schema, found: Sequence[Schema], members: Schema, depth: int
     ) -> dict[str, Any] | None:
-        """Conditions of one schema about one property as an `anyOf`; None where that is not
+        """Return the conditions of one schema about one property as an `anyOf`; None if that is not
         possible. Each `then` and `else` is written once, so that conditions in them do not
         multiply.
         """
@@ -245,8 +245,8 @@ class _Rewriter:
         return _also(rest, [others])
 
     def _others(self, values: Sequence[Any], schema: Any) -> Made | None:
-        """A schema of all values of `schema` but these; it holds with `schema`, and need not say
-        what that says. None where there is none.
+        """Return a schema of all values of `schema` but these, to be used together with `schema`;
+        None if there is none.
         """
         known = resolved(schema, self._root)
         choices = _choices(known)
@@ -279,7 +279,7 @@ class _Rewriter:
 
 
 def _with_dependents(given: dict[str, Any]) -> dict[str, Any]:
-    """A schema whose `dependentRequired` are choices: without the property, or with the others."""
+    """Rewrite `dependentRequired` as choices: without the property, or with the others."""
     needed = given.get("dependentRequired")
     if not isinstance(needed, Mapping) or not all(map(_are_names, needed.values())):
         return given
@@ -298,11 +298,11 @@ def _with_dependents(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _also(given: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A schema with others that hold, too."""
+    """Return a schema that requires the others, too."""
     if not schemas:
         return given
     known = given.get("allOf", [])
-    if not isinstance(known, list):  # no schema; the compiler says so
+    if not isinstance(known, list):  # not a schema; the compiler says so
         return given
     return {**given, "allOf": [*known, *schemas]}
 
@@ -311,12 +311,12 @@ def _also(given: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _is_condition(part: Any) -> bool:
-    """Whether a schema is nothing but a condition."""
+    """Return whether a schema is nothing but a condition."""
     return "if" in _telling(part) and _telling(part) <= {"if", "then", "else"}
 
 
 def _condition(given: Any, around: Schema) -> _Condition | None:
-    """The condition of an `if` in the schema `around`; None for one of another kind."""
+    """Read the condition of an `if` in the schema `around`; return None for another kind."""
     keys = _telling(given)
     if not isinstance(given, Mapping) or not keys <= {"properties", "required", "type"}:
         return None
@@ -351,7 +351,7 @@ def _mapping(value: Any) -> Schema:
 
 
 def _telling(schema: Any) -> set[str]:
-    """The keywords of a schema that say something about values."""
+    """Return the keywords of a schema that restrict values."""
     return {*schema} - _REMARKS if isinstance(schema, Mapping) else set()
 
 
@@ -368,7 +368,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def _types(schema: Schema) -> list[str]:
-    """The types that a schema names; all where it names none."""
+    """Return the types that a schema names; all if it names none."""
     types = _listed(schema.get("type"))
     if not types:
         return [*_TYPES]
@@ -388,7 +388,7 @@ def _has_type(value: Any, type_: str) -> bool:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """The values of a schema that says nothing but which they are; None for another."""
+    """Return the values of a schema that only lists them; None for another."""
     keys = _telling(schema)
     if not keys <= {"enum", "const", "type"} or not _has_sound_type(schema):
         return None
@@ -400,7 +400,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _choices(schema: Any) -> list[Any] | None:
-    """Values of which there are no others in a schema, which may allow fewer; None: unknown."""
+    """Return values that include all that match the schema; None: unknown."""
     if not isinstance(schema, Mapping):
         return None
     choices = schema.get("enum")
@@ -417,7 +417,7 @@ def _choices(schema: Any) -> list[Any] | None:
 
 
 def _has_sound_type(schema: Any) -> bool:
-    """Whether the schema's `type`, if any, is one."""
+    """Return whether the schema's `type`, if any, is valid."""
     if not isinstance(schema, Mapping) or "type" not in schema:
         return True
     types = _listed(schema["type"])
@@ -425,7 +425,7 @@ def _has_sound_type(schema: Any) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """What equal JSON values have in common: 1 and 1.0 do, 1 and true do not."""
+    """Return a key that equal JSON values share: 1 and 1.0 do, 1 and true do not."""
     if isinstance(value, list):
         return ("list", *map(_key, value))
     if isinstance(value, Mapping):
@@ -438,7 +438,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
-    """A schema without values of another's types; None where that cannot be said."""
+    """Return a schema without values of another's types; None if no schema says that."""
     if not _has_sound_type(other):
         return None
     refused = _listed(other["type"])
@@ -456,7 +456,7 @@ def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
 
 
 def _numbers_between(type_: str, refused: Iterable[float]) -> list[dict[str, Any]]:
-    """Ranges of all numbers but these."""
+    """Return ranges of all numbers but these."""
     ends = [None, *sorted(refused), None]
     found = []
     for low, high in itertools.pairwise(ends):
@@ -475,8 +475,8 @@ def _lies_between(type_: str, low: float, high: float) -> bool:
 
 
 def _other_texts(refused: Iterable[str]) -> str:
-    """A regular expression of all texts but these: those that leave their beginnings somewhere, or
-    end on the way.
+    """Return a regular expression of all texts but these: texts that differ from each of them at
+    some character, or end before.
     """
     words = {*refused}
     begun = {word[:size] for word in words for size in range(len(word) + 1)}
@@ -492,6 +492,6 @@ def _other_texts(refused: Iterable[str]) -> str:
 
 
 def _spelt(text: str) -> str:
-    """A text in a regular expression, or letters in a class of them."""
+    """Escape a text for a regular expression, or letters for a class."""
     plain = string.ascii_letters + string.digits
     return "".join(one if one in plain else rf"\x{{{ord(one):x}}}" for one in text)

@@ -68,8 +68,8 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
 
 
 def in_order(value: Any, schema: object, root: Schema) -> Any:
-    """A JSON value with the members of its objects in the order of a grammar of the schema: those
-    that it does not name last.
+    """Return a JSON value with the members of its objects in the order of a grammar of the schema;
+    members that the schema does not name come last.
     """
     if isinstance(value, list):
         items = resolved(schema, root).get("items", {})
@@ -92,7 +92,7 @@ def in_order(value: Any, schema: object, root: Schema) -> Any:
 
 
 def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:
-    """A schema and those that it is put together from."""
+    """Yield a schema and the schemas that it combines."""
     one = resolved(schema, root)
     yield one
     for keyword in ("allOf", "anyOf", "oneOf") if depth < _MOST_REFERENCES else ():
@@ -121,7 +121,7 @@ def without_needless(schema: Any, depth: int = 0) -> Any:
 
 
 def _without_needless_in(key: str, value: Any, depth: int) -> Any:
-    """What lies under a keyword: schemas by their names, values that are no schemas, or schemas."""
+    """Return the value of a keyword: schemas by their names, other values, or schemas."""
     if key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
         return {name: without_needless(one, depth) for name, one in value.items()}
     return value if key in VALUES else without_needless(value, depth)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from helpers.clocks import give_clock
 from helpers.engine.fake_runner import (
     FakeRunner,
     assert_clean,
@@ -16,6 +17,7 @@ from helpers.engine.fake_runner import (
 from helpers.engine.hand_mover import DictTier
 from helpers.raising import assert_raises
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.tasks import quality_gate
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import CapacityError, RequestError
 
@@ -119,7 +121,7 @@ def test_a_request_uses_the_stored_verdict_and_tests_nothing(tests_run, caplog):
 
 def test_a_verdict_of_another_process_is_found_later(tests_run, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("kvboost_edge.engine.tasks.quality_gate.monotonic", lambda: now[0])
+    give_clock(monkeypatch, lambda: now[0], quality_gate)
     with engine_of() as engine, engine_of() as other:
         assert gate_of_reuse(engine) == "unchecked"
         other.check_reuse()

@@ -47,7 +47,7 @@ CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
 """What our fields are called here."""
 
-# Engines of which it was logged that num_ctx was more than their context.
+# Engines whose context was exceeded by a num_ctx, which was logged.
 _TOLD: weakref.WeakSet[Engine] = weakref.WeakSet()
 _ID = "call{:05d}"  # nine letters and digits, as some templates want them
 
