@@ -21,6 +21,8 @@ from kvboost_edge.engine.memory.process import (
     check_process,
     history_bytes,
     measured_overhead,
+    most_history_bytes,
+    pass_bytes,
     room_in_process,
 )
 from kvboost_edge.engine.memory.report import MemoryLedger, num_open_blocks, plan_num_blocks
@@ -144,7 +146,16 @@ def build_from_path(
     eos = frozenset(defaults.eos_token_ids)
     name = model_name(checkpoint.path)
     parts = _assemble(
-        config, selected.backend, runner, tokenizer, eos, fingerprint, beside, name, overhead
+        config,
+        selected.backend,
+        runner,
+        tokenizer,
+        eos,
+        fingerprint,
+        beside,
+        name,
+        overhead,
+        pass_bytes(checkpoint, config, selected),
     )
     return dataclasses.replace(
         parts,
@@ -302,9 +313,11 @@ def _assemble(
     beside: int | None = None,
     name: str = "",
     overhead: Overhead | None = None,
+    buffer_bytes: int = 0,
 ) -> EngineParts:
     """beside: memory for the pool, as it was planned before the weights were loaded. name: of the
-    model, for people. overhead: of the process, as it was measured then.
+    model, for people. overhead: of the process, as it was measured then. buffer_bytes: of the
+    largest pass.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
@@ -340,6 +353,7 @@ def _assemble(
     _log_cuts(config)
     if shortage := drafts_shortage(config, info, state_sizes):
         _LOG.warning("%s", shortage)
+    history = history_bytes(config, info.weight_bytes, overhead)
     kv_format = _kv_format(config, runner, backend)
     with _closed_on_error(runner), _closed_on_error(backend):
         tiers = open_tiers(config, fingerprint, kv_format, info.architecture, name)
@@ -366,11 +380,12 @@ def _assemble(
             lambda: _regions(runner, backend),
             lambda: runner.copied_bytes,
             0 if backend.states is None else backend.states.nbytes,
+            buffer_bytes + most_history_bytes(config, history) if buffer_bytes else 0,
         ),
         backend_reason=choice.reason,
         max_num_seqs=max_num_seqs,
         tiers=tiers,
-        history_bytes=history_bytes(config, info.weight_bytes, overhead),
+        history_bytes=history,
     )
 
 

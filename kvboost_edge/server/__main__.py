@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.errors import BackendUnavailable, KVBoostError, install_extra
+from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError, install_extra
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.logs import configure_logging, log_facts
 from kvboost_edge.server.serve_options import ServeOptions, help_text
@@ -28,6 +28,7 @@ from kvboost_edge.server.work.prepare import learn_template, prepare
 if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.memory.check import PlannedMemory
+    from kvboost_edge.server.models.loader import ProcessMemory
 
 __all__ = ["main", "serve"]
 
@@ -79,6 +80,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         on_compiling(_log_compiling)
         on_first_compilation(lambda: log_facts(logging.INFO, "compiling more kernels, once"))
         # Before the first model: what is free then is what all of them share.
+        options, process = _bounded(options)
         budget = _budget(options)
 
         def source(model: str, options: ServeOptions) -> ModelSource:
@@ -99,6 +101,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
                 source(options.model, options) if leaves else None,
                 [(one.names, source(one.model, bare)) for one in options.others],
                 budget,
+                process,
             )
             if leaves and not engine.paged_stats()["tiers"]:
                 log_facts(
@@ -141,6 +144,44 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
             if not ended.is_set():
                 run_server(create_app(pool, options.settings), options.settings, listener)
                 _close_from_now(ended)
+
+
+def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]:
+    """Return the options with `--max-memory` divided: an engine alone keeps to it, for several the
+    loader does, and each takes its part of what they share. With `--max-model-bytes` the smaller
+    allowance counts, which is logged.
+    """
+    bound = options.engine.get("max_memory")
+    if bound is None:
+        return options, None
+    from kvboost_edge.config import EngineConfig
+    from kvboost_edge.host.memory import available_bytes, process_rss, set_own_share
+    from kvboost_edge.server.models.loader import ProcessMemory
+
+    process = ProcessMemory(EngineConfig(max_memory=bound).max_memory or 0, process_rss())
+    allowance = process.for_models
+    given = options.settings.max_model_bytes
+    if given is not None:
+        log_facts(
+            logging.INFO,
+            "--max-memory and --max-model-bytes: the smaller allowance counts",
+            max_memory=process.bound,
+            measured_overhead=process.base,
+            max_memory_allows=allowance,
+            max_model_bytes=given,
+        )
+        allowance = min(allowance, given)
+    if allowance <= 0:
+        raise ConfigError(
+            f"max_memory={process.bound} is less than the {process.base} bytes of a server without "
+            "a model; give more"
+        )
+    if not options.others:
+        engine = {**options.engine, "max_memory": process.base + allowance}
+        return dataclasses.replace(options, engine=engine), None
+    engine = {name: value for name, value in options.engine.items() if name != "max_memory"}
+    set_own_share(min(1.0, allowance / max(1, available_bytes())))
+    return dataclasses.replace(options, engine=engine), process
 
 
 def _budget(options: ServeOptions) -> int | None:

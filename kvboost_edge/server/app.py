@@ -32,7 +32,7 @@ from kvboost_edge.server.http.hosts import HostList
 from kvboost_edge.server.http.keys import KeyRing
 from kvboost_edge.server.http.middleware import AuthMiddleware, Envelope
 from kvboost_edge.server.models.exposition import ServerMetrics
-from kvboost_edge.server.models.loader import reserved_bytes
+from kvboost_edge.server.models.loader import ProcessMemory, reserved_bytes
 from kvboost_edge.server.models.registry import Models
 from kvboost_edge.server.models.served import ModelSource, ServedModel
 from kvboost_edge.server.models.server import ServerState
@@ -72,6 +72,7 @@ def create_app(
     source: ModelSource | None = None,
     others: Sequence[tuple[tuple[str, ...], ModelSource]] = (),
     budget: int | None = None,
+    process: ProcessMemory | None = None,
 ) -> FastAPI:
     """The application. `engine` is the first model, which is loaded; `app.state.kv` is the
     `ServerState`.
@@ -81,6 +82,7 @@ def create_app(
     others   names and sources of further models, loaded when somebody asks for them
     budget   bytes that weights, pools and states of all loaded models may take; None: all that is
              available now
+    process  bound of the whole process, from which less may follow
     """
     shared = Shared(settings, ResponseStore(len(settings.all_keys)), Normaliser(settings.normalise))
     sources = [(settings.model_names, source), *others]
@@ -88,14 +90,14 @@ def create_app(
         ServedModel(names, one, settings.keep_alive_of(number), History(settings.request_history))
         for number, (names, one) in enumerate(sources)
     ]
-    models = Models(
-        served, shared, reserved_bytes(engine) + available_bytes() if budget is None else budget
-    )
+    budget = reserved_bytes(engine) + available_bytes() if budget is None else budget
+    models = Models(served, shared, budget, process)
     loader = models.loader
     loader.adopt(models.first, loader.prepared(models.first, engine))
     if loader.taken > loader.budget:
         raise ConfigError(
-            f"max_model_bytes={loader.budget} is less than the {loader.taken} bytes that weights, "
+            f"{'max_model_bytes' if process is None else 'max_memory, for models,'}="
+            f"{loader.budget} is less than the {loader.taken} bytes that weights, "
             "pool and states of the first model take; give more, or make its pool smaller "
             "(--max-cache-bytes, --num-blocks)"
         )

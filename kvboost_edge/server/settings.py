@@ -245,7 +245,8 @@ class ServerSettings:
     )
     max_model_bytes: int | None = option(
         None,
-        "Memory of the weights, pools and states of all loaded models, such as 8e9",
+        "Deprecated, use --max-memory. Memory of the weights, pools and states alone of all loaded "
+        "models, such as 8GB; the smaller allowance counts where both are given",
         int,
         group="Limits",
         unit="bytes",

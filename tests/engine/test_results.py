@@ -23,7 +23,7 @@ CACHE_KEYS = """hot_chunks hot_memory_mb budget_mb budget_utilization cache_hits
 hit_rate exact_hit_rate""".split()
 PAGED_KEYS = """occupied_blocks cache_utilization block_utilization free_blocks used_blocks cached_blocks num_blocks block_size loaded_chunks
 blocks_used_by_chunks shared_blocks cow_copies bytes_per_block pool_bytes weight_bytes process_rss_bytes
-process_peak_bytes copied_bytes state_bytes state_slots state_slots_used state_snapshots replayed_tokens
+process_peak_bytes copied_bytes buffer_bytes state_bytes state_slots state_slots_used state_snapshots replayed_tokens
 max_draft_tokens tokens_held hit_tokens span_tokens miss_tokens evictions preemptions num_running
 num_waiting step_seconds step_counts backend runner isa kernel_path attention_path threading_layer num_threads""".split()
 

@@ -12,6 +12,7 @@ from kvboost_edge.config import GenerationMode
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.server import __main__ as command
 from kvboost_edge.server.flags import parse_flags
+from kvboost_edge.server.models.loader import ProcessMemory
 from kvboost_edge.server.work.prepare import prepare
 
 
@@ -37,6 +38,41 @@ def test_compiling_says_how_long_it_takes(monkeypatch, caplog):
             command._log_compiling(done, 7)
     facts = [vars(record)["facts"] for record in caplog.records]
     assert facts == [{"done": 0, "total": 7, "seconds_left": 14}, {"done": 7, "total": 7}]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """300 MB are resident before the first model, of 10 GB; the shares that were set."""
+    shares = []
+    monkeypatch.setattr("kvboost_edge.host.memory.process_rss", lambda: 300_000_000)
+    monkeypatch.setattr("kvboost_edge.host.memory.available_bytes", lambda: 10_000_000_000)
+    monkeypatch.setattr("kvboost_edge.host.memory.set_own_share", shares.append)
+    return shares
+
+
+def test_max_memory_is_the_engine_s_or_that_of_all_models(machine):
+    alone, process = command._bounded(options_of("--max-memory", "2GB"))
+    assert (alone.engine["max_memory"], process) == (2_000_000_000, None)
+    both = options_of("--max-memory", "2GB", "--model", "a=x", "--model", "b=y")
+    options, process = command._bounded(both)
+    assert "max_memory" not in options.engine
+    assert process == ProcessMemory(2_000_000_000, 300_000_000)
+    assert machine == [0.17]
+    unbound = options_of("--max-cache-bytes", "1GB")
+    assert command._bounded(unbound) == (unbound, None)
+    with pytest.raises(ConfigError, match="max_memory=300000000 is less than the 300000000 bytes"):
+        command._bounded(options_of("--max-memory", "300MB"))
+
+
+@pytest.mark.parametrize(("given", "bound"), [("1GB", 1_300_000_000), ("5GB", 2_000_000_000)])
+def test_of_both_bounds_the_smaller_allowance_counts(machine, caplog, given, bound):
+    with caplog.at_level(logging.INFO):
+        options, _ = command._bounded(options_of("--max-memory", "2GB", "--max-model-bytes", given))
+    assert options.engine["max_memory"] == bound
+    (record,) = caplog.records
+    assert "the smaller allowance counts" in record.getMessage()
+    facts = vars(record)["facts"]
+    assert (facts["max_memory_allows"], facts["measured_overhead"]) == (1_700_000_000, 300_000_000)
 
 
 def options_of(*argv):

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine.memory.process import Overhead, check_process, room_in_process
+from kvboost_edge.engine.memory.process import (
+    Overhead,
+    check_process,
+    measured_overhead,
+    room_in_process,
+)
 from kvboost_edge.engine.memory.report import (
     check_weights_fit,
     memory_beside,
@@ -188,7 +193,9 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
     checkpoint = Checkpoint.open(path, cache_dir=cache_dir, rope_range=config.rope_range)
     selected = select_path(checkpoint, config)
     device = selected.backend.device
-    fit = plan_fit(checkpoint, config, selected, checkpoint.summary(), available_on(device))
+    overhead = measured_overhead(checkpoint, config, selected)
+    summary = checkpoint.summary()
+    fit = plan_fit(checkpoint, config, selected, summary, available_on(device), overhead)
     return PlannedMemory(fit.needed, device, bool(fit.info.kv_spec.states))
 
 

@@ -19,7 +19,15 @@ from kvboost_edge.host.memory import Region, process_rss, resident_bytes, shared
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import RunnerInfo
 
-__all__ = ["Overhead", "check_process", "history_bytes", "measured_overhead", "room_in_process"]
+__all__ = [
+    "Overhead",
+    "check_process",
+    "history_bytes",
+    "measured_overhead",
+    "most_history_bytes",
+    "pass_bytes",
+    "room_in_process",
+]
 
 _HISTORY_SHARE = 16  # of what weights and overhead leave, the draft history takes a sixteenth
 _MOST_HISTORY_BYTES = 128 << 20  # and not more than it ever does
@@ -62,13 +70,20 @@ def measured_overhead(
             f"{selected.runner.name} runner, whose buffers are not known; leave it out and bound "
             "the pool with max_cache_bytes"
         )
-    from kvboost_edge.runners.native.buffers import largest_bytes
     from kvboost_edge.runners.native.runner import load_kernels
 
     load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
+    return Overhead(process_rss(), pass_bytes(checkpoint, config, selected))
+
+
+def pass_bytes(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> int:
+    """Return the bytes of the buffers of the largest pass; 0 where they are not known."""
+    if selected.runner.name != "native":
+        return 0
+    from kvboost_edge.runners.native.buffers import largest_bytes
+
     context = bounded_context(usable_context(checkpoint.config), config)
-    buffers = largest_bytes(checkpoint.spec, min(config.max_batch_tokens, context), context)
-    return Overhead(process_rss(), buffers)
+    return largest_bytes(checkpoint.spec, min(config.max_batch_tokens, context), context)
 
 
 def room_in_process(
@@ -81,6 +96,13 @@ def room_in_process(
         return beside
     rest = max(0, _rest(config, weight_bytes, overhead))
     return min(beside, rest - _history(rest))
+
+
+def most_history_bytes(config: EngineConfig, bound: int | None) -> int:
+    """Return the most that the draft history takes; bound: as `history_bytes` has it."""
+    if config.speculation == "off":
+        return 0
+    return _MOST_HISTORY_BYTES if bound is None else bound
 
 
 def history_bytes(config: EngineConfig, weight_bytes: int, overhead: Overhead | None) -> int | None:

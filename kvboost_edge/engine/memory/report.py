@@ -63,10 +63,13 @@ class MemoryLedger:
         regions: Callable[[], Sequence[Region]] = tuple,
         copied: Callable[[], int] = int,
         state_bytes: int = 0,
+        buffer_bytes: int = 0,
     ) -> None:
         """regions: where weights, pool and states lie in this process's memory as of now; empty:
-        not known. copied: bytes of the runner's copies as of now.
+        not known. copied: bytes of the runner's copies as of now. buffer_bytes: of the largest
+        pass and of the draft history, as far as known.
         """
+        self._buffer_bytes = buffer_bytes
         self.weight_bytes = weight_bytes
         self.pool_bytes = pool_bytes
         self.state_bytes = state_bytes
@@ -76,8 +79,8 @@ class MemoryLedger:
         self._counted_until = -math.inf
 
     def snapshot(self) -> dict[str, int]:
-        """weight_bytes, pool_bytes, state_bytes, copied_bytes, other_bytes, process_rss_bytes,
-        process_peak_bytes as of now.
+        """weight_bytes, pool_bytes, state_bytes, copied_bytes, buffer_bytes, other_bytes,
+        process_rss_bytes, process_peak_bytes as of now.
         """
         rss = process_rss()
         copied = self._copied()
@@ -86,6 +89,7 @@ class MemoryLedger:
             "pool_bytes": self.pool_bytes,
             "state_bytes": self.state_bytes,
             "copied_bytes": copied,
+            "buffer_bytes": self._buffer_bytes,
             "other_bytes": max(0, rss - self._resident() - copied),
             "process_rss_bytes": rss,
             "process_peak_bytes": process_peak(),

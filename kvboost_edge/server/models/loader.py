@@ -13,11 +13,11 @@ import re
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvboost_edge.engine.memory.report import gb
-from kvboost_edge.errors import CapacityError, KVBoostError
-from kvboost_edge.host.memory import give_back
+from kvboost_edge.errors import CapacityError, ConfigError, KVBoostError
+from kvboost_edge.host.memory import give_back, process_rss
 from kvboost_edge.server.cache_report.tracker import Doctor
 from kvboost_edge.server.default_mode import default_mode
 from kvboost_edge.server.logs import failure_place, log_facts
@@ -30,7 +30,7 @@ from kvboost_edge.server.work.threads import in_thread
 if TYPE_CHECKING:
     from kvboost_edge.server.engines import Engine
 
-__all__ = ["Loader", "reserved_bytes"]
+__all__ = ["Loader", "ProcessMemory", "reserved_bytes"]
 
 _PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
 _SOON = 0.01  # a clock may run out a little early
@@ -42,6 +42,18 @@ _ENDING_SECONDS = (
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
 
 
+class ProcessMemory(NamedTuple):
+    """The bound of the process, and what was resident before its first model."""
+
+    bound: int
+    base: int
+
+    @property
+    def for_models(self) -> int:
+        """Bytes for all models, with their overhead."""
+        return self.bound - self.base
+
+
 class _NobodyWaits(Exception):
     """Every request that wanted the model has gone, or the server ends."""
 
@@ -51,10 +63,18 @@ class Loader:
 
     served   all models of the server
     budget   bytes that weights, pools and states of all loaded models may take together
+    process  bound of the whole process, from which less may follow; None: none
     """
 
-    def __init__(self, served: Sequence[ServedModel], shared: Shared, budget: int) -> None:
-        self.budget = budget
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        shared: Shared,
+        budget: int,
+        process: ProcessMemory | None = None,
+    ) -> None:
+        self._budget = budget
+        self._process = process
         self._all = served
         self._shared = shared
         self._turn = asyncio.Lock()
@@ -64,6 +84,17 @@ class Loader:
         self._under_way: ServedModel | None = None
         self.left: ServedModel | None = None
         """The model whose loading did not end when the server did: its threads still run."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes that weights, pools and states of all loaded models may take together."""
+        return self._allowed(sum(one.overhead for one in self._all))
+
+    def _allowed(self, overhead: int) -> int:
+        """Bytes that they may take beside so much overhead of models."""
+        if self._process is None:
+            return self._budget
+        return max(0, min(self._budget, self._process.for_models - overhead))
 
     @property
     def taken(self) -> int:
@@ -83,8 +114,27 @@ class Loader:
         doctor = Doctor(engine, served.name, served.history, metrics.observe_cause)
         served.known = Known.of(engine, default_mode(self._shared.settings, engine))
         served.num_bytes = reserved_bytes(engine)
+        if self._process is not None:
+            served.overhead = served.last_overhead = self._measured_overhead(served, engine)
         served.metrics = metrics
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
+
+    def _measured_overhead(self, served: ServedModel, engine: Engine) -> int:
+        """Return what the process has grown by, beside weights, pools and states, since before this
+        model, and the buffers that its passes will fill.
+        """
+        assert self._process is not None
+        if engine.runner_info.name != "native":
+            raise ConfigError(
+                f"--max-memory needs the native runner, and {served.name!r} runs on the "
+                f"{engine.runner_info.name} runner, whose buffers are not known"
+            )
+        loaded = [one for one in self._all if one is not served and one.state is not None]
+        engines = [engine, *(one.state.engine for one in loaded if one.state is not None)]
+        stats = [one.paged_stats() for one in engines]
+        resident: int = sum(one["process_rss_bytes"] - one["other_bytes"] for one in stats)
+        others = self._process.base + sum(one.overhead for one in loaded)
+        return max(0, process_rss() - resident - others) + int(stats[0]["buffer_bytes"])
 
     @staticmethod
     def adopt(served: ServedModel, state: ModelState) -> None:
@@ -176,7 +226,7 @@ class Loader:
                 served.state is None and served.unloading is None
             ):  # what is being unloaded still takes its memory
                 served.phase = "not_loaded"
-                served.num_bytes = 0
+                served.num_bytes = served.overhead = 0
             self._changed.set()
             if not served.in_use:
                 self.watch_idle(served)
@@ -199,8 +249,10 @@ class Loader:
             served.waits_for = "its files are looked at"
             served.planned = await in_thread(source.plan, unwanted=lambda planned: None)
         while True:
-            await self._make_room(served, served.planned)
+            each = served.last_overhead or max(one.last_overhead for one in self._all)
+            await self._make_room(served, served.planned, each)
             served.num_bytes = served.planned
+            served.overhead = each
             served.waits_for = "its weights are being read"
             self._log("model loading", served, bytes=served.planned)
             started = time.monotonic()
@@ -211,7 +263,7 @@ class Loader:
             except CapacityError:
                 # The machine has less than the budget. Without those that are idle there may be
                 # enough.
-                served.num_bytes = 0
+                served.num_bytes = served.overhead = 0
                 leaving = self._idle(besides=served)
                 if not leaving or self._ended.is_set():
                     raise
@@ -219,28 +271,29 @@ class Loader:
             finally:
                 served.load_seconds = time.monotonic() - started
 
-    async def _make_room(self, served: ServedModel, needed: int) -> None:
+    async def _make_room(self, served: ServedModel, needed: int, overhead: int) -> None:
         """Wait until it fits, and unload what is idle if that is enough. CapacityError for what
         never fits.
+
+        needed    bytes of its weights, pool and states; overhead: of the process, beside them
         """
-        if needed > self.budget:
+        if needed > self._allowed(overhead):
             raise CapacityError(
                 f"the model {served.name!r} does not fit: weights, pool and states take "
-                f"{gb(needed)}, and all models together may take {gb(self.budget)} "
-                "(--max-model-bytes); make its pool smaller (--max-cache-bytes, --num-blocks), or "
-                "use smaller weights (--weights int4)"
+                f"{gb(needed)}, and all models together may take "
+                f"{gb(self._allowed(overhead))} ({self._option}); make its pool smaller "
+                "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
             )
-        while self.taken + needed > self.budget:
+        while (missing := self._missing(needed, overhead)) > 0:
             if self._ended.is_set() or not served.in_use:
                 raise _NobodyWaits
-            missing = self.taken + needed - self.budget
             leaving: list[ServedModel] = []
             for one in self._idle(besides=served):
-                if sum(other.num_bytes for other in leaving) < missing:
+                if sum(_cost(other) for other in leaving) < missing:
                     leaving.append(one)
             now = time.monotonic()
             self._changed.clear()
-            if sum(one.num_bytes for one in leaving) < missing:
+            if sum(_cost(one) for one in leaving) < missing:
                 served.waits_for = self._shortage(needed, "those are in use")
                 await self._change(None)
             elif (rested := max(one.rested_at for one in leaving)) > now:
@@ -251,6 +304,16 @@ class Loader:
                     if one.may_leave:  # a request may have come for it while another one left
                         await self._unload(one, "room for another")
 
+    def _missing(self, needed: int, overhead: int) -> int:
+        """Bytes that lack for a model that is not loaded."""
+        others = sum(one.overhead for one in self._all)
+        return self.taken + needed - self._allowed(others + overhead)
+
+    @property
+    def _option(self) -> str:
+        """The option that bounds all models."""
+        return "--max-model-bytes" if self._process is None else "--max-memory"
+
     async def _keep_within(self, served: ServedModel) -> None:
         """It may take more than was planned: then others leave, as far as they can."""
         served.planned = served.num_bytes
@@ -260,9 +323,7 @@ class Loader:
             if one.may_leave:  # a request may have come for it while another one left
                 await self._unload(one, "room for another")
         if self.taken > self.budget:
-            log_facts(
-                logging.WARNING, "models over budget", bytes=self.taken, max_model_bytes=self.budget
-            )
+            log_facts(logging.WARNING, "models over budget", bytes=self.taken, budget=self.budget)
 
     async def _change(self, seconds: float | None) -> None:
         """Until something may have changed."""
@@ -278,7 +339,7 @@ class Loader:
         """The arithmetic, and why nobody leaves."""
         others = ", ".join(f"{one.name} {gb(one.num_bytes)}" for one in self._all if one.num_bytes)
         return (
-            f"it takes {gb(needed)}, of {gb(self.budget)} for all models (--max-model-bytes) "
+            f"it takes {gb(needed)}, of {gb(self.budget)} for all models ({self._option}) "
             f"{gb(self.taken)} are taken: {others}; {why}"
         )
 
@@ -366,7 +427,7 @@ class Loader:
             facts = {"error": type(error).__name__, "place": failure_place(error)}
             self._log("model not closed", served, level=logging.ERROR, **facts)
         finally:
-            served.num_bytes = 0
+            served.num_bytes = served.overhead = 0
             served.num_unloads = served.num_unloads + 1
             served.unloading = None
             served.phase = "loading" if served.loading is not None else "not_loaded"
@@ -392,6 +453,11 @@ def reserved_bytes(engine: Engine) -> int:
     """
     stats = engine.paged_stats()
     return sum(int(stats[name]) for name in ("weight_bytes", "pool_bytes", "state_bytes"))
+
+
+def _cost(served: ServedModel) -> int:
+    """Bytes of the process that are free once it is unloaded."""
+    return served.num_bytes + served.overhead
 
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvboost_edge.server.errors import ApiError, ClientGone, QueueFull, ShuttingDown
-from kvboost_edge.server.models.loader import Loader
+from kvboost_edge.server.models.loader import Loader, ProcessMemory
 from kvboost_edge.server.models.served import ServedModel
 from kvboost_edge.server.state import ModelState, Shared, keep_state
 from kvboost_edge.server.work.shares import Shares
@@ -33,11 +33,18 @@ class Models:
 
     served   each with names of its own, the first one first
     budget   bytes that weights, pools and states of all loaded models may take together
+    process  bound of the whole process; None: none
     """
 
-    def __init__(self, served: Sequence[ServedModel], shared: Shared, budget: int) -> None:
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        shared: Shared,
+        budget: int,
+        process: ProcessMemory | None = None,
+    ) -> None:
         self.all = tuple(served)
-        self.loader = Loader(self.all, shared, budget)
+        self.loader = Loader(self.all, shared, budget, process)
         self.num_refused = 0
         self._shared = shared
         self._by_name = {name: one for one in self.all for name in one.names}

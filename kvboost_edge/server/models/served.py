@@ -93,6 +93,8 @@ class ServedModel:
                         asked for
     planned      bytes that it will take, once that was looked up
     num_bytes    what it takes of the server's memory, or will once it is loaded
+    overhead     bytes of the process that it takes beside those, measured when it was loaded;
+                 last_overhead: the same when it was loaded last. 0 without --max-memory
     in_use       requests that hold it or wait for it
     idle_since   when the last one went; loaded_at, load_seconds: when it was loaded last, and how
                  long that took
@@ -111,6 +113,8 @@ class ServedModel:
     abilities: tuple[str, ...] = ()
     planned: int | None = None
     num_bytes: int = 0
+    overhead: int = 0
+    last_overhead: int = 0
     in_use: int = 0
     idle_since: float = 0.0
     loaded_at: float = 0.0

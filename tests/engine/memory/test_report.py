@@ -40,6 +40,7 @@ def test_other_is_what_is_not_resident_weights_and_pool(monkeypatch):
         "pool_bytes": 300,
         "state_bytes": 0,
         "copied_bytes": 0,
+        "buffer_bytes": 0,
         "other_bytes": 400,
         "process_rss_bytes": 1000,
         "process_peak_bytes": 0,

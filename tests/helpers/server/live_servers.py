@@ -125,9 +125,15 @@ class HeldForward:
 
 @contextmanager
 def serving(
-    engine: Any, *, source: Any = None, others: Any = (), budget: int | None = None, **settings: Any
+    engine: Any,
+    *,
+    source: Any = None,
+    others: Any = (),
+    budget: int | None = None,
+    process: Any = None,
+    **settings: Any,
 ) -> Iterator[LiveServer]:
-    """Serve `engine` in a thread until the block is left; it stays open. source, others, budget: as
+    """Serve `engine` in a thread until the block is left; it stays open. source, others, budget, process: as
     `create_app`.
     """
     from kvboost_edge.server.app import create_app
@@ -139,7 +145,7 @@ def serving(
     )
     listener = bind(chosen)
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, chosen, source, others, budget)
+    app = create_app(engine, chosen, source, others, budget, process)
     server = DrainingServer(app, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="test-server")
     thread.start()

@@ -6,12 +6,14 @@ import shutil
 import threading
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from helpers.server.live_servers import serving, wait_until
 from helpers.server.served_models import ASKED, CountedSource
+from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.file_memo import cache_directory
 from kvboost_edge.server.models import loader
 
@@ -120,6 +122,57 @@ def test_a_wait_for_room_has_an_end_that_says_why(first, second):
         wait_until(lambda: states(server)["b"] == "not_loaded", "the loading to be given up")
         served.in_use -= 1
         wait_until(lambda: ask(server, "b").status_code == 200, "the model to be loaded")
+
+
+@pytest.mark.parametrize(("spare", "left"), [(10, "loaded"), (-10, "not_loaded")])
+def test_what_models_take_beside_their_budget_counts_in_the_process(
+    first, second, monkeypatch, spare, left
+):
+    """Each model has an overhead of 50 MB; with 10 MB less than that of two the first one leaves,
+    though weights and pools of both would fit.
+    """
+    monkeypatch.setattr(loader.Loader, "_measured_overhead", lambda *_: 50_000_000)
+    with first.open() as engine:
+        taken = loader.reserved_bytes(engine) + second.plan()
+    bound = 1_000_000 + taken + (100 + spare) * 1_000_000
+    with both(
+        first, second, process=loader.ProcessMemory(bound, 1_000_000), keep_alive=60
+    ) as server:
+        served = server.kv.models.first
+        assert server.kv.models.loader.budget == taken + (50 + spare) * 1_000_000
+        served.loaded_at -= 1000  # it has rested long enough
+        assert ask(server, "b").status_code == 200
+        assert states(server) == {"a": left, "b": "loaded", "bee": "loaded"}
+        assert served.overhead == (50_000_000 if left == "loaded" else 0)
+
+
+def test_overhead_is_what_the_process_grew_by_and_what_buffers_will_fill(
+    first, second, monkeypatch
+):
+    engine = SimpleNamespace(
+        runner_info=SimpleNamespace(name="native"),
+        paged_stats=lambda: {"process_rss_bytes": 900, "other_bytes": 500, "buffer_bytes": 30},
+    )
+    other = SimpleNamespace(
+        overhead=70,
+        state=SimpleNamespace(
+            engine=SimpleNamespace(
+                paged_stats=lambda: {
+                    "process_rss_bytes": 900,
+                    "other_bytes": 700,
+                    "buffer_bytes": 30,
+                }
+            )
+        ),
+    )
+    monkeypatch.setattr(loader, "process_rss", lambda: 900)
+    served = SimpleNamespace(name="b", overhead=0, state=None)
+    found = loader.Loader([served, other], None, 10_000, loader.ProcessMemory(5000, 100))
+    assert found._measured_overhead(served, engine) == 900 - 400 - 200 - 100 - 70 + 30
+    assert found.budget == 5000 - 100 - 70
+    engine.runner_info.name = "torch"
+    with pytest.raises(ConfigError, match="--max-memory needs the native runner"):
+        found._measured_overhead(served, engine)
 
 
 def test_what_never_fits_is_refused_with_the_arithmetic(first, second):
