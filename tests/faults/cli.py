@@ -91,8 +91,8 @@ FAULTS = (
     fault(
         "a new conversation has no system message",
         "cli/chat.py",
-        '"""Begin anew."""\n        self._messages = list(self._opening)\n',
-        '"""Begin anew."""\n        self._messages = []\n',
+        '"""Start a new conversation."""\n        self._messages = list(self._opening)\n',
+        '"""Start a new conversation."""\n        self._messages = []\n',
         f"{_REMOTE}::test_a_whole_conversation",
     ),
     fault(

@@ -410,7 +410,7 @@ _MODELS = (
     fault(
         "an idle model leaves although that is not enough",
         "server/models/loader.py",
-        "if sum(one.num_bytes for one in leaving) < missing:",
+        "if sum(_cost(one) for one in leaving) < missing:",
         "if not leaving:",
         f"{_ROOM}::test_nobody_leaves_where_that_is_not_enough",
     ),
@@ -431,7 +431,7 @@ _MODELS = (
     fault(
         "a failed loading takes its memory for ever",
         "server/models/loader.py",
-        ("                served.num_bytes = 0\n            self._changed.set()\n"),
+        ("                served.num_bytes = served.overhead = 0\n            self._changed.set()\n"),
         "            self._changed.set()\n",
         f"{_ROOM}::test_a_model_that_could_not_be_loaded_takes_no_room",
     ),
