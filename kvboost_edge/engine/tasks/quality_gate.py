@@ -89,6 +89,7 @@ class QualityGate:
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
         self._next_look: dict[Repair, float] = {}
+        self._stamps: dict[Repair, FileStamp | None] = {}  # of verdicts; None: no room for the test
         self._has_warned = False
         self._cache_dir = None if config.pack_cache else NO_CACHE
 
@@ -137,8 +138,8 @@ class QualityGate:
         """Return the verdict of this process or of the stored file, or None."""
         known = self._verdicts.get(repair)
         if known is None and time.monotonic() >= self._next_look.get(repair, 0.0):
-            with contextlib.suppress(RequestError):  # no room for the test: no verdict exists
-                known = read(self._stamp(repair, self._material(repair)), self._cache_dir)
+            stamp = self._stamp(repair)
+            known = None if stamp is None else read(stamp, self._cache_dir)
             if known is None:
                 self._next_look[repair] = time.monotonic() + _LOOK_AGAIN_SECONDS
             else:
@@ -152,11 +153,22 @@ class QualityGate:
         with self.apart(repair) as gate:
             verdict = gate._measure(repair, material)
         _LOG.info("reuse %s in %.1f s: %s", _word(verdict), time.perf_counter() - began, verdict)
-        write(self._stamp(repair, material), verdict, self._cache_dir)
+        if (stamp := self._stamp(repair)) is not None:
+            write(stamp, verdict, self._cache_dir)
         return verdict
 
-    def _stamp(self, repair: Repair, material: Material) -> FileStamp:
-        return outcome_stamp(self._parts.identity, repair, self._lead(), material)
+    def _stamp(self, repair: Repair) -> FileStamp | None:
+        """Return the stamp of a verdict's file; None if there is no room for the test.
+
+        The test's texts are tokenized once: requests ask for it, on the event loop of a server.
+        """
+        if repair not in self._stamps:
+            stamp = None
+            with contextlib.suppress(RequestError):
+                material = self._material(repair)
+                stamp = outcome_stamp(self._parts.identity, repair, self._lead(), material)
+            self._stamps[repair] = stamp
+        return self._stamps[repair]
 
     def apart(self, repair: Repair) -> AbstractContextManager[QualityGate]:
         """Open an engine with room for the built-in text; the context is its gate."""

@@ -122,11 +122,22 @@ def test_a_request_uses_the_stored_verdict_and_tests_nothing(tests_run, caplog):
 def test_a_verdict_of_another_process_is_found_later(tests_run, monkeypatch):
     now = [0.0]
     give_clock(monkeypatch, lambda: now[0], quality_gate)
+    tokenized = []
+    make = quality_gate.make_material
+    monkeypatch.setattr(
+        quality_gate,
+        "make_material",
+        lambda *given, **more: tokenized.append(given) or make(*given, **more),
+    )
     with engine_of() as engine, engine_of() as other:
         assert gate_of_reuse(engine) == "unchecked"
+        now[0] = 10.0
+        assert gate_of_reuse(engine) == "unchecked"
+        assert len(tokenized) == 1, "once, not at each look"
+        now[0] = 15.0
         other.check_reuse()
         assert gate_of_reuse(engine) == "unchecked"
-        now[0] = 10.0
+        now[0] = 20.0
         assert gate_of_reuse(engine) == "passed"
 
 
