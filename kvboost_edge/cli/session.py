@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.request.results import GenerationResult
 
-__all__ = ["answer", "found_model", "loaded_engine", "timing_line"]
+__all__ = ["answer", "found_model", "loaded_engine", "memory_line", "timing_line"]
 
 _LOOK_SECONDS = 0.1  # between two looks at how far a prompt, or packing, is
 
@@ -67,8 +67,7 @@ def loaded_engine(
         stats = engine.paged_stats()
         notes.print(
             f"{model}: runner {stats['runner']} ({engine.runner_info.dtype} weights), backend "
-            f"{stats['backend']}, {stats['num_threads']} threads, pool of {stats['num_blocks']} "
-            f"blocks ({stats['pool_bytes'] / 1e6:.0f} MB), loaded in "
+            f"{stats['backend']}, {stats['num_threads']} threads, {memory_line(stats)}, loaded in "
             f"{time.perf_counter() - started:.1f} s",
             style="dim",
         )
@@ -215,6 +214,18 @@ def answer(
         handle.cancel()
         raise
     return handle.result()
+
+
+def memory_line(stats: Mapping[str, Any]) -> str:
+    """Write the size that the pool may grow to, and what the process holds now."""
+    resident = f"{_size(stats['process_rss_bytes'])} resident"
+    if not stats["pool_bytes"]:
+        return resident
+    return f"KV cache up to {_size(stats['pool_bytes'])}, filled as needed; {resident}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.0f} MB"
 
 
 def timing_line(result: GenerationResult) -> str:

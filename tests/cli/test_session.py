@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from helpers.clocks import give_clock
 from kvboost_edge.cli import session
-from kvboost_edge.cli.session import _loading_bar, _loading_shown
+from kvboost_edge.cli.session import _loading_bar, _loading_shown, loaded_engine, memory_line
 
 
 def test_kernels_are_counted_as_kernels_and_weights_in_megabytes(monkeypatch):
@@ -69,3 +69,13 @@ def test_outside_terminals_each_phase_is_one_line_with_an_estimate(monkeypatch, 
         "compiling 7 kernels for this machine, once, about 14 s",
         "packing the weights of m, 1,200 MB, once, about 11 s",
     ]
+
+
+def test_the_size_of_the_pool_is_told_as_what_it_may_grow_to():
+    stats = {"pool_bytes": 4_500_000_000, "process_rss_bytes": 700_000_000}
+    assert memory_line(stats) == "KV cache up to 4.5 GB, filled as needed; 0.7 GB resident"
+    assert memory_line({**stats, "pool_bytes": 0}) == "0.7 GB resident"
+    notes = Console(file=io.StringIO(), width=200)
+    with loaded_engine("kvboost-edge/demo", {"max_cache_bytes": "64M"}, notes):
+        said = notes.file.getvalue()
+    assert re.search(r" threads, KV cache up to 64 MB, filled as needed; 0\.\d GB resident, ", said)

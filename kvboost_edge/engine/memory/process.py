@@ -15,7 +15,7 @@ from kvboost_edge.engine.memory.report import (
 )
 from kvboost_edge.engine.memory.selection import Selection, bounded_context, usable_context
 from kvboost_edge.errors import CapacityError, ConfigError
-from kvboost_edge.host.memory import Region, process_rss, resident_bytes, shared_out
+from kvboost_edge.host.memory import Region, give_back, process_rss, resident_bytes, shared_out
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.runners.base import RunnerInfo
 
@@ -72,6 +72,7 @@ def measured_overhead(
         )
     from kvboost_edge.runners.native.runner import load_kernels
 
+    give_back()  # what reading the tokenizer left
     load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
     return Overhead(process_rss(), pass_bytes(checkpoint, config, selected))
 
