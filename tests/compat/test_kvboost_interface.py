@@ -124,7 +124,8 @@ def test_both_sizes_of_the_pool_give_the_smaller(caplog):
 )
 def test_options_of_from_pretrained(name, value):
     with KVBoost.from_pretrained(DEMO, num_blocks=32, **{name: value}) as engine:
-        assert engine.generate(QUESTION, max_new_tokens=2).generated_tokens <= 2
+        assert getattr(engine.config, name) == value
+        assert engine.generate(QUESTION, max_new_tokens=2, ignore_eos=True).generated_tokens == 2
 
 
 def test_a_loaded_model_by_position(loaded):
@@ -186,11 +187,13 @@ def test_compatibility_of_a_model(loaded, strict):
         kvboost_edge.check_model_compatibility(model, strict=strict),
         kvboost_edge.check_model_compatibility(model),
     ):
-        assert report is not None
+        assert report.supported
     unknown = {"model_type": "t5"}
     if strict:
         with pytest.raises(kvboost_edge.ModelFormatError, match="t5"):
             kvboost_edge.check_model_compatibility(unknown, strict)
+    else:
+        assert not kvboost_edge.check_model_compatibility(unknown, strict).supported
 
 
 def test_flash_attention_functions(loaded):
@@ -264,8 +267,7 @@ def test_quick_start(engine):
     engine.warm(SYSTEM)
     result = engine.generate(SYSTEM + QUESTION, max_new_tokens=8)
     assert result.output_text
-    shown = f"TTFT: {result.ttft_ms:.1f} ms | reuse: {result.kv_reuse_ratio:.0%}"
-    assert shown.startswith("TTFT: ")
+    assert result.ttft_ms > 0
     assert result.kv_reuse_ratio > 0.5
 
 
@@ -342,7 +344,8 @@ def test_generate_by_position(engine):
     prompt = SYSTEM + QUESTION
     greedy = engine.generate(prompt, 8).output_token_ids
     assert engine.generate(prompt, 8, *GREEDY).output_token_ids == greedy
-    assert engine.generate(prompt, max_new_tokens=8, temperature=1.0, do_sample=False) is not None
+    named = engine.generate(prompt, max_new_tokens=8, temperature=1.0, do_sample=False)
+    assert named.output_token_ids == greedy
     sampled = [engine.generate(prompt, 8, "prefix_cache", 1.5, True) for _ in range(3)]
     assert len({one.output_token_ids for one in sampled}) > 1, "a temperature given by position"
     seeded = engine.generate(prompt, 8, "prefix_cache", 1.5, True, seed=sampled[0].seed)
