@@ -229,6 +229,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Why requests with mode="chunk_kv_reuse" are refused here; None: they are not."""
         return states_refusal(self._parts.runner.info) or self._parts.runner.moved_keys_refusal
 
+    @property
+    def default_reuse_refusal(self) -> str | None:
+        """The reason that requests with mode="chunk_kv_reuse" and the engine's options of reuse are
+        refused: `reuse_refusal`, or a stored verdict. None: they are not.
+        """
+        return self.reuse_refusal or self._gate.refusal(self._intake.own_repair())
+
     # Generation.
 
     def submit(

@@ -41,7 +41,7 @@ class RayReplica(EngineReplica):
 
         def ready(engine: CPUPagedEngine) -> None:
             # The ingress refuses a mode that the model cannot have.
-            can_reuse = engine.reuse_refusal is None
+            can_reuse = engine.default_reuse_refusal is None
             mode = options.mode if can_reuse else GenerationMode.PREFIX_CACHE
             prepare(engine, options.warm, options.warm_documents, options.tenants, mode)
             engine.read_ahead()

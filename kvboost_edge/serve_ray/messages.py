@@ -71,6 +71,7 @@ class Description(NamedTuple):
     sampling_defaults: SamplingDefaults
     reuse_refusal: str | None
     embedding_size: int
+    default_reuse_refusal: str | None
 
 
 class Sent(NamedTuple):

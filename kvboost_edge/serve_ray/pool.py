@@ -114,6 +114,10 @@ class ReplicatedEngine:
         return self._about.reuse_refusal
 
     @property
+    def default_reuse_refusal(self) -> str | None:
+        return self._about.default_reuse_refusal
+
+    @property
     def embedding_size(self) -> int:
         return self._about.embedding_size
 

@@ -340,6 +340,7 @@ class EngineReplica:
             sampling_defaults=engine.sampling_defaults,
             reuse_refusal=engine.reuse_refusal,
             embedding_size=engine.embedding_size,
+            default_reuse_refusal=engine.default_reuse_refusal,
         )
 
     async def _tell(self, cursor: Cursor) -> ReplicaUpdate:

@@ -22,7 +22,7 @@ def default_mode(settings: ServerSettings, engine: Engine) -> GenerationMode:
     refuses that.
     """
     mode = GenerationMode(settings.mode)
-    is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.reuse_refusal is not None
+    is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.default_reuse_refusal is not None
     return GenerationMode.PREFIX_CACHE if is_refused else mode
 
 
@@ -50,14 +50,13 @@ def check_default_mode(engine: Engine, model: str, options: ServeOptions) -> Gen
     mode = default_mode(options.settings, engine)
     if mode is options.settings.mode:
         return mode
+    refusal = engine.default_reuse_refusal
     if not options.others:
-        raise ConfigError(
-            f"--mode chunk_kv_reuse is refused: {engine.reuse_refusal}; use --mode prefix_cache"
-        )
+        raise ConfigError(f"--mode chunk_kv_reuse is refused: {refusal}; use --mode prefix_cache")
     log_facts(
         logging.WARNING,
         "the model refuses --mode chunk_kv_reuse: prefix_cache",
         model=model,
-        reason=engine.reuse_refusal,
+        reason=refusal,
     )
     return mode

@@ -69,6 +69,9 @@ class Engine(StatsProvider, Protocol):
     def reuse_refusal(self) -> str | None: ...
 
     @property
+    def default_reuse_refusal(self) -> str | None: ...
+
+    @property
     def embedding_size(self) -> int: ...
 
     # Requests.

@@ -7,6 +7,9 @@ import pytest
 
 from helpers.engine.fake_runner import fake_engine, runner_of
 from kvboost_edge.config import GenerationMode
+from kvboost_edge.engine.tasks.quality_gate import QualityGate
+from kvboost_edge.errors import ConfigError
+from kvboost_edge.reuse.quality_gate import Verdict
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode
 from kvboost_edge.server.flags import parse_flags
 from kvboost_edge.server.serve_options import NamedModel
@@ -25,6 +28,19 @@ def test_one_of_several_models_that_refuses_it_is_exact_and_logged(caplog):
         runner_of(engine).moved_keys_refusal = "it cannot"
         assert check_default_mode(engine, "a", several) is GenerationMode.PREFIX_CACHE
     assert vars(caplog.records[0])["facts"] == {"model": "a", "reason": "it cannot"}
+
+
+def test_a_stored_verdict_counts_as_a_refusal(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
+    bad = Verdict(0.5, 0.1, 0.9, 59, 0.8)
+    monkeypatch.setattr(QualityGate, "_measure", lambda *arguments: bad)
+    options = options_of("--mode", "chunk_kv_reuse")
+    several = dataclasses.replace(options, others=(NamedModel(("b",), "b"),))
+    with fake_engine(reuse_gate="auto") as engine:
+        engine.check_reuse()
+        assert check_default_mode(engine, "a", several) is GenerationMode.PREFIX_CACHE
+        with pytest.raises(ConfigError, match=r"--mode chunk_kv_reuse is refused: .*this model"):
+            check_default_mode(engine, "a", options)
 
 
 @pytest.mark.parametrize(

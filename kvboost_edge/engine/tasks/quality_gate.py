@@ -120,6 +120,14 @@ class QualityGate:
             )
         return known
 
+    def refusal(self, repair: Repair) -> str | None:
+        """Return the message by which a stored verdict refuses this repair, or None."""
+        try:
+            self.require_repair(repair)
+        except RequestError as error:
+            return str(error)
+        return None
+
     def verdict(self, repair: Repair) -> Verdict:
         """Return the stored verdict, or the one of a test that runs now.
 

@@ -145,7 +145,10 @@ def test_what_fails_the_test_is_refused_with_its_figures(tests_run, spoiled):
     words = r"refused for this model.*KL\(full \|\| reuse\).*reuse_gate='off'"
     with engine_of() as engine:
         engine.generate(TEXT + [1] * 16, 1)
+        assert engine.default_reuse_refusal is None
         assert not engine.check_reuse().passed
+        assert "refused for this model" in engine.default_reuse_refusal
+        assert engine.reuse_refusal is None, "a request may repair more"
         computed = runner_of(engine).computed
         calls = [
             lambda: engine.submit(PROMPT, mode=REUSE),
