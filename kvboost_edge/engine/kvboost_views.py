@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvboost_edge.chunk_registry import ChunkRegistry
 from kvboost_edge.config import EngineConfig
-from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts
-from kvboost_edge.engine.core import EngineCore
 from kvboost_edge.reuse.chunking import chunk_options
 
 __all__ = ["CacheManagerView", "KVBoostViews"]
@@ -90,8 +88,11 @@ class KVBoostViews:
     """The attributes of an engine by KVBoost's names. A part of `CPUPagedEngine`."""
 
     _config: EngineConfig
-    _core: EngineCore
     _parts: EngineParts
+
+    if TYPE_CHECKING:
+
+        def cache_stats(self) -> dict[str, float]: ...
 
     @property
     def model(self) -> Any:
@@ -110,13 +111,8 @@ class KVBoostViews:
     def cache_manager(self) -> CacheManagerView:
         """Figures of the cache."""
         parts = self._parts
-
-        def read() -> dict[str, float]:
-            with self._core.reading():
-                return stats.cache_stats(parts, self._core.tiering)
-
         size = parts.manager.num_blocks * parts.backend.spec.bytes_per_block
-        return CacheManagerView(size, self._config.kv_cache_bits, read)
+        return CacheManagerView(size, self._config.kv_cache_bits, self.cache_stats)
 
     @property
     def chunk_registry(self) -> ChunkRegistry:
