@@ -27,6 +27,7 @@ __all__ = [
     "process_peak",
     "process_rss",
     "resident_bytes",
+    "set_own_limit",
     "set_own_share",
     "shared_out",
     "total_bytes",
@@ -48,12 +49,13 @@ class Region(NamedTuple):
 
 
 def available_bytes() -> int:
-    """Memory that can be taken now without swapping: the machine's or the cgroup's, whichever is
-    less.
+    """Memory that can be taken now without swapping: the machine's, the cgroup's or this process's
+    own limit, whichever is least.
     """
     available = int(psutil.virtual_memory().available)
     group = memory_limit()
-    return available if group is None else min(available, group.free)
+    found = available if group is None else min(available, group.free)
+    return found if _own_limit is None else min(found, _own_limit)
 
 
 def total_bytes() -> int:
@@ -63,6 +65,15 @@ def total_bytes() -> int:
     total = int(psutil.virtual_memory().total)
     group = memory_limit()
     return total if group is None else min(total, group.limit)
+
+
+_own_limit: int | None = None
+
+
+def set_own_limit(num_bytes: int | None) -> None:
+    """Let `available_bytes` count at most so much as available to this process; None: no limit."""
+    global _own_limit  # noqa: PLW0603 - one value of the process
+    _own_limit = num_bytes
 
 
 _own_share = 1.0

@@ -148,14 +148,14 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
 
 def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]:
     """Return the options with `--max-memory` divided: an engine alone keeps to it, for several the
-    loader does, and each takes its part of what they share. With `--max-model-bytes` the smaller
-    allowance counts, which is logged.
+    loader does, and each sizes its pool as if the machine had no more. With `--max-model-bytes`
+    the smaller allowance counts, which is logged.
     """
     bound = options.engine.get("max_memory")
     if bound is None:
         return options, None
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.host.memory import available_bytes, process_rss, set_own_share
+    from kvboost_edge.host.memory import process_rss, set_own_limit
     from kvboost_edge.server.models.loader import ProcessMemory
 
     process = ProcessMemory(EngineConfig(max_memory=bound).max_memory or 0, process_rss())
@@ -180,7 +180,7 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
         engine = {**options.engine, "max_memory": process.base + allowance}
         return dataclasses.replace(options, engine=engine), None
     engine = {name: value for name, value in options.engine.items() if name != "max_memory"}
-    set_own_share(min(1.0, allowance / max(1, available_bytes())))
+    set_own_limit(allowance)
     return dataclasses.replace(options, engine=engine), process
 
 

@@ -142,3 +142,12 @@ def test_the_search_for_garbage_rests_and_goes_on_as_before(is_on):
         assert gc.isenabled() == is_on
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_an_own_limit_bounds_what_is_available(monkeypatch):
+    monkeypatch.setattr(memory, "_own_limit", None)
+    machine = memory.available_bytes()
+    memory.set_own_limit(1_000_000)
+    assert memory.available_bytes() == 1_000_000 < machine
+    memory.set_own_limit(1 << 60)
+    assert memory.available_bytes() > 1_000_000

@@ -42,12 +42,11 @@ def test_compiling_says_how_long_it_takes(monkeypatch, caplog):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """300 MB are resident before the first model, of 10 GB; the shares that were set."""
-    shares = []
+    """300 MB are resident before the first model; the limits that were set."""
+    limits = []
     monkeypatch.setattr("kvboost_edge.host.memory.process_rss", lambda: 300_000_000)
-    monkeypatch.setattr("kvboost_edge.host.memory.available_bytes", lambda: 10_000_000_000)
-    monkeypatch.setattr("kvboost_edge.host.memory.set_own_share", shares.append)
-    return shares
+    monkeypatch.setattr("kvboost_edge.host.memory.set_own_limit", limits.append)
+    return limits
 
 
 def test_max_memory_is_the_engine_s_or_that_of_all_models(machine):
@@ -57,7 +56,7 @@ def test_max_memory_is_the_engine_s_or_that_of_all_models(machine):
     options, process = command._bounded(both)
     assert "max_memory" not in options.engine
     assert process == ProcessMemory(2_000_000_000, 300_000_000)
-    assert machine == [0.17]
+    assert machine == [1_700_000_000]
     unbound = options_of("--max-cache-bytes", "1GB")
     assert command._bounded(unbound) == (unbound, None)
     with pytest.raises(ConfigError, match="max_memory=300000000 is less than the 300000000 bytes"):
