@@ -26,6 +26,7 @@ FUNCTION = {
 
 def read_url(log):
     """Return the server's URL from its log, or exit with the last line of it."""
+    line = "the server wrote no log"
     for line in log:
         if '"listening"' in line:
             return json.loads(line)["url"]

@@ -66,6 +66,9 @@ def run_suggest(word: str, *, as_json: bool) -> None:
         print(json.dumps(rows))
         return
     console = open_console()
+    if not wanted:
+        console.print(f"No recommended model has {word!r} in its name; leave the word out.")
+        return
     width = max(len(one.name) for one in SUGGESTIONS)
     heading = f"memory   {'name (-m)':<{width}}      size   licence      with Ollama"
     console.print(heading, style="bold", soft_wrap=True)

@@ -98,6 +98,7 @@ def test_recommended_models_are_those_of_the_docs(answered, printed, monkeypatch
     assert [row["memory_gb"] for row in rows if row["fits"]] == [2, 2, 4, 4, 8]
     assert all(row["file_bytes"] < row["memory_gb"] * 1e9 * 0.6 for row in rows)
     assert "This machine has 7.7 GB" in printed("models", "--suggest").out
+    assert "No recommended model has 'zzz'" in printed("models", "zzz", "--suggest").out
     small = answered("models", "qwen3-0.6b", "--suggest")
     assert [row["ollama"] for row in small] == ["qwen3:0.6b"]
 

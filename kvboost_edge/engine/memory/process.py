@@ -148,9 +148,10 @@ def check_process(
     if pool:
         smaller = ["max_cache_bytes or num_blocks" if is_sized else "max_model_len", *smaller]
         smaller += ["kv_cache_bits"] if max(config.kv_bits) > 4 else []
+    more = f" ({gb(packing)} to pack the weights, once)" if least > needed else ""
     raise CapacityError(
         f"max_memory={gb(allowed)} is less than the process takes: {' + '.join(parts)} = "
-        f"{gb(needed)}; give at least {_mb_up(least)}, or lower {', '.join(smaller)}"
+        f"{gb(needed)}; give at least {_mb_up(least)}{more}, or lower {', '.join(smaller)}"
     )
 
 

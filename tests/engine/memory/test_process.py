@@ -159,6 +159,10 @@ def test_what_packing_takes_is_a_part_of_the_bound(overhead, tmp_path, monkeypat
         CapacityError, match=r"overhead 0\.20 GB \+ .* to pack the weights"
     ) as caught:
         CPUPagedEngine.from_pretrained(DEMO, **options)
+    with pytest.raises(
+        CapacityError, match=r"give at least \d+MB \(.* to pack the weights, once\)"
+    ):
+        CPUPagedEngine.from_pretrained(DEMO, max_memory="1MB", max_model_len=64)
     assert not (Path(os.environ["KVBOOST_EDGE_CACHE"]) / "packed").exists()
     least = re.search(r"give at least (\d+MB)", str(caught.value))[1]
     CPUPagedEngine.from_pretrained(DEMO, **{**options, "max_memory": least}).close()
