@@ -245,7 +245,7 @@ class ServerSettings:
     )
     max_model_bytes: int | None = option(
         None,
-        "Deprecated, use --max-memory. Memory of the weights, pools and states alone of all loaded "
+        "Deprecated, use max_memory. Memory of the weights, pools and states alone of all loaded "
         "models, such as 8GB; the smaller allowance counts where both are given",
         int,
         group="Limits",

@@ -431,7 +431,9 @@ _MODELS = (
     fault(
         "a failed loading takes its memory for ever",
         "server/models/loader.py",
-        ("                served.num_bytes = served.overhead = 0\n            self._changed.set()\n"),
+        (
+            "                served.num_bytes = served.overhead = 0\n            self._changed.set()\n"
+        ),
         "            self._changed.set()\n",
         f"{_ROOM}::test_a_model_that_could_not_be_loaded_takes_no_room",
     ),
