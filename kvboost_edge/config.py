@@ -118,7 +118,12 @@ class EngineConfig:
     """
 
     runner: str = option(
-        "auto", "Program that computes the model", str, group="Model", choices=CHOICES["runner"]
+        "auto",
+        "Program that runs the model: own kernels (native), transformers (torch) or onnxruntime "
+        "(onnx)",
+        str,
+        group="Model",
+        choices=CHOICES["runner"],
     )
     backend: str = option(
         "auto",
@@ -235,15 +240,15 @@ class EngineConfig:
     )
     kv_cache_bits: int | tuple[int, int] | None = option(
         16,
-        "Bits of cached keys and values: 16 (not quantized), 8, 4, or a pair such as 8,4; 8 and 4 "
-        "need the native runner",
+        "Bits of cached keys and values: 16 (not quantized), 8, 4, or one for each, such as 8,4; 8 "
+        "and 4 need the native runner",
         group="Cache",
         read=_kv_bits,
         metavar="BITS",
     )
     max_num_seqs: int | None = option(
         None,
-        "Sequences computed together",
+        "Largest number of sequences computed together",
         int,
         group="Engine",
         unit="sequences",
@@ -253,7 +258,7 @@ class EngineConfig:
     )
     max_pinned_blocks: int | None = option(
         None,
-        "Blocks that may be pinned; 0 forbids pins",
+        "Largest number of pinned blocks; 0 forbids pins",
         int,
         group="Cache",
         unit="blocks",
@@ -261,12 +266,17 @@ class EngineConfig:
         unset="half of the pool, which is also the most",
     )
     max_batch_tokens: int = option(
-        512, "Tokens computed in one step", int, group="Engine", unit="tokens", low=1
+        512,
+        "Largest number of tokens computed in one step",
+        int,
+        group="Engine",
+        unit="tokens",
+        low=1,
     )
     target_tpot: float | None = option(
         None,
-        "Target time of one step while answers are generated, their time per output token. Prompts "
-        "get smaller steps to keep it. 0: no target",
+        "Target time per output token. While answers are generated, prompts are computed in "
+        "smaller steps to keep it. 0: no target",
         float,
         group="Engine",
         unit="ms",
@@ -276,13 +286,13 @@ class EngineConfig:
     )
     num_threads: int | None = option(
         None,
-        "Threads that compute",
+        "Number of threads that compute",
         int,
         group="Engine",
         unit="threads",
         low=1,
         high=_MAX_THREADS,
-        unset="the CPUs that this process may use",
+        unset="the number of CPUs that this process may use",
         flag="--num-threads --threads",
     )
     strict: bool = option(
@@ -326,7 +336,7 @@ class EngineConfig:
     tenant: str = option("", "Tenant of requests that name none", str, group="Engine", flag=None)
     seed: int | None = option(
         None,
-        "Seed of the seeds of requests that name none. Sampled answers then repeat in every run "
+        "Seed for the seeds of requests that name none. Sampled answers then repeat in every run "
         "in which a tenant sends the same requests in the same order",
         int,
         group="Engine",
@@ -441,7 +451,7 @@ class EngineConfig:
     )
     chunk_size: int | None = option(
         None,
-        "Tokens of a chunk: documents are cut into chunks, warm and max_chunks count them",
+        "Size of a chunk. Documents are cut into chunks; warm and max_chunks count in chunks",
         int,
         group=_REUSE,
         unit="tokens",
@@ -494,7 +504,7 @@ class EngineConfig:
     )
     max_draft_tokens: int | None = option(
         None,
-        "Draft tokens in a step; of hybrid models those of all sequences together",
+        "Largest number of draft tokens in a step; for hybrid models, of all sequences together",
         int,
         group=_SPECULATION,
         unit="tokens",

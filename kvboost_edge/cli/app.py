@@ -62,7 +62,7 @@ ModelOption = Annotated[
         "--model",
         "-m",
         help=(
-            "A model directory or GGUF file, a hub id (owner/name, owner/name-GGUF:Q4_K_M), or "
+            "Model directory, GGUF file, hub id (owner/name, owner/name-GGUF:Q4_K_M) or "
             "ollama:NAME:TAG."
         ),
     ),
@@ -76,8 +76,8 @@ EngineOptions = Annotated[
         is_eager=True,
         callback=list_options,
         help=(
-            "Any engine option, repeatable: backend=reference, dtype=float32, num_threads=2, "
-            "max_cache_bytes=4e9 …; list shows all of them with type and meaning."
+            "Engine option, repeatable: backend=reference, dtype=float32, num_threads=2, "
+            "max_cache_bytes=4e9 …; list prints every option with its type and default."
         ),
     ),
 ]
@@ -88,7 +88,7 @@ SamplingOptions = Annotated[
         "-s",
         metavar="NAME=VALUE",
         help=(
-            "Any sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, "
+            "Sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, "
             "stop=END …"
         ),
     ),
@@ -97,7 +97,7 @@ TemperatureOption = Annotated[
     float | None,
     typer.Option(
         "--temperature",
-        help="Divides the logits; 0 takes the most likely token. Default: the model's own, else "
+        help="Sampling temperature; 0 takes the most likely token. Default: the model's own, else "
         "0.7.",
     ),
 ]
@@ -105,19 +105,20 @@ TopPOption = Annotated[
     float | None,
     typer.Option(
         "--top-p",
-        help="Draw from the most likely tokens of this total probability, in (0, 1]. Default: the "
+        help="Total probability of the most likely tokens to sample from, in (0, 1]. Default: the "
         "model's own, else 0.95.",
     ),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", help="Seed of the random numbers. Default: a random one."),
+    typer.Option("--seed", help="Seed of the random number generator. Default: random."),
 ]
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
         "--threads",
-        help="Threads that compute. Default: the CPUs that this process may use.",
+        help="Number of threads that compute. Default: the number of CPUs that this process "
+        "may use.",
     ),
 ]
 ContextOption = Annotated[
@@ -125,7 +126,7 @@ ContextOption = Annotated[
     typer.Option(
         "--ctx-size",
         "--max-model-len",
-        help="Longest sequence in tokens, prompt and answer. Default: the model's context.",
+        help="Longest sequence, prompt and answer, in tokens. Default: the model's context.",
     ),
 ]
 MaxMemoryOption = Annotated[
@@ -143,7 +144,7 @@ SchemaOption = Annotated[
     typer.Option(
         "--json-schema",
         metavar="FILE",
-        help="A file with a JSON schema: each answer is JSON that fits it.",
+        help="File with a JSON schema that each answer must match. Default: none.",
     ),
 ]
 MaxNewTokens = Annotated[
@@ -153,7 +154,7 @@ MaxNewTokens = Annotated[
         "-n",
         metavar="N|max",
         parser=token_limit,
-        help="At most so many tokens are generated; max: as many as the context has room for.",
+        help="Largest number of tokens to generate; max: as many as fit in the context.",
     ),
 ]
 KVBitsOption = Annotated[
@@ -161,7 +162,8 @@ KVBitsOption = Annotated[
     typer.Option(
         "--kv-cache-bits",
         metavar="BITS",
-        help="Bits of cached keys and values: 16 (as computed), 8, 4, or a pair such as 8,4.",
+        help="Bits of cached keys and values: 16 (not quantized), 8, 4, or one for each, such as "
+        "8,4. Default: 16.",
     ),
 ]
 PackCacheOption = Annotated[
@@ -169,8 +171,7 @@ PackCacheOption = Annotated[
     typer.Option(
         "--pack-cache/--no-pack-cache",
         help=(
-            "Keep packed weights in the cache directory, or convert them into memory at every "
-            "start."
+            "Keep packed weights in the cache directory, or convert them in memory at every start."
         ),
     ),
 ]
@@ -180,8 +181,8 @@ ModeOption = Annotated[
         "--mode",
         metavar="MODE",
         help=(
-            "baseline, prefix_cache (exact, the default), or chunk_kv_reuse: what was computed "
-            "at other positions is shared too, sooner and approximate."
+            "Use of the cache: baseline (none), prefix_cache (exact prefixes) or chunk_kv_reuse "
+            "(also chunks computed at other positions, approximate). Default: prefix_cache."
         ),
     ),
 ]
@@ -189,7 +190,7 @@ StrategyOption = Annotated[
     RecomputeStrategy | None,
     typer.Option(
         "--recompute-strategy",
-        help="What of that is computed all the same: cacheblend unless given.",
+        help="Tokens that chunk_kv_reuse recomputes in reused chunks. Default: cacheblend.",
     ),
 ]
 OverlapOption = Annotated[
@@ -197,7 +198,7 @@ OverlapOption = Annotated[
     typer.Option(
         "--recompute-overlap",
         metavar="TOKENS",
-        help="Tokens behind each seam of it, 16 unless given.",
+        help="Tokens that chunk_kv_reuse recomputes after each chunk boundary. Default: 16.",
     ),
 ]
 RatioOption = Annotated[
@@ -205,11 +206,12 @@ RatioOption = Annotated[
     typer.Option(
         "--recompute-ratio",
         metavar="SHARE",
-        help="Of the other tokens, with cacheblend or query: 0 to 1, 0.1 unless given.",
+        help="Share of the other reused tokens that cacheblend and query recompute, 0 to 1. "
+        "Default: 0.1.",
     ),
 ]
 SameModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", help="The same, as for other commands.")
+    str | None, typer.Option("--model", "-m", help="Another way to give MODEL.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -231,8 +233,8 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Run language models on a paged, prefix-shared KV cache. Without --model the bundled demo
-    model is used.
+    """Run language models with a paged KV cache and automatic prefix caching. Commands use the
+    bundled demo model unless --model is given.
     """
 
 
@@ -244,7 +246,7 @@ def main(
     'kvboost-edge generate "Name a city and its country." -n 256 --json-schema city.json'
 )
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; '-' reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt; '-' reads it from standard input.")],
     model: ModelOption = DEMO_MODEL,
     max_new_tokens: MaxNewTokens = 64,
     chat: Annotated[
@@ -275,7 +277,7 @@ def generate(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate text from one prompt, streaming it as it comes."""
+    """Generate text from one prompt and stream it."""
     from kvboost_edge.cli.generate import run_generate
     from kvboost_edge.cli.options import cache_use, engine_options, sampling_options
 
@@ -310,25 +312,32 @@ def generate(
     'kvboost-edge chat -m ./my-model --system "Answer in one sentence." --temperature 0.7\n\n'
     "kvboost-edge chat --url http://127.0.0.1:8000 --api-key sk-mine --mode chunk_kv_reuse\n\n"
     "kvboost-edge chat -m ./my-model --json-schema city.json\n\n"
-    "In the chat: /reset starts over, /drop leaves out the oldest turn, /save FILE keeps the "
-    "conversation, /stats shows the pool, /quit or Ctrl-D leaves."
+    "In the chat: /reset starts over, /drop removes the oldest turn, /save FILE saves the "
+    "conversation, /stats shows the block pool, /quit or Ctrl-D exits."
 )
 def chat(
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="As elsewhere; with --url the server's name for it."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Model directory, GGUF file or hub id; with --url, a name on the server. Default: "
+            "kvboost-edge/demo; with --url, the server's first model.",
+        ),
     ] = None,
     system: Annotated[
-        str, typer.Option("--system", help="A system message that opens the conversation.")
+        str, typer.Option("--system", help="System message of the conversation. Default: none.")
     ] = "",
     url: Annotated[
         str | None,
         typer.Option(
-            "--url", help="Talk to a running server instead, such as http://127.0.0.1:8000."
+            "--url",
+            help="URL of a running server to chat with, such as http://127.0.0.1:8000. Default: "
+            "none; the model runs in this process.",
         ),
     ] = None,
     api_key: Annotated[
-        str, typer.Option("--api-key", help="The key for --url; else $KVBOOST_API_KEY is used.")
+        str, typer.Option("--api-key", help="API key for the server. Default: $KVBOOST_API_KEY.")
     ] = "",
     max_new_tokens: MaxNewTokens = 512,
     temperature: TemperatureOption = None,
@@ -347,7 +356,7 @@ def chat(
     max_memory: MaxMemoryOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Talk with a model, here or on a server; under each answer stands what the cache saved."""
+    """Chat with a model, here or on a server. Each answer is followed by what the cache saved."""
     from kvboost_edge.cli.chat import run_chat, run_remote_chat
     from kvboost_edge.cli.options import cache_use, engine_options, remote_options, sampling_options
 
@@ -386,8 +395,8 @@ def demo(
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
 ) -> None:
-    """Ask the bundled model several questions about one shared document and show what is reused. No
-    network.
+    """Ask the bundled model several questions about one shared document and show what the cache
+    saves. Needs no network.
     """
     from kvboost_edge.cli.demo import run_demo
     from kvboost_edge.cli.options import engine_options
@@ -404,7 +413,7 @@ def demo(
 def doctor(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=f"The model to judge, {DEMO_MODEL} unless given."),
+        typer.Argument(metavar="[MODEL]", help=f"Model to check. Default: {DEMO_MODEL}."),
     ] = None,
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
@@ -413,8 +422,8 @@ def doctor(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what this machine offers, which runner and backend a model would use and why, and
-    whether it fits: nothing of it is packed or loaded. Ends with 1 where it does not run here.
+    """Show this machine's hardware, the runner and backend that a model would use and why, and
+    whether it fits in memory. Nothing is packed or loaded. Exits with 1 if it does not run here.
     """
     from kvboost_edge.cli.doctor import run_doctor
     from kvboost_edge.cli.options import engine_options, one_model
@@ -430,15 +439,17 @@ def doctor(
     )
 )
 def models(
-    word: Annotated[str, typer.Argument(help="Only models whose name holds this.")] = "",
+    word: Annotated[
+        str, typer.Argument(help="List only models whose name contains this. Default: all.")
+    ] = "",
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Recommended models, by memory size, instead.")
+        bool, typer.Option("--suggest", help="List recommended models by memory size instead.")
     ] = False,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the models on this machine (hub cache, llama.cpp, LM Studio, Ollama) and whether each
-    one runs here.
+    of them runs here.
     """
     from kvboost_edge.cli.models import run_models, run_suggest
     from kvboost_edge.cli.options import engine_options
@@ -460,7 +471,7 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A model directory, a GGUF file, a hub id, ollama:NAME:TAG, or the bundled model.",
+            help="Model directory, GGUF file, hub id, ollama:NAME:TAG, or kvboost-edge/demo.",
         ),
     ] = None,
     model: SameModelOption = None,
@@ -501,7 +512,7 @@ def serve() -> None:
     ),
 )
 def evaluate(
-    file: Annotated[str, typer.Argument(help="A text in UTF-8; '-' reads it from standard input.")],
+    file: Annotated[str, typer.Argument(help="Text file in UTF-8; '-' reads standard input.")],
     model: ModelOption = DEMO_MODEL,
     against: Annotated[
         list[str] | None,
@@ -509,21 +520,25 @@ def evaluate(
             "--against",
             metavar="NAME=VALUE,…",
             help=(
-                "Engine options to compare with, repeatable: mean and largest KL divergence, "
-                "same most likely token."
+                "Engine options to compare with, repeatable. Shows the mean and largest KL "
+                "divergence and how often the most likely token is the same."
             ),
         ),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option("--window", help="Tokens a prediction may look back on; 512 or the context."),
+        typer.Option(
+            "--window",
+            help="Length of a window, in tokens. A prediction sees only tokens of its window. "
+            "Default: 512, or the model's context if that is shorter.",
+        ),
     ] = None,
     kv_cache_bits: KVBitsOption = None,
     pack_cache: PackCacheOption = True,
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity of a text, and how far other weights or cache widths are from it."""
+    """Measure the perplexity of a text, and how much other formats change the predictions."""
     from kvboost_edge.cli.evaluate import run_eval
     from kvboost_edge.cli.options import engine_options
 
@@ -544,8 +559,8 @@ def warmup(
     mode: ModeOption = None,
     option: EngineOptions = None,
 ) -> None:
-    """Compile the kernels for this machine and keep them, so that later starts are quick. Packs the
-    model's weights.
+    """Compile the kernels for this machine and pack the model's weights, so that later starts are
+    quick.
     """
     from kvboost_edge.cli.options import engine_options
     from kvboost_edge.cli.warmup import run_warmup
@@ -563,7 +578,7 @@ def warmup(
 def reuse_check(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help=f"The model to test, {DEMO_MODEL} unless given."),
+        typer.Argument(metavar="[MODEL]", help=f"Model to test. Default: {DEMO_MODEL}."),
     ] = None,
     model: SameModelOption = None,
     kv_cache_bits: KVBitsOption = None,
@@ -571,8 +586,8 @@ def reuse_check(
     option: EngineOptions = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Test how far mode "chunk_kv_reuse" changes a model's answers, and store the verdict for
-    engines with the same options. Exits with 1 if the model is refused.
+    """Test how much the mode "chunk_kv_reuse" changes a model's answers, and store the verdict for
+    engines with the same options. Exits with 1 if the mode is refused for the model.
     """
     from kvboost_edge.cli.options import engine_options, one_model
     from kvboost_edge.cli.reuse_check import run_reuse_check
@@ -599,22 +614,25 @@ class Client(enum.StrEnum):
 )
 def launch(
     context: typer.Context,
-    client: Annotated[Client, typer.Argument(help="The program that is to talk to the server.")],
+    client: Annotated[Client, typer.Argument(help="Program to connect to the server.")],
     url: Annotated[
-        str, typer.Option("--url", help="The running server.")
+        str, typer.Option("--url", help="URL of the running server.")
     ] = "http://127.0.0.1:8000",
     api_key: Annotated[
-        str, typer.Option("--api-key", help="The server's key; else $KVBOOST_API_KEY is used.")
+        str, typer.Option("--api-key", help="API key for the server. Default: $KVBOOST_API_KEY.")
     ] = "",
     model: Annotated[
-        str, typer.Option("--model", "-m", help="The server's name for it; its first unless given.")
+        str,
+        typer.Option(
+            "--model", "-m", help="Name of a model on the server. Default: the server's first."
+        ),
     ] = "",
     execute: Annotated[
-        bool, typer.Option("--exec", help="Run it; what follows -- is given to it.")
+        bool, typer.Option("--exec", help="Run the program; arguments after -- are passed to it.")
     ] = False,
 ) -> None:
-    """Print the environment and the command that point a coding agent or Open WebUI at a server, or
-    run it.
+    """Print the environment and the command that connect a coding agent or Open WebUI to a server,
+    or run that command.
     """
     from kvboost_edge.cli.launch import run_launch
 

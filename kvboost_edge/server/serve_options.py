@@ -40,12 +40,12 @@ _EXAMPLES = """Examples
 {prog} --model chat=./my-model.gguf --model coder,gpt-4o=./another --keep-alive 600
 KVBOOST_API_KEYS='key-one,key-two weight=4' {prog} --host 0.0.0.0 --allowed-host llm.example.org
 
-Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, commas between them),
+Environment: KVBOOST_API_KEY (one key), KVBOOST_API_KEYS (several, separated by commas),
 KVBOOST_ADMIN_API_KEY and KVBOOST_ADMIN_API_KEYS likewise; KVBOOST_EDGE_REDIS_URL (--redis-url),
 KVBOOST_EDGE_REDIS_PASSWORD, KVBOOST_EDGE_REDIS_SECRET (the same on all machines). With more than
 one key /metrics, /v1/stats, /v1/blocks and /cache/reset need an admin key: they concern all
-tenants. Keys share the machine evenly; one with a weight behind it, as in 'key-two weight=4',
-counts as so many others. That goes for every place where keys are given."""
+tenants. Keys share the machine evenly; a key with a weight, as in 'key-two weight=4', gets that
+many shares. Weights are accepted wherever keys are given."""
 
 
 class NamedModel(NamedTuple):
@@ -81,8 +81,8 @@ class ServeOptions:
 
 _COMMAND = {  # what is no setting
     "model": Option(
-        help="Directory, GGUF file or hub id; repeatable, others are loaded on demand. Names that "
-        "clients may use, commas between them, may stand before it",
+        help="Directory, GGUF file or hub id, after the names that clients may use, if given, "
+        "separated by commas. Repeatable: models after the first are loaded on demand",
         group="Model",
         flag="--model -m",
         many=True,
@@ -90,27 +90,27 @@ _COMMAND = {  # what is no setting
         unset="the bundled demo model",
     ),
     "model_name": Option(
-        help="Names of the only model that clients may use, commas between them",
+        help="Names that clients may use for the only model, separated by commas",
         group="Model",
         many=True,
         metavar="NAME",
         unset="its own",
     ),
     "warm": Option(
-        help="Text that the first model caches at start; @FILE reads it",
+        help="Text that the first model caches at start; @FILE reads it from a file",
         group="Cache",
         many=True,
         metavar="TEXT",
     ),
     "warm_document": Option(
         help="Text cached at start for mode chunk_kv_reuse, which finds it anywhere in a prompt; "
-        "@FILE reads it",
+        "@FILE reads it from a file",
         group="Cache",
         many=True,
         metavar="TEXT",
     ),
     "workers": Option(
-        help="Engines, each in a process of its own (extra [ray])",
+        help="Number of engines, each in its own process (extra [ray])",
         kind=int,
         group="Engine",
         low=1,
@@ -118,15 +118,18 @@ _COMMAND = {  # what is no setting
         default=1,
     ),
     "ray_address": Option(
-        help="Address of a running Ray cluster for them, or auto", group="Engine", unset="none"
+        help="Address of a running Ray cluster for the engines, or auto",
+        group="Engine",
+        unset="none",
     ),
     "api_key_file": Option(
-        help="File of API keys, one a line, each with or without a weight",
+        help="File of API keys, one per line, each with or without a weight",
         group="Security",
         metavar="FILE",
+        unset="none",
     ),
     "admin_api_key_file": Option(
-        help="File of admin API keys, one a line", group="Security", metavar="FILE"
+        help="File of admin API keys, one per line", group="Security", metavar="FILE", unset="none"
     ),
 }
 _GROUPS = (

@@ -57,7 +57,7 @@ class ServerSettings:
 
     host: str = option(
         "127.0.0.1",
-        "Address to listen on; others than loopback need an API key",
+        "Address to listen on; an address other than loopback needs an API key",
         str,
         group="Server",
         metavar="ADDRESS",
@@ -74,12 +74,13 @@ class ServerSettings:
     api_keys: tuple[str, ...] = option(
         (),
         "Accepted API key. Each key is a tenant; one with a weight, as in 'KEY weight=4', gets "
-        "that many shares of the machine. Processes on this machine can read the command line",
+        "that many shares of the machine. Other processes on this machine can read the command "
+        "line",
         group="Security",
         flag="--api-key",
         many=True,
         metavar="KEY",
-        unset="none, and no key is asked for",
+        unset="none; requests need no key",
         secret=True,
     )
     admin_api_keys: tuple[str, ...] = option(
@@ -93,7 +94,7 @@ class ServerSettings:
         secret=True,
     )
     insecure: bool = option(
-        False, "Listen on other addresses than loopback without an API key", bool, group="Security"
+        False, "Listen on addresses other than loopback without an API key", bool, group="Security"
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
@@ -115,7 +116,7 @@ class ServerSettings:
     )
     max_batch_size: int | None = option(
         None,
-        "Sequences computed together (max_num_seqs of the engine)",
+        "Largest number of sequences computed together (max_num_seqs of the engine)",
         int,
         group="Limits",
         unit="sequences",
@@ -135,7 +136,7 @@ class ServerSettings:
     )
     max_queue_size: int = option(
         256,
-        "Requests that may wait; the next one gets 503",
+        "Largest number of waiting requests; further ones get 503",
         int,
         group="Limits",
         unit="requests",
@@ -144,7 +145,7 @@ class ServerSettings:
     )
     max_queue_tokens: int | None = option(
         None,
-        "Tokens of all requests in flight",
+        "Largest number of tokens of all requests in flight",
         int,
         group="Limits",
         unit="tokens",
@@ -154,7 +155,7 @@ class ServerSettings:
     )
     request_timeout: float = option(
         120.0,
-        "Time from the last byte of a request to the end of its answer; then 504",
+        "Longest time from the last byte of a request to the end of its answer; then 504",
         float,
         group="Limits",
         unit="seconds",
@@ -163,7 +164,7 @@ class ServerSettings:
     )
     drain_seconds: float = option(
         30.0,
-        "Time for answers in progress after SIGTERM",
+        "Longest time to finish answers after SIGTERM",
         float,
         group="Limits",
         unit="seconds",
@@ -172,7 +173,7 @@ class ServerSettings:
     )
     max_body_bytes: int = option(
         8 * 1024 * 1024,
-        "Largest body of a request",
+        "Largest request body",
         int,
         group="Limits",
         unit="bytes",
@@ -181,7 +182,8 @@ class ServerSettings:
     )
     max_connections: int = option(
         512,
-        "Open connections, fewer if the limit of open files is low; the next one gets 503",
+        "Largest number of open connections, lower if the limit of open files is low; further ones "
+        "get 503",
         int,
         group="Limits",
         unit="connections",
@@ -190,7 +192,7 @@ class ServerSettings:
     )
     header_seconds: float = option(
         10.0,
-        "Time for the head of a request to arrive",
+        "Longest time for the headers of a request to arrive",
         float,
         group="Limits",
         unit="seconds",
@@ -199,7 +201,7 @@ class ServerSettings:
     )
     body_seconds: float = option(
         30.0,
-        "Time for the body of a request to arrive",
+        "Longest time for the body of a request to arrive",
         float,
         group="Limits",
         unit="seconds",
@@ -208,7 +210,7 @@ class ServerSettings:
     )
     write_seconds: float = option(
         30.0,
-        "Time that a client may read nothing of its answer",
+        "Longest time that a client may read nothing of its answer",
         float,
         group="Limits",
         unit="seconds",
@@ -226,7 +228,7 @@ class ServerSettings:
     )
     request_history: float = option(
         3600.0,
-        "Time that requests stay in memory for cache-miss reports; 0: not at all",
+        "Time that requests are kept in memory for cache-miss reports; 0: not kept",
         float,
         group="Limits",
         unit="seconds",
@@ -256,7 +258,7 @@ class ServerSettings:
     )
     mode: GenerationMode | str = option(
         GenerationMode.PREFIX_CACHE,
-        "Use of the cache by requests that choose none with kvboost.mode: none (baseline), exact "
+        "Use of the cache by requests without kvboost.mode: none (baseline), exact "
         "prefixes (prefix_cache), or also chunks computed at other positions, which is approximate "
         "(chunk_kv_reuse)",
         GenerationMode,
@@ -264,21 +266,21 @@ class ServerSettings:
     )
     context_overflow: str = option(
         "error",
-        "Answer to a chat that exceeds the context: an error, or leave out its oldest turns",
+        "Handling of a chat that exceeds the context: return an error, or drop its oldest turns",
         str,
         group="Server",
         choices=CONTEXT_OVERFLOWS,
     )
     normalise: tuple[str, ...] = option(
         NORMALISERS,
-        "Changes by clients that are undone so that prefixes match: some of "
+        "Changes by clients to undo so that prefixes match: some of "
         f"{','.join(NORMALISERS)}, or off",
         group="Server",
         read=_kinds,
         metavar="KINDS",
     )
     log_level: str = option(
-        "info", "Least severe message that is logged", str, group="Logging", choices=LOG_LEVELS
+        "info", "Lowest severity of messages to log", str, group="Logging", choices=LOG_LEVELS
     )
     log_format: str = option(
         "auto",

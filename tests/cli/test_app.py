@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from helpers.json_files import change_json
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge import CPUPagedEngine
+from kvboost_edge.cli.app import app
 from kvboost_edge.cli.warmup import _forms
 from kvboost_edge.models.fingerprint import fingerprint_of_directory
+from kvboost_edge.server.serve_options import command_options
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -37,6 +40,30 @@ def test_help_has_examples(command, printed):
     out = printed(command, "--help").out
     assert "Examples" in out
     assert f"kvboost-edge {command}" in out
+
+
+def test_help_names_each_default():
+    """A default that is a value is shown by typer; the text names the others."""
+    without = [
+        (name, parameter.name)
+        for name, command in typer.main.get_command(app).commands.items()
+        for parameter in command.params
+        if parameter.default in (None, "")
+        and not (parameter.required or parameter.multiple or parameter.is_eager)
+        and "Default: " not in parameter.help
+    ]
+    # --model of these is the argument MODEL, which has the default; inspect requires one.
+    assert without == [
+        ("doctor", "model"),
+        ("inspect", "name"),
+        ("inspect", "model"),
+        ("reuse-check", "model"),
+    ]
+    assert not [
+        name
+        for name, option in command_options().items()
+        if option.kind is not bool and not option.many and not option.shown_default
+    ]
 
 
 def test_no_arguments_show_the_commands(printed):

@@ -29,18 +29,23 @@ def cache(
         CacheAction,
         typer.Argument(
             help=(
-                "status: sums; list: each; verify: read all blocks; prune: what is too much; "
-                "clear: all."
+                "status: show totals; list: show every entry; verify: read and check all blocks; "
+                "prune: remove what exceeds the limits; clear: remove everything."
             )
         ),
     ],
     word: Annotated[
-        str, typer.Argument(help="Only what has this in its model's name or fingerprint.")
+        str,
+        typer.Argument(
+            help="Only entries whose model name or fingerprint contains this. Default: all."
+        ),
     ] = "",
     disk_cache_dir: Annotated[
         str | None,
         typer.Option(
-            "--disk-cache-dir", metavar="DIR", help="Where the disk tier lies, if not as usual."
+            "--disk-cache-dir",
+            metavar="DIR",
+            help="Directory of the disk tier. Default: the user's cache.",
         ),
     ] = None,
     max_disk_bytes: Annotated[
@@ -49,13 +54,16 @@ def cache(
             "--max-disk-bytes",
             metavar="BYTES",
             parser=read_size,
-            help="prune: blocks beyond this, such as 4GB, go, those used longest ago first.",
+            help="prune: size that blocks may have together, such as 4GB; the least recently used "
+            "go first. Default: the smaller of 16 GiB and 20% of the free space.",
         ),
     ] = None,
     older_than: Annotated[
         float | None,
         typer.Option(
-            "--older-than", metavar="DAYS", help="prune: so does what was not used for so long."
+            "--older-than",
+            metavar="DAYS",
+            help="prune: also remove entries that were not used for this long. Default: no limit.",
         ),
     ] = None,
     sure: Annotated[
@@ -63,16 +71,19 @@ def cache(
         typer.Option(
             "--yes",
             "-y",
-            help="clear: do not ask before everything is removed; required without a terminal.",
+            help="clear: remove everything without asking; required without a terminal.",
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="prune, clear: only say what would go.")
+        bool,
+        typer.Option(
+            "--dry-run", help="prune, clear: show what would be removed, and remove nothing."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Keys and values on disk and packed weights: sizes, ages, soundness, removal. What a process
-    has open stays.
+    """Show, verify or remove KV blocks on disk and packed weights. Files that a process has open
+    are kept.
     """
     from kvboost_edge.cli.cache.run import run_cache
 

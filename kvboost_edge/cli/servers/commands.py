@@ -14,9 +14,9 @@ from kvboost_edge.errors import ConfigError
 __all__ = ["add_commands", "run_warm"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-UrlOption = Annotated[str, typer.Option("--url", help="The running server.")]
+UrlOption = Annotated[str, typer.Option("--url", help="URL of the running server.")]
 KeyOption = Annotated[
-    str, typer.Option("--api-key", help="The key for it; else $KVBOOST_API_KEY is used.")
+    str, typer.Option("--api-key", help="API key for the server. Default: $KVBOOST_API_KEY.")
 ]
 
 
@@ -58,16 +58,18 @@ def _recorded(path: Path) -> dict[str, Any]:
 
 
 def why(
-    request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")] = "last",
+    request_id: Annotated[
+        str, typer.Argument(help="Value of the header x-request-id of an answer.")
+    ] = "last",
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
     lists: Annotated[
-        bool, typer.Option("--list", help="List the last requests of this key.")
+        bool, typer.Option("--list", help="List recent requests of this API key.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Why a server read a prompt again: where it left what was asked before, both texts, the cost,
-    what to do.
+    """Explain why a server recomputed a prompt: the first change from earlier requests, both texts,
+    the cost and the remedy.
     """
     from kvboost_edge.cli.servers.why import run_why
 
@@ -80,18 +82,23 @@ def warm(
         typer.Option(
             "--from-request",
             metavar="FILE",
-            help="The JSON body of a /v1/chat/completions request.",
+            help="File with the JSON body of a /v1/chat/completions request.",
         ),
     ],
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = "",
-    pin: Annotated[bool, typer.Option("--pin", help="Never drop it.")] = False,
+    pin: Annotated[
+        bool, typer.Option("--pin", help="Pin the blocks, so that they are not evicted.")
+    ] = False,
     ttl: Annotated[
-        float | None, typer.Option("--ttl", metavar="SECONDS", help="How long the pin lasts.")
+        float | None,
+        typer.Option(
+            "--ttl", metavar="SECONDS", help="Duration of the pin, with --pin. Default: no limit."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a server compute a recorded request's prompt, so that the next such request finds it in
+    """Compute a recorded request's prompt on a server, so that the next such request finds it in
     the cache.
     """
 

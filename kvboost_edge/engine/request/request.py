@@ -39,7 +39,7 @@ class SamplingParams:
 
     temperature: float | None = option(
         None,
-        "Divides the logits; 0 takes the most likely token",
+        "Sampling temperature; 0 takes the most likely token",
         float,
         low=0,
         high=_MAX_TEMPERATURE,
