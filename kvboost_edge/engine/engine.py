@@ -71,7 +71,7 @@ class TellsResidency:
     def take_cache_events(self, whole: bool = False) -> CacheEvents:
         """Return the prefix hashes that came to the pool and left it since the last call.
 
-        States of a recurrent model are told by their `state_hash`. The answer lists everything
+        States of a recurrent model are reported by their `state_hash`. The answer lists everything
         held at the first call, with `whole`, and when more changed than is remembered (one change
         per block). One caller may ask; before the first call nothing is recorded.
         """
@@ -81,7 +81,7 @@ class TellsResidency:
     def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
         """Return the prefix hashes that came to each tier outside the pool and left it, by name.
 
-        The engine asks no device or server: a hash that leaves a tier is told some time later. One
+        The engine asks no device or server: a hash that leaves a tier is reported some time later. One
         caller may ask; before the first call nothing is recorded.
         """
         self._core.check_open()

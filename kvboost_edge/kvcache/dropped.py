@@ -1,4 +1,4 @@
-"""Memory of evicted blocks: it tells a miss of an evicted block from one that never was cached."""
+"""Memory of evicted blocks, by which a miss of an evicted block differs from a first miss."""
 
 from __future__ import annotations
 

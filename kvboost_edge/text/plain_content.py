@@ -3,7 +3,7 @@ stays text.
 
 A template turns messages into one text, in which the tokenizer finds special tokens such as
 <|im_start|>, and other markers such as <tool_call>. Those the template wrote are meant; those in a
-message would let its author speak as the system, or as a tool. So each of them gets a mark behind
+message would let its author speak as the system, or as a tool. So each of them gets a mark after
 its first character before the template runs. Marks are characters that no text has (Unicode's
 noncharacters); templates trim, cut and join texts and leave them in place. Afterwards the text is
 cut at the marks.

@@ -68,7 +68,7 @@ class MemoryCheck:
     shortage    what is to be said where those leave room for fewer drafts than there would be; ""
                 elsewhere
     refusal     why the engine refuses to start, with the arithmetic; "" where it fits
-    overhead    of the process, beside all these; None without `max_memory`
+    overhead    of the process, in addition to all these; None without `max_memory`
     """
 
     info: RunnerInfo

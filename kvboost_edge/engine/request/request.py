@@ -296,7 +296,7 @@ class Request:
 
     @property
     def publishes(self) -> bool:
-        """Whether what it computes can be found by others.
+        """True if other requests can find the KV that it computes.
 
         A baseline request leaves no trace, so that a comparison of it with the cache may run in any
         order. A look at logits after shared spans leaves the prompt as it was, since the next look

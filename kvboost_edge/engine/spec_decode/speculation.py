@@ -80,7 +80,7 @@ class Speculation(DraftPlanner):
         return min(most, block_size - 1 - offset)
 
     def drafter(self, request: Request) -> Drafter | None:
-        """Who proposes for a request; None where it wants no drafts."""
+        """Return the drafter of a request; None if it takes no drafts."""
         return (
             Drafter(
                 request.root,

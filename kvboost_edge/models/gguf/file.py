@@ -274,8 +274,8 @@ def _read(path: Path, stamp: FileStamp, mapped: mmap.mmap) -> GgufHeader:
         )
     if counts[0] > max(_MANY_TENSORS, size // _MIN_TENSOR_BYTES):
         raise ModelFormatError(
-            f"{path} claims {counts[0]} tensors in {size} bytes; that is no model's, whose tensors "
-            "are larger. Get the file again"
+            f"{path} claims {counts[0]} tensors in {size} bytes; a model's tensors are "
+            "larger. Download the file again"
         )
     values = _read_values(cursor, counts[1])
     alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)

@@ -153,7 +153,7 @@ def read_header(path: Path) -> list[TensorEntry]:
             if length > max(_SMALL_HEADER_BYTES, (size - 8 - length) // _DATA_PER_HEADER):
                 raise ModelFormatError(
                     f"{path}: a header of {length} bytes describes {size - 8 - length} bytes of "
-                    "data; that is no model's, whose tensors are larger. Get the file again"
+                    "data; a model's tensors are larger. Download the file again"
                 )
             raw = file.read(length)
     except OSError as error:

@@ -128,7 +128,7 @@ def progress_of(progress: Progress) -> dict[str, Any]:
 
 
 def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[GenerationResult]:
-    """Of each prompt the sequence that found the least in the cache."""
+    """Return of each prompt the sequence that found the least in the cache."""
     return [
         min(group, key=lambda result: result.exact_cached_tokens)
         for group in _groups(results, per_prompt)

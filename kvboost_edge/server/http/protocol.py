@@ -7,8 +7,7 @@ headers, more than 100 headers, and chunks too small for their framing. Each dea
 of the event loop, so slow clients cost other clients nothing.
 
 A client may shut down its writing half once its requests are complete, and still gets the answers.
-TCP tells the end of a connection by the same sign; only what is written to it afterwards tells them
-apart. So such a client is sent what changes nothing: until its answer begins interim ones (100
+TCP ends a connection with the same sign; only a later write can distinguish the two. So such a client is sent what changes nothing: until its answer begins interim ones (100
 Continue, which every client of HTTP/1.1 skips), between the chunks of a stream zeros before the
 length of the next. A client of HTTP/1.0 knows neither: that it left is noticed by its answer.
 

@@ -91,7 +91,7 @@ class Loader:
         return self._allowed(sum(one.overhead for one in self._all))
 
     def _allowed(self, overhead: int) -> int:
-        """Bytes that they may take beside so much overhead of models."""
+        """Return the bytes that they may take in addition to so much overhead of models."""
         if self._process is None:
             return self._budget
         return max(0, min(self._budget, self._process.for_models - overhead))
@@ -120,8 +120,8 @@ class Loader:
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
 
     def _measured_overhead(self, served: ServedModel, engine: Engine) -> int:
-        """Return what the process has grown by, beside weights, pools and states, since before this
-        model, and the buffers that its passes will fill.
+        """Return the growth of the process since before this model, without weights, pools and
+        states, and the buffers that its passes will fill.
         """
         assert self._process is not None
         if engine.runner_info.name != "native":
@@ -275,7 +275,8 @@ class Loader:
         """Wait until it fits, and unload what is idle if that is enough. CapacityError for what
         never fits.
 
-        needed    bytes of its weights, pool and states; overhead: of the process, beside them
+        needed     bytes of its weights, pool and states
+        overhead   bytes of the process in addition to them
         """
         if needed > self._allowed(overhead):
             raise CapacityError(

@@ -93,7 +93,7 @@ class ServedModel:
                         asked for
     planned      bytes that it will take, once that was looked up
     num_bytes    what it takes of the server's memory, or will once it is loaded
-    overhead     bytes of the process that it takes beside those, measured when it was loaded;
+    overhead     bytes of the process in addition to those, measured when it was loaded;
                  last_overhead: the same when it was loaded last. 0 without --max-memory
     in_use       requests that hold it or wait for it
     idle_since   when the last one went; loaded_at, load_seconds: when it was loaded last, and how
