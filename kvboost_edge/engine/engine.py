@@ -81,8 +81,8 @@ class TellsResidency:
     def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
         """Return the prefix hashes that came to each tier outside the pool and left it, by name.
 
-        The engine asks no device or server: a hash that leaves a tier is reported some time later. One
-        caller may ask; before the first call nothing is recorded.
+        The engine asks no device or server: a hash that leaves a tier is reported some time later.
+        One caller may ask; before the first call nothing is recorded.
         """
         self._core.check_open()
         return {

@@ -7,9 +7,10 @@ headers, more than 100 headers, and chunks too small for their framing. Each dea
 of the event loop, so slow clients cost other clients nothing.
 
 A client may shut down its writing half once its requests are complete, and still gets the answers.
-TCP ends a connection with the same sign; only a later write can distinguish the two. So such a client is sent what changes nothing: until its answer begins interim ones (100
-Continue, which every client of HTTP/1.1 skips), between the chunks of a stream zeros before the
-length of the next. A client of HTTP/1.0 knows neither: that it left is noticed by its answer.
+TCP ends a connection with the same sign; only a later write can distinguish the two. So such a
+client is sent bytes that change nothing: before its answer, interim responses (100 Continue, which
+every client of HTTP/1.1 skips); between the chunks of a stream, zeros before the length of the
+next. A client of HTTP/1.0 knows neither, so its end is noticed when its answer is written.
 
 Why this is not left to a server (checked in November 2026): none of the maintained ASGI servers has
 all three deadlines. uvicorn has none of them (its issue 157; pull request 1685 was closed). Granian
