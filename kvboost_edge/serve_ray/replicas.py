@@ -45,6 +45,7 @@ _IDLE_SECONDS = 1.0
 _TELLING_SECONDS = 2.0  # who says nothing for so long is not chosen until he does
 _WATCHED_SECONDS = 1.0  # after a request the looks go on as with one
 _TRIES = 3
+_CANCEL_SECONDS = 0.1  # until work that did not end is cancelled again
 
 
 class Replicas:
@@ -392,10 +393,13 @@ class Replicas:
             self._tasks.discard(task)
 
     async def _end_all(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel all work until it has ended: Ray may answer a cancelled call with an error of its
+        own, after which a loop goes on.
+        """
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -4,6 +4,7 @@ Ray.
 
 import asyncio
 import logging
+import threading
 from collections import Counter
 
 import pytest
@@ -91,6 +92,33 @@ def three(handle, monkeypatch):
     found.members_changed(dict.fromkeys("abc", ABOUT))
     yield found
     found.close()
+
+
+def test_work_that_survives_a_cancellation_is_cancelled_again(handle):
+    """Ray may turn the cancellation of a call into an error, which the polling takes as a
+    failure.
+    """
+    pool = Replicas(handle, "m")
+    began = threading.Event()
+    caught = []
+
+    async def poll():
+        while True:
+            try:
+                began.set()
+                await asyncio.sleep(NEVER)
+            except asyncio.CancelledError as error:
+                caught.append(error)
+                if len(caught) > 1:
+                    raise
+
+    pool.start(poll())
+    assert began.wait(60)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert len(caught) == 2
 
 
 def test_one_that_hangs_keeps_nobody_from_being_looked_at(three, handle, monkeypatch):
