@@ -147,4 +147,11 @@ FAULTS = (
         "_keys(events.evicted, place) & held",
         f"{_JOURNAL}::test_of_two_hashes_with_one_key_the_one_that_came_counts",
     ),
+    fault(
+        "work that survives its cancellation is not cancelled again",
+        "serve_ray/replicas.py",
+        "        while tasks := list(self._tasks):",
+        "        if tasks := list(self._tasks):",
+        "tests/serve_ray/watch/test_looks.py",
+    ),
 )
