@@ -40,14 +40,14 @@ FAULTS = (
         "engine/stall_watchdog.py",
         "            self._is_logged = True\n",
         "",
-        "tests/engine/offload/test_stall_watchdog.py",
+        "tests/engine/test_stall_watchdog.py",
     ),
     fault(
         "only the first stall is logged",
         "engine/stall_watchdog.py",
         "        self._began = None\n        self._is_logged = False\n\n    def idled",
         "        self._began = None\n\n    def idled",
-        "tests/engine/offload/test_stall_watchdog.py",
+        "tests/engine/test_stall_watchdog.py",
     ),
     fault(
         "a mask that failed stops the engine while it plans",

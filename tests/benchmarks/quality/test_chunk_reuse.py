@@ -30,7 +30,9 @@ SEED = "tested"
 )
 def engine(request):
     with CPUPagedEngine.from_pretrained(
-        "kvboost-edge/demo", num_blocks=256, kv_cache_bits=request.param
+        "kvboost-edge/demo",
+        num_blocks=1024,  # room for all prompts of a round: nothing is evicted
+        kv_cache_bits=request.param,
     ) as made:
         yield made
 
