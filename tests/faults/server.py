@@ -353,8 +353,8 @@ _APART = (
     fault(
         "a prompt is compared with those under another salt",
         "server/cache_report/records.py",
-        "for kept in reversed(earlier) if kept.salt == salt):",
-        "for kept in reversed(earlier)):",
+        "for kept in reversed(earlier) if kept.salt == salt)",
+        "for kept in reversed(earlier))",
         f"{_RECORDS}::test_the_closest_is_the_longest_common_prefix_of_the_same_tenant_and_salt",
     ),
     Fault(
@@ -539,6 +539,13 @@ _FIGURES = (
         f"{_SPEEDS}::test_what_ended_a_minute_ago_counts_in_the_totals_only",
     ),
     # The cache report.
+    fault(
+        "a prompt is compared with the longest common prefix alone",
+        "server/cache_report/diagnosis.py",
+        "for other, length in _distinct(earlier)",
+        "for other, length in earlier[:1]",
+        f"{_DIAGNOSIS}::test_a_longer_common_prefix_of_another_prompt_does_not_hide_a_change",
+    ),
     fault(
         "a pool that went with its model is not named as what dropped a block",
         "server/cache_report/diagnosis.py",

@@ -94,7 +94,8 @@ def _explained(found: Mapping[str, Any]) -> RenderableType:
         Text(f"{found['cause']}: {meaning}", "bold"),
         Text(_figures(found)),
     ]
-    if found["text"] or found["text_before"]:
+    is_compared = found["cause"] != "first_seen"
+    if is_compared and (found["text"] or found["text_before"]):
         where = f"from token {found['position']} on"
         parts.append(Text(f"{where}, in {found['field']}" if found["field"] else where))
         parts += [Text(), _texts(found)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast, get_args
 
 from kvboost_edge.engine.request.results import GenerationResult
@@ -19,6 +19,7 @@ _AFTER = 24
 _SPACE = 2  # characters in front of a message that its first token may have in it
 _PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
 _WORTH = 64  # tokens of a last message that are worth putting before what changes
+_MAX_COMPARED = 32  # earlier requests that one prompt is compared with
 _ALIKE = 0.5  # share of equal text after the change, in prompts with a short common prefix
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -58,8 +59,7 @@ Decode = Callable[[Sequence[int]], str]
 
 def diagnose(
     record: RequestRecord,
-    closest: RequestRecord | None,
-    common: int,
+    earlier: Sequence[tuple[RequestRecord, int]],
     result: GenerationResult,
     *,
     block_size: int,
@@ -69,8 +69,8 @@ def diagnose(
 ) -> Diagnosis:
     """Find out why the rest of a prompt was computed. The report has no texts yet, see `placed`.
 
-    closest    the tenant's earlier request with the longest common prefix
-    common     length of that prefix in tokens
+    earlier    the tenant's earlier requests that begin alike, each with the length of the common
+               prefix in tokens, the longest first
     thinks     opener of reasoning; "": the template has none
     compares   earlier requests are kept; False: only the engine's own reason is reported
     """
@@ -96,19 +96,21 @@ def diagnose(
         return dataclasses.replace(found, cause=cause, evicted_from=result.evicted_from)
     if result.reused_span_tokens:
         return dataclasses.replace(found, cause="other_position")
-    compared = closest is not None and (
-        common >= block_size
-        or (found.cause == "first_seen" and _is_alike(record, closest, common, decode))
+    is_new = found.cause == "first_seen"
+    closest, common = next(
+        (
+            (other, length)
+            for other, length in _distinct(earlier)
+            if length >= block_size or (is_new and _is_alike(record, other, length, decode))
+        ),
+        (None, 0),
     )
-    if closest is None or not compared or result.exact_cached_tokens > common:
+    if closest is None or result.exact_cached_tokens > common:
         # Nothing that is kept begins so; the cache may know more, such as other choices of an
         # answer.
-        cause = (
-            found.cause
-            if found.cause != "first_seen" or not result.exact_cached_tokens
-            else "new_text"
-        )
-        position = max(common, result.exact_cached_tokens)
+        cause = "new_text" if is_new and result.exact_cached_tokens else found.cause
+        longest = earlier[0][1] if earlier and cause != "first_seen" else 0
+        position = max(longest, result.exact_cached_tokens)
         return dataclasses.replace(
             found, cause=cause, position=position, evicted_from=result.evicted_from
         )
@@ -123,6 +125,20 @@ def diagnose(
     return dataclasses.replace(
         found, cause=_cause(record, closest, common, decode, thinks), position=common
     )
+
+
+def _distinct(
+    earlier: Sequence[tuple[RequestRecord, int]],
+) -> Iterator[tuple[RequestRecord, int]]:
+    """Yield the first of the records that go on alike after the common prefix, up to a limit."""
+    seen: set[tuple[int, bytes]] = set()
+    for other, common in earlier:
+        key = (common, other.ids[common : common + _AFTER].tobytes())
+        if key not in seen:
+            seen.add(key)
+            yield other, common
+        if len(seen) == _MAX_COMPARED:
+            return
 
 
 def _is_alike(record: RequestRecord, other: RequestRecord, common: int, decode: Decode) -> bool:

@@ -205,24 +205,19 @@ class History:
 
     def closest(
         self, tenant: str | None, salt: str | None, record: RequestRecord
-    ) -> tuple[RequestRecord | None, int]:
-        """Return the earlier record of the same salt that has the longest common prefix with this
-        one, the latest of equal ones, and the length of that prefix.
+    ) -> list[tuple[RequestRecord, int]]:
+        """Return the earlier records of the same salt that begin like this one.
+
+        Each comes with the length of the common prefix: the longest first, the latest first among
+        equal ones.
         """
-        best = None
-        most = 0
         ids = record.ids[: record.num_prompt]
         earlier = list(
             itertools.takewhile(lambda kept: kept.record is not record, self.kept.values(tenant))
         )
-        for other in (kept.record for kept in reversed(earlier) if kept.salt == salt):
-            # One token tells most that cannot be better, without reading all before it.
-            if most < min(len(other.ids), len(ids)) and other.ids[most] == ids[most]:
-                count = other.common(ids)
-                if count > most:
-                    best = other
-                    most = count
-        return best, most
+        others = (kept.record for kept in reversed(earlier) if kept.salt == salt)
+        alike = [(other, count) for other in others if (count := other.common(ids))]
+        return sorted(alike, key=lambda one: -one[1])
 
     def remove(self, tenant: str | None, record: RequestRecord) -> None:
         """Drop a record, if it is still kept."""

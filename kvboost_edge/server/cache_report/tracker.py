@@ -64,12 +64,10 @@ class Doctor:
         self, tenant: str | None, salt: str | None, record: RequestRecord, result: GenerationResult
     ) -> Diagnosis:
         """What became of a request, counted."""
-        closest, common = self.history.closest(tenant, salt, record)
         tokenizer = self._engine.tokenizer
         found = diagnose(
             record,
-            closest,
-            common,
+            self.history.closest(tenant, salt, record),
             result,
             block_size=self._engine.config.block_size,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),

@@ -58,12 +58,21 @@ def result(mine, cached, reason="first_seen", dropped=()):
 
 
 def found(mine, other, cached=None, reason="first_seen", *dropped, block=BLOCK):
-    common = 0 if other is None else other.common(mine.ids[: mine.num_prompt])
+    return found_among(
+        mine, [] if other is None else [other], cached, reason, *dropped, block=block
+    )
+
+
+def found_among(mine, others, cached=None, reason="first_seen", *dropped, block=BLOCK):
+    """As `found`, with several earlier requests, the longest common prefix first."""
+    earlier = [(other, other.common(mine.ids[: mine.num_prompt])) for other in others]
+    common = max((common for _, common in earlier), default=0)
     cached = common // block * block if cached is None else cached
     options = {"block_size": block, "decode": decode, "thinks": "<think>"}
-    made = diagnose(mine, other, common, result(mine, cached, reason, dropped), **options)
+    made = diagnose(mine, earlier, result(mine, cached, reason, dropped), **options)
     assert made.cause in CAUSES
-    return placed(made, mine, other, decode)
+    named = [other for other in others if other.request_id == made.compared_with]
+    return placed(made, mine, named[0] if named else None, decode)
 
 
 TOOLS = PromptInputs(
@@ -190,7 +199,20 @@ def test_a_change_within_the_first_block_is_found_as_behind_it(block, before, mi
 )
 def test_unrelated_prompts_that_share_an_opening_are_first_seen(before, mine):
     assert found(chat("", mine), chat("", before), block=64).cause == "first_seen"
-    assert found(record(mine), record(before), block=64).cause == "first_seen"
+    made = found(record(mine), record(before), block=64)
+    assert (made.cause, made.position, made.compared_with) == ("first_seen", 0, "")
+
+
+@pytest.mark.parametrize("questions", [1, 100])
+def test_a_longer_common_prefix_of_another_prompt_does_not_hide_a_change(questions):
+    """However often that prompt was asked."""
+    long = f"Today is Friday. You are a clerk of the post office. {LONG}"
+    others = [chat(long, f"Question {number}") for number in range(questions)]
+    monday = chat("Today is Monday.", "Hello?")
+    made = found_among(chat("Today is Friday.", "Hello?"), [*others, monday], block=64)
+    assert (made.cause, made.position) == ("changed_text", len("[s]Today is "))
+    assert made.compared_with == monday.request_id
+    assert "Monday" in made.text_before
 
 
 @pytest.mark.parametrize(
@@ -301,7 +323,8 @@ def test_the_same_text_in_other_tokens():
 @pytest.mark.parametrize("reason", ["bypassed", "not_started", ""])
 def test_what_the_engine_says_itself_is_the_cause(reason):
     mine = record("[u]Hello")
-    made = diagnose(mine, mine, 8, result(mine, 0, reason), block_size=4, decode=decode, thinks="")
+    outcome = result(mine, 0, reason)
+    made = diagnose(mine, [(mine, 8)], outcome, block_size=4, decode=decode, thinks="")
     assert made.cause == (reason or "none")
 
 
@@ -321,5 +344,6 @@ def test_a_missing_state_is_told_with_both_numbers(compares):
     mine = record("It is Tuesday. Hello there")
     outcome = dataclasses.replace(result(mine, 8, "state"), matched_tokens=20)
     options = {"block_size": BLOCK, "decode": decode, "thinks": ""}
-    made = diagnose(mine, record("It is Tuesday."), 14, outcome, compares=compares, **options)
+    earlier = [(record("It is Tuesday."), 14)]
+    made = diagnose(mine, earlier, outcome, compares=compares, **options)
     assert (made.cause, made.hit_tokens, made.position) == ("state", {"pool": 8}, 20)
