@@ -19,9 +19,9 @@ from kvboost_edge.compat.flash import get_flash_attn_tier
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import load_tokenizer
 from kvboost_edge.engine.memory.check import MemoryCheck, format_bytes, packed_place, plan_fit
-from kvboost_edge.engine.memory.process import measured_overhead
+from kvboost_edge.engine.memory.process import Overhead, measured_overhead
 from kvboost_edge.engine.memory.report import gb
-from kvboost_edge.engine.memory.selection import available_on, select_path
+from kvboost_edge.engine.memory.selection import Selection, available_on, select_path
 from kvboost_edge.engine.memory.state_budget import asks_for_drafts
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.host.bandwidth import measure_read_bandwidth
@@ -49,6 +49,8 @@ _PACKAGES = (
     "llguidance",
     "kvboost-edge-cuda",
 )
+
+_SERVE_EXTRA_BYTES = 48_000_000  # of the HTTP server, measured, and of one start against another
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
@@ -204,9 +206,7 @@ def _memory_of(
         return {"fits": False, "fit_reason": found["runner_reason"]}
     selected = select_path(checkpoint, config)
     summary = checkpoint.summary()
-    if config.max_memory is not None:
-        load_tokenizer(checkpoint)  # a part of the overhead that is measured
-    overhead = measured_overhead(checkpoint, config, selected)
+    overhead = _overhead(checkpoint, config, selected)
     available = available_on(selected.backend.device)
     fit = plan_fit(checkpoint, config, selected, summary, available, overhead)
     kv = fit.info.kv_spec
@@ -224,12 +224,16 @@ def _memory_of(
     }
     if overhead is not None:
         sizes["overhead_bytes"] = overhead.nbytes
+        sizes["serve_extra_bytes"] = _SERVE_EXTRA_BYTES
     # What a CUDA device has to hold is known once it does. Of other runners' pools nothing is
     # refused before, but said.
     fits = not fit.refusal and (
         selected.backend.device.startswith("cuda") or fit.needed <= fit.available
     )
-    report = {"fits": fits, "fit_reason": fit.refusal or _arithmetic(fit), **sizes}
+    reason = fit.refusal or _arithmetic(fit)
+    if overhead is not None:
+        reason += f"; `serve` takes about {gb(_SERVE_EXTRA_BYTES)} more"
+    report = {"fits": fits, "fit_reason": reason, **sizes}
     if not weights:
         return report
     packed = format_bytes(checkpoint)
@@ -238,6 +242,17 @@ def _memory_of(
         checkpoint, weights, fit.info.weight_bytes, summary.files, config.num_threads
     )
     return {**report, "knobs": _knobs(fit, packed, config)}
+
+
+def _overhead(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> Overhead | None:
+    """Measure the overhead with what an engine's process holds: its modules and a tokenizer."""
+    if config.max_memory is None:
+        return None
+    importlib.import_module("kvboost_edge.engine.engine")
+    tokenizer = load_tokenizer(checkpoint)
+    overhead = measured_overhead(checkpoint, config, selected)
+    del tokenizer  # it had to live until now
+    return overhead
 
 
 def _arithmetic(fit: MemoryCheck) -> str:

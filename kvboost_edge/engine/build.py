@@ -296,7 +296,8 @@ def _bounded(info: RunnerInfo, config: EngineConfig) -> RunnerInfo:
     """Return the runner's facts with the context that `max_model_len` allows."""
     if config.max_model_len is not None and config.max_model_len > info.max_context:
         _LOG.warning(
-            "max_model_len=%d is more than the model's context of %d tokens, which is used",
+            "max_model_len=%d (--ctx-size) is more than the model's context of %d tokens, which is "
+            "used",
             config.max_model_len,
             info.max_context,
         )

@@ -1,4 +1,8 @@
-"""What `doctor` says of the room that states of a model find."""
+"""What `doctor` says of a model's memory: states, and the bound of the process."""
+
+import re
+import subprocess
+import sys
 
 from helpers.models.tiny_models import save_tiny_model
 from kvboost_edge.config import EngineConfig
@@ -25,3 +29,22 @@ def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(
         assert (found["fits"], found["state_bytes"]) == (True, room)
         assert ("; room for 9 drafts of " in found["fit_reason"]) == (rows == 9)
         assert ("drafts" in found["fit_reason"]) == (rows == 9)
+
+
+def test_the_smallest_bound_that_it_names_is_the_engines_and_serve_is_said_to_take_more():
+    """Each command measures a process of its own."""
+    argv = ("-o", "max_memory=1MB", "-o", "max_model_len=256")
+    least = []
+    for command in (["doctor", "--json"], ["generate", "Hi"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvboost_edge", *command, *argv],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 1
+        said = done.stdout + done.stderr
+        least.append(int(re.search(r"give at least (\d+)MB", said)[1]))
+        assert ("`serve` takes about 48.00 MB more" in said) == (command[0] == "doctor")
+    assert abs(least[0] - least[1]) <= 16

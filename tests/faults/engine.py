@@ -29,6 +29,13 @@ FAULTS = (
         "tests/engine/memory/test_process.py",
     ),
     fault(
+        "a refusal of max_memory names a context that does not fit",
+        "engine/memory/process.py",
+        "bounded = dataclasses.replace(info, max_context=num_blocks * block_size)",
+        "bounded = dataclasses.replace(info, max_context=num_blocks)",
+        "tests/engine/memory/test_process.py",
+    ),
+    fault(
         "requests may be longer than max_model_len",
         "engine/build.py",
         "return dataclasses.replace(info, max_context=bounded_context(info.max_context, config))",

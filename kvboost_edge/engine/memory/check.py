@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -124,7 +125,8 @@ def plan_fit(
     try:
         if overhead is not None:
             packing = _packing_bytes(checkpoint, config, selected, info, summary)
-            check_process(config, info, overhead, packing)
+            formats = functools.partial(format_bytes, checkpoint)
+            check_process(config, info, overhead, packing, formats)
         if is_known:
             check_weights_fit(info.weight_bytes, available)
         if (selected.runner.weights or info.copies_kv) and info.stores_kv:

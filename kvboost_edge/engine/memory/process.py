@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvboost_edge.config import EngineConfig
@@ -29,6 +31,8 @@ __all__ = [
     "room_in_process",
 ]
 
+_LEAST_ADVISED_CONTEXT = 256  # tokens; a shorter one is not worth a start
+_RESIDENT_SPREAD = 4 << 20  # the measured overhead differs by less from one start to the next
 _HISTORY_SHARE = 16  # of what weights and overhead leave, the draft history takes a sixteenth
 _MOST_HISTORY_BYTES = 128 << 20  # and not more than it ever does
 
@@ -114,12 +118,17 @@ def history_bytes(config: EngineConfig, weight_bytes: int, overhead: Overhead | 
 
 
 def check_process(
-    config: EngineConfig, info: RunnerInfo, overhead: Overhead | None, packing: int = 0
+    config: EngineConfig,
+    info: RunnerInfo,
+    overhead: Overhead | None,
+    packing: int = 0,
+    formats: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
     """Raise CapacityError, with the arithmetic, where `max_memory` does not hold weights, overhead
     and the pool that was asked for, or one context.
 
     packing   bytes that packing the weights takes, before there are buffers and a pool
+    formats   returns the bytes of the weights by each format that they can be packed in
     """
     if overhead is None:
         return
@@ -144,15 +153,48 @@ def check_process(
         *([f"{asked} {gb(pool)}"] if pool else []),
         *([f"bookkeeping and drafts {gb(room - pool - states)}"] if room > pool + states else []),
     ]
-    smaller = ["max_batch_tokens"]
-    if pool:
-        smaller = ["max_cache_bytes or num_blocks" if is_sized else "max_model_len", *smaller]
-        smaller += ["kv_cache_bits"] if max(config.kv_bits) > 4 else []
+    levers = []
+    if pool and is_sized:
+        levers.append("max_cache_bytes or num_blocks")
+    elif pool:
+        context = 0 if overhead.resident + packing > allowed else _context(config, info, overhead)
+        fits = f"{context} fits; " if context else ""
+        levers.append(f"max_model_len ({fits}--ctx-size)")
+    levers.append("max_batch_tokens")
+    if pool and max(config.kv_bits) > 4:
+        levers.append("kv_cache_bits (--kv-cache-bits)")
     more = f" ({gb(packing)} to pack the weights, once)" if least > needed else ""
+    weights = _smaller_weights(info.weight_bytes, needed - allowed, formats())
     raise CapacityError(
         f"max_memory={gb(allowed)} is less than the process takes: {' + '.join(parts)} = "
-        f"{gb(needed)}; give at least {_mb_up(least)}{more}, or lower {', '.join(smaller)}"
+        f"{gb(needed)}; give at least {_mb_up(least)}{more}, {weights}or lower {', '.join(levers)}"
     )
+
+
+def _smaller_weights(current: int, missing: int, formats: Mapping[str, int]) -> str:
+    """Name the format to choose instead of weights of `current` bytes: the largest that saves the
+    missing bytes, else the smallest; "" if none is smaller.
+    """
+    sizes = {count: name for name, count in formats.items() if count < current}
+    if not sizes:
+        return ""
+    chosen = max((count for count in sizes if current - count >= missing), default=min(sizes))
+    name = sizes[chosen]
+    return f"choose weights={name} ({gb(chosen)}; -o weights={name}, in serve --weights {name}), "
+
+
+def _context(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> int:
+    """Return the longest context whose smallest pool fits; 0 if it is too short to be of use."""
+    rest = _rest(config, info.weight_bytes, overhead) - _RESIDENT_SPREAD
+    block_size = info.kv_spec.block_size
+
+    def room(num_blocks: int) -> int:
+        bounded = dataclasses.replace(info, max_context=num_blocks * block_size)
+        return _least_room(config, bounded, is_sized=False)[2]
+
+    candidates = range(1, info.max_context // block_size + 1)
+    context = bisect.bisect_right(candidates, rest, key=room) * block_size
+    return context if context >= _LEAST_ADVISED_CONTEXT else 0
 
 
 def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tuple[int, int, int]:

@@ -135,6 +135,29 @@ def test_less_than_one_context_is_refused_before_anything_is_loaded(overhead, mo
         assert engine.paged_stats()["num_blocks"] == 9
 
 
+def test_a_refusal_names_weights_and_a_context_that_fit(overhead):
+    with CPUPagedEngine.from_pretrained(DEMO, num_blocks=8) as engine:
+        info = engine.runner_info
+    bound = overhead.nbytes + info.weight_bytes + 6 * MB
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(DEMO, max_memory=bound)
+    fits = int(re.search(r"max_model_len \((\d+) fits; --ctx-size\)", str(caught.value))[1])
+    assert 256 <= fits < info.max_context
+    with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_model_len=fits) as engine:
+        assert engine.runner_info.max_context == fits
+    with pytest.raises(CapacityError, match=r"max_model_len \(--ctx-size\)"):
+        CPUPagedEngine.from_pretrained(DEMO, max_memory=bound - 5 * MB)
+    with pytest.raises(CapacityError, match=r"choose weights=(\S+) .*-o weights=\1,") as caught:
+        CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, weights="f32")
+    weights = re.search(r"choose weights=(\S+)", str(caught.value))[1]
+    options = {"weights": weights, "max_model_len": fits}
+    CPUPagedEngine.from_pretrained(DEMO, **options).close()  # packed from now on
+    CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, **options).close()
+    with pytest.raises(CapacityError) as caught:
+        CPUPagedEngine.from_pretrained(DEMO, max_memory="1MB", weights="int4")
+    assert "choose weights" not in str(caught.value)
+
+
 def test_states_are_cut_from_what_is_left(overhead, tmp_path, monkeypatch):
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path / "cache"))
     path = save_tiny_model("qwen3_5_text", tmp_path / "model")
