@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -53,6 +54,9 @@ _STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no m
 # Of threads that compute slow masks. At 0 a mask takes a third of two processors from a forward
 # pass of two threads. A high value would let other programs stop a thread that holds Python's lock.
 _MASK_NICE = 5
+_IN_GRAMMAR = "failed to compile JSON schema: "  # before the message about a schema in a grammar
+# Messages of the compiler about schemas that break the standard.
+_MALFORMED = re.compile(r"Invalid type: |Expected |Pointer |\S+ must be ")
 _NOT_INSTALLED = f"needs the package llguidance: {install_extra('structured')}"
 
 
@@ -111,9 +115,7 @@ class GrammarCompiler:
             tokenizer, _compiler_text(grammar), log_level=0, limits=_limits_of(grammar)
         )
         if matcher.is_error():
-            raise RequestError(
-                f"{grammar.kind} is not supported: {first_line(matcher.get_error())}"
-            )
+            raise _refusal(grammar, matcher.get_error())
         try:
             return GrammarConstraint(matcher, self._room, self._mask_threads.submit)
         except RequestError as error:
@@ -183,7 +185,7 @@ def _takes(grammar: Grammar, text: bytes) -> bool:
         LLTokenizer("byte"), _compiler_text(grammar), log_level=0, limits=_limits_of(grammar)
     )
     if matcher.is_error():
-        raise RequestError(f"{grammar.kind} is not supported: {first_line(matcher.get_error())}")
+        raise _refusal(grammar, matcher.get_error())
     return matcher.try_consume_tokens([*text]) == len(text) and matcher.is_accepting()
 
 
@@ -194,7 +196,16 @@ def _check_text(grammar: Grammar) -> None:
     if grammar.kind != "grammar":  # which may name tokens of the vocabulary
         refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
         if refusal:
-            raise RequestError(f"{grammar.kind} is not supported: {first_line(refusal)}")
+            raise _refusal(grammar, refusal)
+
+
+def _refusal(grammar: Grammar, problem: str) -> RequestError:
+    """Make the error of a grammar that the compiler refuses, by its message."""
+    line = first_line(problem)
+    of_schema = line if grammar.kind == "json_schema" else line.partition(_IN_GRAMMAR)[2]
+    if _MALFORMED.match(of_schema):
+        return RequestError(f"{grammar.kind}: the schema is invalid: {of_schema}")
+    return RequestError(f"{grammar.kind} is not supported: {line}")
 
 
 def _compiler_text(grammar: Grammar) -> str:

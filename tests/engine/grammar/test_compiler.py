@@ -265,7 +265,10 @@ def test_log_probabilities_are_the_model_s_own(engine):
         ({"json_schema": [1]}, "json_schema must be an object"),
         ({"json_schema": "{"}, "json_schema is no JSON"),
         ({"json_schema": {"type": "object", "not": {}}}, "json_schema is not supported: .*not"),
-        ({"json_schema": {"type": "strange"}}, "json_schema is not supported"),
+        ({"json_schema": {"type": "strange"}}, "the schema is invalid: Invalid type: strange"),
+        ({"json_schema": {"properties": 3}}, "the schema is invalid: properties must be"),
+        ({"json_schema": {"type": "integer", "minimum": "a"}}, "the schema is invalid: Expected"),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "the schema is invalid: Pointer '/nowhere'"),
         ({"json_schema": {"$ref": "https://example.com/a.json"}}, "json_schema is not supported"),
         (
             {"json_schema": {"description": "x" * (5 << 20)}},

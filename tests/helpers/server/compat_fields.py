@@ -77,6 +77,9 @@ _OF_BOTH = [
     ({"grammar": 'root ::= "a"', "guided_regex": "b"}, "guided_regex", "both given"),
     ({"response_format": _NAMED, "json_schema": {"type": "null"}}, "json_schema", "both given"),
     ({"json_schema": {"type": "object", "not": {}}}, "", "not supported"),
+    ({"json_schema": {"type": "objct"}}, "", "the schema is invalid: Invalid type: objct"),
+    ({"max_token": 5}, "max_token", "did you mean 'max_tokens'?"),
+    ({"temprature": 1, "zzz": 1}, "temprature", "did you mean 'temperature'?; unknown here: "),
     ({"guided_regex": "("}, "", "regex is not supported"),
     ({"kvboost": {"speculation": "often"}}, "kvboost", "speculation"),
     *(({"kvboost": {"mode": mode}}, "kvboost", "kvboost.mode") for mode in ("chunks", 1)),
@@ -191,7 +194,11 @@ REFUSED: dict[str, list[Any]] = {
             messages("messages.0.content", *user(given))
             for given in ({"type": "text"}, {"type": "text", "text": 5})
         ),
-        messages("messages.0.content", *user({"type": "image_url", "image_url": {"url": "x"}})),
+        (
+            {"messages": user({"type": "image_url", "image_url": {"url": "x"}})},
+            "messages",
+            "messages.0.content: images are not supported; this server takes text only",
+        ),
         messages("messages.0.content", {"role": "user", "content": "\ud800"}),
         messages("messages.0.tool_call_id", {"role": "tool", "content": "x"}),
         messages("messages.0.tool_call_id", {"role": "user", "content": "x", "tool_call_id": "1"}),
@@ -268,13 +275,13 @@ REFUSED: dict[str, list[Any]] = {
     ],
     MESSAGES: [
         *_PROGRESS,
-        ({"messages": user(_IMAGE)}, "'image' are not built"),
+        ({"messages": user(_IMAGE)}, "images are not supported"),
         ({"messages": user({"type": "document"})}, "'document' are not built"),
         (
             {"messages": [*ASK, {"role": "assistant", "content": [{"type": "server_tool_use"}]}]},
             "'server_tool_use'",
         ),
-        ({"messages": user({**_RESULT, "content": [_IMAGE]})}, "'image' are not built"),
+        ({"messages": user({**_RESULT, "content": [_IMAGE]})}, "images are not supported"),
         ({"messages": user(_CALL)}, "'tool_use' are not built here in this place"),
         ({"messages": [*ASK, {"role": "assistant", "content": [_RESULT]}]}, "'tool_result'"),
         ({"messages": user(text("x"), _RESULT)}, "results come first"),
@@ -333,7 +340,11 @@ REFUSED: dict[str, list[Any]] = {
         *several(
             "input",
             [{"role": "user", "content": "\ud800"}],
-            user({"type": "input_image", "image_url": "data:"}),
+        ),
+        (
+            {"input": user({"type": "input_image", "image_url": "data:"})},
+            "input",
+            "images are not supported",
         ),
         ({"input": [{"role": "user", "content": "x" * 9000}]}, "input", "context"),
         *several("max_output_tokens", 10**6, 0),

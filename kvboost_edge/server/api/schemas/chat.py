@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from kvboost_edge.server.api.bounds import BOUNDS, COUNTS, bounded, counted
-from kvboost_edge.server.api.schemas.foreign import refused_field
+from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, refused_field
 from kvboost_edge.server.api.schemas.shared import (
     NotBuilt,
     OnlyEmpty,
@@ -62,6 +62,8 @@ def _content(value: Any) -> str:
 
 def _part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("image_url", "image", "input_image"):
+        raise field_error("not_built", NO_IMAGES)
     if isinstance(kind, str) and kind != "text":
         raise field_error(
             "not_built", "content parts other than type 'text' are not built in this server"

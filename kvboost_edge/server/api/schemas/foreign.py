@@ -7,12 +7,14 @@ null means "not given" for each of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from pydantic_core import PydanticCustomError
 
-__all__ = ["GENERATING", "SAME_AS", "Foreign", "known_fields", "refused_field"]
+from kvboost_edge.options import nearest
+
+__all__ = ["GENERATING", "NO_IMAGES", "SAME_AS", "Foreign", "known_fields", "refused_field"]
 
 _SHOWN = 5  # unknown names in one message
 _SHOWN_LENGTH = 64
@@ -36,6 +38,9 @@ SAME_AS = {
     "return_tokens": "return_token_ids",  # llama.cpp
 }
 """Fields that are taken under our name for them."""
+
+NO_IMAGES = "images are not supported; this server takes text only"
+"""Message for an image in a request."""
 
 _IGNORED = Foreign("", ignored=True)
 _SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
@@ -72,7 +77,7 @@ GENERATING: dict[str, Foreign] = {
     "timings_per_token": _IGNORED,
     "response_fields": Foreign("answers are always whole", ([],)),
     "lora": Foreign("adapters are not built in this server", ([],)),
-    "image_data": Foreign("images are not built in this server", ([],)),
+    "image_data": Foreign(NO_IMAGES, ([],)),
     # vLLM
     "min_tokens": Foreign("use ignore_eos with max_tokens for an answer of one length", (0,)),
     "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
@@ -89,7 +94,7 @@ GENERATING: dict[str, Foreign] = {
     "return_tokens_as_token_ids": Foreign("use return_token_ids", (False,)),
     "chat_template": Foreign(_TEMPLATE),
     "documents": Foreign("put them into a message", ([],)),
-    "mm_processor_kwargs": Foreign("images are not built in this server", ({},)),
+    "mm_processor_kwargs": Foreign(NO_IMAGES, ({},)),
     "prompt_embeds": Foreign("send text or token ids"),
     "request_id": _IGNORED,
     # Ollama
@@ -102,7 +107,7 @@ GENERATING: dict[str, Foreign] = {
     "template": Foreign(_TEMPLATE, ("",)),
     "context": Foreign("send the whole prompt; what is cached costs nothing", ([],)),
     "think": Foreign("use chat_template_kwargs, such as {'enable_thinking': false}"),
-    "images": Foreign("images are not built in this server", ([],)),
+    "images": Foreign(NO_IMAGES, ([],)),
     # OpenAI's other API
     "input": Foreign("send messages to /v1/chat/completions"),
     "max_output_tokens": Foreign("use max_tokens", ()),
@@ -110,7 +115,7 @@ GENERATING: dict[str, Foreign] = {
 """Of both generating endpoints. A field that one of them has is not foreign there."""
 
 
-def known_fields(value: Any, fields: Container[str], foreign: Mapping[str, Foreign]) -> Any:
+def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Foreign]) -> Any:
     """The object with known names only. An error names the first few others; what follows them
     costs nothing.
     """
@@ -120,7 +125,7 @@ def known_fields(value: Any, fields: Container[str], foreign: Mapping[str, Forei
     others = [name for name in value if name not in fields]
     unknown = [name for name in others if name not in foreign and SAME_AS.get(name) not in fields]
     if unknown or (others and not foreign):
-        raise _unknown(unknown or others)
+        raise _unknown(unknown or others, fields)
     for name in others:
         item = value[name]
         if item is None:
@@ -144,13 +149,16 @@ def _spellings(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*values, *(float(value) for value in values if type(value) is int))
 
 
-def _unknown(names: list[str]) -> PydanticCustomError:
+def _unknown(names: list[str], fields: Iterable[str]) -> PydanticCustomError:
     shown = ", ".join(repr(name[:_SHOWN_LENGTH]) for name in itertools.islice(names, _SHOWN))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    what = "is no field of this request" + (
-        f"; unknown here: {shown}{rest}" if len(names) > 1 else ""
-    )
-    return refused_field(names[0][:_SHOWN_LENGTH], what)
+    first = names[0][:_SHOWN_LENGTH]
+    what = "is no field of this request"
+    if meant := nearest(first, fields) if first else "":
+        what += f"; did you mean {meant!r}?"
+    if len(names) > 1:
+        what += f"; unknown here: {shown}{rest}"
+    return refused_field(first, what)
 
 
 def refused_field(name: str, message: str) -> PydanticCustomError:

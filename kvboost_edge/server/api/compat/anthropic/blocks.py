@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from kvboost_edge.server.api.bounds import COUNTS, counted
-from kvboost_edge.server.api.schemas.foreign import Foreign, refused_field
+from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign, refused_field
 from kvboost_edge.server.api.schemas.shared import check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 
@@ -95,6 +95,8 @@ def _refusing(*built: str) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
+        if kind == "image":
+            raise field_error("not_built", NO_IMAGES)
         if isinstance(kind, str) and kind not in built:
             message = (
                 f"blocks of type {kind[:64]!r} are not built here in this place; known: "

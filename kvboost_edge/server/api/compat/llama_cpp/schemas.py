@@ -10,7 +10,7 @@ from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
 from kvboost_edge.server.api.schemas.answer_format import Schema
 from kvboost_edge.server.api.schemas.answer_format import Text as Grammar
 from kvboost_edge.server.api.schemas.chat import Messages, TemplateVariables
-from kvboost_edge.server.api.schemas.foreign import GENERATING, Foreign
+from kvboost_edge.server.api.schemas.foreign import GENERATING, NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.shared import (
     CacheSalt,
     ModelName,
@@ -71,7 +71,7 @@ _FOREIGN = {
     "n_probs": Foreign("use /v1/completions with logprobs", (0,)),
     "logit_bias": Foreign("use /v1/completions", ([],)),
     "tfs_z": GENERATING["tfs_z"],
-    "multimodal_data": Foreign("images are not built in this server", ([],)),
+    "multimodal_data": Foreign(NO_IMAGES, ([],)),
     "n_cmpl": Foreign("use n of /v1/completions", (1,)),
 }
 

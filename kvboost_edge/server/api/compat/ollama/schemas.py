@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS, bounded, counted
 from kvboost_edge.server.api.compat.ollama.durations import KeepAlive
-from kvboost_edge.server.api.schemas.foreign import Foreign
+from kvboost_edge.server.api.schemas.foreign import NO_IMAGES, Foreign
 from kvboost_edge.server.api.schemas.shared import ModelName, OnlyEmpty, OnlyFalse, Stop, check_text
 from kvboost_edge.server.api.schemas.strict import Strict, field_error
 from kvboost_edge.server.api.schemas.tools import Tools
@@ -45,15 +45,15 @@ _TEMPLATE = "the model's own chat template is used; for a prompt as it is say ra
 _FOREIGN = {
     "logprobs": Foreign("use /v1/chat/completions", (False,)),
     "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
-    "images": Foreign("images are not built in this server", ([],)),
+    "images": Foreign(NO_IMAGES, ([],)),
     "template": Foreign(_TEMPLATE, ("",)),
     "context": Foreign(
         "send the whole conversation to /api/chat; what is cached costs nothing", ([],)
     ),
     "suffix": Foreign("use /infill with a model that has such tokens", ("",)),
-    "width": Foreign("images are not built in this server", (0,)),
-    "height": Foreign("images are not built in this server", (0,)),
-    "steps": Foreign("images are not built in this server", (0,)),
+    "width": Foreign(NO_IMAGES, (0,)),
+    "height": Foreign(NO_IMAGES, (0,)),
+    "steps": Foreign(NO_IMAGES, (0,)),
 }
 _ANY_OBJECT = {"type": "object"}
 _MOST_MESSAGES = int(COUNTS["messages"].high)

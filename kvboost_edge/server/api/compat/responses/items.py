@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 
 from kvboost_edge.server.api.bounds import COUNTS
+from kvboost_edge.server.api.schemas.foreign import NO_IMAGES
 from kvboost_edge.server.api.schemas.shared import is_text
 from kvboost_edge.server.api.schemas.strict import field_error
 from kvboost_edge.server.api.schemas.tools import NAME_SCHEMA
@@ -161,6 +162,8 @@ def _parts(value: Any, where: str, kinds: Sequence[str], least: int = 1) -> list
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> Json:
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        raise field_error("not_built", f"{where}: {NO_IMAGES}")
     if isinstance(kind, str) and kind not in kinds:
         message = (
             f"{where}: parts of type {kind[:64]!r} are not built in this server; there are "
