@@ -93,7 +93,7 @@ def test_a_schema_is_checked_first(no_model, command, tmp_path, refusal, monkeyp
     for named, schema in wrong.items():
         file.write_text(json.dumps(schema))
         line = refusal(*command, "--json-schema", file)
-        assert "json_schema is not supported: " in line
+        assert "json_schema: the schema is invalid: " in line
         assert named in line
     monkeypatch.setattr("kvboost_edge.engine.grammar.compiler._is_installed", lambda: False)
     assert install_extra("structured") in refusal(*command, "--json-schema", file)
