@@ -239,4 +239,8 @@ def _unreachable(model: HubName, error: Exception) -> str:
             f"there is no directory {model.at}, it is not in the local hub cache, and "
             "HF_HUB_OFFLINE forbids to fetch it; unset HF_HUB_OFFLINE, or give a directory"
         )
-    return f"there is no directory {model.at}, and it could not be fetched from the hub: {error}"
+    said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"there is no directory {model.at}, and it could not be fetched from the hub: "
+        f"{said.strip().removeprefix('Got: ')}"
+    )

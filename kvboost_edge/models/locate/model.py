@@ -86,7 +86,9 @@ def locate_model(
 def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatError:
     """Return the error of a name that was not found, with what the name may mean."""
     hint = "" if isinstance(path_or_id, Path) else name_hint(path_or_id, ollama_names())
-    return ModelFormatError(f"{error}; {hint}") if hint else error
+    if not hint:
+        return error
+    return ModelFormatError(f"the model {path_or_id!r} was not found: {hint} ({error})")
 
 
 def _file(path: Path) -> Path:

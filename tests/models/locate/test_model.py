@@ -143,6 +143,22 @@ def test_answers_of_the_hub(kind, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\nGot: ConnectError: no route\nAn error happened while …", "ConnectError: no route"),
+        ("", "ConnectionError"),
+    ],
+)
+def test_the_first_line_of_the_hubs_answer_is_shown(text, shown, monkeypatch):
+    def refuse(*_, **__):
+        raise ConnectionError(text)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelFormatError, match=f"fetched from the hub: {shown}$"):
+        locate_model("owner/name")
+
+
+@pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("qwen3:0.6b", "did you mean ollama:qwen3:0.6b-mine or Qwen/Qwen3-0.6B-GGUF:Q8_0? "),
@@ -160,9 +176,10 @@ def test_an_everyday_name_is_answered_with_names_that_are_accepted(name, meant, 
     monkeypatch.setattr("kvboost_edge.models.locate.model.ollama_names", lambda: iter(ours))
     with pytest.raises(ModelFormatError) as caught:
         locate_model(name)
-    hint = str(caught.value).partition("; ")[2]
-    assert meant in str(caught.value), hint
-    assert "`kvboost-edge models` lists" in hint
+    said = str(caught.value)
+    assert said.startswith(f"the model {name!r} was not found: {meant}")
+    assert "`kvboost-edge models` lists" in said
+    assert "(there is no " in said
 
 
 @pytest.mark.parametrize("name", ["owner/name", "./qwen3", "a b"])
