@@ -32,6 +32,7 @@ _HELP = (
     "/reset starts over, /drop [N] leaves out the N oldest turns (1), /save FILE keeps the "
     "conversation as JSON, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
 )
+_COMMANDS = ("/help", "/save")  # known here: /save without a file
 _OFFER = (
     "the conversation is kept: /drop leaves out its oldest turn and asks again, /save FILE keeps "
     "it, /reset starts over"
@@ -258,7 +259,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
     lines = Lines(console, "you ›", "bold cyan")
     while (line := _read_line(lines, console)) is not None:
         command, _, argument = line.partition(" ")
-        if command == "/quit":
+        if command in ("/quit", "/exit", "/bye"):
             return
         if command == "/reset":
             conversation.reset()
@@ -274,6 +275,8 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
             ) as error:  # a server may keep its figures to itself; the conversation goes on
                 print(f"no figures: {error}", file=sys.stderr)
         elif line.startswith("/"):
+            if command not in _COMMANDS:
+                print(f"unknown command {command}", file=sys.stderr)
             console.print(_HELP, style="dim")
         elif line:
             conversation.take(line)

@@ -14,6 +14,7 @@ from kvboost_edge.cli.console import open_console, spinner
 from kvboost_edge.cli.session import found_model
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.memory.selection import planned_kv_spec, select_path, usable_context
+from kvboost_edge.engine.request.sampling_defaults import sampling_defaults
 from kvboost_edge.errors import KVBoostError
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import (
@@ -71,6 +72,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
         else kv.dtype,
         "kv_bytes_per_token": kv.bytes_per_block // kv.block_size,
         "kv_bytes_per_block": kv.bytes_per_block,
+        "sampling_defaults": sampling_defaults(checkpoint.generation().sampling, config).as_dict(),
         "fingerprint": checkpoint.fingerprint(),
     }
 
@@ -149,6 +151,8 @@ def shown(name: str, value: Any) -> str:
     """A value as a person reads it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={one:g}" for key, one in value.items())
     if isinstance(value, int):
         megabytes = f" ({value / 1e6:,.1f} MB)" if "bytes" in name and value >= 1e6 else ""
         return f"{value:,}{megabytes}"

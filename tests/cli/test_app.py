@@ -168,6 +168,15 @@ def test_chat_reuses_earlier_turns(tiny_model_dir, printed, typed):
     assert "a new conversation" in out
 
 
+@pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye"])
+def test_chat_names_an_unknown_command_and_ends(leave, tiny_model_dir, printed, typed):
+    typed(f"/help\n/nonsense now\n{leave}\nHi\n")
+    out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL)
+    assert [line for line in err.splitlines() if "command" in line] == ["unknown command /nonsense"]
+    assert out.count("/reset starts over") == 3
+    assert "from the cache" not in out
+
+
 def test_chat_survives_a_refused_turn(tiny_model_dir, printed, typed):
     typed("x" * 600 + "\nHi\n")
     out, err = printed("chat", "-m", tiny_model_dir, "-n", "4", *SMALL)
@@ -209,6 +218,10 @@ def test_inspect_shows_what_the_files_hold(tiny_model_dir, answered):
     assert (report["runner"], report["weights"]) == ("native", "int8")
     assert (report["backend"], report["device"]) == ("cpu", "cpu")
     assert len(report["fingerprint"]) == 64
+    with CPUPagedEngine.from_pretrained(tiny_model_dir, num_blocks=64) as engine:
+        assert report["sampling_defaults"] == engine.sampling_defaults.as_dict()
+    told = answered("inspect", tiny_model_dir, "-o", "default_temperature=0.2")
+    assert told["sampling_defaults"]["temperature"] == 0.2
     files = (tiny_model_dir / "model.safetensors").stat().st_size
     assert 0 < report["weight_bytes"] < files
 
