@@ -13,13 +13,17 @@ from typer.core import TyperCommand, TyperGroup
 from kvboost_edge.cli.cache.commands import add_cache
 from kvboost_edge.cli.options import (
     list_options,
+    list_parameters,
+    option_advice,
     print_engine_options,
+    print_sampling_parameters,
     read_size,
+    read_tokens,
     token_limit,
 )
 from kvboost_edge.cli.servers.commands import add_commands
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
-from kvboost_edge.errors import KVBoostError
+from kvboost_edge.errors import ConfigError, KVBoostError
 from kvboost_edge.server.flags import USAGE_ERROR, suggest_flag
 
 __all__ = ["app", "run"]
@@ -30,13 +34,22 @@ DEMO_MODEL = "kvboost-edge/demo"
 class _Commands(TyperGroup):
     """The commands; a wrong flag of one of them suggests the nearest."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            suggest_flag(error, option_advice)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
             if _lacks_value(error, ("-o", "--option")):
                 print_engine_options()
-            suggest_flag(error)
+            if _lacks_value(error, ("-s", "--sampling")):
+                print_sampling_parameters()
+            suggest_flag(error, option_advice)
             raise
 
 
@@ -87,9 +100,11 @@ SamplingOptions = Annotated[
         "--sampling",
         "-s",
         metavar="NAME=VALUE",
+        is_eager=True,
+        callback=list_parameters,
         help=(
             "Sampling parameter, repeatable: temperature=0.7, top_p=0.9, top_k=40, seed=1, "
-            "stop=END …"
+            "stop=END …; list prints every parameter with its type and default."
         ),
     ),
 ]
@@ -122,10 +137,12 @@ ThreadsOption = Annotated[
     ),
 ]
 ContextOption = Annotated[
-    int | None,
+    Any,
     typer.Option(
         "--ctx-size",
         "--max-model-len",
+        metavar="TOKENS",
+        parser=read_tokens,
         help="Longest sequence, prompt and answer, in tokens. Default: the model's context.",
     ),
 ]
@@ -455,6 +472,11 @@ def models(
     from kvboost_edge.cli.options import engine_options
 
     if suggest:
+        if option:
+            raise ConfigError(
+                f"option {option[0]!r} has no effect with --suggest, which looks at no model; "
+                "leave one of the two out"
+            )
         run_suggest(word, as_json=as_json)
         return
     run_models(word, engine_options(option), as_json=as_json)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,8 @@ from kvboost_edge.config import (
     RecomputeStrategy,
     kv_bits_from_text,
 )
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import ConfigError, RequestError
 from kvboost_edge.options import options_of, read_bytes
 
@@ -27,10 +29,14 @@ __all__ = [
     "cache_use",
     "engine_options",
     "list_options",
+    "list_parameters",
     "one_model",
+    "option_advice",
     "parse_value",
     "print_engine_options",
+    "print_sampling_parameters",
     "read_size",
+    "read_tokens",
     "remote_options",
     "sampling_options",
     "token_limit",
@@ -53,15 +59,53 @@ def list_options(pairs: list[str] | None) -> list[str] | None:
     return pairs
 
 
+def list_parameters(pairs: list[str] | None) -> list[str] | None:
+    """Return the values of `-s`. If `list` is among them, print all parameters and exit."""
+    if pairs is not None and "list" in pairs:
+        print_sampling_parameters()
+    return pairs
+
+
 def print_engine_options() -> NoReturn:
     """Print name, type and meaning of each engine option, and exit."""
+    _print_options(EngineConfig)
+
+
+def print_sampling_parameters() -> NoReturn:
+    """Print name, type and meaning of each parameter of a request, and exit."""
+    _print_options(SamplingParams, Terms)
+
+
+def option_advice(flag: str, flags: Collection[str]) -> str:
+    """Return how to give an option or parameter that has no flag of this name; "" for others.
+
+    flags   flags of the command
+    """
+    name = flag.removeprefix("--").replace("-", "_")
+    if flag in ("-o", "-s"):
+        return f"It belongs to a command; kvboost-edge generate {flag} list shows its names."
+    if name in options_of(EngineConfig) and "--option" in flags:
+        return f"Use -o {name}=VALUE."
+    if name in _parameters() and "--sampling" in flags:
+        return f"Use -s {name}=VALUE."
+    return ""
+
+
+def _parameters() -> set[str]:
+    """Names of what a request may give."""
+    return {*options_of(SamplingParams), *options_of(Terms)}
+
+
+def _print_options(*classes: type) -> NoReturn:
+    """Print the options of these classes, and exit."""
     fill = textwrap.TextWrapper(
         min(shutil.get_terminal_size().columns, _MAX_WIDTH),
         initial_indent="    ",
         subsequent_indent="    ",
         break_on_hyphens=False,
     )
-    for name, declared in options_of(EngineConfig).items():
+    declarations = [one for cls in classes for one in options_of(cls).items()]
+    for name, declared in declarations:
         kind = declared.allowed or declared.metavar.lower()
         typer.echo(f"{name}: {kind}" if kind else name)
         default = f". Default: {declared.shown_default}" if declared.shown_default else ""
@@ -75,6 +119,14 @@ def read_size(text: str) -> int:
         return read_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def read_tokens(text: str) -> int:
+    """Read the value of a flag that takes tokens."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number of tokens such as 4096") from None
 
 
 def parse_value(text: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, cast
 
 import typer
@@ -67,16 +67,20 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
     return found
 
 
-def suggest_flag(error: Any) -> None:
-    """Name the nearest flag in the message of a usage error about an unknown one."""
+def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | None = None) -> None:
+    """Name the nearest flag in the message of a usage error about an unknown one.
+
+    advice   returns what to say instead of an unknown flag and the command's flags; "": the nearest
+    """
     if not hasattr(error, "possibilities") or error.ctx is None:
         return
     parameters = error.ctx.command.params
     known = [flag for one in parameters for flag in (*one.opts, *one.secondary_opts)]
-    likely = nearest(error.option_name, [flag for flag in known if flag.startswith("--")])
-    error.message = f"No such option: {error.option_name}" + (
-        f". Did you mean {likely}?" if likely else ""
-    )
+    hint = advice(error.option_name, known) if advice else ""
+    if not hint:
+        likely = nearest(error.option_name, [flag for flag in known if flag.startswith("--")])
+        hint = f"Did you mean {likely}?" if likely else ""
+    error.message = f"No such option: {error.option_name}" + (f". {hint}" if hint else "")
     error.possibilities = None
 
 
@@ -110,7 +114,9 @@ def _read(declared: Option, of_engine: bool, text: str) -> Any:
             return float(text)
     except ValueError as error:
         is_size = declared.read is None and declared.unit == "bytes"
-        raise typer.BadParameter(str(error) if is_size else f"{text!r} is not a number") from None
+        example = " such as 4096" if declared.unit == "tokens" else ""
+        problem = str(error) if is_size else f"{text!r} is not a number{example}"
+        raise typer.BadParameter(problem) from None
     if declared.choices and not of_engine and text not in declared.choices:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(declared.choices)}")
     return text

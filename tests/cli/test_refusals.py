@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import install_extra
 from kvboost_edge.options import options_of
 
@@ -67,6 +69,26 @@ def test_an_unknown_flag_names_the_nearest(printed, argv, meant):
     assert f"No such option: {given}. Did you mean {meant}? " in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("argv", "advice"),
+    [
+        ("generate x --disk-cache-dir d", "Use -o disk_cache_dir=VALUE."),
+        ("generate x --weights int4", "Use -o weights=VALUE."),
+        ("doctor --weights int4", "Use -o weights=VALUE."),
+        ("chat --top-k 40", "Use -s top_k=VALUE."),
+        ("chat --priority 1", "Use -s priority=VALUE."),
+        ("-o list", "kvboost-edge generate -o list"),
+        ("cache status --weights int4", ""),
+        ("warmup --top-k 40", ""),
+    ],
+)
+def test_an_unknown_flag_of_an_option_says_how_to_give_it(printed, argv, advice):
+    err = " ".join(printed(*argv.split(), code=2).err.split())
+    assert "No such option: -" in err
+    assert advice in err
+    assert ("Use -" in err) == advice.startswith("Use -")
+
+
 def test_an_unknown_flag_without_likeness_names_none(printed):
     err = printed("generate", "x", "--xyzzy", code=2).err
     assert "No such option: --xyzzy " in " ".join(err.split())
@@ -80,6 +102,27 @@ def test_the_engine_options_are_listed(no_model, printed, argv):
     assert shown == set(options_of(EngineConfig))
     assert "block_size: integer, a multiple of 16, at most 256 (tokens)" in lines
     assert "    Tokens in a block of the KV cache. Default: 16" in lines
+
+
+@pytest.mark.parametrize("argv", ["generate -s list", "generate x -s", "chat --sampling list"])
+def test_the_sampling_parameters_are_listed(no_model, printed, argv):
+    lines = printed(*argv.split()).out.splitlines()
+    shown = {name for line in lines if not line.startswith(" ") for name in line.split(":")[:1]}
+    assert shown == {*options_of(SamplingParams), *options_of(Terms)}
+    assert "min_p: number, in [0, 1]" in lines
+
+
+@pytest.mark.parametrize("command", ["generate Hi", "chat", "doctor", "serve"])
+def test_the_form_of_a_context_is_named(no_model, printed, command):
+    err = printed(*command.split(), "--ctx-size", "4k", code=2).err
+    assert "'4k' is not a" in err
+    assert "such as 4096" in " ".join(err.replace("│", " ").split())
+
+
+def test_suggestions_refuse_engine_options(refusal):
+    assert "'weights=int4' has no effect with --suggest" in refusal(
+        "models", "--suggest", "-o", "weights=int4"
+    )
 
 
 def test_the_engine_options_are_not_listed_by_a_command_without_them(printed):

@@ -11,6 +11,20 @@ _RENDER = "tests/cli/test_render.py"
 
 FAULTS = (
     fault(
+        "-o before a command does not say where engine options are listed",
+        "cli/app.py",
+        "            suggest_flag(error, option_advice)\n            raise\n\n    def invoke",
+        "            suggest_flag(error)\n            raise\n\n    def invoke",
+        "tests/cli/test_refusals.py",
+    ),
+    fault(
+        "recommended models ignore engine options",
+        "cli/app.py",
+        "        if option:\n            raise ConfigError(",
+        "        if not suggest:\n            raise ConfigError(",
+        "tests/cli/test_refusals.py",
+    ),
+    fault(
         "a dry run removes what it names",
         "cli/cache/run.py",
         "            if not dry_run:\n",
