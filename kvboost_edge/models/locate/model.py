@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from kvboost_edge.errors import ConfigError, ModelFormatError
-from kvboost_edge.models.locate.hub import HubName, gguf_file, snapshot
+from kvboost_edge.models.locate.hub import HubName, gguf_file, gguf_models, snapshot
 from kvboost_edge.models.locate.ollama import OLLAMA, ollama_model, ollama_names
 from kvboost_edge.models.locate.suggestions import name_hint
 
@@ -31,6 +31,8 @@ _HUB_FILE = re.compile(
     r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*):(?P<wanted>[A-Za-z0-9][\w.+ /-]*)"
 )
 _GGUF_MAGIC = b"GGUF"
+_CONFIGS = ("config.json", "genai_config.json")
+_MAX_NAMED = 20  # files in one message
 
 
 def locate_model(
@@ -43,7 +45,8 @@ def locate_model(
     """Directory that holds the model's files, or the GGUF file that is the model (any part of a
     split one).
 
-    `path_or_id`: 'kvboost-edge/demo' (part of the package); a directory; a GGUF file;
+    `path_or_id`: 'kvboost-edge/demo' (part of the package); a directory, whose only GGUF model is
+      taken where it has no config; a GGUF file;
       'ollama:NAME:TAG', a model that Ollama has on this machine; or a hub id: of 'owner/name' only
       configuration, tokenizer and safetensors files are fetched, of 'owner/name:Q4_K_M' and
       'owner/name:file.gguf' only that GGUF file, of 'owner/name-GGUF' the only one it has. Raises
@@ -63,7 +66,7 @@ def locate_model(
         return bundled_directory()
     path = Path(name).expanduser()
     if path.is_dir():
-        return path.resolve()
+        return _directory(path.resolve())
     if path.is_file():
         return _file(path)
     if isinstance(path_or_id, str) and name.startswith(OLLAMA):
@@ -89,6 +92,27 @@ def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatEr
     if not hint:
         return error
     return ModelFormatError(f"the model {path_or_id!r} was not found: {hint} ({error})")
+
+
+def _directory(path: Path) -> Path:
+    """Return a directory with a config, or the GGUF file that is the only model in it.
+
+    Raises ModelFormatError, which names them, if there are several.
+    """
+    if any((path / name).is_file() for name in _CONFIGS):
+        return path
+    try:
+        models = gguf_models(file.name for file in path.iterdir() if file.is_file())
+    except OSError as error:
+        raise ModelFormatError(f"{path} cannot be read: {error}") from error
+    if len(models) > 1:
+        names = [parts[0] for parts in models.values()]
+        rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        raise ModelFormatError(
+            f"the directory {path} has {len(names)} GGUF models: {', '.join(names[:_MAX_NAMED])}"
+            f"{rest}; give one of these files"
+        )
+    return next((path / parts[0] for parts in models.values()), path)
 
 
 def _file(path: Path) -> Path:

@@ -32,6 +32,38 @@ def test_directories(tmp_path, asked, monkeypatch):
     assert not asked
 
 
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["a.gguf"], "a.gguf"),
+        (["a.gguf", "mmproj-a.gguf", "README.md"], "a.gguf"),
+        (["b-00002-of-00002.gguf", "b-00001-of-00002.gguf"], "b-00001-of-00002.gguf"),
+        (["a.gguf", "config.json"], "."),
+        (["a.gguf", "genai_config.json"], "."),
+        (["model.onnx"], "."),
+        ([], "."),
+    ],
+)
+def test_the_only_gguf_model_of_a_directory_without_a_config_is_the_model(tmp_path, files, found):
+    for name in files:
+        (tmp_path / name).touch()
+    assert locate_model(tmp_path) == tmp_path / found
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["a-Q4_0.gguf", "a-Q8_0.gguf"], "has 2 GGUF models: a-Q4_0.gguf, a-Q8_0.gguf; give one"),
+        ([f"{number:02}.gguf" for number in range(23)], "19.gguf and 3 more; give one"),
+    ],
+)
+def test_several_gguf_models_of_a_directory_are_listed(tmp_path, names, words):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(ModelFormatError, match=words):
+        locate_model(tmp_path)
+
+
 def test_bundled_model_needs_no_network(asked):
     try:
         directory = locate_model(BUNDLED_MODEL)
