@@ -5,6 +5,7 @@ removal.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,9 @@ from kvboost_edge.tiers.disk.survey import default_directory, verify_space
 __all__ = ["run_cache"]
 
 _DAY_S = 86_400.0
+_FINGERPRINT = re.compile(r"^([0-9a-f]{8})[0-9a-f]{8,}[ -]")
+_NAME_WIDTH = 19  # a short fingerprint and a format such as "int4-asym"
+_OTHERS_WIDTH = 61  # columns of a row without its name
 _KINDS = {
     BLOCKS: ("space of keys and values", "spaces of keys and values"),
     WEIGHTS: ("file of packed weights", "files of packed weights"),
@@ -89,6 +93,8 @@ def run_cache(
     elif action == "status":
         _print_status(kept, root, console)
     else:
+        if action == "list" and kept:
+            _print_status(kept, root, console)
         _print_rows(answer["rows"], action, console, dry_run=dry_run)
     if any(row.get("damaged") for row in answer["rows"]):
         raise KVBoostError(
@@ -200,19 +206,21 @@ def _print_rows(
     if not rows:
         console.print("Nothing to remove." if action in ("prune", "clear") else "Nothing is kept.")
         return
-    table = Table()
-    for name in ("what", "model", "fingerprint and format"):
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("what", "model"):
         table.add_column(name, overflow="fold")
+    width = max(_NAME_WIDTH, console.width - _OTHERS_WIDTH)
+    table.add_column("fingerprint, format", no_wrap=True, max_width=width, overflow="ellipsis")
     for name in ("size", "days"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state")
-    for row in rows:
+    for row in sorted(rows, key=lambda row: -row["bytes"]) if action == "list" else rows:
         size = f"{row['bytes'] / 1e6:,.1f} MB"
         days = f"{row['days']:.1f}"
         table.add_row(
             row["kind"],
             row["model"] or "unknown",
-            row["name"],
+            _FINGERPRINT.sub(r"\1 ", row["name"]),
             size,
             days,
             _said(row, action, dry_run),

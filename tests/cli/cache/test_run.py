@@ -71,8 +71,28 @@ def test_list_and_status_say_what_is_there(home, answer, printed):
     out = printed("cache", "list").out
     assert "alpha-7b int8" in out
     assert all(
-        name in out for name in ("what", "model", "fingerprint and format", "size", "days", "state")
+        name in out for name in ("what", "model", "fingerprint, format", "size", "days", "state")
     )
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_list_begins_with_the_sum_and_has_the_largest_first(
+    home, printed, monkeypatch, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    fingerprint = "c7fd70cdccd7178367ba699b4f5a754cf290e9ea"
+    sizes = {"int8": 3_000_000, "int4-asym": 9_000_000, "bf16": 6_000_000}
+    for weights, size in sizes.items():
+        (home / "packed" / f"{fingerprint}-{weights}.kvpack").write_bytes(bytes(size))
+    lines = printed("cache", "list", fingerprint).out.splitlines()
+    assert lines[1].startswith("18.0 MB in 3 files of packed weights")
+    rows = [line for line in lines if "c7fd70cd " in line]
+    assert [line.split("c7fd70cd ")[1].split()[:2] for line in rows] == [
+        ["int4-asym", "9.0"],
+        ["bf16", "6.0"],
+        ["int8", "3.0"],
+    ]
+    assert all(len(line) <= columns for line in rows)
 
 
 def test_what_is_open_is_said_and_stays(home, answer):
