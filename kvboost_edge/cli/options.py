@@ -84,6 +84,8 @@ def option_advice(flag: str, flags: Collection[str]) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     if flag in ("-o", "-s"):
         return f"It belongs to a command; kvboost-edge generate {flag} list shows its names."
+    if name == "num_threads" and "--threads" in flags:
+        return ""  # the nearest flag is it
     if name in options_of(EngineConfig) and "--option" in flags:
         return f"Use -o {name}=VALUE."
     if name in _parameters() and "--sampling" in flags:

@@ -58,6 +58,7 @@ def test_settings_are_checked_first(no_model, command, extra, named, refusal):
     [
         ("generate x --temperatur 1", "--temperature"),
         ("generate x --thread 1", "--threads"),
+        ("generate x --num-threads 1", "--threads"),
         ("chat --n-predict 5", "--max-new-tokens"),
         ("cache status --jso", "--json"),
         ("serve --prot 1", "--port"),
