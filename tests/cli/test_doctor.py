@@ -46,5 +46,5 @@ def test_the_smallest_bound_that_it_names_is_the_engines_and_serve_is_said_to_ta
         assert done.returncode == 1
         said = done.stdout + done.stderr
         least.append(int(re.search(r"give at least (\d+)MB", said)[1]))
-        assert ("`serve` takes about 48.00 MB more" in said) == (command[0] == "doctor")
+        assert ("`serve` takes about 32.00 MB more" in said) == (command[0] == "doctor")
     assert abs(least[0] - least[1]) <= 16
