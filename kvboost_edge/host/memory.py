@@ -154,10 +154,14 @@ class Slack:
         self._last = 0
 
     def give_back(self) -> None:
-        """Costs 20 us where there is nothing worth it, else some milliseconds."""
-        if process_rss() > self._last + _WORTH:
-            give_back()
-            self._last = process_rss()
+        """Give memory back if it grew: some milliseconds, else 20 us.
+
+        A failure to read the memory, such as a lack of file descriptors, puts it off.
+        """
+        with contextlib.suppress(OSError):
+            if process_rss() > self._last + _WORTH:
+                give_back()
+                self._last = process_rss()
 
 
 @contextlib.contextmanager

@@ -78,4 +78,6 @@ def test_the_size_of_the_pool_is_told_as_what_it_may_grow_to():
     notes = Console(file=io.StringIO(), width=200)
     with loaded_engine("kvboost-edge/demo", {"max_cache_bytes": "64M"}, notes):
         said = notes.file.getvalue()
-    assert re.search(r" threads, KV cache up to 64 MB, filled as needed; 0\.\d GB resident, ", said)
+    assert re.search(
+        r" threads, KV cache up to 64 MB, filled as needed; \d\.\d GB resident, ", said
+    )

@@ -1,5 +1,6 @@
 """What is resident is counted page by page, and what loading has left over is given back."""
 
+import errno
 import gc
 import mmap
 import subprocess
@@ -79,6 +80,23 @@ def test_it_gives_back_once_for_each_growth(monkeypatch):
     slack.give_back()
     slack.give_back()
     assert calls == [100 << 20, 84 << 20]
+
+
+def test_a_lack_of_descriptors_puts_off_giving_back(monkeypatch):
+    """The engine's thread calls it: an error would end the engine."""
+    calls = []
+
+    def lacking():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(memory, "give_back", lambda: calls.append(1))
+    slack = Slack()
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "process_rss", lacking)
+        slack.give_back()
+    assert calls == []
+    slack.give_back()
+    assert calls == [1]
 
 
 _GIVE_BACK = """
