@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import kvboost_edge
+from helpers.fresh_process import in_fresh_process
 
 ROOT = Path(__file__).parents[1]
 NAMES = {
@@ -120,16 +119,7 @@ kvboost_edge.models.content_hash_from_tokens([1])
 heavy = [name for name in ("torch", "transformers", "numba", "onnxruntime") if name in sys.modules]
 print(json.dumps([before, heavy]))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [[], []]
+    assert json.loads(in_fresh_process(code)) == [[], []]
 
 
 def test_check_model_compatibility_takes_strict_by_position():

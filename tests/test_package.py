@@ -13,23 +13,10 @@ from pathlib import Path
 import pytest
 
 import kvboost_edge
+from helpers.fresh_process import in_fresh_process
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "numba", "onnxruntime")
-
-
-def in_fresh_process(code):
-    """Standard output of `code` in a new interpreter, warnings as errors."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_import_loads_no_heavy_package():

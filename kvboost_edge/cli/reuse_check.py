@@ -21,7 +21,7 @@ def run_reuse_check(model: str, options: dict[str, Any], *, as_json: bool) -> No
     """Run the quality gate's test, or show its stored verdict; exit with 1 for a refused model."""
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:
-        notes.print("testing reuse at other positions: about 4,000 tokens")
+        notes.print("testing non-prefix KV reuse: about 4,000 tokens")
         verdict = engine.check_reuse()
     if as_json:
         figures = dataclasses.asdict(verdict)
@@ -34,5 +34,5 @@ def run_reuse_check(model: str, options: dict[str, Any], *, as_json: bool) -> No
 
 def verdict_words(verdict: Verdict) -> str:
     """Return one line with the verdict and its figures."""
-    word = "passed its test" if verdict.passed else "is refused"
-    return f"reuse at other positions {word}: {verdict}"
+    word = "passed" if verdict.passed else "failed"
+    return f"non-prefix KV reuse {word} its quality test: {verdict}"

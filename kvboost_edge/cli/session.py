@@ -119,7 +119,7 @@ class _LoadingLines:
         self._say(f"loading {self._model}, {num_bytes / 1e6:,.0f} MB, about {about}")
 
     def compiling(self, done: int, total: int) -> None:
-        """So many kernels are compiled."""
+        """Announce once how many kernels are compiled, and about how long that takes."""
         from kvboost_edge.kernels.aot import expected_seconds
 
         if done == 0:
@@ -128,7 +128,7 @@ class _LoadingLines:
             self._say(f"compiling {kernels} for this machine, once, about {about}")
 
     def packing(self, done: int, total: int) -> None:
-        """So many bytes are packed. The line is written once the speed is known."""
+        """Announce once, when the speed is known, how long packing takes."""
         now = time.monotonic()
         if self._packing_began is None:
             self._packing_began = (now, done)

@@ -126,6 +126,6 @@ def _answer(engine: CPUPagedEngine) -> None:
 
 def _test_reuse(engine: CPUPagedEngine, console: Console) -> None:
     if engine.config.reuse_gate == "off":
-        console.print("reuse at other positions is not tested: reuse_gate='off'")
+        console.print("non-prefix KV reuse is not tested: reuse_gate='off'")
         return
     console.print(verdict_words(engine.check_reuse()))

@@ -156,8 +156,8 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"KL(full || reuse) {self.kl_reuse:.3g} nats, of another order of the documents "
-            f"{self.kl_order:.3g}, {self.agreement:.0%} of {self.num_tokens} tokens agree, "
+            f"KL(full || reuse) {self.kl_reuse:.3g} nats, KL(full || other document order) "
+            f"{self.kl_order:.3g} nats, {self.agreement:.0%} of {self.num_tokens} tokens agree, "
             f"{self.reused_share:.0%} of the prompts reused"
         )
 

@@ -19,8 +19,8 @@ def test_a_model_is_tested_once_by_warmup_or_reuse_check(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         QualityGate, "_measure", lambda *arguments: measured.append(1) or measure(*arguments)
     )
-    assert "reuse at other positions" not in warmed()
-    assert "reuse at other positions passed its test: KL(full || reuse) " in warmed(
+    assert "non-prefix KV reuse" not in warmed()
+    assert "non-prefix KV reuse passed its quality test: KL(full || reuse) " in warmed(
         "--mode", "chunk_kv_reuse"
     )
     assert len(measured) == 1
@@ -40,7 +40,7 @@ def test_reuse_check_ends_with_1_for_a_refused_model(tmp_path, monkeypatch, prin
     monkeypatch.setenv("KVBOOST_EDGE_CACHE", str(tmp_path))
     bad = Verdict(0.5, 0.1, 0.9, 59, 0.8)
     monkeypatch.setattr(QualityGate, "_measure", lambda *arguments: bad)
-    assert "reuse at other positions is refused" in printed("reuse-check", code=1).out
+    assert "non-prefix KV reuse failed its quality test" in printed("reuse-check", code=1).out
     assert answered("reuse-check", "kvboost-edge/demo", code=1)["passed"] is False
 
 

@@ -18,6 +18,7 @@ from helpers.models.tiny_models import save_tiny_model
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
+END_OF_CELL = "=== end of the cell ==="
 ALL_NAMES = {
     "batch.py",
     "chat.py",
@@ -156,15 +157,16 @@ def test_the_notebook_runs_cell_by_cell(monkeypatch, tmp_path):
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
-    names = {"__name__": "__main__"}
-    shown = []
-    for number, cell in enumerate(cells):
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)  # noqa: S102
-        shown.append(output.getvalue())
-    assert all(text.strip() for text in shown), "a cell shows something"
-    text = "".join(shown)
+    sources = ["".join(cell["source"]) + "\nprint(END_OF_CELL)\n" for cell in cells]
+    program = tmp_path / "tour.py"
+    program.write_text("\n".join(sources), encoding="utf-8")
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        runpy.run_path(str(program), {"END_OF_CELL": END_OF_CELL})
+    text = output.getvalue()
+    shown = text.split(END_OF_CELL)[:-1]
+    assert len(shown) == len(cells)
+    assert all(one.strip() for one in shown), "a cell shows something"
     for expected in (
         "The metal of Worr camera is bronze.",
         "cached tokens: 0\nthe same tokens: True",

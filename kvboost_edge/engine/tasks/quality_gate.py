@@ -268,9 +268,9 @@ class QualityGate:
         wanted = sum(map(len, material.documents))
         if not result.reused_span_tokens or found < _LEAST_FOUND * wanted:
             raise RequestError(
-                f"the test of mode='chunk_kv_reuse' proves nothing: it found {found} of {wanted} "
-                "document tokens in its cache; change recompute_overlap or min_chunk_tokens, or "
-                "give reuse_gate='off'"
+                f"the quality test of mode='chunk_kv_reuse' found only {found} of {wanted} "
+                "document tokens in its cache, so it proves nothing; change recompute_overlap or "
+                "min_chunk_tokens, or give reuse_gate='off'"
             )
         return result, rows
 

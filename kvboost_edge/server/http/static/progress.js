@@ -1,7 +1,7 @@
 /** Prefill progress of a prompt: a bar, the figures and the time left. */
 
 import { element } from "/static/dom.js";
-import { count, plural } from "/static/format.js";
+import { count, plural, rate } from "/static/format.js";
 
 const SAID_EVERY_MS = 10000; // to those who hear the page
 
@@ -12,12 +12,13 @@ export function about(ms) {
   return ms < 90000 ? `about ${count(ms / 1000)} s` : `about ${count(ms / 60000)} min`;
 }
 
-/** "reading 3,200 of 10,000 tokens, about 12 s" */
+/** "reading 3,200 of 10,000 tokens, 550 tok/s, about 12 s" */
 export function progressInWords({ total, cache, processed, time_ms: taken, estimated_ms: left }) {
   const waits = taken === 0 && processed === 0;
   const size = plural(total, "token");
   const read = waits ? `waiting to read ${size}` : `reading ${count(processed)} of ${size}`;
-  return [read, cache > 0 ? `${count(cache)} from the cache` : "", about(left)].filter((part) => part !== "").join(", ");
+  const speed = processed > cache && taken > 0 ? `${rate((1000 * (processed - cache)) / taken)} tok/s` : "";
+  return [read, cache > 0 ? `${count(cache)} from the cache` : "", speed, about(left)].filter((part) => part !== "").join(", ");
 }
 
 export class ProgressView {

@@ -34,10 +34,10 @@ def asked(stand_in):
     [
         (FIRST, "waiting to read 10,000 tokens"),
         (FIRST | {"estimated_ms": 200_000}, "waiting to read 10,000 tokens, about 3 min"),
-        (HALF, "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"),
+        (HALF, "reading 3,200 of 10,000 tokens, 1,000 from the cache, 550 tok/s, about 12 s"),
         (
             HALF | {"cache": 0, "estimated_ms": 300},
-            "reading 3,200 of 10,000 tokens, less than a second",
+            "reading 3,200 of 10,000 tokens, 800 tok/s, less than a second",
         ),
         (
             {"total": 1, "cache": 0, "processed": 0, "time_ms": 3, "estimated_ms": None},
@@ -57,7 +57,8 @@ def test_the_bar_follows_and_goes_with_the_first_token(asked):
     expect(bar).to_have_attribute("aria-valuenow", "3200")
     expect(bar).to_have_attribute("aria-valuemax", "10000")
     asked.shows(
-        ".progress .note", "reading 3,200 of 10,000 tokens, 1,000 from the cache, about 12 s"
+        ".progress .note",
+        "reading 3,200 of 10,000 tokens, 1,000 from the cache, 550 tok/s, about 12 s",
     )
     widths = "(bar) => [...bar.children].map((part) => [part.className, part.style.width])"
     assert bar.evaluate(widths) == [["cached", "10%"], ["read", "22%"]]
