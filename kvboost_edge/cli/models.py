@@ -70,18 +70,18 @@ def run_suggest(word: str, *, as_json: bool) -> None:
         console.print(f"No recommended model has {word!r} in its name; leave the word out.")
         return
     width = max(len(one.name) for one in SUGGESTIONS)
-    heading = f"memory   {'name (-m)':<{width}}      size   licence      with Ollama"
+    heading = f"memory   {'name (-m)':<{width}}     size   licence      with Ollama"
     console.print(heading, style="bold", soft_wrap=True)
     for one, row in zip(wanted, rows, strict=True):  # lines, so that names can be copied
         console.print(
-            f"{one.memory_gb:3} GB   {one.name:<{width}}   {one.file_bytes / 1e9:5.2f} GB   "
+            f"{one.memory_gb:3} GB   {one.name:<{width}}   {one.file_bytes / 1e9:4.1f} GB   "
             f"{one.licence:<10}   {OLLAMA}{one.ollama}",
             style="" if row["fits"] else "dim",
             soft_wrap=True,
         )
     console.print(
-        f"This machine has {memory / 1e9:.1f} GB. The first name is downloaded from the hub; that "
-        "of Ollama is read where Ollama keeps it.",
+        f"This machine has {memory / 1e9:.1f} GB. Sizes are approximate. Names in the first column "
+        "are downloaded from the hub; `ollama:` names are read from Ollama's own folder.",
         style="dim",
     )
 

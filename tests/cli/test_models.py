@@ -88,7 +88,7 @@ def test_recommended_models_are_those_of_the_docs(answered, printed, monkeypatch
     monkeypatch.setattr(models, "total_bytes", lambda: 7_700_000_000)
     rows = answered("models", "--suggest")
     shown = [
-        f"| {row['memory_gb']} GB | `{row['name']}` | {row['file_bytes'] / 1e9:.2f} GB | "
+        f"| {row['memory_gb']} GB | `{row['name']}` | {row['file_bytes'] / 1e9:.1f} GB | "
         f"{row['licence']} | `ollama:{row['ollama']}` |"
         for row in rows
     ]

@@ -18,7 +18,7 @@ class Suggestion(NamedTuple):
 
     memory_gb   memory of a machine, in GB, that runs it with room for its KV cache
     name        its name on the hub, as `-m` takes it
-    file_bytes  size of the file
+    file_bytes  approximate size of the file
     licence     its licence
     ollama      its name in Ollama's library
     """
