@@ -91,6 +91,28 @@ async def test_long_bodies_are_read_one_after_the_other(tiny_app, monkeypatch):
     assert not met.is_set()
 
 
+async def test_a_long_body_waits_until_the_loop_has_come_round(tiny_app, monkeypatch):
+    """Else the loop would wait for another body each time it lets another thread run."""
+    loop = asyncio.get_running_loop()
+    read = bodies.parse_json
+    begun = threading.Event()
+    met = []
+
+    def reading(body):
+        begun.set()
+        time.sleep(0.1)  # the loop takes the other requests meanwhile
+        value = read(body)
+        begun.clear()
+        loop.call_soon_threadsafe(lambda: met.append(begun.wait(0.05)))
+        return value
+
+    monkeypatch.setattr(bodies, "parse_json", reading)
+    body = {"prompt": "word " * 20_000, "model": "tiny"}
+    answers = await asyncio.gather(*(tiny_app.post("/v1/completions", json=body) for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [400] * 4
+    assert met == [False] * 4
+
+
 @pytest.fixture(scope="module")
 def server(demo_engine):
     """It freezes the garbage collector's oldest generation, as the server process does."""

@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 
 from kvboost_edge.server.api.bounds import COUNTS
 from kvboost_edge.server.errors import ApiError, as_api_error
+from kvboost_edge.server.models.server import server_of
 
 __all__ = ["JsonRoute", "parse_json"]
 
@@ -85,7 +86,8 @@ class _JsonRequest(Request):
         body = await self.body()
         if len(body) <= _SHORT:
             return self._read(body)
-        return await asyncio.get_running_loop().run_in_executor(_reader(), self._read, body)
+        async with server_of(self).bodies.reading:
+            return await asyncio.get_running_loop().run_in_executor(_reader(), self._read, body)
 
 
 @functools.cache

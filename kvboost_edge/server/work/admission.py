@@ -153,11 +153,15 @@ class AdmissionQueue:
 
 
 class Bodies:
-    """Counts the bytes of bodies that are held, of requests for any model; only the event loop's
-    thread touches it.
+    """Bodies that the server holds, of requests for any model: their bytes are counted, and long
+    ones are read one at a time. Only the event loop's thread touches it.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
+        # Python reads JSON without letting another thread run. A lock of the loop, not the thread's
+        # queue, makes the next body wait until the loop has come round: else each time the loop
+        # lets go, at each `recv` for instance, another body would be read.
+        self.reading = asyncio.Lock()
         self._held = Shares(_LARGEST_BODIES * settings.max_body_bytes, settings.tenant_weights)
         self.refused = 0
 
