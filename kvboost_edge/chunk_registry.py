@@ -19,11 +19,12 @@ __all__ = ["ChunkRegistry", "ChunkStrategy"]
 class ChunkRegistry:
     """Rules for cutting token ids into chunks.
 
-    chunk_size        tokens of a chunk
-    strategy          a ChunkStrategy or its value
-    min_chunk_tokens  tokens below which a chunk is left out; a whole document never is
-    boundary_window   tokens that a semantic cut may be before or after chunk_size
-    piece_of          the text of a token, for semantic cuts; `engine.chunk_registry` has its own
+    Attributes:
+        chunk_size: tokens of a chunk.
+        strategy: a ChunkStrategy or its value.
+        min_chunk_tokens: tokens below which a chunk is left out; a whole document never is.
+        boundary_window: tokens that a semantic cut may be before or after chunk_size.
+        piece_of: the text of a token, for semantic cuts; `engine.chunk_registry` has its own.
     """
 
     chunk_size: int = 128
@@ -40,7 +41,8 @@ class ChunkRegistry:
     ) -> list[tuple[int, int, list[int]]]:
         """Return (start, end, token ids) of each chunk, in order; `end` is exclusive.
 
-        text  not needed: semantic cuts take the text of the tokens themselves
+        Args:
+            text: not needed: semantic cuts take the text of the tokens themselves.
 
         Raises RequestError for `boundary_tokens`, and for semantic cuts without `piece_of`.
         """

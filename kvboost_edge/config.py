@@ -46,11 +46,12 @@ class GenerationMode(enum.StrEnum):
 class RecomputeStrategy(enum.StrEnum):
     """Choice of the tokens to recompute among those reused from other positions.
 
-    NONE        none
-    SELECTIVE   the first `recompute_overlap` tokens after each chunk boundary
-    CACHEBLEND  those, and the `recompute_ratio` of blocks whose values deviate most (after Yao et
-                al., "CacheBlend", EuroSys 2025)
-    QUERY       those, and the `recompute_ratio` of blocks that the prompt's end attends to most
+    Attributes:
+        NONE: none.
+        SELECTIVE: the first `recompute_overlap` tokens after each chunk boundary.
+        CACHEBLEND: those, and the `recompute_ratio` of blocks whose values deviate most (after Yao
+            et al., "CacheBlend", EuroSys 2025).
+        QUERY: those, and the `recompute_ratio` of blocks that the prompt's end attends to most.
     """
 
     NONE = "none"
@@ -62,10 +63,11 @@ class RecomputeStrategy(enum.StrEnum):
 class ChunkStrategy(enum.StrEnum):
     """Where a document is cut.
 
-    FIXED     after every chunk_size tokens
-    SEMANTIC  at the end of a paragraph or a sentence within chunk_boundary_window tokens of that,
-              else there
-    DOCUMENT  nowhere: a document is a chunk
+    Attributes:
+        FIXED: after every chunk_size tokens.
+        SEMANTIC: at the end of a paragraph or a sentence within chunk_boundary_window tokens of
+            that, else there.
+        DOCUMENT: nowhere: a document is a chunk.
     """
 
     FIXED = "fixed"

@@ -58,24 +58,25 @@ _SIZE_WORDS = "a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
 class Option:
     """One option.
 
-    help         text of help and reference page, without default and unit
-    off          help of the flag that switches it off
-    kind         type of the value: int, float, bool, str, a StrEnum; object: its class checks it
-    group        heading in help and reference page
-    unit         of a number, such as tokens or seconds
-    low, high    bounds, allowed themselves; `open_low` excludes the lower one. Of a text: its
-                 length in characters
-    multiple     number that divides the value
-    choices      the texts allowed
-    unset        meaning of None
-    optional     None is allowed
-    flag         flags of the server command; "": one of the field's name; None: none
-    many         the flag may be repeated
-    read         turns a flag's text into the value; None: by `kind`
-    metavar      name of the value in help; "": by choices, unit and kind
-    advice       end of the message for a value of another type
-    secret       keeps the value out of messages and `repr`
-    default      value where none is given
+    Attributes:
+        help: text of help and reference page, without default and unit.
+        off: help of the flag that switches it off.
+        kind: type of the value: int, float, bool, str, a StrEnum; object: its class checks it.
+        group: heading in help and reference page.
+        unit: of a number, such as tokens or seconds.
+        low, high: bounds, allowed themselves; `open_low` excludes the lower one. Of a text: its
+            length in characters.
+        multiple: number that divides the value.
+        choices: the texts allowed.
+        unset: meaning of None.
+        optional: None is allowed.
+        flag: flags of the server command; "": one of the field's name; None: none.
+        many: the flag may be repeated.
+        read: turns a flag's text into the value; None: by `kind`.
+        metavar: name of the value in help; "": by choices, unit and kind.
+        advice: end of the message for a value of another type.
+        secret: keeps the value out of messages and `repr`.
+        default: value where none is given.
     """
 
     help: str
@@ -302,7 +303,8 @@ def refuse_unknown(
 ) -> None:
     """Raise `error` for the first of `names`, in alphabetical order, that is not in `known`.
 
-    what   kind of the names, for the message
+    Args:
+        what: kind of the names, for the message.
     """
     listed = list(known)
     unknown = sorted(set(names) - set(listed))

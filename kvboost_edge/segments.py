@@ -38,15 +38,14 @@ _END = np.iinfo(np.int32).max
 class Segment(NamedTuple):
     """Consecutive entries of one sequence's block table that hold consecutive positions.
 
-    first_index      the first of them
-    first_position   position of its slot 0, at most `valid_from`; negative where position 0 is
-                     inside a block
-    valid_from       the first position served; all up to the next segment's, the last segment
-                     serves all
-                     that follow
-    delta            how far keys are from the positions they were computed at, new - old: a query
-                     at position p attends them as one at p - delta; 0 in the last segment, which is
-                     written
+    Attributes:
+        first_index: the first of them.
+        first_position: position of its slot 0, at most `valid_from`; negative where position 0 is
+            inside a block.
+        valid_from: the first position served; all up to the next segment's, the last segment serves
+            all that follow.
+        delta: how far keys are from the positions they were computed at, new - old: a query at
+            position p attends them as one at p - delta; 0 in the last segment, which is written.
     """
 
     sequence: Any

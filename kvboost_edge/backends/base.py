@@ -47,9 +47,10 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class LayerKVSpec:
     """Shape of one layer's KV: heads, and the dim of a key and of a value.
 
-    apart  0, or a number shared by layers whose KV later layers attend to as well. In a quantized
-           pool, such a layer's open buffers are not overwritten before the pass ends; other layers
-           share theirs
+    Attributes:
+        apart: 0, or a number shared by layers whose KV later layers attend to as well. In a
+            quantized pool, such a layer's open buffers are not overwritten before the pass ends;
+            other layers share theirs.
     """
 
     num_kv_heads: int
@@ -61,11 +62,12 @@ class LayerKVSpec:
 class KVSpec:
     """Storage of all layers, which may differ in shape.
 
-    dtype   "float32", "float16" or "bfloat16"
-    bits    (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8) and
-            (4, 4) quantize full blocks, and `dtype` is then that of open (not yet full) blocks,
-            "float16"
-    states  layers with a recurrent state instead of KV, which are not among `layers`
+    Attributes:
+        dtype: "float32", "float16" or "bfloat16".
+        bits: (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8)
+            and (4, 4) quantize full blocks, and `dtype` is then that of open (not yet full) blocks,
+            "float16".
+        states: layers with a recurrent state instead of KV, which are not among `layers`.
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -116,15 +118,17 @@ class KVSpec:
 class PassStates(NamedTuple):
     """Slots of recurrent states that a pass reads and writes.
 
-    state_in   int32 [num_seqs]  slot before each sequence's first row; -1: zeros, at the start of a
-               text
-    state_out  int32 [num_seqs]  slot for the state after its last certain row; may equal state_in
-    saves      int32 [n, 3]      (sequence, rows, slot): the state after that many of the sequence's
-               rows in this pass is also written to the slot; ascending by sequence, then by rows,
-               from 1 to the certain ones
-    certain    int32 [num_seqs]  number of certain rows, which come first. Later rows are drafts:
-               they see all rows before them, and no slot includes them; see `Runner.accept_drafts`.
-               None: all rows are certain
+    Attributes:
+        state_in (int32 [num_seqs]): slot before each sequence's first row; -1: zeros, at the start
+            of a text.
+        state_out (int32 [num_seqs]): slot for the state after its last certain row; may equal
+            state_in.
+        saves (int32 [n, 3]): (sequence, rows, slot): the state after that many of the sequence's
+            rows in this pass is also written to the slot; ascending by sequence, then by rows, from
+            1 to the certain ones.
+        certain (int32 [num_seqs]): number of certain rows, which come first. Later rows are drafts:
+            they see all rows before them, and no slot includes them; see `Runner.accept_drafts`.
+            None: all rows are certain.
 
     No slot is written twice, and none that another sequence reads.
     """
@@ -145,14 +149,15 @@ class BatchLayout:
     seq_lens = [20, 33], block_tables = [[7, 2, -1], [7, 9, 4]], slot_mapping = [2*16+0 .. 2*16+3,
     4*16+0].
 
-    cu_seqlens_q  int32 [num_seqs + 1]            first query row of each sequence
-    seq_lens      int32 [num_seqs]                KV length of each sequence including the tokens of
-                  this pass
-    block_tables  int32 [num_seqs, max_blocks]    block ids in order; -1 beyond the end (never read)
-    slot_mapping  int64 [num_tokens]              block_id * block_size + offset for each new token
-    segments      positions that the blocks of a table hold, see segments.py; None: all
-                  tables are plain, block i holds the positions from i * block_size on
-    states        slots of recurrent states; None if the model has none
+    Attributes:
+        cu_seqlens_q (int32 [num_seqs + 1]): first query row of each sequence.
+        seq_lens (int32 [num_seqs]): KV length of each sequence including the tokens of this pass.
+        block_tables (int32 [num_seqs, max_blocks]): block ids in order; -1 beyond the end (never
+            read).
+        slot_mapping (int64 [num_tokens]): block_id * block_size + offset for each new token.
+        segments: positions that the blocks of a table hold, see segments.py; None: all tables are
+            plain, block i holds the positions from i * block_size on.
+        states: slots of recurrent states; None if the model has none.
 
     The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s])
     + i; its slot is that of its position in the sequence's last segment.
@@ -170,9 +175,10 @@ class AttentionParams(NamedTuple):
     """Constants of one layer's attention. A query at position p sees keys at positions (p - window,
     p]; window 0 means no window.
 
-    softcap  0: none; otherwise scores become softcap * tanh(scores / softcap) after scaling
-    sinks    float32 [num_q_heads] or None: an extra logit for each query head that joins the
-             softmax denominator and has no value
+    Attributes:
+        softcap: 0: none; otherwise scores become softcap * tanh(scores / softcap) after scaling.
+        sinks: float32 [num_q_heads] or None: an extra logit for each query head that joins the
+            softmax denominator and has no value.
     """
 
     softmax_scale: float
@@ -184,10 +190,11 @@ class AttentionParams(NamedTuple):
 class BackendInfo(NamedTuple):
     """Description of a backend.
 
-    attention_path   variant of the project's own attention kernels; "none" if others run
-    threading_layer  owner of the threads that compute attention; "none" if the caller's only
-    num_threads      number of threads; None if the backend does not control it
-    pool_regions     current location of the pool in this process's memory; empty: not known
+    Attributes:
+        attention_path: variant of the project's own attention kernels; "none" if others run.
+        threading_layer: owner of the threads that compute attention; "none" if the caller's only.
+        num_threads: number of threads; None if the backend does not control it.
+        pool_regions: current location of the pool in this process's memory; empty: not known.
     """
 
     name: str

@@ -80,7 +80,8 @@ def check_layout(
 def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> list[int]:
     """Check the slots of recurrent states and return the number of certain rows of each sequence.
 
-    lengths  rows of each sequence in the pass
+    Args:
+        lengths: rows of each sequence in the pass.
     """
     num_seqs = len(lengths)
     shapes = states.state_in.shape, states.state_out.shape, states.saves.shape
@@ -184,9 +185,11 @@ def _bounds(ids: npt.NDArray[np.int32]) -> list[int]:
 class _CheckedParts(NamedTuple):
     """Facts common to the layouts of a sequence's steps; read only.
 
-    is_used, served  bool, int64 [num_seqs, width]: which entries serve positions, and from which on
-    room             int64 [num_seqs]: the first position beyond the available space
-    written_from     int32 [num_seqs]: the first position of the segment that is written
+    Attributes:
+        is_used, served: bool, int64 [num_seqs, width]: which entries serve positions, and from
+            which on.
+        room: int64 [num_seqs]: the first position beyond the available space.
+        written_from: int32 [num_seqs]: the first position of the segment that is written.
     """
 
     is_used: npt.NDArray[np.bool_]
@@ -261,8 +264,9 @@ def _check_segments(
 def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
     """Check the position deltas of segments.
 
-    segment  int64 [num_segments] each
-    last  marks the segments that are written
+    Args:
+        segment: int64 [num_segments] each.
+        last: marks the segments that are written.
     """
     if segment.delta[last].any():
         raise ConfigError(

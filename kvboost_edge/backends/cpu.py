@@ -106,8 +106,9 @@ class CPUBackend(NumpyBlocks):
     """`Backend` of compiled CPU kernels. A row's results depend on its own sequence and position
     only, bit for bit.
 
-    num_threads  threads, the calling one included; None: all cores this process may use, at most
-                 NUMBA_NUM_THREADS
+    Attributes:
+        num_threads: threads, the calling one included; None: all cores this process may use, at
+            most NUMBA_NUM_THREADS.
 
     One thread at a time may call it. `close` ends the threads and releases the pool.
     """

@@ -126,9 +126,10 @@ def make(
 class _Tables:
     """A pass in the kernels' form, int32 on the device.
 
-    cu_seqlens_q  [num_seqs + 1]
-    seq_lens      [num_seqs]
-    tables        [num_seqs, max_blocks]
+    Attributes:
+        cu_seqlens_q: [num_seqs + 1].
+        seq_lens: [num_seqs].
+        tables: [num_seqs, max_blocks].
 
     It also has the largest number of new tokens.
     """

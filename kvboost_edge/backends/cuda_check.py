@@ -28,7 +28,8 @@ _FIRST_BF16 = (8, 0)
 class _Case(NamedTuple):
     """Shape of one comparison.
 
-    lengths  (new tokens, all tokens) of each sequence
+    Attributes:
+        lengths: (new tokens, all tokens) of each sequence.
     """
 
     head_dim: int

@@ -21,9 +21,10 @@ class Places(NamedTuple):
     """A pass's buffers as places in the arena, for each layer of one shape; otherwise as in
     PassPlan.
 
-    slots              int64 [num_layers, num_tokens]
-    tables             int32 [num_layers, num_seqs, width]
-    continued, closed  int64 [num_layers, n, 2]
+    Attributes:
+        slots: int64 [num_layers, num_tokens].
+        tables: int32 [num_layers, num_seqs, width].
+        continued, closed: int64 [num_layers, n, 2].
     """
 
     slots: Longs
@@ -52,9 +53,10 @@ class QuantizedStorage(Protocol):
 class KernelAccess(NamedTuple):
     """The storage and workspace of a backend of compiled kernels.
 
-    workspace     threads and buffers of attention; kernels that alternate with it use its team
-    plain_pools   the pools of all layers as stored; empty if they are quantized
-    coded_blocks  the storage of a quantized pool; None if it is not quantized
+    Attributes:
+        workspace: threads and buffers of attention; kernels that alternate with it use its team.
+        plain_pools: the pools of all layers as stored; empty if they are quantized.
+        coded_blocks: the storage of a quantized pool; None if it is not quantized.
     """
 
     workspace: AttentionWorkspace

@@ -25,12 +25,13 @@ Longs = npt.NDArray[np.int64]
 class PassPlan(NamedTuple):
     """Writes of one pass. Buffers from `num_open` on are the temporary ones.
 
-    slots       int64 [num_tokens]         buffer * block_size + offset of each new token
-    tables      int32 [num_seqs, width]    buffers of the blocks that each sequence writes, in order
-    first       int32 [num_seqs]           position of slot 0 of the first of those blocks
-    continued   [(buffer, temporary)]      copied before anything is written
-    closed      [(temporary, block id)]    quantized after all is written
-    num_temporary                          temporary buffers needed
+    Attributes:
+        slots (int64 [num_tokens]): buffer * block_size + offset of each new token.
+        tables (int32 [num_seqs, width]): buffers of the blocks that each sequence writes, in order.
+        first (int32 [num_seqs]): position of slot 0 of the first of those blocks.
+        continued ([(buffer, temporary)]): copied before anything is written.
+        closed ([(temporary, block id)]): quantized after all is written.
+        num_temporary: temporary buffers needed.
     """
 
     slots: npt.NDArray[np.int64]
@@ -208,9 +209,10 @@ def _check_slots(
     """Raise ConfigError unless each token's slot is that of its position in its sequence's block
     table.
 
-    rows     sequence of each token
-    numbers  entry of its block table
-    offsets  offset in the block
+    Args:
+        rows: sequence of each token.
+        numbers: entry of its block table.
+        offsets: offset in the block.
     """
     expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets
     wrong = np.flatnonzero(expected != layout.slot_mapping)

@@ -29,9 +29,10 @@ __all__ = [
 class _Row(NamedTuple):
     """Facts about a backend that are known before its module is imported.
 
-    devices  kinds of torch devices, the usual one first
-    extra    package that must be installed, and the extra that installs it; empty if every install
-             has it
+    Attributes:
+        devices: kinds of torch devices, the usual one first.
+        extra: package that must be installed, and the extra that installs it; empty if every
+            install has it.
     """
 
     module: str
@@ -86,10 +87,11 @@ class BackendModule(Protocol):
 class BackendChoice:
     """The selected backend.
 
-    name    a row of the table
-    device  a torch device string
-    reason  one sentence for people
-    wanted  False if a faster backend of the device was not available
+    Attributes:
+        name: a row of the table.
+        device: a torch device string.
+        reason: one sentence for people.
+        wanted: False if a faster backend of the device was not available.
     """
 
     name: str
@@ -213,11 +215,12 @@ def make_backend(
 ) -> Backend:
     """Allocate the backend of a choice.
 
-    num_blocks       blocks of the pool
-    num_threads      threads of the CPU kernels
-    num_open         quantized pools: blocks that may be partly written at a time
-    num_state_slots  slots for recurrent states
-    num_draft_rows   draft tokens that can be held for recurrent states
+    Args:
+        num_blocks: blocks of the pool.
+        num_threads: threads of the CPU kernels.
+        num_open: quantized pools: blocks that may be partly written at a time.
+        num_state_slots: slots for recurrent states.
+        num_draft_rows: draft tokens that can be held for recurrent states.
     """
     make = load_module(choice.name).make
     return make(

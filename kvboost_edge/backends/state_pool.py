@@ -28,9 +28,10 @@ class LayerStateSpec:
     has heads, a matrix for each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up,
     key_dim, 16]. Both begin at a cache line.
 
-    taps      inputs before a token that its convolution reads
-    channels  channels of an input
-    gates     numbers in addition to its input that a token contributes to the matrices
+    Attributes:
+        taps: inputs before a token that its convolution reads.
+        channels: channels of an input.
+        gates: numbers in addition to its input that a token contributes to the matrices.
     """
 
     taps: int

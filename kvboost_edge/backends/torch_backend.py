@@ -253,9 +253,10 @@ class TorchBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
 
-        frequencies  frequencies of the layer's plain RoPE, see `turn_keys`, which rotate the keys
-                     of segments with a delta. ConfigError if there are such segments and no
-                     frequencies
+        Args:
+            frequencies: frequencies of the layer's plain RoPE, see `turn_keys`, which rotate the
+                keys of segments with a delta. ConfigError if there are such segments and no
+                frequencies.
         """
         if len(batch.deltas) and frequencies is None:
             refuse_deltas(batch.layout, "backend 'torch', not told how rope turns keys,")
@@ -333,8 +334,9 @@ def turn_keys(
     It rotates channels i and i + n of a head by position x frequencies[i], for n frequencies, and
     leaves channels from 2n on as they are.
 
-    deltas  int64 [num_deltas], in positions
-    which   int64, index of each key's delta: broadcast to the keys' leading dimensions
+    Args:
+        deltas: int64 [num_deltas], in positions.
+        which: int64, index of each key's delta: broadcast to the keys' leading dimensions.
     """
     count = len(frequencies)
     if not count:

@@ -212,7 +212,8 @@ class _Conversation:
     def drop(self, number: str) -> None:
         """Leave out the oldest turns, and ask again what was refused.
 
-        number   how many; "": one
+        Args:
+            number: how many; "": one.
         """
         turns = self._turns()
         number = number or "1"

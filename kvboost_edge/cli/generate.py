@@ -29,9 +29,10 @@ def run_generate(
     """Stream the text to standard output and a summary to standard error, or print the whole result
     as JSON.
 
-    chat     send the prompt as a user message (True), or as it is (False); None: as a message if
-             the model has a chat template
-    system   system message before it; needs a message
+    Args:
+        chat: send the prompt as a user message (True), or as it is (False); None: as a message if
+            the model has a chat template.
+        system: system message before it; needs a message.
     """
     if system and chat is False:
         raise RequestError(

@@ -79,7 +79,8 @@ def print_sampling_parameters() -> NoReturn:
 def option_advice(flag: str, flags: Collection[str]) -> str:
     """Return how to give an option or parameter that has no flag of this name; "" for others.
 
-    flags   flags of the command
+    Args:
+        flags: flags of the command.
     """
     name = flag.removeprefix("--").replace("-", "_")
     if flag in ("-o", "-s"):
@@ -166,9 +167,10 @@ def engine_options(
 
     Raises ConfigError for a malformed pair, and for an option given both ways.
 
-    kv_cache_bits   value of `--kv-cache-bits`, such as "8" or "8,4"
-    pack_cache      False for `--no-pack-cache`
-    flags           options with a flag of their own, such as `num_threads`; None: not given
+    Args:
+        kv_cache_bits: value of `--kv-cache-bits`, such as "8" or "8,4".
+        pack_cache: False for `--no-pack-cache`.
+        flags: options with a flag of their own, such as `num_threads`; None: not given.
     """
     options: dict[str, Any] = {}
     if kv_cache_bits is not None:
@@ -202,8 +204,9 @@ def sampling_options(
     Raises RequestError for a malformed pair, ConfigError for a parameter given both ways and for a
     file that holds no schema.
 
-    schema_file   file whose JSON schema becomes `json_schema`
-    named         parameters with a flag of their own; None: not given
+    Args:
+        schema_file: file whose JSON schema becomes `json_schema`.
+        named: parameters with a flag of their own; None: not given.
     """
     options: dict[str, Any] = {
         name: value for name, value in (named or {}).items() if value is not None

@@ -81,15 +81,16 @@ def batched_decode(
     """Decode a batch whose prompts are already in `past_kv`; return (token ids of each row, grown
     KV).
 
-    past_kv         (keys, values) of each layer, [batch, kv_heads, slots, dim]; the cache of a
-                    sliding window may be cut to it
-    first_tokens    [batch] the first new token of each row, counted in max_new_tokens and part of
-                    the output
-    start_pos       position of the first new token; one for each row if their lengths differ
-    attention_mask  [batch, slots], a tensor or lists: 0 hides a slot, so padding may be anywhere.
-                    None: each row's last start_pos slots hold tokens, as left padding leaves them.
-                    Rows that share a prefix need a mask if their lengths differ, because padding
-                    may follow the prefix; start_pos=slots says that no slot is padding
+    Args:
+        past_kv: (keys, values) of each layer, [batch, kv_heads, slots, dim]; the cache of a sliding
+            window may be cut to it.
+        first_tokens: [batch] the first new token of each row, counted in max_new_tokens and part of
+            the output.
+        start_pos: position of the first new token; one for each row if their lengths differ.
+        attention_mask: [batch, slots], a tensor or lists: 0 hides a slot, so padding may be
+            anywhere. None: each row's last start_pos slots hold tokens, as left padding leaves
+            them. Rows that share a prefix need a mask if their lengths differ, because padding may
+            follow the prefix; start_pos=slots says that no slot is padding.
 
     A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
     generator. Raises RequestError if the arguments leave open which slots hold tokens.

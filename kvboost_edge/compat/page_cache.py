@@ -91,9 +91,10 @@ class KVCache:
         """Store a sequence's payloads; a live `seq_id` is replaced, and its open drafts are
         rejected.
 
-        prefix_tokens  token ids of the first payloads; ids beyond the last payload are ignored.
-                       Their pages are shared with sequences of the same prefix and payloads. From
-                       the first page with other payloads on, the sequence has its own
+        Args:
+            prefix_tokens: token ids of the first payloads; ids beyond the last payload are ignored.
+                Their pages are shared with sequences of the same prefix and payloads. From the
+                first page with other payloads on, the sequence has its own.
 
         Raises CapacityError if the pages do not suffice even without the replaced sequence,
         RequestError for prefix tokens that are not token ids; the cache is then unchanged.

@@ -145,10 +145,11 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no
         network), which is also the model if none is given.
 
-        model_name, path_or_id   other names of the first parameter
-        strict                   the option of that name, by position too
-        progress                 called with (bytes done, bytes in all) while the native runner
-                                 packs the weights, once per model
+        Args:
+            model_name, path_or_id: other names of the first parameter.
+            strict: the option of that name, by position too.
+            progress: called with (bytes done, bytes in all) while the native runner packs the
+                weights, once per model.
 
         Raises ConfigError for options, ModelFormatError for wrong files, CapacityError for weights
         and pool that do not fit, BackendUnavailable for a backend that is not on this machine.

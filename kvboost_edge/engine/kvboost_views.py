@@ -45,9 +45,10 @@ _NOT_OF_THE_ENGINE = {
 class CacheManagerView:
     """Figures of an engine's cache, by the names of KVBoost's cache manager.
 
-    max_cache_bytes  size of the pool
-    kv_cache_bits    bits of keys and of values in the pool, as `EngineConfig` has them
-    read_stats       returns the figures of now, see `engine.cache_stats`
+    Attributes:
+        max_cache_bytes: size of the pool.
+        kv_cache_bits: bits of keys and of values in the pool, as `EngineConfig` has them.
+        read_stats: returns the figures of now, see `engine.cache_stats`.
     """
 
     max_cache_bytes: int

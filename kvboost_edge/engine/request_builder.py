@@ -46,10 +46,11 @@ _GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict says "pas
 class Seeds:
     """Hands out seeds in [0, 2^64). Safe to use from any thread.
 
-    seed   None: each seed is random. Given: it depends on this number, the tenant and how many
-           seeds that tenant drew before, and on nothing that other tenants do. Who knows the number
-           can work out a tenant's seeds from its name, so a server of several tenants leaves it
-           out.
+    Attributes:
+        seed: None: each seed is random. Given: it depends on this number, the tenant and how many
+            seeds that tenant drew before, and on nothing that other tenants do. Who knows the
+            number can work out a tenant's seeds from its name, so a server of several tenants
+            leaves it out.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -94,7 +95,8 @@ class Intake:
         """A request from a prompt and keyword options: fields of `Terms`, and `sampling` or those
         of `SamplingParams`.
 
-        entry   when the caller's call began, None: now
+        Args:
+            entry: when the caller's call began, None: now.
         """
         terms = Terms.taken_from(options)
         sampling = options.pop("sampling", None)

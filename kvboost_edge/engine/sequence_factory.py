@@ -32,10 +32,11 @@ def make_scheduler(
 ) -> tuple[Scheduler, Speculation]:
     """Return a scheduler with all features, and the one of them that makes drafters.
 
-    target_tpot      milliseconds of a step while sequences decode, see `StepPacing`
-    closes_blocks    a full block is quantized, so that only a certain token may fill it
-    whole            a step computes all of a sequence or nothing
-    history_bytes    bound of the draft history; None: the default
+    Args:
+        target_tpot: milliseconds of a step while sequences decode, see `StepPacing`.
+        closes_blocks: a full block is quantized, so that only a certain token may fill it.
+        whole: a step computes all of a sequence or nothing.
+        history_bytes: bound of the draft history; None: the default.
     """
     speculation = Speculation(closes_blocks=closes_blocks, history_bytes=history_bytes)
     scheduler = Scheduler(

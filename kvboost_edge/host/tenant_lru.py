@@ -53,8 +53,9 @@ class TenantLRU(Generic[V]):
       So an owner with no more than an equal part loses nothing, however many salts others use;
     - beyond `max_owners`, the owner that was used least recently.
 
-    root_bytes    counted for each root besides its values
-    clock         seconds; for tests
+    Attributes:
+        root_bytes: counted for each root besides its values.
+        clock: seconds; for tests.
     """
 
     def __init__(

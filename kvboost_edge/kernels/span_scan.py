@@ -214,9 +214,11 @@ def scan(
     """Find runs from left to right and return how many. What was found at one place is as long as
     it gets, and never looked at again.
 
-    runs  int64 [most, NUM_FIELDS], written; most >= (stop - start) // max(min_tokens, block_size)
-    path  int32, written: block ids of all runs, one run after another; at least (stop - start) //
-          block_size + 2 * most of them
+    Args:
+        runs: int64 [most, NUM_FIELDS], written; most >= (stop - start) // max(min_tokens,
+            block_size).
+        path: int32, written: block ids of all runs, one run after another; at least (stop - start)
+            // block_size + 2 * most of them.
 
     Block ids in the tables are trusted. Time, however much is stored: a token that is in no run
     costs at most some MOST_TRIED * (min_tokens + MOST_TRIED * block_size) comparisons. A prompt of

@@ -40,22 +40,24 @@ class SpanTables(NamedTuple):
     Blocks of one root with equal tokens are a group, the newest of them leads it. Groups whose
     hashes meet in a slot are linked behind one another.
 
-    tokens           uint32 [num_blocks, block_size]
-    hashes           int64 [num_blocks], span hashes cut to `hash_mask`
-    roots            int64 [num_blocks], number of the block's root
-    first_positions  int64 [num_blocks], position of a block's first token where it was computed
-    heads            int32 [num_slots], leader of the first group in slot (hash + root) % num_slots;
-                     a power of two
-    next_groups      int32 [num_blocks], of a leader: that of the next group in its slot
-    older            int32 [num_blocks], the next older block of the same group
-    parents          int32 [num_blocks], the block before it in its context
-    first_children   int32 [num_blocks], the newest of the blocks after it
-    older_siblings   int32 [num_blocks], the next older of those with the same parent
-    block_size       int
-    slot_mask        int, num_slots - 1
-    base             int, in [2^32, MODULUS)
-    last_power       int, base^(block_size - 1) modulo MODULUS
-    hash_mask        int, MODULUS; less where hashes have to collide
+    Attributes:
+        tokens: uint32 [num_blocks, block_size].
+        hashes: int64 [num_blocks], span hashes cut to `hash_mask`.
+        roots: int64 [num_blocks], number of the block's root.
+        first_positions: int64 [num_blocks], position of a block's first token where it was
+            computed.
+        heads: int32 [num_slots], leader of the first group in slot (hash + root) % num_slots; a
+            power of two.
+        next_groups: int32 [num_blocks], of a leader: that of the next group in its slot.
+        older: int32 [num_blocks], the next older block of the same group.
+        parents: int32 [num_blocks], the block before it in its context.
+        first_children: int32 [num_blocks], the newest of the blocks after it.
+        older_siblings: int32 [num_blocks], the next older of those with the same parent.
+        block_size: int.
+        slot_mask: int, num_slots - 1.
+        base: int, in [2^32, MODULUS).
+        last_power: int, base^(block_size - 1) modulo MODULUS.
+        hash_mask: int, MODULUS; less where hashes have to collide.
     """
 
     tokens: Tokens
@@ -78,12 +80,13 @@ class SpanTables(NamedTuple):
 class SpanSearch(NamedTuple):
     """What is searched for; in a scan with addresses, as `SpanTables`.
 
-    tokens       uint32 [num_tokens], the prompt
-    hashes       int64 [num_tokens], written by the scan: the hash of the block_size tokens that
-                 begin at each place
-    start, stop  tokens [start, stop) may be covered; 0 <= start <= stop <= num_tokens
-    root         number of the root whose blocks count
-    min_tokens   shorter runs are passed over
+    Attributes:
+        tokens: uint32 [num_tokens], the prompt.
+        hashes: int64 [num_tokens], written by the scan: the hash of the block_size tokens that
+            begin at each place.
+        start, stop: tokens [start, stop) may be covered; 0 <= start <= stop <= num_tokens.
+        root: number of the root whose blocks count.
+        min_tokens: shorter runs are passed over.
     """
 
     tokens: Tokens

@@ -38,14 +38,15 @@ _MOST_UPDATED = 64
 class Automaton(NamedTuple):
     """All arrays of one text; see `new_automaton`.
 
-    counts        int64 [5], by the names above
-    lengths       int32 [2 * room], tokens of a state's longest string
-    links         int32 [2 * room], the state of its longest shorter end
-    ends          int32 [2 * room], the position behind where its strings stood last
-    first_edges   int32 [2 * room], a slot of the edges
-    keys          int64 [4 * room], state * 2^32 + token
-    targets       int32 [4 * room], the state an edge leads to
-    next_edges    int32 [4 * room], another slot of the same state
+    Attributes:
+        counts: int64 [5], by the names above.
+        lengths: int32 [2 * room], tokens of a state's longest string.
+        links: int32 [2 * room], the state of its longest shorter end.
+        ends: int32 [2 * room], the position behind where its strings stood last.
+        first_edges: int32 [2 * room], a slot of the edges.
+        keys: int64 [4 * room], state * 2^32 + token.
+        targets: int32 [4 * room], the state an edge leads to.
+        next_edges: int32 [4 * room], another slot of the same state.
     """
 
     counts: Longs

@@ -29,10 +29,11 @@ BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 class AddressesAfter(NamedTuple):
     """Of a prompt, and what the pool can serve of it now.
 
-    num_shared   blocks of the longest prefix that may be shared
-    num_there    blocks behind it that are in the pool too, and lack a state
-    addresses    of all full blocks behind it that could be served, those in the pool first; hashed
-                 when asked for
+    Attributes:
+        num_shared: blocks of the longest prefix that may be shared.
+        num_there: blocks behind it that are in the pool too, and lack a state.
+        addresses: of all full blocks behind it that could be served, those in the pool first;
+            hashed when asked for.
     """
 
     num_shared: int

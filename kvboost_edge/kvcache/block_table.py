@@ -25,16 +25,17 @@ class CopyOp(NamedTuple):
 class PrefixEntry(NamedTuple):
     """What makes a full block matchable.
 
-    prefix_hash    chain hash of the block and all before it; equal hashes alone prove nothing
-    tokens         the block's own tokens, little-endian u32; for the first block of a chain the
-                   root precedes them
-    parent_serial  identity of the block before it (ROOT_SERIAL for the first)
-    serial         identity of this prefix: counted up, never reused
-    parent_hash    chain hash of the block before it, for those who keep blocks elsewhere: nothing
-                   here compares it
-    root, depth    whose prompts may share it at other positions (where its chain starts, see
-                   `LoneRoot`), and how many blocks of it come before: for those who find blocks by
-                   other means, nothing here compares them either
+    Attributes:
+        prefix_hash: chain hash of the block and all before it; equal hashes alone prove nothing.
+        tokens: the block's own tokens, little-endian u32; for the first block of a chain the root
+            precedes them.
+        parent_serial: identity of the block before it (ROOT_SERIAL for the first).
+        serial: identity of this prefix: counted up, never reused.
+        parent_hash: chain hash of the block before it, for those who keep blocks elsewhere: nothing
+            here compares it.
+        root, depth: whose prompts may share it at other positions (where its chain starts, see
+            `LoneRoot`), and how many blocks of it come before: for those who find blocks by other
+            means, nothing here compares them either.
     """
 
     prefix_hash: bytes
@@ -55,11 +56,12 @@ class PrefixEntry(NamedTuple):
 class TableEntry(NamedTuple):
     """One block of a table, as attention may use it. Positions are those of the table's sequence.
 
-    block_id                 where its keys and values are
-    first_position           the position of its slot 0
-    valid_from, valid_to     it serves positions [valid_from, valid_to), and nothing else of it may
-                             be read
-    delta                    how far its keys are from the positions they were computed at; 0: exact
+    Attributes:
+        block_id: where its keys and values are.
+        first_position: the position of its slot 0.
+        valid_from, valid_to: it serves positions [valid_from, valid_to), and nothing else of it may
+            be read.
+        delta: how far its keys are from the positions they were computed at; 0: exact.
     """
 
     block_id: int
@@ -73,11 +75,12 @@ class TableSegment(NamedTuple):
     """Consecutive blocks of a table that hold consecutive positions: what its entries have in
     common.
 
-    first_index      index in the table of its first block
-    first_position   the position of that block's slot 0, at most `valid_from`
-    valid_from       the first position it serves; it serves all up to the next segment's, the last
-                     segment to the end
-    delta            see TableEntry
+    Attributes:
+        first_index: index in the table of its first block.
+        first_position: the position of that block's slot 0, at most `valid_from`.
+        valid_from: the first position it serves; it serves all up to the next segment's, the last
+            segment to the end.
+        delta: see TableEntry.
     """
 
     first_index: int
@@ -89,10 +92,11 @@ class TableSegment(NamedTuple):
 class Span(NamedTuple):
     """Blocks of another context that serve positions [start, stop) of a table, where they are.
 
-    block_ids        consecutive blocks of one chain
-    first_position   the position of the first one's slot 0, at most `start`; below 0 where the
-                     prompt has fewer tokens before the span than the block has
-    delta            start less the position at which that token was computed
+    Attributes:
+        block_ids: consecutive blocks of one chain.
+        first_position: the position of the first one's slot 0, at most `start`; below 0 where the
+            prompt has fewer tokens before the span than the block has.
+        delta: start less the position at which that token was computed.
     """
 
     block_ids: tuple[int, ...]
@@ -127,21 +131,20 @@ class BlockTable:
     9]; slots 9*16 .. 9*16+7 take tokens 32..39; `commit` with 40 computed tokens publishes nothing
     new, with 48 it publishes block 9.
 
-    block_ids            ids of the blocks, in order. The list grows at its end. An entry changes by
-                         copy-on-write, and where an equal block replaces it (`DuplicateBlocks`)
-    segments             positions that the blocks hold; `[WHOLE]` unless one begins inside a block
-    num_cached_tokens    tokens served by the cache when the table was opened
-    num_matched_tokens   tokens whose KV was cached then; more than num_cached_tokens where a
-                         snapshot of the recurrent state was missing
-    num_computed_tokens  tokens whose KV is in the pool
-    root                 32-byte root hash the chain starts from
-    spans                KV reused from other positions, in order
-    reserve              own blocks in no segment yet, for tokens of spans that are recomputed
-    owner                tenant of the blocks, for the eviction policy
-    miss_reason          why the token after the cached ones was not served, see
-                         `Lookup.miss_reason`
-    missed_hash          prefix hash of that token's full block; None without one, or without a
-                         lookup
+    Attributes:
+        block_ids: ids of the blocks, in order. The list grows at its end. An entry changes by
+            copy-on-write, and where an equal block replaces it (`DuplicateBlocks`).
+        segments: positions that the blocks hold; `[WHOLE]` unless one begins inside a block.
+        num_cached_tokens: tokens served by the cache when the table was opened.
+        num_matched_tokens: tokens whose KV was cached then; more than num_cached_tokens where a
+            snapshot of the recurrent state was missing.
+        num_computed_tokens: tokens whose KV is in the pool.
+        root: 32-byte root hash the chain starts from.
+        spans: KV reused from other positions, in order.
+        reserve: own blocks in no segment yet, for tokens of spans that are recomputed.
+        owner: tenant of the blocks, for the eviction policy.
+        miss_reason: why the token after the cached ones was not served, see `Lookup.miss_reason`.
+        missed_hash: prefix hash of that token's full block; None without one, or without a lookup.
     """
 
     __slots__ = (

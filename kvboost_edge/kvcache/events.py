@@ -19,9 +19,10 @@ class CacheEvents(NamedTuple):
     """Prefix hashes of blocks, and of the states behind some (`state_hash`) where the model keeps
     any; 32 bytes each. One is in at most one of the two.
 
-    is_whole    `published` is all that can be found now; what was told before is void
-    published   can be found now, and changed since the events before these
-    evicted     cannot be found now; some may never have been told of
+    Attributes:
+        is_whole: `published` is all that can be found now; what was told before is void.
+        published: can be found now, and changed since the events before these.
+        evicted: cannot be found now; some may never have been told of.
     """
 
     is_whole: bool

@@ -63,9 +63,11 @@ class BlockAddress(NamedTuple):
 
     Equal addresses hold equal keys and values.
 
-    prefix_hash   32 bytes: SHA-256 chain over the block and all before it
-    parent_hash   32 bytes: that of the block before it; of the first block, the root of its chain
-    tokens        the block's own tokens, little-endian u32
+    Attributes:
+        prefix_hash: 32 bytes: SHA-256 chain over the block and all before it.
+        parent_hash: 32 bytes: that of the block before it; of the first block, the root of its
+            chain.
+        tokens: the block's own tokens, little-endian u32.
     """
 
     prefix_hash: bytes

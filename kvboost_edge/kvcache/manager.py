@@ -42,26 +42,28 @@ class KVCacheManager(PoolUsage):
 
     Parameters:
 
-    num_blocks     blocks of the pool
-    block_size     tokens of a block
-    hash_fn        `hash_fn(parent, tokens) -> bytes`; tests make every hash collide
-    whole_blocks   full blocks are never written again (quantized storage), see `Lookup`
-    policy         order of the free blocks
+    Attributes:
+        num_blocks: blocks of the pool.
+        block_size: tokens of a block.
+        hash_fn: `hash_fn(parent, tokens) -> bytes`; tests make every hash collide.
+        whole_blocks: full blocks are never written again (quantized storage), see `Lookup`.
+        policy: order of the free blocks.
 
     Attributes:
 
-    cow_copies     blocks copied because another table still reads them
-    evictions      published blocks that were reused for other tokens
-    hit_tokens     tokens the cache served to tables opened with `use_cache` and then extended
-    miss_tokens    tokens that those tables had to compute; tables freed before they were extended
-                   do not count
-    spans          blocks reused at other positions, see `Spans`
-    content        content of blocks, for the offload tiers
-    events         prefixes that came and left, for cache-aware routing
-    duplicates     blocks that tables hold in addition to published ones of equal content
-    pins           pinned prompts, at most `max_pinned_blocks` blocks, see `Pins`
-    recurrent      recurrent state of tables, see `TableStates`; `NoTableStates` without
-                   `state_sizes`
+    Attributes:
+        cow_copies: blocks copied because another table still reads them.
+        evictions: published blocks that were reused for other tokens.
+        hit_tokens: tokens the cache served to tables opened with `use_cache` and then extended.
+        miss_tokens: tokens that those tables had to compute; tables freed before they were extended
+            do not count.
+        spans: blocks reused at other positions, see `Spans`.
+        content: content of blocks, for the offload tiers.
+        events: prefixes that came and left, for cache-aware routing.
+        duplicates: blocks that tables hold in addition to published ones of equal content.
+        pins: pinned prompts, at most `max_pinned_blocks` blocks, see `Pins`.
+        recurrent: recurrent state of tables, see `TableStates`; `NoTableStates` without
+            `state_sizes`.
     """
 
     def __init__(

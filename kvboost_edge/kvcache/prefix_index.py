@@ -20,8 +20,9 @@ class PrefixMatch(NamedTuple):
     """The longest published prefix of some tokens: its blocks, its end of chain, the hash of the
     block after it.
 
-    beyond   blocks behind it that are published too, and cannot be shared because no state was kept
-             behind them
+    Attributes:
+        beyond: blocks behind it that are published too, and cannot be shared because no state was
+            kept behind them.
     """
 
     block_ids: list[int]

@@ -25,7 +25,8 @@ class Claims:
     """One holder for each promised prefix hash. Hashes alone are compared: a collision makes a
     request wait, and never read another's KV.
 
-    holders   prefix hash -> serial of the live table that computes it
+    Attributes:
+        holders: prefix hash -> serial of the live table that computes it.
     """
 
     __slots__ = ("holders",)
@@ -151,7 +152,8 @@ class Publisher:
         """Publish what the first `num_full` blocks of the table make new; how many blocks that is,
         and how many it gave up for equal ones.
 
-        token_ids   the running list; only blocks that are not published are read
+        Args:
+            token_ids: the running list; only blocks that are not published are read.
         """
         count = 0
         for index in [index for index in table._withdrawn if index < num_full]:

@@ -30,16 +30,16 @@ class ChunkOptions:
     """How documents are cut. ConfigError for a value outside its range or without meaning beside
     the others.
 
-    strategy               a ChunkStrategy or its value
-    chunk_size             tokens, at least `block_size`; DOCUMENT does not look at it
-    chunk_boundary_window  tokens that a SEMANTIC cut may lie before or after chunk_size, less than
-                           chunk_size; 0 means half of chunk_size there, and is all that the others
-                           take
-    overlap_k              tokens before a chunk that are computed with it and not kept, less than
-                           chunk_size
-    sink_tokens            first tokens of the document that are computed before those and not kept,
-                           less than chunk_size
-    block_size             tokens in a block of the pool
+    Attributes:
+        strategy: a ChunkStrategy or its value.
+        chunk_size: tokens, at least `block_size`; DOCUMENT does not look at it.
+        chunk_boundary_window: tokens that a SEMANTIC cut may lie before or after chunk_size, less
+            than chunk_size; 0 means half of chunk_size there, and is all that the others take.
+        overlap_k: tokens before a chunk that are computed with it and not kept, less than
+            chunk_size.
+        sink_tokens: first tokens of the document that are computed before those and not kept, less
+            than chunk_size.
+        block_size: tokens in a block of the pool.
     """
 
     strategy: ChunkStrategy | str = ChunkStrategy.FIXED
@@ -100,10 +100,11 @@ class Chunk:
     """A stretch of a document that is kept, and what of the document is computed before it.
     Positions in the document, 0 <= num_sink_tokens <= overlap_start <= start < stop.
 
-    document         index of the document
-    start, stop      tokens [start, stop) are kept
-    overlap_start    tokens [overlap_start, start) stand right before them
-    num_sink_tokens  tokens [0, num_sink_tokens) stand before those
+    Attributes:
+        document: index of the document.
+        start, stop: tokens [start, stop) are kept.
+        overlap_start: tokens [overlap_start, start) stand right before them.
+        num_sink_tokens: tokens [0, num_sink_tokens) stand before those.
     """
 
     document: int
@@ -129,9 +130,10 @@ def cut(
     order. No chunk goes beyond its document, the last of a document may be short, an empty document
     has none.
 
-    piece_of   the text of a token, spaces and line ends as they are in the document; SEMANTIC alone
-               asks for it. Of what is no text by itself (a special token, part of a character)
-               whatever is returned does no harm
+    Args:
+        piece_of: the text of a token, spaces and line ends as they are in the document; SEMANTIC
+            alone asks for it. Of what is no text by itself (a special token, part of a character)
+            whatever is returned does no harm.
 
     ConfigError where SEMANTIC is given no `piece_of`.
     """

@@ -35,10 +35,11 @@ Longs = npt.NDArray[np.int64]
 class ProbeRow(NamedTuple):
     """Consecutive tokens of a prompt whose first layer is computed.
 
-    start, stop     their positions
-    block_ids       the table's blocks before them, then those that they are written to
-    segments           which positions those hold, the last one their own
-    stored          slots of what is stored of them at other positions; empty where nothing is
+    Attributes:
+        start, stop: their positions.
+        block_ids: the table's blocks before them, then those that they are written to.
+        segments: which positions those hold, the last one their own.
+        stored: slots of what is stored of them at other positions; empty where nothing is.
     """
 
     start: int
@@ -150,7 +151,8 @@ class QueryProbe(Probe):
     """Looks at what is computed in any case, up to position `stop`, whose last NUM_ASKING tokens
     attend to the spans. Writes to no reserved block.
 
-    stop   behind all spans, at most the prompt's end
+    Attributes:
+        stop: behind all spans, at most the prompt's end.
     """
 
     def __init__(self, table: BlockTable, block_size: int, stop: int) -> None:

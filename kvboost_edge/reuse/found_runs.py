@@ -25,14 +25,14 @@ class Run:
     """Tokens of a prompt that stand in the pool one after another, all at one distance from where
     they were computed.
 
-    prompt_start   position in the prompt of its first token
-    length         tokens
-    pieces         where they are, without a gap: the first may begin inside its block, the last may
-                   end inside, those between are whole
-    delta          prompt_start - context; 0 is possible, and says that only what stands before
-                   differs
-    context        position of its first token where it was computed: so many tokens were its
-                   context there
+    Attributes:
+        prompt_start: position in the prompt of its first token.
+        length: tokens.
+        pieces: where they are, without a gap: the first may begin inside its block, the last may
+            end inside, those between are whole.
+        delta: prompt_start - context; 0 is possible, and says that only what stands before differs.
+        context: position of its first token where it was computed: so many tokens were its context
+            there.
     """
 
     prompt_start: int

@@ -70,9 +70,10 @@ def make_material(
     at most, of documents that have `least_tokens` at least, as many as there are passages where
     that is possible. None where there cannot be three.
 
-    encode           token ids of a text, without special tokens
-    before, behind   what a chat begins with, and what stands between a question and its answer;
-                     behind None: no chat, a text to go on with
+    Args:
+        encode: token ids of a text, without special tokens.
+        before, behind: what a chat begins with, and what stands between a question and its answer;
+            behind None: no chat, a text to go on with.
     """
     introduction = (*before, *encode(INTRODUCTION))
     passages = [tuple(encode(passage)) for passage in PASSAGES]
@@ -130,12 +131,13 @@ def log_softmax(row: Floats) -> npt.NDArray[np.float64]:
 class Verdict:
     """What the test found, means over the tokens of the answers.
 
-    kl_reuse       KL(full || reuse) in nats
-    kl_order       KL(full || the documents in another order, computed in full)
-    agreement      share of tokens where reuse and full computation find the same one the most
-                   likely
-    num_tokens     over how many
-    reused_share   of the prompts' tokens, that was shared at other positions
+    Attributes:
+        kl_reuse: KL(full || reuse) in nats.
+        kl_order: KL(full || the documents in another order, computed in full).
+        agreement: share of tokens where reuse and full computation find the same one the most
+            likely.
+        num_tokens: over how many.
+        reused_share: of the prompts' tokens, that was shared at other positions.
     """
 
     kl_reuse: float
@@ -167,8 +169,9 @@ def outcome_stamp(
 ) -> FileStamp:
     """What an outcome depends on, as the memo of files wants it.
 
-    model   digest of model, numerics and KV format
-    lead    what the documents are computed behind
+    Args:
+        model: digest of model, numerics and KV format.
+        lead: what the documents are computed behind.
     """
     repaired = [str(repair.strategy), repair.num_seam_tokens, repair.block_ratio or 0]
     text = json.dumps([_VERSION, model.hex(), repaired, list(lead), material])

@@ -16,12 +16,13 @@ _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 class Repair:
     """How reuse is repaired.
 
-    strategy   NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and the
-               blocks whose values deviate most; QUERY: those, and the blocks that the end of the
-               prompt attends to most
-    overlap    tokens behind a seam, at most 4096; whole blocks are computed, so up to a block less
-               one are added
-    ratio      share of the tokens in spans that CACHEBLEND and QUERY compute besides, in [0, 1]
+    Attributes:
+        strategy: NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and
+            the blocks whose values deviate most; QUERY: those, and the blocks that the end of the
+            prompt attends to most.
+        overlap: tokens behind a seam, at most 4096; whole blocks are computed, so up to a block
+            less one are added.
+        ratio: share of the tokens in spans that CACHEBLEND and QUERY compute besides, in [0, 1].
     """
 
     strategy: RecomputeStrategy = RecomputeStrategy.CACHEBLEND

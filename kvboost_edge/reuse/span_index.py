@@ -38,8 +38,9 @@ class SpanIndex:
 
     One thread at a time. Some 130 bytes a block of 16 tokens.
 
-    hash_bits   how many bits of a span hash are used, 1 to 61; fewer make hashes collide, which
-                costs time and changes no result
+    Attributes:
+        hash_bits: how many bits of a span hash are used, 1 to 61; fewer make hashes collide, which
+            costs time and changes no result.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_bits: int = HASH_BITS) -> None:
@@ -115,18 +116,19 @@ class SpanIndex:
     ) -> None:
         """Let a full block be found.
 
-        root            whose blocks it is one of: nothing is found from another
-        block_id        in [0, num_blocks)
-        serial          identity of the block with all before it, as `PrefixEntry.serial`: at least
-                        1, never given to other content; a block withdrawn for a while comes back
-                        under the one it had
-        parent_serial   that of the block before it, lower, offered or not; ROOT_SERIAL for the
-                        first of a context. No two blocks may have one parent and the same tokens,
-                        first ones of two roots apart
-        tokens          the block's own, block_size little-endian u32 (`encode_tokens`,
-                        `BlockAddress.tokens`)
-        first_position  of its first token where its keys were computed: as many tokens are its
-                        context
+        Args:
+            root: whose blocks it is one of: nothing is found from another.
+            block_id: in [0, num_blocks).
+            serial: identity of the block with all before it, as `PrefixEntry.serial`: at least 1,
+                never given to other content; a block withdrawn for a while comes back under the one
+                it had.
+            parent_serial: that of the block before it, lower, offered or not; ROOT_SERIAL for the
+                first of a context. No two blocks may have one parent and the same tokens, first
+                ones of two roots apart.
+            tokens: the block's own, block_size little-endian u32 (`encode_tokens`,
+                `BlockAddress.tokens`).
+            first_position: of its first token where its keys were computed: as many tokens are its
+                context.
 
         Raises CacheCorruption, and changes nothing, for a block or a serial that is offered
         already, an id outside the pool, tokens of another length, serials out of order, and a

@@ -38,10 +38,11 @@ def find_runs(
 ) -> list[Run]:
     """The runs of a prompt's tokens that the index holds, left to right, none overlapping another.
 
-    prompt_tokens     token ids of the whole prompt
-    start             tokens before it are never covered: those an exact prefix serves
-    root              whose blocks may be used
-    min_chunk_tokens  shorter runs are left out
+    Args:
+        prompt_tokens: token ids of the whole prompt.
+        start: tokens before it are never covered: those an exact prefix serves.
+        root: whose blocks may be used.
+        min_chunk_tokens: shorter runs are left out.
 
     The last token of the prompt is never covered: it has to be computed. At the first place where
     the tokens of a whole offered block stand, that block is extended token by token as far as the

@@ -41,11 +41,12 @@ def attended_masses(
     """The probabilities that queries give to keys, summed over queries and heads, float32
     [num_keys].
 
-    queries        float32 [num_queries, num_q_heads, head_dim], rotated
-    lse            float32 [num_queries, num_q_heads], of their attention to all they see
-    positions      int64 [num_queries]
-    keys           float32 [num_keys, num_kv_heads, head_dim], as they are at `key_positions`, int64
-                   [num_keys]
+    Args:
+        queries: float32 [num_queries, num_q_heads, head_dim], rotated.
+        lse: float32 [num_queries, num_q_heads], of their attention to all they see.
+        positions: int64 [num_queries].
+        keys: float32 [num_keys, num_kv_heads, head_dim], as they are at `key_positions`, int64
+            [num_keys].
     """
     seen = key_positions <= positions[:, None]
     if params.window:

@@ -39,15 +39,16 @@ class PassAbandoned(Exception):
 class ForwardBatch:
     """One step's work.
 
-    token_ids      int64 [num_tokens]   the new tokens of all sequences, one sequence after another
-    positions      int64 [num_tokens]   their absolute positions
-    layout         BatchLayout          where their KV goes and what they attend to
-    logit_rows     int64 [num_logits]   rows of the flat batch whose logits are wanted, ascending
-    state_rows     int64 [num_states]   rows whose hidden state behind the last norm is wanted
-                   instead, without the head
-    states         float32 [num_states, hidden_size]   where the pass puts those
-    is_abandoned   asked from time to time during a long pass, if the runner can: where it returns
-                   True the runner raises PassAbandoned
+    Attributes:
+        token_ids (int64 [num_tokens]): the new tokens of all sequences, one sequence after another.
+        positions (int64 [num_tokens]): their absolute positions.
+        layout: BatchLayout where their KV goes and what they attend to.
+        logit_rows (int64 [num_logits]): rows of the flat batch whose logits are wanted, ascending.
+        state_rows (int64 [num_states]): rows whose hidden state behind the last norm is wanted
+            instead, without the head.
+        states (float32 [num_states, hidden_size]): where the pass puts those.
+        is_abandoned: asked from time to time during a long pass, if the runner can: where it
+            returns True the runner raises PassAbandoned.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -92,9 +93,10 @@ class RunnerInfo:
 class StoredKeys(NamedTuple):
     """Tokens whose keys are stored, int64 [num_tokens] each.
 
-    slots       where
-    positions   at which they stand now
-    deltas      how far that is from where they were computed, new - old
+    Attributes:
+        slots: where.
+        positions: at which they stand now.
+        deltas: how far that is from where they were computed, new - old.
     """
 
     slots: npt.NDArray[np.int64]

@@ -32,9 +32,10 @@ RUNNERS = {
 class RunnerPlan(Protocol):
     """What the module `plan` of a runner offers.
 
-    WORKS_WITH           the backends it takes, for people
-    AUTO_BACKEND         what backend="auto" means for it, and AUTO_BACKEND_REASON why; "" where the
-                         choice says it
+    Attributes:
+        WORKS_WITH: the backends it takes, for people.
+        AUTO_BACKEND: what backend="auto" means for it, and AUTO_BACKEND_REASON why; "" where the
+            choice says it.
     """
 
     WORKS_WITH: str

@@ -14,7 +14,8 @@ def app(args: dict[str, Any]) -> serve.Application:
     """Build the application for `serve run kvboost_edge.serve_ray:app` and for a serve.yaml's
     `import_path`.
 
-    args  flags of `kvboost-edge serve` by name, see `start.flags_of`
+    Args:
+        args: flags of `kvboost-edge serve` by name, see `start.flags_of`.
     """
     from kvboost_edge.serve_ray.ingress import application
 

@@ -87,7 +87,8 @@ def replica_deployment(
 ) -> serve.Application:
     """Build the deployment of `workers` replicas with `cpus` each.
 
-    ingress  see `TargetRouter`
+    Args:
+        ingress: see `TargetRouter`.
     """
     made = serve.deployment(
         RayReplica,

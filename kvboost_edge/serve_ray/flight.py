@@ -65,11 +65,12 @@ def is_loss(error: BaseException) -> bool:
 class Flight:
     """Transport of one request's answer into its handle.
 
-    choices   returns at most that many replicas for a prompt, the best first
-    call      sends the request and returns the stream of its answer
-    end       asks the replicas to cancel it
-    keep      receives the token ids of the answer's text
-    progress  progress of the prompt, as far as the replica reported it
+    Attributes:
+        choices: returns at most that many replicas for a prompt, the best first.
+        call: sends the request and returns the stream of its answer.
+        end: asks the replicas to cancel it.
+        keep: receives the token ids of the answer's text.
+        progress: progress of the prompt, as far as the replica reported it.
     """
 
     def __init__(

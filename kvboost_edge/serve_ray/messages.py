@@ -77,16 +77,17 @@ class Description(NamedTuple):
 class Sent(NamedTuple):
     """A request on its way.
 
-    request         its name, no two requests of an ingress have the same
-    targets         replicas in the order in which they are to be tried; empty: any
-    tokens          of the prompt, little-endian u32
-    terms           without the deadline, which no other machine's clock knows
-    since           seconds since the call began
-    left            seconds until the deadline
-    missing_tokens  of the prompt, that the router thinks must be computed
-    restored_tokens   that it thinks a tier has
-    hashes          of the prompt's full blocks, 32 bytes each in one piece: the replica looks up
-                    what it has by them
+    Attributes:
+        request: its name, no two requests of an ingress have the same.
+        targets: replicas in the order in which they are to be tried; empty: any.
+        tokens: of the prompt, little-endian u32.
+        terms: without the deadline, which no other machine's clock knows.
+        since: seconds since the call began.
+        left: seconds until the deadline.
+        missing_tokens: of the prompt, that the router thinks must be computed.
+        restored_tokens: that it thinks a tier has.
+        hashes: of the prompt's full blocks, 32 bytes each in one piece: the replica looks up what
+            it has by them.
     """
 
     request: str

@@ -24,8 +24,9 @@ def cpus_of_each(
     """Return the CPUs that each replica reserves: its threads, or the most with which all replicas
     fit.
 
-    machines  CPUs of each machine; one replica is on one machine
-    free      CPUs on all machines that are not reserved; None: all
+    Args:
+        machines: CPUs of each machine; one replica is on one machine.
+        free: CPUs on all machines that are not reserved; None: all.
 
     Raises ConfigError if there are too few.
     """

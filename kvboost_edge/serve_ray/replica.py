@@ -103,7 +103,8 @@ class EngineReplica:
     """The owner of one engine. Its methods run on one event loop; waits for the engine run in
     threads.
 
-    name  name for the router; "" outside of Ray
+    Attributes:
+        name: name for the router; "" outside of Ray.
     """
 
     still_seconds = 120.0  # an engine that does nothing for so long though it has work is given up

@@ -51,11 +51,12 @@ _CANCEL_SECONDS = 0.1  # until work that did not end is cancelled again
 class Replicas:
     """The replicas of a deployment.
 
-    handle  Ray's handle of the deployment
-    model   digest of the files from which the ingress reads the tokenizer
-    about   description of the replicas after `open`, by one that is usable or was the last usable
-            one
-    router  chooses the replica of a request
+    Attributes:
+        handle: Ray's handle of the deployment.
+        model: digest of the files from which the ingress reads the tokenizer.
+        about: description of the replicas after `open`, by one that is usable or was the last
+            usable one.
+        router: chooses the replica of a request.
     """
 
     about: Description
@@ -84,7 +85,8 @@ class Replicas:
     def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
         """Wait for the first replica, and begin to monitor all of them.
 
-        is_settled  False while other replicas may still come, such as those of a newer version
+        Args:
+            is_settled: False while other replicas may still come, such as those of a newer version.
 
         Raises ConfigError if the existing replicas have another model or other settings,
         BackendUnavailable after `seconds`.

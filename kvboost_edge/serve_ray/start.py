@@ -137,8 +137,9 @@ def pooled(
 ) -> Iterator[ReplicatedEngine]:
     """Provide the replicas of a handle as one engine, once the first of them exists.
 
-    name    see `TargetRouter`
-    digest  digest of the model's files, see `open_tokenizer`
+    Args:
+        name: see `TargetRouter`.
+        digest: digest of the model's files, see `open_tokenizer`.
 
     The other parameters, and errors, are those of `Replicas.open`.
     """

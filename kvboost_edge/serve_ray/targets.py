@@ -19,7 +19,8 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
     """A router that tries a request's `targets` in order, then any other usable replica, the least
     busy first. A call to one replica (`ReplicaCall`) goes nowhere else.
 
-    ingress  the ingress of a process that this router belongs to, see `members.watch_members`
+    Attributes:
+        ingress: the ingress of a process that this router belongs to, see `members.watch_members`.
     """
 
     def initialize_state(self, ingress: str = "") -> None:

@@ -77,12 +77,13 @@ def create_app(
     """The application. `engine` is the first model, which is loaded; `app.state.kv` is the
     `ServerState`.
 
-    source   loads the first model again after it was unloaded, and `engine` is closed; None: it
-             stays
-    others   names and sources of further models, loaded when somebody asks for them
-    budget   bytes that weights, pools and states of all loaded models may take; None: all that is
-             available now
-    process  bound of the whole process, from which less may follow
+    Args:
+        source: loads the first model again after it was unloaded, and `engine` is closed; None: it
+            stays.
+        others: names and sources of further models, loaded when somebody asks for them.
+        budget: bytes that weights, pools and states of all loaded models may take; None: all that
+            is available now.
+        process: bound of the whole process, from which less may follow.
     """
     shared = Shared(settings, ResponseStore(len(settings.all_keys)), Normaliser(settings.normalise))
     sources = [(settings.model_names, source), *others]

@@ -174,7 +174,8 @@ def error_response(error: ApiError, path: str = "") -> Response:
 def install_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
     """Make every failure inside the app an answer in the shape of its API.
 
-    paths   paths of the routes, which the 404 of another path suggests
+    Args:
+        paths: paths of the routes, which the 404 of another path suggests.
     """
     known = [path for path in paths if "{" not in path]
 

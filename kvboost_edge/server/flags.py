@@ -70,7 +70,9 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
 def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | None = None) -> None:
     """Name the nearest flag in the message of a usage error about an unknown one.
 
-    advice   returns what to say instead of an unknown flag and the command's flags; "": the nearest
+    Args:
+        advice: returns what to say instead of an unknown flag and the command's flags; "": the
+            nearest.
     """
     if not hasattr(error, "possibilities") or error.ctx is None:
         return

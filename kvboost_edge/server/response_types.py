@@ -183,11 +183,12 @@ class SamplingValues(_Answer):
 class Model(_Answer):
     """One name of a model.
 
-    root         the name that answers show
-    sampling     values of sampling parameters that a request leaves out
-    mode         use of the cache by requests that choose none
-    approximate  answers in that mode may be approximate
-    failure      why its last loading failed
+    Attributes:
+        root: the name that answers show.
+        sampling: values of sampling parameters that a request leaves out.
+        mode: use of the cache by requests that choose none.
+        approximate: answers in that mode may be approximate.
+        failure: why its last loading failed.
 
     Null for a model that was never loaded: max_model_len, sampling, mode, approximate and meta.
     """

@@ -51,7 +51,8 @@ _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class DrainingServer(uvicorn.Server):
     """uvicorn's server with the end described above.
 
-    at_once   connections that the event loop accepts before it goes on
+    Attributes:
+        at_once: connections that the event loop accepts before it goes on.
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, at_once: int = _AT_ONCE) -> None:

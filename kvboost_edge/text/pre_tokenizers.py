@@ -86,11 +86,12 @@ _GPT4O = rf"{_WORD}{_SUFFIX}?|{_WORD_UPPER}{_SUFFIX}?|\p{{N}}{{1,3}}" + _SLASH_E
 class PreTokenizer:
     """How text is split into words before BPE.
 
-    regexes  each splits what the ones before left; none: GPT-2's own
-    digits   every digit is a word of its own, split off first
-    whole    a word that is a token is taken without merging;  bos: BOS is added where the file does
-             not say
-    nfc      text is normalized to NFC first
+    Attributes:
+        regexes: each splits what the ones before left; none: GPT-2's own.
+        digits: every digit is a word of its own, split off first.
+        whole: a word that is a token is taken without merging; bos: BOS is added where the file
+            does not say.
+        nfc: text is normalized to NFC first.
     """
 
     regexes: tuple[str, ...] = ()

@@ -27,8 +27,10 @@ def encode_with_answers(
     """Token ids of a rendered chat, with the kept ids of those `answers` that stand in it exactly
     once.
 
-    answers   the texts of the assistant's messages, in the order of the chat What comes out stands
-              for the same text as the tokenizer's own ids; where it would not, those are returned.
+    Args:
+        answers: the texts of the assistant's messages, in the order of the chat What comes out
+            stands for the same text as the tokenizer's own ids; where it would not, those are
+            returned.
     """
     own = tokenizer.encode(text, add_special_tokens=False)
     ids: list[int] = []

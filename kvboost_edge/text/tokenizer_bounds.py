@@ -61,8 +61,9 @@ def read_tokenizer_file(path: Path, listed: object = None) -> bytes:
     or pass through too many steps, and OSError, ValueError or RecursionError where it is no
     readable JSON.
 
-    path    of tokenizer.json
-    listed  added_tokens_decoder of tokenizer_config.json, whose tokens are added too
+    Args:
+        path: of tokenizer.json.
+        listed: added_tokens_decoder of tokenizer_config.json, whose tokens are added too.
     """
     size = path.stat().st_size
     if size > _MAX_BYTES:
@@ -149,9 +150,10 @@ def _steps(part: object) -> list[Step]:
 class _Lengths:
     """The number of characters that each character can become in the following steps.
 
-    chars   by character
-    other   of characters not in `chars`
-    added   characters written once, whatever the text
+    Attributes:
+        chars: by character.
+        other: of characters not in `chars`.
+        added: characters written once, whatever the text.
     """
 
     def __init__(self) -> None:

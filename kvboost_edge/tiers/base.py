@@ -21,18 +21,19 @@ class TierStats:
     """Counters since the tier was opened, and what it holds now. Bytes are those of records,
     headers included.
 
-    blocks, bytes     what it holds; None where only another machine knows
-    max_bytes         its cap; None: somebody else's
-    read_blocks       served, verified; `read_bytes` likewise
-    written_blocks    stored; `written_bytes` likewise
-    missing           asked for and not there
-    refused           there, and not what was asked for, or damaged: dropped, never served
-    evicted           dropped for room
-    not_written       wanted to store, and could not: no room, a failed device, a full queue,
-                      another owner
-    errors            failed operations of the device or of the connection
-    writable          whether it stores at the moment
-    state             one line on why it does not, or on what is wrong; "" when all is well
+    Attributes:
+        blocks, bytes: what it holds; None where only another machine knows.
+        max_bytes: its cap; None: somebody else's.
+        read_blocks: served, verified; `read_bytes` likewise.
+        written_blocks: stored; `written_bytes` likewise.
+        missing: asked for and not there.
+        refused: there, and not what was asked for, or damaged: dropped, never served.
+        evicted: dropped for room.
+        not_written: wanted to store, and could not: no room, a failed device, a full queue, another
+            owner.
+        errors: failed operations of the device or of the connection.
+        writable: whether it stores at the moment.
+        state: one line on why it does not, or on what is wrong; "" when all is well.
     """
 
     blocks: int | None = 0
@@ -200,8 +201,9 @@ class OffloadStore:
         state after them. Where it is lost, or a block before it, the next one before: three are
         tried.
 
-        states       those that a tier may have, by the number of blocks before each
-        num_there    the first of those blocks, which are in the pool and not among the addresses
+        Args:
+            states: those that a tier may have, by the number of blocks before each.
+            num_there: the first of those blocks, which are in the pool and not among the addresses.
         """
         raise AssertionError("there is no tier to load from")
 

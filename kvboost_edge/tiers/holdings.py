@@ -19,9 +19,10 @@ _ASKED_AGAIN = 512  # of the blocks told before, at each call: 50 us
 class Held(NamedTuple):
     """Prefix hashes of blocks, 32 bytes each; one is in at most one of the two.
 
-    is_whole   `came` is all the tier is known to hold; what was told before is void
-    came       it is known to hold, and was not told of
-    left       were told of, and are not known to be there any more
+    Attributes:
+        is_whole: `came` is all the tier is known to hold; what was told before is void.
+        came: it is known to hold, and was not told of.
+        left: were told of, and are not known to be there any more.
     """
 
     is_whole: bool

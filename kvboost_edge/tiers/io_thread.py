@@ -40,14 +40,15 @@ _LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
 class IOChunk(NamedTuple):
     """Blocks of a load that arrived.
 
-    ticket   whose they are
-    data     uint8 [count, bytes_per_block], verified, in the order they were asked for; to be given
-             back by `release`
-    tier     where they were
-    is_last  nothing more comes
-    behind   it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in the
-             pool among them; none at all where that is 0. Blocks behind it may have come before it.
-             None: these are blocks
+    Attributes:
+        ticket: whose they are.
+        data: uint8 [count, bytes_per_block], verified, in the order they were asked for; to be
+            given back by `release`.
+        tier: where they were.
+        is_last: nothing more comes.
+        behind: it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in
+            the pool among them; none at all where that is 0. Blocks behind it may have come before
+            it. None: these are blocks.
     """
 
     ticket: int

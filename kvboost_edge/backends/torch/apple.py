@@ -79,7 +79,8 @@ def most_slots(spec: KVSpec) -> int:
 class _Trial(NamedTuple):
     """Shape of one test.
 
-    lengths  (new tokens, all tokens) of each sequence
+    Attributes:
+        lengths: (new tokens, all tokens) of each sequence.
     """
 
     dtype: str
@@ -117,7 +118,9 @@ def find_fault(make: Callable[..., Any], device: str) -> str | None:
 
     It takes about 50 ms and runs once.
 
-    make  function of (spec, num_blocks, device=) that returns a backend with tensors in and out
+    Args:
+        make: function of (spec, num_blocks, device=) that returns a backend with tensors in and
+            out.
     """
     with _one_thread():
         return _find_fault(make, device)

@@ -54,10 +54,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute masked attention of padded sequences in float32.
 
-    queries   [s, q, num_q_heads, d]
-    keys      float32 [s, num_kv_heads, k, d]; values likewise
-    visible   bool [s, q, k]; every query sees at least itself
-    sinks     [heads]
+    Args:
+        queries: [s, q, num_q_heads, d].
+        keys: float32 [s, num_kv_heads, k, d]; values likewise.
+        visible: bool [s, q, k]; every query sees at least itself.
+        sinks: [heads].
 
     Returns out float32 like queries and lse float32 [s, q, num_q_heads].
     """

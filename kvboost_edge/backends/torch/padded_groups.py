@@ -30,18 +30,19 @@ class SameLength:
     Slots are those of the gathered blocks, then, in a quantized pool, those of the gathered
     buffers: float16 copies of blocks that the pass writes.
 
-    rows         int64 [num_seqs * q_len]        rows of the flat batch
-    blocks       int64 [num_seqs, max_blocks]    block ids to gather; 0 where masked
-    buffers      int64 [num_seqs, max_buffers]   buffers to gather, as in PassPlan; None if the pool
-                 is not quantized
-    q_positions  int32 [num_seqs, q_len]
-    q_starts     int32 [num_seqs, q_len]         start of the block that holds a query; None without
-                 buffers
-    k_positions  int32 [num_seqs, num_slots]     absolute positions of the gathered slots
-    k_valid      bool, like k_positions          slots that some query of the sequence sees
-    k_own        bool [num_slots]                slots of buffers; None without
-    k_turns      int64, like k_positions         index of the batch's delta; None without deltas
-    lead         gathered slot of the first query, in the sequence where it is largest
+    Attributes:
+        rows (int64 [num_seqs * q_len]): rows of the flat batch.
+        blocks (int64 [num_seqs, max_blocks]): block ids to gather; 0 where masked.
+        buffers (int64 [num_seqs, max_buffers]): buffers to gather, as in PassPlan; None if the pool
+            is not quantized.
+        q_positions: int32 [num_seqs, q_len].
+        q_starts (int32 [num_seqs, q_len]): start of the block that holds a query; None without
+            buffers.
+        k_positions (int32 [num_seqs, num_slots]): absolute positions of the gathered slots.
+        k_valid (bool, like k_positions): slots that some query of the sequence sees.
+        k_own (bool [num_slots]): slots of buffers; None without.
+        k_turns (int64, like k_positions): index of the batch's delta; None without deltas.
+        lead: gathered slot of the first query, in the sequence where it is largest.
     """
 
     q_len: int
@@ -73,8 +74,9 @@ class TorchBatch:
     ) -> None:
         """Bind a checked layout to a device.
 
-        plan        the buffers of a quantized pool
-        most_slots  slots gathered at once; None: no limit
+        Args:
+            plan: the buffers of a quantized pool.
+            most_slots: slots gathered at once; None: no limit.
         """
         self.layout = layout
         self.plan = plan
@@ -192,9 +194,10 @@ class TorchBatch:
 class PlannedWrites:
     """Writes of a pass in a quantized pool, int64 each.
 
-    buffers, offsets              of the new tokens
-    continued_from, continued_to  buffers copied before
-    closed, targets               buffers quantized after, and their blocks
+    Attributes:
+        buffers, offsets: of the new tokens.
+        continued_from, continued_to: buffers copied before.
+        closed, targets: buffers quantized after, and their blocks.
     """
 
     def __init__(self, plan: PassPlan, block_size: int, device: torch.device) -> None:

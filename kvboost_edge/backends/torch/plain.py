@@ -88,7 +88,8 @@ class PlainBlocks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
 
-        which  index of each slot's block
+        Args:
+            which: index of each slot's block.
         """
         keys, values = (half[blocks][which, offsets].float() for half in self._pools[layer])
         return keys, values

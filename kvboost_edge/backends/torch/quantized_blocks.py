@@ -39,7 +39,8 @@ def encode(
     """Quantize float16 blocks, keys and values [n, block, num_kv_heads, head_dim], to codes uint8
     [n, num_kv_heads, bytes].
 
-    steps  float32 [256], the value of each byte of a key step
+    Args:
+        steps: float32 [256], the value of each byte of a key step.
     """
     num, size, heads, head_dim = keys.shape
     dim = layout.dim
@@ -113,8 +114,9 @@ class _Arena:
     """Buffers of all layers of one shape: `num_open` for each layer, then the shared temporary
     ones.
 
-    index  int64 [num_layers, num_open + num_temporary], location of a plan's buffers for each layer
-           of this shape
+    Attributes:
+        index: int64 [num_layers, num_open + num_temporary], location of a plan's buffers for each
+            layer of this shape.
     """
 
     def __init__(
@@ -269,7 +271,8 @@ class TorchQuantBlocks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Read KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
 
-        which  index of each slot's block
+        Args:
+            which: index of each slot's block.
         """
         decoded = decode(self._pools[layer][blocks], self._layouts[layer], self._steps)
         keys, values = (half.transpose(1, 2)[which, offsets] for half in decoded)

@@ -33,9 +33,10 @@ _TOKEN_AXIS = {"huggingface": 1, "vllm": 0}
 class ChunkShape(NamedTuple):
     """Description of a chunk's bytes.
 
-    library   "numpy" or "torch"
-    dtype     type by that library's name
-    itemsize  bytes of the type
+    Attributes:
+        library: "numpy" or "torch".
+        dtype: type by that library's name.
+        itemsize: bytes of the type.
     """
 
     library: str

@@ -36,21 +36,22 @@ _REDIS = ("redis://", "rediss://", "unix://", "valkey://")
 class LMCacheEngineConfig:
     """Chunk size and backends of an engine.
 
-    chunk_size         tokens in a chunk, at least 1
-    save_decode_cache  kept for connectors, which read it: whether they store the KV of decoding;
-                       the engine itself stores everything it is given
-    backend            "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
-                       valkey:// URL; or several, the nearest first: all are written, the first that
-                       has a chunk serves it
-    max_memory_bytes   cap of "memory", a number or a text such as "4GB"; least recently used
-                       chains are evicted first, tails before heads
-    max_disk_bytes     cap of the directory, likewise; None: the smaller of 16 GiB and a fifth of
-                       the free space
-    redis_secret       secret that seals values; None: the environment variable
-                       KVBOOST_EDGE_REDIS_SECRET
-    redis_trust        without a secret, trust every value on the server
-    redis_ttl_s        seconds that a chunk lives in Redis after its last use
-    save_unfull_chunk  whether the last chunk of fewer tokens is stored
+    Attributes:
+        chunk_size: tokens in a chunk, at least 1.
+        save_decode_cache: kept for connectors, which read it: whether they store the KV of
+            decoding; the engine itself stores everything it is given.
+        backend: "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
+            valkey:// URL; or several, the nearest first: all are written, the first that has a
+            chunk serves it.
+        max_memory_bytes: cap of "memory", a number or a text such as "4GB"; least recently used
+            chains are evicted first, tails before heads.
+        max_disk_bytes: cap of the directory, likewise; None: the smaller of 16 GiB and a fifth of
+            the free space.
+        redis_secret: secret that seals values; None: the environment variable
+            KVBOOST_EDGE_REDIS_SECRET.
+        redis_trust: without a secret, trust every value on the server.
+        redis_ttl_s: seconds that a chunk lives in Redis after its last use.
+        save_unfull_chunk: whether the last chunk of fewer tokens is stored.
 
     Raises ConfigError. The repr shows neither URLs nor secrets.
     """
@@ -154,11 +155,12 @@ class LMCacheEngineConfig:
 class LMCacheEngineMetadata:
     """Identity of the KV; engines of equal metadata share it, all others do not.
 
-    model_name  any text that names the model
-    world_size  number of workers of the model
-    worker_id   this worker
-    fmt         axes of k and v: "huggingface" is [num_heads, num_tokens, head_size], "vllm" is
-                [num_tokens, num_heads, head_size]
+    Attributes:
+        model_name: any text that names the model.
+        world_size: number of workers of the model.
+        worker_id: this worker.
+        fmt: axes of k and v: "huggingface" is [num_heads, num_tokens, head_size], "vllm" is
+            [num_tokens, num_heads, head_size].
     """
 
     model_name: str

@@ -66,13 +66,14 @@ class LMCacheEngine:
     ) -> None:
         """Store the KV of a sequence.
 
-        tokens           [num_tokens], the whole sequence from its first token on
-        kv_tensors_raw   (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens where
-                         the mask is True
-        kv_tensors_mask  booleans False* True*; the number of False is a multiple of chunk_size
-        skip_existing    True: existing chunks stay; False: they are replaced
-        blocking         False: a thread of the engine writes disk and Redis from a copy made here;
-                         the call waits only if more than 256 MiB are pending
+        Args:
+            tokens: [num_tokens], the whole sequence from its first token on.
+            kv_tensors_raw: (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens
+                where the mask is True.
+            kv_tensors_mask: booleans False* True*; the number of False is a multiple of chunk_size.
+            skip_existing: True: existing chunks stay; False: they are replaced.
+            blocking: False: a thread of the engine writes disk and Redis from a copy made here; the
+                call waits only if more than 256 MiB are pending.
 
         Data that could not be stored is missing afterwards; `stats` counts it.
         """
@@ -107,9 +108,10 @@ class LMCacheEngine:
         """Return the KV of the longest stored prefix, without the tokens that the mask leaves out
         at its front.
 
-        tokens        [num_tokens], the whole sequence
-        mask          booleans False* True*, any number of False; None asks for all
-        return_tuple  False: one blob [num_layers, 2, …] instead of (k, v) of each layer
+        Args:
+            tokens: [num_tokens], the whole sequence.
+            mask: booleans False* True*, any number of False; None asks for all.
+            return_tuple: False: one blob [num_layers, 2, …] instead of (k, v) of each layer.
 
         Returns (kv, ret_mask): ret_mask [num_tokens] is True for the tokens in kv. If nothing is
         found, kv is () and ret_mask all False. Requested tokens that were not found count as
@@ -154,8 +156,9 @@ class LMCacheEngine:
     ) -> int:
         """Look up the longest prefix in some kinds of stores, one continuing where another ends.
 
-        kinds  "memory", "disk", "redis"; None: all
-        pin    list that receives the keys of chunks in memory, which stay there; None: no pins
+        Args:
+            kinds: "memory", "disk", "redis"; None: all.
+            pin: list that receives the keys of chunks in memory, which stay there; None: no pins.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -182,7 +185,8 @@ class LMCacheEngine:
     def forget(self, tokens: Any, kinds: Sequence[str] | None) -> int:
         """Drop the chunks of a sequence from stores of these kinds; return their number.
 
-        tokens  the sequence; None: all chunks in memory
+        Args:
+            tokens: the sequence; None: all chunks in memory.
         """
         self._check_open()
         stores = [store for store in self._stores if kinds is None or store.name in kinds]

@@ -41,9 +41,10 @@ class LMCacheMetadata:
     chunk are part of the key; the other fields say where an engine runs, and engines that differ
     only in them share.
 
-    kv_dtype  type of the stored KV, as text or by its library; None: any
-    kv_shape  (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any
-    use_mla   only False: keys and values are two tensors
+    Attributes:
+        kv_dtype: type of the stored KV, as text or by its library; None: any.
+        kv_shape: (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any.
+        use_mla: only False: keys and values are two tensors.
     """
 
     model_name: str
@@ -159,9 +160,10 @@ class LMCacheEngine:
     ) -> int:
         """Return the length of the longest stored prefix, in tokens.
 
-        search_range  of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that the
-                      engine has
-        pin           whether its chunks in memory stay there until `lookup_unpin(lookup_id)`
+        Args:
+            search_range: of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that
+                the engine has.
+            pin: whether its chunks in memory stay there until `lookup_unpin(lookup_id)`.
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:

@@ -62,14 +62,16 @@ __all__ = [
 class MemoryCheck:
     """Bytes of memory.
 
-    info        what the runner will say of itself
-    available   memory that can be had before the weights are loaded;  beside: what they leave of it
-    pool        of keys and values, as it will be made;  states: of the slots beside it, and of rows
-                for drafts
-    shortage    what is to be said where those leave room for fewer drafts than there would be; ""
-                elsewhere
-    refusal     why the engine refuses to start, with the arithmetic; "" where it fits
-    overhead    of the process, in addition to all these; None without `max_memory`
+    Attributes:
+        info: what the runner will say of itself.
+        available: memory that can be had before the weights are loaded; beside: what they leave of
+            it.
+        pool: of keys and values, as it will be made; states: of the slots beside it, and of rows
+            for drafts.
+        shortage: what is to be said where those leave room for fewer drafts than there would be; ""
+            elsewhere.
+        refusal: why the engine refuses to start, with the arithmetic; "" where it fits.
+        overhead: of the process, in addition to all these; None without `max_memory`.
     """
 
     info: RunnerInfo
@@ -216,10 +218,11 @@ def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:
 class PackedPlace:
     """Where packed weights are kept, and what packing them takes.
 
-    path      of the file; None: in memory alone, because it was asked for
-    is_there  whether they are packed already
-    free      bytes of room on that disk
-    peak      bytes of memory at most that packing takes beside the weights themselves
+    Attributes:
+        path: of the file; None: in memory alone, because it was asked for.
+        is_there: whether they are packed already.
+        free: bytes of room on that disk.
+        peak: bytes of memory at most that packing takes beside the weights themselves.
     """
 
     path: Path | None

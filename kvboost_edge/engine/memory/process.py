@@ -40,8 +40,9 @@ _MOST_HISTORY_BYTES = 128 << 20  # and not more than it ever does
 class Overhead(NamedTuple):
     """Bytes of the process in addition to weights, pool and states.
 
-    resident  measured: interpreter, packages, machine code, tokenizer
-    buffers   known, of passes at their largest; they are resident once such passes ran
+    Attributes:
+        resident: measured: interpreter, packages, machine code, tokenizer.
+        buffers: known, of passes at their largest; they are resident once such passes ran.
     """
 
     resident: int
@@ -127,8 +128,9 @@ def check_process(
     """Raise CapacityError, with the arithmetic, where `max_memory` does not hold weights, overhead
     and the pool that was asked for, or one context.
 
-    packing   bytes that packing the weights takes, before there are buffers and a pool
-    formats   returns the bytes of the weights by each format that they can be packed in
+    Args:
+        packing: bytes that packing the weights takes, before there are buffers and a pool.
+        formats: returns the bytes of the weights by each format that they can be packed in.
     """
     if overhead is None:
         return

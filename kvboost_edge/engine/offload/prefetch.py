@@ -37,17 +37,18 @@ computing them.
 class Prefetch:
     """One sequence's prefix on its way, or a text with a run that it shares elsewhere.
 
-    table       holds the blocks that were in the pool, and those that arrived
-    token_ids   the tokens of all blocks it may come to hold
-    is_prefix   whether they are the sequence's own first ones
-    num_found   blocks that were in the pool when it began
-    num_there   the last ones of them, behind which there was no state: one of them may be where the
-                state belongs
-    arrived     tokens by tier
-    states      hashes of the states of which one may come behind the blocks, where the model keeps
-                states
-    waiting     sequences that wait for one of these too
-    is_done     nothing more comes
+    Attributes:
+        table: holds the blocks that were in the pool, and those that arrived.
+        token_ids: the tokens of all blocks it may come to hold.
+        is_prefix: whether they are the sequence's own first ones.
+        num_found: blocks that were in the pool when it began.
+        num_there: the last ones of them, behind which there was no state: one of them may be where
+            the state belongs.
+        arrived: tokens by tier.
+        states: hashes of the states of which one may come behind the blocks, where the model keeps
+            states.
+        waiting: sequences that wait for one of these too.
+        is_done: nothing more comes.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ def open_tiers(
     log and in its statistics, and the engine does without. Raises ConfigError and
     BackendUnavailable as `check_tiers`.
 
-    name   of the model, for people; "" where it has none
+    Args:
+        name: of the model, for people; "" where it has none.
     """
     # One space for all tenants: their chains have roots of their own.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)

@@ -40,7 +40,9 @@ def encode_prompt(
     """The prompt as text and as token ids, all in [0, vocab_size); RequestError says what is wrong
     with it.
 
-    find_answer   the ids that an assistant's message was generated with, see `encode_with_answers`
+    Args:
+        find_answer: the ids that an assistant's message was generated with, see
+            `encode_with_answers`.
     """
     if isinstance(prompt, str):
         text = prompt

@@ -202,11 +202,12 @@ class SamplingParams:
 class RequestArrival(NamedTuple):
     """The arrival of a request.
 
-    at            when the caller's call began, seconds of `time.perf_counter`
-    prompt_text   what the result's `prompt` says; None: the text, or the token ids decoded
-    prefix_hashes   of the prompt's full blocks, or of the first of them, 32 bytes each in one
-                    piece, where the caller
-                  has hashed them; see `hashing.known_hash` for what becomes of wrong ones
+    Attributes:
+        at: when the caller's call began, seconds of `time.perf_counter`.
+        prompt_text: what the result's `prompt` says; None: the text, or the token ids decoded.
+        prefix_hashes: of the prompt's full blocks, or of the first of them, 32 bytes each in one
+            piece, where the caller has hashed them; see `hashing.known_hash` for what becomes of
+            wrong ones.
     """
 
     at: float
@@ -218,29 +219,30 @@ class RequestArrival(NamedTuple):
 class Request:
     """A checked request. Times are seconds of `time.perf_counter`.
 
-    index            arrival number in this engine; earlier requests are served first
-    prompt_ids       token ids of the prompt
-    terms            options of the request that are not of sampling, see `Terms`
-    max_tokens       most tokens of the sequence, prompt included
-    seed             the caller's seed, or one drawn for the request, see `Seeds`
-    stop_ids         tokens that end the output: the model's EOS ids unless ignored, plus
-                     `stop_token_ids`
-    root             root of its prefix hashes, made from tenant and salt
-    logits_start     first token whose logits the request returns; None: it generates text
-    wants_states     return hidden states after the last norm in place of logits
-    stores_nothing   the request is one pass whose KV is not cached
-    prefill_only     compute the prompt and generate nothing
-    suppressed       tokens that the model's files exclude from answers
-    tenant           digest of the tenant: the root without the salt
-    cache_key        digest of the terms' key, see engine/schedule/retention.py; None without one
-    snapshot_hints   positions of the prompt at which snapshots of recurrent state are kept
-    repair           recomputation of tokens reused from other positions; None without such reuse
-    gate             result of the quality gate, see `GenerationResult`
-    max_draft_tokens   most draft tokens in a step; 0: none
-    always_drafts    verify draft tokens even where that is not expected to pay
-    grammar          grammar of the answer; None: any text
-    prefix_hashes    hashes of the prompt's first full blocks, given by the caller
-                     (`RequestArrival`)
+    Attributes:
+        index: arrival number in this engine; earlier requests are served first.
+        prompt_ids: token ids of the prompt.
+        terms: options of the request that are not of sampling, see `Terms`.
+        max_tokens: most tokens of the sequence, prompt included.
+        seed: the caller's seed, or one drawn for the request, see `Seeds`.
+        stop_ids: tokens that end the output: the model's EOS ids unless ignored, plus
+            `stop_token_ids`.
+        root: root of its prefix hashes, made from tenant and salt.
+        logits_start: first token whose logits the request returns; None: it generates text.
+        wants_states: return hidden states after the last norm in place of logits.
+        stores_nothing: the request is one pass whose KV is not cached.
+        prefill_only: compute the prompt and generate nothing.
+        suppressed: tokens that the model's files exclude from answers.
+        tenant: digest of the tenant: the root without the salt.
+        cache_key: digest of the terms' key, see engine/schedule/retention.py; None without one.
+        snapshot_hints: positions of the prompt at which snapshots of recurrent state are kept.
+        repair: recomputation of tokens reused from other positions; None without such reuse.
+        gate: result of the quality gate, see `GenerationResult`.
+        max_draft_tokens: most draft tokens in a step; 0: none.
+        always_drafts: verify draft tokens even where that is not expected to pay.
+        grammar: grammar of the answer; None: any text.
+        prefix_hashes: hashes of the prompt's first full blocks, given by the caller
+            (`RequestArrival`).
     """
 
     index: int

@@ -43,48 +43,45 @@ class Missed(NamedTuple):
 class GenerationResult:
     """The outcome of one request.
 
-    mode                 the mode that ran; CHUNK_KV_REUSE only if KV of other positions was reused
-    approximate          whether KV of other positions was reused, so that the output may differ
-                         from that of a full computation
-    reused_span_tokens   prompt tokens whose KV was reused from other positions
-    recomputed_tokens    prompt tokens found at other positions and still recomputed
-    gate                 quality gate of that reuse: "passed"; "unchecked" without a stored verdict;
-                         "off" (reuse_gate="off"); "" if nothing was reused
-    output_text          text without the EOS or stop token and without the stop string
-    output_token_ids     with the EOS or stop token that ended it
-    generated_tokens     number of output tokens
-    finish_reason        "stop", "length", "cancelled" or "timeout" (past its deadline)
-    cached_tokens        prompt tokens whose KV came from the cache: `exact_cached_tokens`, which
-                         `hit_tokens` splits by tier, and `reused_span_tokens`
-    matched_tokens       prompt tokens whose KV was in the cache; more than `exact_cached_tokens`
-                         where a snapshot of the recurrent state was missing
-    kv_reuse_ratio       cached_tokens / prompt_tokens
-    miss_reason          why the first prompt token after the cached ones was computed:
-                         ""             every token was cached
-                         "first_seen"   this tenant and salt never cached its block
-                         "evicted"      its block was cached and evicted
-                         "tail"         it is in the last block, which is not full
-                         "state"        its KV is cached, a snapshot of the recurrent state is not
-                         "bypassed"     the mode or prompt_logprobs asked for a computation
-                         "not_started"  the request ended while it waited
-    evicted_from         the pool and tiers that evicted the block, nearest first; () unless
-                         "evicted"
-    ttft_ms              entry of the call to the first token (the whole time if none came)
-    total_ms             entry of the call to the end
-    tokens_per_sec       generated tokens over the whole time
-    token_times_ms       arrival of each output token, since entry
-    phases               milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and
-                         decode; they add up to total_ms, and each is an attribute such as
-                         `queue_ms`. probe: deviation scoring of reused spans; repair: prefill up
-                         to the end of the last span
-    seed                 the seed that reproduces a sampled output
-    preemptions          how often the request lost its blocks and was recomputed
-    step_share           share of the tokens of its steps that were its own, 0 to 1; a mean weighted
-                         by the steps' time
-    drafted_tokens       draft tokens verified, see `EngineConfig.speculation`
-    accepted_tokens      draft tokens accepted
-    prompt_logprobs      one entry per prompt token, the first None (nothing predicts it); None if
-                         not asked for
+    Attributes:
+        mode: the mode that ran; CHUNK_KV_REUSE only if KV of other positions was reused.
+        approximate: whether KV of other positions was reused, so that the output may differ from
+            that of a full computation.
+        reused_span_tokens: prompt tokens whose KV was reused from other positions.
+        recomputed_tokens: prompt tokens found at other positions and still recomputed.
+        gate: quality gate of that reuse: "passed"; "unchecked" without a stored verdict; "off"
+            (reuse_gate="off"); "" if nothing was reused.
+        output_text: text without the EOS or stop token and without the stop string.
+        output_token_ids: with the EOS or stop token that ended it.
+        generated_tokens: number of output tokens.
+        finish_reason: "stop", "length", "cancelled" or "timeout" (past its deadline).
+        cached_tokens: prompt tokens whose KV came from the cache: `exact_cached_tokens`, which
+            `hit_tokens` splits by tier, and `reused_span_tokens`.
+        matched_tokens: prompt tokens whose KV was in the cache; more than `exact_cached_tokens`
+            where a snapshot of the recurrent state was missing.
+        kv_reuse_ratio: cached_tokens / prompt_tokens.
+        miss_reason: why the first prompt token after the cached ones was computed: ""
+            every token was cached "first_seen"   this tenant and salt never cached its block
+            "evicted"      its block was cached and evicted "tail"         it is in the last block,
+            which is not full "state"        its KV is cached, a snapshot of the recurrent state is
+            not "bypassed"     the mode or prompt_logprobs asked for a computation "not_started"
+            the request ended while it waited.
+        evicted_from: the pool and tiers that evicted the block, nearest first; () unless "evicted".
+        ttft_ms: entry of the call to the first token (the whole time if none came).
+        total_ms: entry of the call to the end.
+        tokens_per_sec: generated tokens over the whole time.
+        token_times_ms: arrival of each output token, since entry.
+        phases: milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and decode;
+            they add up to total_ms, and each is an attribute such as `queue_ms`. probe: deviation
+            scoring of reused spans; repair: prefill up to the end of the last span.
+        seed: the seed that reproduces a sampled output.
+        preemptions: how often the request lost its blocks and was recomputed.
+        step_share: share of the tokens of its steps that were its own, 0 to 1; a mean weighted by
+            the steps' time.
+        drafted_tokens: draft tokens verified, see `EngineConfig.speculation`.
+        accepted_tokens: draft tokens accepted.
+        prompt_logprobs: one entry per prompt token, the first None (nothing predicts it); None if
+            not asked for.
     """
 
     mode: GenerationMode
@@ -177,12 +174,13 @@ class WarmResult:
     tokens counts too. Of documents, and of a text for another position, a chunk is what they were
     cut into: chunk_size tokens, or the longest document where they were not cut.
 
-    chunks_stored            chunks that are in the cache now, the same number if it is warmed again
-    partial_tail_tokens      tokens after the last full chunk; of documents those in chunks that
-                             cannot be found
-    chunk_boundary_aligned   fewer than 32 tokens at its end are not cached: those after its last
-                             full block, or of documents the partial tail
-    alignment_warning        reports those tokens when it is not aligned, else None; `warm` logs it
+    Attributes:
+        chunks_stored: chunks that are in the cache now, the same number if it is warmed again.
+        partial_tail_tokens: tokens after the last full chunk; of documents those in chunks that
+            cannot be found.
+        chunk_boundary_aligned: fewer than 32 tokens at its end are not cached: those after its last
+            full block, or of documents the partial tail.
+        alignment_warning: reports those tokens when it is not aligned, else None; `warm` logs it.
     """
 
     chunks_stored: int
@@ -268,18 +266,17 @@ def _number_of(other: object) -> object:
 class PromptCheck:
     """One prompt, run without and with the cache.
 
-    reused_tokens            prompt tokens the second run took from the cache, with mode
-                             chunk_kv_reuse those that it shared at other positions; 0 fails the
-                             check
-    max_logit_difference     largest absolute difference over the checked positions
-    relative_logit_l2        L2 norm of the difference over the norm of the cold logits
-    kl_divergence            largest KL(cold || warm) over the checked positions, of the
-                             distributions sampled from
-    mean_kl                  the mean of it, of the model's own distributions
-    agreement                share of the checked positions at which both find the same token the
-                             most likely
-    text_equal               both runs gave the same tokens
-    problem                  why it failed, else None
+    Attributes:
+        reused_tokens: prompt tokens the second run took from the cache, with mode chunk_kv_reuse
+            those that it shared at other positions; 0 fails the check.
+        max_logit_difference: largest absolute difference over the checked positions.
+        relative_logit_l2: L2 norm of the difference over the norm of the cold logits.
+        kl_divergence: largest KL(cold || warm) over the checked positions, of the distributions
+            sampled from.
+        mean_kl: the mean of it, of the model's own distributions.
+        agreement: share of the checked positions at which both find the same token the most likely.
+        text_equal: both runs gave the same tokens.
+        problem: why it failed, else None.
     """
 
     prompt: str
@@ -305,12 +302,13 @@ class CorrectnessReport:
     """All checks of `verify_correctness`; truthy only if there is at least one and every one
     passed.
 
-    mode              what was compared with a full computation
-    logit_tolerance   relative L2 distance of the logits that rounding alone explains; 0: equal to
-                      the bit
-    kl_limit          with mode chunk_kv_reuse: largest allowed `mean_kl`, as much as another order
-                      of the documents changes; else None. There a check passes if it reused
-                      something and its answer is the same text
+    Attributes:
+        mode: what was compared with a full computation.
+        logit_tolerance: relative L2 distance of the logits that rounding alone explains; 0: equal
+            to the bit.
+        kl_limit: with mode chunk_kv_reuse: largest allowed `mean_kl`, as much as another order of
+            the documents changes; else None. There a check passes if it reused something and its
+            answer is the same text.
     """
 
     checks: tuple[PromptCheck, ...]

@@ -67,7 +67,8 @@ DEFAULT_SAMPLING = SamplingDefaults()
 def sampling_defaults(model: Mapping[str, float], config: EngineConfig) -> SamplingDefaults:
     """Return the values for requests to an engine.
 
-    model   sampling values of the model's generation config, by name
+    Args:
+        model: sampling values of the model's generation config, by name.
     """
     chosen = dict(model) if config.generation_config == "model" else {}
     if config.default_temperature is not None:

@@ -29,8 +29,9 @@ def build_batch(
     Every sequence has its blocks. Stretches of one sequence are rows of their own: what one of them
     stores the later ones attend to in the same pass.
 
-    hidden_size     of the states that some of them want
-    is_abandoned    see `ForwardBatch`
+    Args:
+        hidden_size: of the states that some of them want.
+        is_abandoned: see `ForwardBatch`.
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)

@@ -26,7 +26,8 @@ class Fairness:
     What is computed anew after preemption is not charged, so that whoever gets a place for a while
     gets on.
 
-    is_shared   whether several tenants have requests
+    Attributes:
+        is_shared: whether several tenants have requests.
     """
 
     def __init__(self) -> None:

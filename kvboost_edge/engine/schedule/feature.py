@@ -62,8 +62,9 @@ class Constraint(Feature):
 class Drafting(Feature):
     """Speculative decoding: the draft tokens of the next step. Null: never any.
 
-    tokens      the draft tokens that the next step computes after the last certain one
-    proposes    whether there can be any
+    Attributes:
+        tokens: the draft tokens that the next step computes after the last certain one.
+        proposes: whether there can be any.
     """
 
     proposes = False
@@ -84,10 +85,11 @@ class Drafting(Feature):
 class SharedSpans(Feature):
     """Non-prefix KV reuse: token ranges whose KV comes from other positions. Null: there are none.
 
-    num_ahead     tokens of the spans that the sequence has not reached
-    num_shared    most prompt tokens that it shared this way
-    probe         deviation scoring that comes before anything else is computed
-    recomputed_at, probe_seconds    marks of the request's phases, see `phase_times`
+    Attributes:
+        num_ahead: tokens of the spans that the sequence has not reached.
+        num_shared: most prompt tokens that it shared this way.
+        probe: deviation scoring that comes before anything else is computed.
+        recomputed_at, probe_seconds: marks of the request's phases, see `phase_times`.
     """
 
     num_ahead = 0

@@ -38,8 +38,9 @@ class OutputText:
     def push(self, token_id: int, *, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
         """Return the text that is certain now, and why the output ends here (None: it goes on).
 
-        is_whole    nothing can follow the token
-        is_last     no further token is wanted
+        Args:
+            is_whole: nothing can follow the token.
+            is_last: no further token is wanted.
         """
         text, reason = self._read(token_id, is_whole, is_last)
         self._pieces.append(text)
@@ -63,7 +64,8 @@ class OutputText:
 class TokenScores:
     """Logits and log probabilities that a request asked for.
 
-    logits    rows of a request for logits, float32 [num_rows, vocab_size] each
+    Attributes:
+        logits: rows of a request for logits, float32 [num_rows, vocab_size] each.
     """
 
     def __init__(self, request: Request) -> None:
@@ -134,8 +136,9 @@ class PhaseMarks:
     def took_part(self, seconds: float, share: float) -> None:
         """Note a step that computed some of the request's tokens.
 
-        seconds   time of the step
-        share     share of the step's tokens that were the request's, above 0 and up to 1
+        Args:
+            seconds: time of the step.
+            share: share of the step's tokens that were the request's, above 0 and up to 1.
         """
         self._step_seconds += seconds
         self._own_seconds += seconds * share

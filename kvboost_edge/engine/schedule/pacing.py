@@ -30,8 +30,9 @@ _MEASURED_EVERY = 32  # steps with prompts; then one step decodes only, to measu
 class StepLimit(NamedTuple):
     """The size that a step may have.
 
-    total    units of work
-    prices   units of one token, by the sequence's index; 1 for sequences that are not in it
+    Attributes:
+        total: units of work.
+        prices: units of one token, by the sequence's index; 1 for sequences that are not in it.
     """
 
     total: int
@@ -45,8 +46,9 @@ class StepLimit(NamedTuple):
 class StepPacing:
     """The limit of each step, from the predicted cost of its tokens.
 
-    target    seconds of a step while sequences decode, None: chosen from what decoding alone takes;
-              0: no limit but `max_batch_tokens`
+    Attributes:
+        target: seconds of a step while sequences decode, None: chosen from what decoding alone
+            takes; 0: no limit but `max_batch_tokens`.
     """
 
     def __init__(self, target: float | None = 0.0) -> None:
@@ -92,8 +94,9 @@ class StepPacing:
 
         A decoding sequence takes one unit, so that each has its token before any prompt.
 
-        seconds    for the prompts
-        room       most tokens of prompts
+        Args:
+            seconds: for the prompts.
+            room: most tokens of prompts.
         """
         costs = {
             one.index: self._cost.prompt_token(one.num_computed_tokens) * 1e6 for one in prompts

@@ -34,8 +34,9 @@ class DraftPlanner:
     ) -> list[Sequence]:
         """Give draft tokens to sequences that compute one token; return those that have some.
 
-        wanted    tokens that the step computes, by the sequence's index
-        budget    rows that the step has room for besides those
+        Args:
+            wanted: tokens that the step computes, by the sequence's index.
+            budget: rows that the step has room for besides those.
         """
         return []
 

@@ -30,10 +30,11 @@ _LATEST = 0.1  # part of the latest step, or output, in their means
 class _Board(NamedTuple):
     """All requests at one moment, in seconds of computing.
 
-    ranks, ahead   of those that wait, in their order: rank, and what is before the first, the
-                   second, ..., and in all
-    prompts        of those that run and have prompt left: (index, tenant, seconds)
-    ends           in how many seconds those that run are done, the first one first
+    Attributes:
+        ranks, ahead: of those that wait, in their order: rank, and what is before the first, the
+            second, ..., and in all.
+        prompts: of those that run and have prompt left: (index, tenant, seconds).
+        ends: in how many seconds those that run are done, the first one first.
     """
 
     made_at: float

@@ -41,12 +41,13 @@ _BY_PRIORITY = attrgetter("priority")
 class StepPlan:
     """The plan of one step.
 
-    work          what to compute
-    copies        blocks to copy before the forward pass
-    copied_for    sequences whose blocks those copies make: they depend on the pass even when none
-                  of their tokens are in it
-    probed        sequences whose spans are scored before the forward pass
-    failed        sequences that failed while the step was planned, and why
+    Attributes:
+        work: what to compute.
+        copies: blocks to copy before the forward pass.
+        copied_for: sequences whose blocks those copies make: they depend on the pass even when none
+            of their tokens are in it.
+        probed: sequences whose spans are scored before the forward pass.
+        failed: sequences that failed while the step was planned, and why.
     """
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)

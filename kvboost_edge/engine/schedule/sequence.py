@@ -35,8 +35,9 @@ _MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
 class Restored(Feature):
     """The blocks that offload tiers brought for one sequence, as counts of tokens.
 
-    seconds       of all loads, one after another
-    was_asked     whether tiers were asked since the sequence last lost its blocks
+    Attributes:
+        seconds: of all loads, one after another.
+        was_asked: whether tiers were asked since the sequence last lost its blocks.
     """
 
     def __init__(self) -> None:
@@ -83,15 +84,15 @@ class Sequence:
     token. Preemption sets the counter back to what the cache still holds when the sequence is
     admitted again; sampled tokens stay.
 
-    index, rank           the request's
-    table                 the blocks, None unless RUNNING
-    num_charged_tokens    up to where its tokens count as served to its tenant (fairness)
-    last_turn             when it was last chosen to compute its one pending token, counted over all
-                          sequences (fairness)
-    blocked_at            the cache's `progress` at the last failed try to let it in; None: not
-                          tried
-    awaited_hash          the block it waits for, which another sequence computes
-    drafting, grammar, spans, restored    the features that take part in it, see `Feature`
+    Attributes:
+        index, rank: the request's.
+        table: the blocks, None unless RUNNING.
+        num_charged_tokens: up to where its tokens count as served to its tenant (fairness).
+        last_turn: when it was last chosen to compute its one pending token, counted over all
+            sequences (fairness).
+        blocked_at: the cache's `progress` at the last failed try to let it in; None: not tried.
+        awaited_hash: the block it waits for, which another sequence computes.
+        drafting, grammar, spans, restored: the features that take part in it, see `Feature`.
 
     Where the table shares spans from other positions, the counter passes over each of them when it
     reaches it.
@@ -228,7 +229,8 @@ class Sequence:
         token, as long as the draft token after it is the same; tokens after a rejected draft token
         are ignored and do not count as computed.
 
-        largest    index of the largest logit of the first rows, as far as it is known
+        Args:
+            largest: index of the largest logit of the first rows, as far as it is known.
         """
         computed = work.stop
         reason = None
@@ -277,7 +279,8 @@ class Sequence:
     def admit(self, table: BlockTable, missed: Missed) -> None:
         """Start or resume on a fresh table: what the cache served counts as computed.
 
-        missed    why the cache served no more
+        Args:
+            missed: why the cache served no more.
         """
         self.table = table
         self.status = SequenceStatus.RUNNING

@@ -38,10 +38,11 @@ _LEAST_PROMPT = 0.1  # of a step's time: the part that its prompts are taken to 
 class StepShape(NamedTuple):
     """The size of a step.
 
-    sequences       sequences that decode
-    decode_depth    tokens before each of their tokens, summed
-    tokens          tokens of prompts
-    prompt_depth    tokens before each of those, summed
+    Attributes:
+        sequences: sequences that decode.
+        decode_depth: tokens before each of their tokens, summed.
+        tokens: tokens of prompts.
+        prompt_depth: tokens before each of those, summed.
     """
 
     sequences: int = 0

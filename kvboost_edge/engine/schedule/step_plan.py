@@ -14,12 +14,13 @@ class ScheduledTokens(NamedTuple, Generic[S]):
     """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to
     `Sequence.take`. Generic, because that class imports this one.
 
-    sequence        the sequence that they belong to
-    start           position of the first
-    token_ids       the tokens, at positions start, start + 1, ...
-    num_rows        how many of the last ones have logits or states wanted; at least one: it samples
-                    or shows NaN
-    num_drafted     how many of the last ones are draft tokens
+    Attributes:
+        sequence: the sequence that they belong to.
+        start: position of the first.
+        token_ids: the tokens, at positions start, start + 1, ...
+        num_rows: how many of the last ones have logits or states wanted; at least one: it samples
+            or shows NaN.
+        num_drafted: how many of the last ones are draft tokens.
     """
 
     sequence: S

@@ -162,9 +162,10 @@ class Drafter:
     ) -> None:
         """Make the drafter of one sequence.
 
-        tenant           the root of its prefixes
-        max_tokens       of the sequence, at its end
-        reads_history    drafts may come from the tenant's other requests too
+        Args:
+            tenant: the root of its prefixes.
+            max_tokens: of the sequence, at its end.
+            reads_history: drafts may come from the tenant's other requests too.
         """
         self._tenant = tenant
         self._memory = memory

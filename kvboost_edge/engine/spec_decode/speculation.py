@@ -102,9 +102,10 @@ class Speculation(DraftPlanner):
     ) -> list[Sequence]:
         """Give draft tokens to sequences that compute one token; return those that have some.
 
-        wanted    tokens that the step computes, by the sequence's index
-        budget    rows that the step has room for besides those; while others wait, no sequence gets
-                  more than an equal part of them
+        Args:
+            wanted: tokens that the step computes, by the sequence's index.
+            budget: rows that the step has room for besides those; while others wait, no sequence
+                gets more than an equal part of them.
         """
         num_rows = sum(wanted.values())
         proposed: list[tuple[Sequence, DraftProposal]] = []

@@ -77,7 +77,8 @@ class Documents:
         """What `warm` is to compute alone, all of it checked; None where it is a text that prompts
         begin with.
 
-        given   options in place of the engine's
+        Args:
+            given: options in place of the engine's.
         """
         position = as_int("position_offset", position_offset)
         if (text is None) == (documents is None) or (documents is not None and position):

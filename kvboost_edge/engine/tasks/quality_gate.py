@@ -66,8 +66,9 @@ class QualityGate:
     A request uses the stored verdict and never runs the test. Safe to use from any thread but the
     engine's. One thread tests; others that ask for the verdict wait for it.
 
-    open_apart   opens an engine for the test over the same model, with this number of blocks, and
-                 yields its gate
+    Attributes:
+        open_apart: opens an engine for the test over the same model, with this number of blocks,
+            and yields its gate.
     """
 
     def __init__(

@@ -119,8 +119,9 @@ def _verify_reuse(
     """Compare greedy answers computed in full with those behind what the engine's cache holds at
     other positions.
 
-    prompts   of documents that are in the cache, for the tenant and salt of none; None: those of
-              the gate, of documents that are computed now and forgotten
+    Args:
+        prompts: of documents that are in the cache, for the tenant and salt of none; None: those of
+            the gate, of documents that are computed now and forgotten.
 
     RequestError for no prompt or a bad one, and where the gate's own test has no room.
     """

@@ -57,17 +57,19 @@ class AttentionCall(NamedTuple):
     """All that the threads of one call share; arrays are C-contiguous and writable, so that one
     compilation serves all.
 
-    queries, out  float32 [num_tokens, num_q_heads, head_dim];  lse float32 [num_tokens,
-                  num_q_heads]
-    keys, values  addresses of the pool's arrays
-    sinks         float32 [num_q_heads], or [0] for none
-    partials      float32 [num_partials * num_kv_heads, state_floats]: states of split partitions
-    scratch       float32 [num_threads, scratch_floats]; a thread takes a row when it joins
-    counters      int64, see NUM_COUNTERS
-    max_blocks    columns of block_tables;  num_items: rows of items;  num_threads: rows of scratch
-    cu_seqlens_q, seq_lens, block_tables, items  int32, as in PagedBatch and WorkPlan
-    unrotated     the queries before rotation, a token's every `unrotated_step` floats; cos, sin: as
-                  in QueryRotation; half: rotary pairs. All empty or 0 where no segment has a delta
+    Attributes:
+        queries, out (float32 [num_tokens, num_q_heads, head_dim];): lse float32 [num_tokens,
+            num_q_heads].
+        keys, values: addresses of the pool's arrays.
+        sinks: float32 [num_q_heads], or [0] for none.
+        partials: float32 [num_partials * num_kv_heads, state_floats]: states of split partitions.
+        scratch: float32 [num_threads, scratch_floats]; a thread takes a row when it joins.
+        counters: int64, see NUM_COUNTERS.
+        max_blocks: columns of block_tables; num_items: rows of items;  num_threads: rows of
+            scratch.
+        cu_seqlens_q, seq_lens, block_tables, items: int32, as in PagedBatch and WorkPlan.
+        unrotated: the queries before rotation, a token's every `unrotated_step` floats; cos, sin:
+            as in QueryRotation; half: rotary pairs. All empty or 0 where no segment has a delta.
     """
 
     queries: Floats
@@ -136,16 +138,18 @@ class Unit(NamedTuple):
     """Where a unit works. Positions are counted from `shift`; the rows see tokens [low, high) at
     most.
 
-    first_index   entry of the block table that holds the tokens from `shift` on
-    whole         0, or `high` where the rows' own tokens are in another segment: then all rows see
-                  all
-                  up to there
+    Attributes:
+        first_index: entry of the block table that holds the tokens from `shift` on.
+        whole: 0, or `high` where the rows' own tokens are in another segment: then all rows see all
+            up to there.
 
-    query   address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are 0
-    scores  address of float32 [padded_rows, 64];  rescale of [padded_rows]
-    stage   address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a
-            row of zeros
-    table   address of the tile table, see float_tiles.py
+    Attributes:
+        query: address of float32 [padded_rows, head_dim], scaled; rows that fill up the last 4 are
+            0.
+        scores: address of float32 [padded_rows, 64]; rescale of [padded_rows].
+        stage: address of the staged strips: 4 x keys [head_dim, 16], 4 x values [16, padded_dim], a
+            row of zeros.
+        table: address of the tile table, see float_tiles.py.
 
     A state is float32 sums [padded_rows, padded_dim], maxima [padded_rows], totals [padded_rows].
     """

@@ -92,11 +92,12 @@ def paged_attention(
 ) -> tuple[Floats, Floats]:
     """Attention of a flat batch over its sequences' blocks, causal unless the options look ahead.
 
-    queries    float32 [num_tokens, num_q_heads, head_dim]
-    workspace  None: one thread and buffers of its own
-    plan       the batch's `plan_work` for these head counts and this window, if it is known already
-    turning    for a batch that has segments with a delta; ConfigError where such a batch comes
-               without
+    Args:
+        queries: float32 [num_tokens, num_q_heads, head_dim].
+        workspace: None: one thread and buffers of its own.
+        plan: the batch's `plan_work` for these head counts and this window, if it is known already.
+        turning: for a batch that has segments with a delta; ConfigError where such a batch comes
+            without.
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
     are trusted.

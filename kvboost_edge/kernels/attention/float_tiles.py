@@ -137,8 +137,9 @@ def _scores_tile(strips: int, kind: int = KIND_F32) -> Any:
         """Scores of four rows against the tile's first 16 * strips tokens, whose keys are stored as
         `kind`.
 
-        query   address of float32 [4, head_dim], rows contiguous
-        scores  address of float32 [4, 64], written in the columns of those tokens
+        Args:
+            query: address of float32 [4, head_dim], rows contiguous.
+            scores: address of float32 [4, 64], written in the columns of those tokens.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -217,10 +218,11 @@ def _values_tile(num_vectors: int, strips: int, kind: int = KIND_F32) -> Any:
         """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * strips) tokens of
         weight[row] * value.
 
-        weights  address of float32 [4, 64]
-        channel  first of the panel's channels
-        scales   address of float32 [4]
-        out      address of float32 [4, row_bytes / 4], updated in the panel's columns
+        Args:
+            weights: address of float32 [4, 64].
+            channel: first of the panel's channels.
+            scales: address of float32 [4].
+            out: address of float32 [4, row_bytes / 4], updated in the panel's columns.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -283,11 +285,14 @@ def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: An
     """One step of the running softmax of four rows over one tile; a score of -inf is a token not
     seen.
 
-    scores   address of float32 [4, 64]: scores in, exp(score - new maximum) out, exactly 0 for -inf
-    maxima   address of float32 [4]: running maxima (-inf before the first visible token), updated
-    totals   address of float32 [4]: running sums of exponentials, updated
-    rescale  address of float32 [4], written: what earlier sums are to be multiplied by (1 where
-             nothing changed)
+    Args:
+        scores: address of float32 [4, 64]: scores in, exp(score - new maximum) out, exactly 0 for
+            -inf.
+        maxima: address of float32 [4]: running maxima (-inf before the first visible token),
+            updated.
+        totals: address of float32 [4]: running sums of exponentials, updated.
+        rescale: address of float32 [4], written: what earlier sums are to be multiplied by (1 where
+            nothing changed).
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

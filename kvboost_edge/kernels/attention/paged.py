@@ -55,8 +55,9 @@ _ITEMS_PER_THREAD = (
 class KVPool(NamedTuple):
     """Keys and values of one layer, in float32, float16 or (as uint16 bits) bfloat16.
 
-    keys    [num_blocks, num_kv_heads, head_dim, block_size]   a lane is a token
-    values  [num_blocks, num_kv_heads, block_size, head_dim]   a lane is a channel
+    Attributes:
+        keys ([num_blocks, num_kv_heads, head_dim, block_size]): a lane is a token.
+        values ([num_blocks, num_kv_heads, block_size, head_dim]): a lane is a channel.
     """
 
     keys: npt.NDArray[Any]
@@ -80,12 +81,13 @@ class OwnBlocks(NamedTuple):
 class PagedBatch(NamedTuple):
     """Which query rows belong to which sequence and where the sequences' blocks are.
 
-    cu_seqlens_q  int32 [num_seqs + 1]           first query row of each sequence
-    seq_lens      int32 [num_seqs]               the position behind each sequence's last query row
-    block_tables  int32 [num_seqs, max_blocks]   block ids in order; not read beyond the sequence's
-                  end
-    segments      which positions the blocks hold, see segments.py; None: block i holds those from
-                  i * block_size on
+    Attributes:
+        cu_seqlens_q (int32 [num_seqs + 1]): first query row of each sequence.
+        seq_lens (int32 [num_seqs]): the position behind each sequence's last query row.
+        block_tables (int32 [num_seqs, max_blocks]): block ids in order; not read beyond the
+            sequence's end.
+        segments: which positions the blocks hold, see segments.py; None: block i holds those from i
+            * block_size on.
     """
 
     cu_seqlens_q: Ints
@@ -113,8 +115,9 @@ class QueryRotation(NamedTuple):
     """What queries over segments with a delta are made of: one at position p is rotated by row p -
     delta of the tables.
 
-    queries   float32 [num_tokens, num_q_heads, head_dim], before rotation
-    cos, sin  float32 [num_positions, rotary_dim / 2], see rope.py
+    Attributes:
+        queries: float32 [num_tokens, num_q_heads, head_dim], before rotation.
+        cos, sin: float32 [num_positions, rotary_dim / 2], see rope.py.
     """
 
     queries: Floats
@@ -126,19 +129,17 @@ class Item(NamedTuple):
     """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where
     the tile is split.
 
-    first_row, num_rows              query tokens, counted from the sequence's first one in the
-                                     batch
-    first_partition, end_partition   what this item walks, of one segment of the sequence's blocks
-    split                            number of the split tile, -1: not split
-    ordinal, num_partitions          which of the split tile's partitions this is, and how many it
-                                     has
-    first_partial                    the split tile's first partial result
-    first_index                      the segment's first entry in the block table
-    shift                            position of that entry's slot 0; the item's other positions are
-                                     counted from there
-    valid_from, valid_to             what the segment serves; NO_END: the queries themselves are in
-                                     it
-    delta                            of the segment: 0, or how far back the queries are turned
+    Attributes:
+        first_row, num_rows: query tokens, counted from the sequence's first one in the batch.
+        first_partition, end_partition: what this item walks, of one segment of the sequence's
+            blocks.
+        split: number of the split tile, -1: not split.
+        ordinal, num_partitions: which of the split tile's partitions this is, and how many it has.
+        first_partial: the split tile's first partial result.
+        first_index: the segment's first entry in the block table.
+        shift: position of that entry's slot 0; the item's other positions are counted from there.
+        valid_from, valid_to: what the segment serves; NO_END: the queries themselves are in it.
+        delta: of the segment: 0, or how far back the queries are turned.
     """
 
     sequence: Any
@@ -254,8 +255,9 @@ class _Walks(NamedTuple):
     """What tiles of query rows walk: one walk for each segment of the tile's sequence. int64
     [num_walks] each.
 
-    tile  the tile;  position: of its first query;  partitions [first, end) and what else there is
-          as in `Item`: one number stands for all walks where every sequence has one segment
+    Attributes:
+        tile: the tile; position: of its first query;  partitions [first, end) and what else there
+            is as in `Item`: one number stands for all walks where every sequence has one segment.
     """
 
     tile: Longs

@@ -71,14 +71,14 @@ _I32 = ir.IntType(32)
 class Tile(NamedTuple):
     """Where the weights of a run of tiles are.
 
-    weights, scales, minima  addresses: quads or floats, 16 float16 a group, likewise; of
-                             formats with blocks or a table see weight_formats.py
-    weights_step, scales_step, minima_step  bytes from one tile's to the next tile's
-    groups                   groups of 32 inputs, or inputs for float formats
-    runs                     tiles, or pairs of tiles where a microkernel takes two at once; float
-                             formats: 1
-    panel_step               0; or the runs are panels against one tile (or pair), this the bytes
-                             from one to the next
+    Attributes:
+        weights, scales, minima: addresses: quads or floats, 16 float16 a group, likewise; of
+            formats with blocks or a table see weight_formats.py.
+        weights_step, scales_step, minima_step: bytes from one tile's to the next tile's.
+        groups: groups of 32 inputs, or inputs for float formats.
+        runs: tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1.
+        panel_step: 0; or the runs are panels against one tile (or pair), this the bytes from one to
+            the next.
     """
 
     weights: int
@@ -95,10 +95,11 @@ class Tile(NamedTuple):
 class Target(NamedTuple):
     """Where results go: out = factor * (result + bias), or out += that where `add` is not 0.
 
-    out, out_step  address of float32 [tokens, 16], bytes from one token to the next
-    tile_step      bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that
-                   is one tile twice
-    bias           address of float32 [16] (the next tile's follow `tile_step` bytes behind), or 0
+    Attributes:
+        out, out_step: address of float32 [tokens, 16], bytes from one token to the next.
+        tile_step: bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that
+            is one tile twice.
+        bias: address of float32 [16] (the next tile's follow `tile_step` bytes behind), or 0.
     """
 
     out: int

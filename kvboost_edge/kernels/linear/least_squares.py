@@ -237,10 +237,11 @@ def _fit_group(form: WeightFormat) -> Any:
     ) -> Any:
         """Fit one group of 16 rows.
 
-        values  address of float32 [32, 16], 0 from input `count` (1..32) on
-        codes   address of the group's lines;  scales, minima: addresses of 16 float16
-        totals  address of float32 [2, 16], to which the squared error and the squared weights are
-                added
+        Args:
+            values: address of float32 [32, 16], 0 from input `count` (1..32) on.
+            codes: address of the group's lines; scales, minima: addresses of 16 float16.
+            totals: address of float32 [2, 16], to which the squared error and the squared weights
+                are added.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

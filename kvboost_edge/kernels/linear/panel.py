@@ -60,11 +60,11 @@ _SHARES_PANEL = per_kind("shares_panel")
 class _Shapes(NamedTuple):
     """Tokens that a microkernel of a form takes; measured, see benchmarks/bench/bench_linear.py.
 
-    small, fine      sizes of panels against one tile, coarse and fine
-    wide, wide_fine  the size where there are more tokens than the largest of `small`, against
-                     `tiles` tiles
-    unpacked         sizes, and whether fine, that take weights unpacked beforehand (see
-                     unpacked.py)
+    Attributes:
+        small, fine: sizes of panels against one tile, coarse and fine.
+        wide, wide_fine: the size where there are more tokens than the largest of `small`, against
+            `tiles` tiles.
+        unpacked: sizes, and whether fine, that take weights unpacked beforehand (see unpacked.py).
     """
 
     small: tuple[int, ...]

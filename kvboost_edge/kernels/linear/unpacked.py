@@ -48,8 +48,10 @@ class _Places(NamedTuple):
     """Byte addresses on the stack: what is unpacked of some groups of a tile, and the sums of some
     panels.
 
-    codes   uint8 [groups][8 quads][64];  scales float32 [groups][parts, and one for minima][16]
-    sums    float32 [panels][tokens][16]
+    Attributes:
+        codes (uint8 [groups][8 quads][64];): scales float32 [groups][parts, and one for
+            minima][16].
+        sums: float32 [panels][tokens][16].
     """
 
     codes: Value

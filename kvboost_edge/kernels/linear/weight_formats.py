@@ -74,10 +74,11 @@ see panel.py.
 class QuantizationFit:
     """How floats are fitted to a format.
 
-    deltas  first scales: symmetric -largest / (offset + delta), where largest is the signed weight
-            of the greatest magnitude, so that it takes the code without a twin; with a minimum (max
-            - min) / (highest code + delta)
-    rounds  times each of them is rounded and fitted
+    Attributes:
+        deltas: first scales: symmetric -largest / (offset + delta), where largest is the signed
+            weight of the greatest magnitude, so that it takes the code without a twin; with a
+            minimum (max - min) / (highest code + delta).
+        rounds: times each of them is rounded and fitted.
     """
 
     deltas: tuple[float, ...]
@@ -88,15 +89,16 @@ class QuantizationFit:
 class WeightFormat:
     """A format of packed weights.
 
-    kind         its number in kernels, below 16
-    bits         of a stored code; 16 and 32: floats
-    offset       added to signed weights, so that codes are unsigned
-    parts        of a group with scales of their own
-    minima       whether a scaled code has a minimum taken off; such codes have no offset
-    table        whether codes are looked up in a table
-    block_bytes  of a block of 256 inputs in a file; 0: scales are float16
-    fit          how floats are fitted; None: weights come from files that hold them already
-    exact_in     other formats in which every weight keeps its value
+    Attributes:
+        kind: its number in kernels, below 16.
+        bits: of a stored code; 16 and 32: floats.
+        offset: added to signed weights, so that codes are unsigned.
+        parts: of a group with scales of their own.
+        minima: whether a scaled code has a minimum taken off; such codes have no offset.
+        table: whether codes are looked up in a table.
+        block_bytes: of a block of 256 inputs in a file; 0: scales are float16.
+        fit: how floats are fitted; None: weights come from files that hold them already.
+        exact_in: other formats in which every weight keeps its value.
     """
 
     name: str

@@ -107,9 +107,10 @@ def pack_codes(
     """Pack rows that are quantized already, as they are. ConfigError where they do not fit the
     format.
 
-    codes           uint8 [rows, inputs], with the format's offset in them
-    scales, minima  float16 [rows, groups]
-    table           the weights int8 [16] that codes stand for
+    Args:
+        codes: uint8 [rows, inputs], with the format's offset in them.
+        scales, minima: float16 [rows, groups].
+        table: the weights int8 [16] that codes stand for.
     """
     rows, inputs = codes.shape
     form = FORMATS[name]
@@ -238,7 +239,9 @@ def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]
 def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at: int) -> None:
     """Lay out quads of a group, or of a part of it, from word `at` on.
 
-    codes  words of four codes of one row: word w of lane l at w * LANES + l, from w = `first` on
+    Args:
+        codes: words of four codes of one row: word w of lane l at w * LANES + l, from w = `first`
+            on.
     """
     if bits == 8:
         for index in range(quads * LANES):

@@ -67,13 +67,13 @@ __all__ = [
 class AttentionRow(NamedTuple):
     """What attention of one layer reads and writes in a pass; kept in memory as tuples.py has it.
 
-    job               where the pool is not quantized nothing but `plain` and `slots` counts
-    turn              zeros in a pass whose parts have no delta
-    slots             address of the tokens' slots, int64
-    continued         address of pairs (from, to) of buffers, int64, copied before anything is
-                      written
-    closed            address of pairs (buffer, block), int64, quantized when all is written
-    stage             address of float32 [num_threads, dim * block], where threads quantize
+    Attributes:
+        job: where the pool is not quantized nothing but `plain` and `slots` counts.
+        turn: zeros in a pass whose parts have no delta.
+        slots: address of the tokens' slots, int64.
+        continued: address of pairs (from, to) of buffers, int64, copied before anything is written.
+        closed: address of pairs (buffer, block), int64, quantized when all is written.
+        stage: address of float32 [num_threads, dim * block], where threads quantize.
     """
 
     job: CodedJob

@@ -336,10 +336,11 @@ def quantize_groups(
 ) -> Any:
     """Quantize `groups` whole groups of 32 float32 at address x for weights of a kind.
 
-    cell       address of the first group's cell in a panel of `size` tokens, of which this one is
-               number `place`
-    kind, fine   of the weights that will read the panel; whether its codes have two planes (not 0)
-                 or one
+    Args:
+        cell: address of the first group's cell in a panel of `size` tokens, of which this one is
+            number `place`.
+        kind, fine: of the weights that will read the panel; whether its codes have two planes (not
+            0) or one.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -370,9 +371,10 @@ def activate_group(
     """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a
     coarse panel.
 
-    rows, step  address of the first token's 32 float32 of the gate, bytes from one token to the
-                next; the 32 of the way up follow half a step behind, where there is a gate
-    kind        as in `quantize_groups`
+    Args:
+        rows, step: address of the first token's 32 float32 of the gate, bytes from one token to the
+            next; the 32 of the way up follow half a step behind, where there is a gate.
+        kind: as in `quantize_groups`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -79,9 +79,10 @@ RULES = {"delta": 0, "ssd": 1}
 class BufferRows(NamedTuple):
     """Rows of float32, one for each token.
 
-    buffer  its number
-    step    floats from a row to the next
-    first   the first float of a row that counts
+    Attributes:
+        buffer: its number.
+        step: floats from a row to the next.
+        first: the first float of a row that counts.
     """
 
     buffer: int = 0
@@ -92,15 +93,16 @@ class BufferRows(NamedTuple):
 class PackedMatrix(NamedTuple):
     """A matrix of packed weights, and how it is read.
 
-    kind      of the weights
-    inputs    columns
-    weights   address of the codes, or of the floats
-    scales    address
-    minima    address of minima, of blocks' numbers, or of tables, see linear/weight_formats.py
-    bias      address of float32, or 0
-    unit      tiles, of gated operations groups, in a unit of work
-    panel     buffer of the quantized rows that it multiplies
-    fine      whether their codes have two planes
+    Attributes:
+        kind: of the weights.
+        inputs: columns.
+        weights: address of the codes, or of the floats.
+        scales: address.
+        minima: address of minima, of blocks' numbers, or of tables, see linear/weight_formats.py.
+        bias: address of float32, or 0.
+        unit: tiles, of gated operations groups, in a unit of work.
+        panel: buffer of the quantized rows that it multiplies.
+        fine: whether their codes have two planes.
     """
 
     kind: int
@@ -117,9 +119,10 @@ class PackedMatrix(NamedTuple):
 class PanelTarget(NamedTuple):
     """The panel that a result is quantized into.
 
-    kind    of the weights that read it; 0: the result stays float32
-    buffer  of the panel
-    fine    whether its codes have two planes
+    Attributes:
+        kind: of the weights that read it; 0: the result stays float32.
+        buffer: of the panel.
+        fine: whether its codes have two planes.
     """
 
     kind: int = 0
@@ -130,9 +133,10 @@ class PanelTarget(NamedTuple):
 class InnerChannels(NamedTuple):
     """The inner channels of an MLP.
 
-    size   how many
-    act    the activation
-    kind   of the weights that read them quantized; 0: they stay float32
+    Attributes:
+        size: how many.
+        act: the activation.
+        kind: of the weights that read them quantized; 0: they stay float32.
     """
 
     size: int
@@ -150,15 +154,16 @@ class ExpertCounts(NamedTuple):
 class ConvInputs(NamedTuple):
     """A short convolution along a sequence, and where its last inputs are kept.
 
-    rows        the inputs
-    channels    of a row
-    width       inputs before a token's own that it reads
-    state       the first byte of the last inputs in a slot
-    weights     address of float32 [width + 1, channels]
-    bias        address of float32 [channels], or 0
-    gated       whether a row is [B | C | x] and the input B * x
-    draft       the first byte in a row of drafts
-    draft_step  bytes of such a row
+    Attributes:
+        rows: the inputs.
+        channels: of a row.
+        width: inputs before a token's own that it reads.
+        state: the first byte of the last inputs in a slot.
+        weights: address of float32 [width + 1, channels].
+        bias: address of float32 [channels], or 0.
+        gated: whether a row is [B | C | x] and the input B * x.
+        draft: the first byte in a row of drafts.
+        draft_step: bytes of such a row.
     """
 
     rows: BufferRows
@@ -175,10 +180,11 @@ class ConvInputs(NamedTuple):
 class StateHeads(NamedTuple):
     """Heads of layers with a matrix as their state.
 
-    key_heads, key_dim  of keys and queries
-    heads, dim          of values
-    tiled               whether value head h reads key head h mod key_heads
-    rule                one of `RULES`
+    Attributes:
+        key_heads, key_dim: of keys and queries.
+        heads, dim: of values.
+        tiled: whether value head h reads key head h mod key_heads.
+        rule: one of `RULES`.
     """
 
     key_heads: int
@@ -257,16 +263,17 @@ class RopeOp(NamedTuple):
     """Queries, keys and values of a row: normed, rotated, and written to their buffers, keys and
     values to the pool where attention runs in the program.
 
-    kv_heads               0: the layer attends to another's keys and values
-    half                   pairs that are rotated
-    q_norm, k_norm         addresses of weights
-    v_norm                 address of ones, or 0 for no norm of values
-    keys_twice             whether values are the keys before their norm
-    norm_all               0: no norm of queries and keys, 1: of each head, 2: of all as one row
-    late_norm              whether these norms come after the rotation
-    table                  buffer of cosines; that of sines is the next
-    query_scale            buffer with a factor for the queries of each position, or 0
-    layer                  whose attention row is used
+    Attributes:
+        kv_heads: 0: the layer attends to another's keys and values.
+        half: pairs that are rotated.
+        q_norm, k_norm: addresses of weights.
+        v_norm: address of ones, or 0 for no norm of values.
+        keys_twice: whether values are the keys before their norm.
+        norm_all: 0: no norm of queries and keys, 1: of each head, 2: of all as one row.
+        late_norm: whether these norms come after the rotation.
+        table: buffer of cosines; that of sines is the next.
+        query_scale: buffer with a factor for the queries of each position, or 0.
+        layer: whose attention row is used.
     """
 
     source: BufferRows
@@ -289,9 +296,10 @@ class RopeOp(NamedTuple):
 class LinearOp(NamedTuple):
     """A matrix times rows, of integer weights times a panel: out = (product + bias) * factor.
 
-    out    its `first` is a multiple of 16
-    size   rows of the matrix
-    add    whether the result is added to `out`
+    Attributes:
+        out: its `first` is a multiple of 16.
+        size: rows of the matrix.
+        add: whether the result is added to `out`.
     """
 
     source: BufferRows
@@ -341,11 +349,12 @@ class AttendOp(NamedTuple):
 class RouteOp(NamedTuple):
     """A token's experts and shares from its row of logits.
 
-    step     floats of a row
-    score    one of `SCORES`
-    renorm   one of `RENORMS`
-    bias     address of what is added to scores for the choice, or 0
-    factors  address of each expert's factor of its share, or 0
+    Attributes:
+        step: floats of a row.
+        score: one of `SCORES`.
+        renorm: one of `RENORMS`.
+        bias: address of what is added to scores for the choice, or 0.
+        factors: address of each expert's factor of its share, or 0.
     """
 
     experts: ExpertCounts
@@ -443,8 +452,9 @@ class ScanInputsOp(NamedTuple):
 class ScanOp(NamedTuple):
     """The matrices of a layer advanced by the tokens of a pass.
 
-    state  the first byte of the matrices in a slot
-    skip   address of how much of a value is added to its result; Mamba2 only
+    Attributes:
+        state: the first byte of the matrices in a slot.
+        skip: address of how much of a value is added to its result; Mamba2 only.
     """
 
     heads: StateHeads
@@ -455,11 +465,12 @@ class ScanOp(NamedTuple):
 class GateOp(NamedTuple):
     """Results of `ScanOp`, normed and gated.
 
-    source       the gates
-    weight       address of the norm's weights
-    groups       that are normed, each for itself; 0: none
-    weight_step  floats from the weights of one group to those of the next
-    gate_first   whether the gates come before the norm
+    Attributes:
+        source: the gates.
+        weight: address of the norm's weights.
+        groups: that are normed, each for itself; 0: none.
+        weight_step: floats from the weights of one group to those of the next.
+        gate_first: whether the gates come before the norm.
     """
 
     source: BufferRows
@@ -565,14 +576,15 @@ def table_of(operations: Sequence[Operation]) -> npt.NDArray[np.int64]:
 class ProgramJob(NamedTuple):
     """What the threads of one call share.
 
-    ops       int64 [num_ops, OP_NUMBERS], run from `first` to before `last`
-    buffers   int64 [num_buffers], addresses
-    counters  int64, zeros: COUNTERS_PER_OP for each op from first on, then one for the whole
-    tokens    rows of this pass
-    kernels   int64 [NUM_KERNELS], addresses of entries, see entries.py; 0 where the program needs
-              none
-    matrix    1: panels are as large as tile registers take, where kernels are compiled with them;
-              0: not
+    Attributes:
+        ops: int64 [num_ops, OP_NUMBERS], run from `first` to before `last`.
+        buffers: int64 [num_buffers], addresses.
+        counters: int64, zeros: COUNTERS_PER_OP for each op from first on, then one for the whole.
+        tokens: rows of this pass.
+        kernels: int64 [NUM_KERNELS], addresses of entries, see entries.py; 0 where the program
+            needs none.
+        matrix: 1: panels are as large as tile registers take, where kernels are compiled with them;
+            0: not.
     """
 
     ops: npt.NDArray[np.int64]

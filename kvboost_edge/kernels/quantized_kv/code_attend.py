@@ -56,11 +56,12 @@ _OWN_1 = values_strip[1]
 class CodedCall(NamedTuple):
     """A call on a quantized pool.
 
-    plain         its pool is that of the own blocks (float16), its block tables are theirs
-    codes         address of uint8 [num_blocks, num_kv_heads, layout.nbytes]
-    block_tables  int32 [num_seqs, max_blocks] of the quantized blocks
-    first         int32 [num_seqs]: position of slot 0 of the first block in a row of the own
-                  blocks' tables
+    Attributes:
+        plain: its pool is that of the own blocks (float16), its block tables are theirs.
+        codes: address of uint8 [num_blocks, num_kv_heads, layout.nbytes].
+        block_tables: int32 [num_seqs, max_blocks] of the quantized blocks.
+        first: int32 [num_seqs]: position of slot 0 of the first block in a row of the own blocks'
+            tables.
     """
 
     plain: AttentionCall

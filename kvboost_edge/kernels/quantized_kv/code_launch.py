@@ -47,11 +47,13 @@ def paged_attention_coded(
     """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
     ConfigError for options that look ahead.
 
-    queries    float32 [num_tokens, num_q_heads, head_dim]
-    codes      uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous
-    workspace  None: one thread and buffers of its own
-    plan       the batch's `plan_work` for these head counts and this window, if it is known already
-    turning    for a batch that has parts with a delta; ConfigError where such a batch comes without
+    Args:
+        queries: float32 [num_tokens, num_q_heads, head_dim].
+        codes: uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous.
+        workspace: None: one thread and buffers of its own.
+        plan: the batch's `plan_work` for these head counts and this window, if it is known already.
+        turning: for a batch that has parts with a delta; ConfigError where such a batch comes
+            without.
 
     Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
     are trusted.

@@ -211,12 +211,13 @@ def fold_rows(
 ) -> Any:
     """Four query rows for the keys of the tile's four strips.
 
-    rows    address of float32 [dim / 16, 4 rows, 16]: the queries;  units: the same divided, see
-            `divide_row`
-    zeros, steps  float32 [4 strips, dim], see `decode_keys`
-    planes  address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of
-            round(unit * step)
-    dots    address of float32 [4 strips, 4 rows], written: query . zeros
+    Args:
+        rows: address of float32 [dim / 16, 4 rows, 16]: the queries; units: the same divided, see
+            `divide_row`.
+        zeros, steps: float32 [4 strips, dim], see `decode_keys`.
+        planes: address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of
+            round(unit * step).
+        dots: address of float32 [4 strips, 4 rows], written: query . zeros.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -160,9 +160,11 @@ def _coded_scores(bits: int) -> Any:
     ) -> Any:
         """Scores, float32 [4, 64], of four rows against the tile's 64 tokens.
 
-        planes  int8 [dim / 16, 4 strips, 4, 32] and dots, float32 [4 strips, 4], see `fold_rows`
-        tops    float32 [4 strips]: largest key step of each strip;  steps: float32 [4], see
-                `divide_row`
+        Args:
+            planes: int8 [dim / 16, 4 strips, 4, 32] and dots, float32 [4 strips, 4], see
+                `fold_rows`.
+            tops: float32 [4 strips]: largest key step of each strip; steps: float32 [4], see
+                `divide_row`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -292,10 +294,11 @@ def _coded_values(bits: int, num_vectors: int) -> Any:
         """out[row] = out[row] * rescale + shift + factor * sum over the tile's tokens of weight
         code * value code.
 
-        codes    address of uint8 [4, 64], see `weigh_rows`
-        channel  first of the panel's channels
-        numbers  address of float32 [3, 4]: rescale, factor and shift of each row
-        out      address of float32 [4, row_bytes / 4], updated in the panel's columns
+        Args:
+            codes: address of uint8 [4, 64], see `weigh_rows`.
+            channel: first of the panel's channels.
+            numbers: address of float32 [3, 4]: rescale, factor and shift of each row.
+            out: address of float32 [4, row_bytes / 4], updated in the panel's columns.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -22,8 +22,9 @@ def conv_rows(
     """Sums over the last inputs of each channel, [tokens, channels], and the tail behind the last
     token, in the dtype of `inputs` [tokens, channels].
 
-    tail     [taps, channels], the inputs before the first token, the oldest first
-    weights  [taps + 1, channels], that of the oldest input first;  bias: [channels]
+    Args:
+        tail: [taps, channels], the inputs before the first token, the oldest first.
+        weights ([taps + 1, channels], that of the oldest input first;): bias: [channels].
     """
     taps = len(tail)
     tokens = len(inputs)

@@ -23,12 +23,13 @@ Longs = npt.NDArray[np.int64]
 class Routing(NamedTuple):
     """How a router's logits become experts and their shares.
 
-    used    experts of a token
-    score   "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen ones'
-            logits
-    renorm  "" as they are; "add": shares are divided by their sum + eps; "least": by their sum, at
-            least eps
-    scale   what shares are multiplied with at last, beside a factor of each expert
+    Attributes:
+        used: experts of a token.
+        score: "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen
+            ones' logits.
+        renorm: "" as they are; "add": shares are divided by their sum + eps; "least": by their sum,
+            at least eps.
+        scale: what shares are multiplied with at last, beside a factor of each expert.
     """
 
     used: int

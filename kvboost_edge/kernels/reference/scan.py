@@ -33,8 +33,9 @@ _CHAINS = 4  # of a sum over keys
 class DeltaSteps(NamedTuple):
     """What tokens do to the states.
 
-    queries, keys   [tokens, key_heads, key_dim]
-    shares, decays  [tokens, value_heads]
+    Attributes:
+        queries, keys: [tokens, key_heads, key_dim].
+        shares, decays: [tokens, value_heads].
     """
 
     queries: Floats
@@ -81,8 +82,9 @@ def delta_rows(
     """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype
     of `values`, which are of the same shape.
 
-    state  [value_heads, key_dim, value_dim] before the first token
-    tiled  see `key_head_of`
+    Args:
+        state: [value_heads, key_dim, value_dim] before the first token.
+        tiled: see `key_head_of`.
     """
     out = np.empty_like(values)
     state = state.astype(values.dtype)

@@ -20,8 +20,9 @@ Floats = npt.NDArray[np.floating[Any]]
 class SsdSteps(NamedTuple):
     """What tokens do to the states.
 
-    queries, keys  [tokens, key_heads, key_dim]: C and B of the papers
-    times, decays  [tokens, value_heads]
+    Attributes:
+        queries, keys: [tokens, key_heads, key_dim]: C and B of the papers.
+        times, decays: [tokens, value_heads].
     """
 
     queries: Floats
@@ -52,8 +53,9 @@ def ssd_rows(steps: SsdSteps, values: Floats, skip: Floats, state: Floats) -> tu
     """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype
     of `values`, which are of the same shape.
 
-    skip   [value_heads], how much of a value is added to its result
-    state  [value_heads, key_dim, value_dim] before the first token
+    Args:
+        skip: [value_heads], how much of a value is added to its result.
+        state: [value_heads, key_dim, value_dim] before the first token.
     """
     out = np.empty_like(values)
     state = state.astype(values.dtype)

@@ -19,9 +19,10 @@ class Uses:
     conversation. A chain that branches off inside another one, or shares nothing, is new: most of
     those that read one document each under a common head are.
 
-    again      1 for each block that was used again
-    retained   blocks that are to outlive the others of their owner, and until when, by the caller's
-               clock. With a block all before it in its chain are retained, at least as long
+    Attributes:
+        again: 1 for each block that was used again.
+        retained: blocks that are to outlive the others of their owner, and until when, by the
+            caller's clock. With a block all before it in its chain are retained, at least as long.
     """
 
     __slots__ = ("_followed", "again", "retained")

@@ -68,10 +68,11 @@ class _Line(Generic[K]):
     """The queues of all owners, of what was used once, of what was used again or of what is
     retained.
 
-    heap     for each listed owner the time of its oldest entry, or an earlier one, which is
-             corrected as it comes up
-    listed   the owners in the heap; one that has no more than the floor falls out, `enlist` brings
-             it back
+    Attributes:
+        heap: for each listed owner the time of its oldest entry, or an earlier one, which is
+            corrected as it comes up.
+        listed: the owners in the heap; one that has no more than the floor falls out, `enlist`
+            brings it back.
     """
 
     __slots__ = ("heap", "length", "listed", "queues")
@@ -125,8 +126,10 @@ class CachedOrder(Generic[K]):
     2 = 3. If c takes 6 it gets the oldest ones, but no more than two of either; of the last two it
     needs nobody is above the floor, so they are the oldest of all.
 
-    once_share   entries used once that are kept; the others go before anything that was used again
-    window       entries of each owner in its recency window, of which at most its floor go last
+    Attributes:
+        once_share: entries used once that are kept; the others go before anything that was used
+            again.
+        window: entries of each owner in its recency window, of which at most its floor go last.
     """
 
     __slots__ = (

@@ -41,7 +41,8 @@ class Pins:
     shares add up to 1 whether a pin is refused, and what the refusal says, depends on the owner's
     own pins alone.
 
-    num_ended   counts pins that are over
+    Attributes:
+        num_ended: counts pins that are over.
     """
 
     def __init__(
@@ -119,9 +120,10 @@ class Pins:
     ) -> int:
         """Pin the full blocks of a prompt that is in the cache, and return how many it has.
 
-        until   when it ends by itself, by the caller's clock; a prompt that is pinned already gets
-                this end
-        share   the part of the bound that its owner's pins may take, in (0, 1] Raises what
+        Args:
+            until: when it ends by itself, by the caller's clock; a prompt that is pinned already
+                gets this end.
+            share: the part of the bound that its owner's pins may take, in (0, 1] Raises what
                 `check_size` does, and CapacityError if other pins leave too little or blocks are
                 not in the cache.
         """

@@ -71,8 +71,9 @@ class StateSlots:
     its part, which is half the slots divided by all owners; so nobody's flood leaves others without
     any.
 
-    pinned   blocks that are pinned: while they are no more than half the slots, their snapshots go
-             only to running sequences, and last
+    Attributes:
+        pinned: blocks that are pinned: while they are no more than half the slots, their snapshots
+            go only to running sequences, and last.
     """
 
     __slots__ = (

@@ -103,18 +103,20 @@ class PassSlots(NamedTuple):
 class _State:
     """Of one table. Each slot named here is one reference.
 
-    slot        holds the state behind `position` tokens; -1: the zeros before the first
-    following   where the next pass writes, if not into `slot`, which is a snapshot then; -1: none
-                was taken
-    wanted      position -> why a snapshot is to be kept there
-    known       tokens known when the table was opened: what comes behind is the answer
-    planned     the position behind the pass that runs, None: none runs
-    saves       (position, slot, reason) of that pass; a slot at its end is for the pass after it,
-                -1: is taken then
-    tail        (block, serial of its entry) with the snapshot of the answer so far, None: none
-    replayed    tokens whose keys and values are there, and which are computed again for their state
-    awaited     blocks come from elsewhere, without a state, until that behind the last one comes
-                too
+    Attributes:
+        slot: holds the state behind `position` tokens; -1: the zeros before the first.
+        following: where the next pass writes, if not into `slot`, which is a snapshot then; -1:
+            none was taken.
+        wanted: position -> why a snapshot is to be kept there.
+        known: tokens known when the table was opened: what comes behind is the answer.
+        planned: the position behind the pass that runs, None: none runs.
+        saves: (position, slot, reason) of that pass; a slot at its end is for the pass after it,
+            -1: is taken then.
+        tail: (block, serial of its entry) with the snapshot of the answer so far, None: none.
+        replayed: tokens whose keys and values are there, and which are computed again for their
+            state.
+        awaited: blocks come from elsewhere, without a state, until that behind the last one comes
+            too.
     """
 
     slot: int = -1
@@ -177,9 +179,11 @@ class NoTableStates:
 class TableStates:
     """The states of one manager's tables; `pinned` as in `StateSlots`.
 
-    num_replayed   tokens computed again though their keys and values were there, since the start
-    num_released   counts tables' references that ended: while it stands, who found no slot finds
-                   none
+    Attributes:
+        num_replayed: tokens computed again though their keys and values were there, since the
+            start.
+        num_released: counts tables' references that ended: while it stands, who found no slot finds
+            none.
     """
 
     def __init__(

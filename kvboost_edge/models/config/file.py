@@ -62,10 +62,11 @@ _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 class GenerationDefaults:
     """The special ids of a model and its sampling values.
 
-    eos_token_ids          ids that end a generation, sorted, without repetition, possibly empty
-    suppressed_token_ids   ids that are never generated, such as places of images, likewise
-    sampling               sampling values that the model's files name: temperature, top_p, top_k,
-                           min_p, repetition_penalty
+    Attributes:
+        eos_token_ids: ids that end a generation, sorted, without repetition, possibly empty.
+        suppressed_token_ids: ids that are never generated, such as places of images, likewise.
+        sampling: sampling values that the model's files name: temperature, top_p, top_k, min_p,
+            repetition_penalty.
     """
 
     eos_token_ids: tuple[int, ...]

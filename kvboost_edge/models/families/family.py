@@ -144,9 +144,10 @@ class Family:
 class Wrapper:
     """What a model of several parts has inside.
 
-    texts     model types its language model can have, first the one where the config does not say
-    tied      tie_word_embeddings where neither config says it
-    defaults  what its files leave out of the language model's config
+    Attributes:
+        texts: model types its language model can have, first the one where the config does not say.
+        tied: tie_word_embeddings where neither config says it.
+        defaults: what its files leave out of the language model's config.
     """
 
     texts: tuple[str, ...]
@@ -159,9 +160,11 @@ class Architecture:
     """A model family: `tested` when its results are compared with transformers' own in the test
     suite.
 
-    runners  "native", "torch": those that compute it, of a tested family those it is tested with
-    files    what the native runner reads it from, else what transformers does
-    oracle   what its results are compared with
+    Attributes:
+        runners: "native", "torch": those that compute it, of a tested family those it is tested
+            with.
+        files: what the native runner reads it from, else what transformers does.
+        oracle: what its results are compared with.
     """
 
     tested: bool
@@ -180,13 +183,14 @@ class Architecture:
 class ModelType:
     """What is known of a model_type.
 
-    note     what docs/models.md says of it
-    family   its flags, where it is a language model that the native runner computes
-    wrapper  what it has inside, where it is a model of several parts
-    torch    the torch runner computes it
-    gguf     the native runner reads it from GGUF files; onnx: from ONNX files
-    oracle   what its results are compared with
-    tested   they are
+    Attributes:
+        note: what docs/models.md says of it.
+        family: its flags, where it is a language model that the native runner computes.
+        wrapper: what it has inside, where it is a model of several parts.
+        torch: the torch runner computes it.
+        gguf: the native runner reads it from GGUF files; onnx: from ONNX files.
+        oracle: what its results are compared with.
+        tested: they are.
     """
 
     note: str

@@ -86,24 +86,25 @@ WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_patter
 class GgufArchitecture:
     """What the GGUF files of an architecture hold.
 
-    model_type   the family in transformers
-    layer        names inside a layer: GGUF's -> transformers'; those that end with ".scale" are all
-                 of the name
-    permuted     rows of queries and keys stand in pairs (i, i + half) there, one after the other,
-                 in halves here
-    norm_offset  what the file's norms have on top of transformers' (Gemma's norms multiply by 1 +
-                 weight)
-    outer        names outside the layers, beside those of all
-    keys         metadata keys "architecture.KEY" that only some architectures have
-    dense        tensors behind the pooling, which are no part of the decoder
-    both_ways    its attention is bidirectional
-    experts      it is a mixture of experts
-    no_keys      0 key heads of a layer mean that it does not attend
-    alone        an MLP of no width means that a layer has none; and there is no rope, whatever keys
-                 say of it
-    by_layer     layers have sizes of their own
-    config       what only it has in its config, from the keys of a file and the config that all
-                 have; it may change the latter's rope_parameters
+    Attributes:
+        model_type: the family in transformers.
+        layer: names inside a layer: GGUF's -> transformers'; those that end with ".scale" are all
+            of the name.
+        permuted: rows of queries and keys stand in pairs (i, i + half) there, one after the other,
+            in halves here.
+        norm_offset: what the file's norms have on top of transformers' (Gemma's norms multiply by 1
+            + weight).
+        outer: names outside the layers, beside those of all.
+        keys: metadata keys "architecture.KEY" that only some architectures have.
+        dense: tensors behind the pooling, which are no part of the decoder.
+        both_ways: its attention is bidirectional.
+        experts: it is a mixture of experts.
+        no_keys: 0 key heads of a layer mean that it does not attend.
+        alone: an MLP of no width means that a layer has none; and there is no rope, whatever keys
+            say of it.
+        by_layer: layers have sizes of their own.
+        config: what only it has in its config, from the keys of a file and the config that all
+            have; it may change the latter's rope_parameters.
     """
 
     model_type: str

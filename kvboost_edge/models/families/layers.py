@@ -45,11 +45,12 @@ class PerLayerInput(NamedTuple):
 class LayerFactors(NamedTuple):
     """What results of a layer's matrices are multiplied with.
 
-    attention    queries, keys and values;  attention_out: what attention adds to the hidden state
-    mixer        the inputs of a mixer with a state;  mixer_conv: taps of its convolution beside
-                 that, of x, B and C; mixer_gates: what its steps of time are made of;  mixer_out:
-                 what it adds
-    mlp          gate and up;  mlp_out: what the MLP adds
+    Attributes:
+        attention: queries, keys and values; attention_out: what attention adds to the hidden state.
+        mixer: the inputs of a mixer with a state; mixer_conv: taps of its convolution beside that,
+            of x, B and C; mixer_gates: what its steps of time are made of;  mixer_out: what it
+            adds.
+        mlp: gate and up; mlp_out: what the MLP adds.
     """
 
     attention: float = 1.0
@@ -69,12 +70,13 @@ NO_FACTORS = LayerFactors()
 class LayerShape(NamedTuple):
     """Sizes of one layer, in elements, and its place in the pool of keys and values.
 
-    intermediate_size   of its MLP, or of what stands beside its experts; 0 where there is none
-    kv          which of the pool's layers holds the keys and values it attends to; -1 where it does
-                not attend
-    owns_kv     False: these are an earlier layer's, and this one computes none
-    has_values  False: its values are its keys before their norm and rope
-    state       which of the pool's states is its own; -1 where it keeps none
+    Attributes:
+        intermediate_size: of its MLP, or of what stands beside its experts; 0 where there is none.
+        kv: which of the pool's layers holds the keys and values it attends to; -1 where it does not
+            attend.
+        owns_kv: False: these are an earlier layer's, and this one computes none.
+        has_values: False: its values are its keys before their norm and rope.
+        state: which of the pool's states is its own; -1 where it keeps none.
     """
 
     head_dim: int

@@ -16,20 +16,22 @@ silu(gate) alone.
 class Mixer(NamedTuple):
     """The mixer of a model's layers with a state. Sizes are in elements.
 
-    kind         as in LayerSpec
-    taps         inputs before a token that the convolution reads: its length less one
-    channels     of the convolution: of "delta" [queries | keys | values], of "ssd" [values | keys |
-                 queries], which its papers call x, B and C
-    key_heads    heads of queries and keys, value_heads those of values, which are as many or a
-                 multiple
-    key_dim      of a head of queries and keys; value_dim: of values
-    tiled_heads  value head h reads key head h mod key_heads; False: h div (value_heads / key_heads)
-    norm         one of MIXER_NORMS
-    norm_groups  0: each head of values is normed, all with the same weights [value_dim]; else the
-                 row of all of them is cut into so many groups, with weights [value_heads *
-                 value_dim]
-    time_limit   of "ssd": steps of time are at least the first and at most the second, which may be
-                 infinite
+    Attributes:
+        kind: as in LayerSpec.
+        taps: inputs before a token that the convolution reads: its length less one.
+        channels: of the convolution: of "delta" [queries | keys | values], of "ssd" [values | keys
+            | queries], which its papers call x, B and C.
+        key_heads: heads of queries and keys, value_heads those of values, which are as many or a
+            multiple.
+        key_dim: of a head of queries and keys; value_dim: of values.
+        tiled_heads: value head h reads key head h mod key_heads; False: h div (value_heads /
+            key_heads).
+        norm: one of MIXER_NORMS.
+        norm_groups: 0: each head of values is normed, all with the same weights [value_dim]; else
+            the row of all of them is cut into so many groups, with weights [value_heads *
+            value_dim].
+        time_limit: of "ssd": steps of time are at least the first and at most the second, which may
+            be infinite.
     """
 
     kind: str
@@ -49,11 +51,12 @@ class MixerNames(NamedTuple):
     """What the checkpoint calls the tensors of a mixer inside a layer; all but the matrices with
     their whole name.
 
-    inputs  the matrices whose rows are the mixer's inputs, one below the other; gates: the same of
-            its gates
-    decay   what a state is multiplied with is exp(decay * ...): -exp(A_log) of the checkpoint
-    skip    how much of a value is added to its result, of each head
-    whole   a stored matrix of which inputs and gates are pieces, see weights/ordered.py
+    Attributes:
+        inputs: the matrices whose rows are the mixer's inputs, one below the other; gates: the same
+            of its gates.
+        decay: what a state is multiplied with is exp(decay * ...): -exp(A_log) of the checkpoint.
+        skip: how much of a value is added to its result, of each head.
+        whole: a stored matrix of which inputs and gates are pieces, see weights/ordered.py.
     """
 
     inputs: tuple[str, ...]

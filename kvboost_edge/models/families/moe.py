@@ -48,16 +48,17 @@ _MOST = 1 << 12  # experts, beyond any model
 class ExpertNames(NamedTuple):
     """The tensor names of a mixture inside a layer, without ".weight".
 
-    router        matrix of the router
-    experts       prefix of an expert's number
-    parts         gate (if an expert has one), up and down, after the number
-    bias          whole name of the router's bias; "" without one
-    shared        names of the shared expert's matrices, like parts; () without one
-    shared_gate   row whose sigmoid weighs the shared expert; "": its weight is 1
-    scales        whole names of the vectors that scale the router's inputs and each expert's
-                  weight; () without them
-    norms         of a mixture next to an MLP: the norm after the MLP, before the experts and after
-                  them; () elsewhere
+    Attributes:
+        router: matrix of the router.
+        experts: prefix of an expert's number.
+        parts: gate (if an expert has one), up and down, after the number.
+        bias: whole name of the router's bias; "" without one.
+        shared: names of the shared expert's matrices, like parts; () without one.
+        shared_gate: row whose sigmoid weighs the shared expert; "": its weight is 1.
+        scales: whole names of the vectors that scale the router's inputs and each expert's weight;
+            () without them.
+        norms: of a mixture next to an MLP: the norm after the MLP, before the experts and after
+            them; () elsewhere.
     """
 
     router: str = "mlp.gate"
@@ -74,16 +75,17 @@ class ExpertNames(NamedTuple):
 class Experts:
     """The mixture of experts of a model.
 
-    count         experts of a layer
-    used          experts that a token goes to
-    width         inner width of an expert
-    sparse        by layer: True for experts, False for a dense MLP
-    score, renorm, eps, scale   as in `kernels.reference.experts.Routing`
-    shared        inner width of the shared expert; 0 without one
-    beside        a layer has experts and an MLP. Each reads the hidden state through a norm of its
-                  own and has a norm after it; the layer's output is their sum
-    biased        the router and every matrix of an expert have a bias
-    activation    activation of the experts; "": the model's
+    Attributes:
+        count: experts of a layer.
+        used: experts that a token goes to.
+        width: inner width of an expert.
+        sparse: by layer: True for experts, False for a dense MLP.
+        score, renorm, eps, scale: as in `kernels.reference.experts.Routing`.
+        shared: inner width of the shared expert; 0 without one.
+        beside: a layer has experts and an MLP. Each reads the hidden state through a norm of its
+            own and has a norm after it; the layer's output is their sum.
+        biased: the router and every matrix of an expert have a bias.
+        activation: activation of the experts; "": the model's.
     """
 
     count: int

@@ -56,16 +56,17 @@ _NL = np.array(
 class BlockFormat(NamedTuple):
     """How a type is stored, and how it is read.
 
-    weights     of a block
-    nbytes      of a block
-    kind        the packed format it goes to; None for floats
-    exact       whether that is without any error
-    halves      offsets of the float16 numbers in a block, which may not be NaN or infinite
-    to_float    blocks -> float32 [..., weights of a group or block]
-    codes       blocks -> codes, scales and minima or None, as in `QuantRows`
-    table       the weight, without its scale, of each code
-    count_lost  blocks -> groups whose weights become 0 because a float16 scale is too small;
-                scales may also be too large for a float16 where there is such a function
+    Attributes:
+        weights: of a block.
+        nbytes: of a block.
+        kind: the packed format it goes to; None for floats.
+        exact: whether that is without any error.
+        halves: offsets of the float16 numbers in a block, which may not be NaN or infinite.
+        to_float: blocks -> float32 [..., weights of a group or block].
+        codes: blocks -> codes, scales and minima or None, as in `QuantRows`.
+        table: the weight, without its scale, of each code.
+        count_lost: blocks -> groups whose weights become 0 because a float16 scale is too small;
+            scales may also be too large for a float16 where there is such a function.
     """
 
     weights: int

@@ -16,11 +16,12 @@ _EVERYDAY_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(:[A-Za-z0-9][\w.-]*)?")
 class Suggestion(NamedTuple):
     """A recommended model.
 
-    memory_gb   memory of a machine, in GB, that runs it with room for its KV cache
-    name        its name on the hub, as `-m` takes it
-    file_bytes  approximate size of the file
-    licence     its licence
-    ollama      its name in Ollama's library
+    Attributes:
+        memory_gb: memory of a machine, in GB, that runs it with room for its KV cache.
+        name: its name on the hub, as `-m` takes it.
+        file_bytes: approximate size of the file.
+        licence: its licence.
+        ollama: its name in Ollama's library.
     """
 
     memory_gb: int
@@ -45,7 +46,8 @@ SUGGESTIONS = (
 def name_hint(name: str, ollama_names: Iterable[str]) -> str:
     """Return what a name such as `qwen3:0.6b` or `qwen3` may mean; "" for other forms of names.
 
-    ollama_names   models that Ollama has on this machine, as `-m` takes them
+    Args:
+        ollama_names: models that Ollama has on this machine, as `-m` takes them.
     """
     if not _EVERYDAY_NAME.fullmatch(name):
         return ""

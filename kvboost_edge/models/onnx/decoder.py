@@ -46,11 +46,12 @@ _PAST_KEY, _PAST_VALUE, _LENGTH, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK = 
 class DecoderLayer:
     """What one layer computes.
 
-    weights     by transformers' names inside a layer, such as "self_attn.q_proj": the rows of its
-                matrix
-    vectors     biases and norms likewise, "self_attn.q_proj.bias", "input_layernorm.weight"
-    window      tokens a query sees, itself included; 0: all before it
-    rope        tables of cosines and sines [positions, pairs]
+    Attributes:
+        weights: by transformers' names inside a layer, such as "self_attn.q_proj": the rows of its
+            matrix.
+        vectors: biases and norms likewise, "self_attn.q_proj.bias", "input_layernorm.weight".
+        window: tokens a query sees, itself included; 0: all before it.
+        rope: tables of cosines and sines [positions, pairs].
     """
 
     weights: dict[str, Rows]

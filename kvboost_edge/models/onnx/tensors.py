@@ -50,8 +50,9 @@ _SMALL = 1 << 16
 class OnnxMatrix:
     """A matrix, or a vector, of the file. `shape` as torch has it: [outputs, inputs] or [size].
 
-    bits        of a code; 0: the weights are floats
-    transposed  floats that the file holds as [inputs, outputs]
+    Attributes:
+        bits: of a code; 0: the weights are floats.
+        transposed: floats that the file holds as [inputs, outputs].
     """
 
     weight: OnnxTensor

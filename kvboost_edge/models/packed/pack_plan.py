@@ -56,9 +56,10 @@ class PackEntry:
     """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made
     of parts.
 
-    parts   (tensor name, rows) each;  inputs: columns, 0 for a vector
-    kind    one of `FORMATS`, or "vector"
-    offset  added to a vector's values
+    Attributes:
+        parts: (tensor name, rows) each; inputs: columns, 0 for a vector.
+        kind: one of `FORMATS`, or "vector".
+        offset: added to a vector's values.
     """
 
     name: str

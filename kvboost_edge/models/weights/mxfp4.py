@@ -37,7 +37,8 @@ def half_scales(exponents: Bytes, codes: Bytes) -> npt.NDArray[np.float16]:
     """The same as float16: infinite where one is too large, 0 where it is too small or all weights
     are zeros.
 
-    exponents  uint8 [...];  codes: uint8 [..., bytes of a block], two in each
+    Args:
+        exponents (uint8 [...];): codes: uint8 [..., bytes of a block], two in each.
     """
     with np.errstate(over="ignore"):
         scales = float_scales(exponents).astype(np.float16)

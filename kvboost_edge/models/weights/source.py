@@ -26,14 +26,15 @@ class QuantRows(NamedTuple):
     """Rows of a tensor that is stored quantized, in groups of 32 inputs of one row; the last group
     may be short.
 
-    kind    "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4-asym": scale *
-            code - minimum "q4k", "q5k", "q6k": blocks of 256 inputs as GGUF files hold them, Q4_K,
-            Q5_K and Q6_K "int4t": scale * table[code]
-    codes   uint8 [rows, inputs]: 0..255 for int8, else 0..15; of blocks their bytes [rows, bytes of
-            a row]
-    scales  float16 [rows, groups];  minima: the same for "int4-asym", else None. Of blocks: all
-            float16 numbers in them
-    table   int8 [16] for "int4t", else None
+    Attributes:
+        kind: "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4-asym": scale
+            * code - minimum "q4k", "q5k", "q6k": blocks of 256 inputs as GGUF files hold them,
+            Q4_K, Q5_K and Q6_K "int4t": scale * table[code].
+        codes: uint8 [rows, inputs]: 0..255 for int8, else 0..15; of blocks their bytes [rows, bytes
+            of a row].
+        scales (float16 [rows, groups];): minima: the same for "int4-asym", else None. Of blocks:
+            all float16 numbers in them.
+        table: int8 [16] for "int4t", else None.
     """
 
     kind: str

@@ -46,8 +46,9 @@ _KEPT = 2  # experts whose floats are kept while pieces of them are packed
 class _Rows(NamedTuple):
     """Rows of one expert: each `step`-th of a tensor's, from `first` on.
 
-    form    "" floats in columns, "_blocks", or "_bias"
-    rows    of this matrix, or entries of the bias;  inputs: of a matrix
+    Attributes:
+        form: "" floats in columns, "_blocks", or "_bias".
+        rows: of this matrix, or entries of the bias; inputs: of a matrix.
     """
 
     whole: str

@@ -45,8 +45,10 @@ def _is_fine(name: str) -> bool:
 class Emitter:
     """The operations of a program.
 
-    ops             those emitted so far
-    scaled_vectors  by the names of what they were made of, see `scaled`; operations point to them
+    Attributes:
+        ops: those emitted so far.
+        scaled_vectors: by the names of what they were made of, see `scaled`; operations point to
+            them.
     """
 
     def __init__(

@@ -34,15 +34,16 @@ class LayerProgram:
     stand the layer's `CloseOp`, where it has keys and values of its own, and `AttendOp`, for passes
     that run it in the program; nothing after a layer that does not attend.
 
-    operations  in their order
-    ops         their table, see program/table.py
-    narrow      from this part on no keys, values and states are computed: it and all after it need
-                the rows of logits only
-    border      the buffer that part `narrow` reads besides the hidden state, what attention
-                returned and B_PER_LAYER; None: no other
-    accept      (first, end) of what lets states take in rows of drafts; empty where there are no
-                states
-    held        weights of norms that have none, to which operations point
+    Attributes:
+        operations: in their order.
+        ops: their table, see program/table.py.
+        narrow: from this part on no keys, values and states are computed: it and all after it need
+            the rows of logits only.
+        border: the buffer that part `narrow` reads besides the hidden state, what attention
+            returned and B_PER_LAYER; None: no other.
+        accept: (first, end) of what lets states take in rows of drafts; empty where there are no
+            states.
+        held: weights of norms that have none, to which operations point.
     """
 
     operations: tuple[lt.Operation, ...]

@@ -31,11 +31,12 @@ def padded(value: int, multiple: int) -> int:
 class MixtureSizes(NamedTuple):
     """Buffers of layers with experts.
 
-    routed   floats in a row of the router's logits, padded to tiles
-    numbers  of the dispatch before its slots
-    spread   bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and up
-             leave
-    beside   floats in a row of the MLP beside them; 0 without one
+    Attributes:
+        routed: floats in a row of the router's logits, padded to tiles.
+        numbers: of the dispatch before its slots.
+        spread: bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and
+            up leave.
+        beside: floats in a row of the MLP beside them; 0 without one.
     """
 
     used: int
@@ -65,9 +66,10 @@ class MixtureSizes(NamedTuple):
 class MixerSizes(NamedTuple):
     """Floats of a token in the buffers that a mixer's operations use.
 
-    wide   what its matrices make, with `gates` the first float of those of its gates
-    mixed  what its output projection reads
-    key    queries or keys;  value: values and the gates of `ScanInputsOp`
+    Attributes:
+        wide: what its matrices make, with `gates` the first float of those of its gates.
+        mixed: what its output projection reads.
+        key: queries or keys; value: values and the gates of `ScanInputsOp`.
     """
 
     wide: int

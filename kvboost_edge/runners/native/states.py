@@ -31,8 +31,9 @@ _L2_EPS = 1e-6  # of the length of queries and keys
 class StateOperations:
     """The operations of layers with a state.
 
-    mixed  the rows that their output projections read
-    held   weights of norms that they point to, which must outlive them
+    Attributes:
+        mixed: the rows that their output projections read.
+        held: weights of norms that they point to, which must outlive them.
     """
 
     def __init__(self, builder: Emitter, mixer: Mixer) -> None:

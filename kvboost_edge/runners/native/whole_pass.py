@@ -38,12 +38,13 @@ Longs = npt.NDArray[np.int64]
 class PassMemory(NamedTuple):
     """What the operations of one pass write to and read from.
 
-    counters  int64: those of the program, then the attention rows, then the counters of the
-              attention calls
-    rows      address of the attention row that layer 0 has, or would have
-    attended  float32, where attention writes; of a layer [num_tokens, num_heads * head_dim]
-    lse       float32 [num_tokens, num_heads], and there
-    held      calls and arrays that the rows point to
+    Attributes:
+        counters: int64: those of the program, then the attention rows, then the counters of the
+            attention calls.
+        rows: address of the attention row that layer 0 has, or would have.
+        attended: float32, where attention writes; of a layer [num_tokens, num_heads * head_dim].
+        lse: float32 [num_tokens, num_heads], and there.
+        held: calls and arrays that the rows point to.
     """
 
     counters: npt.NDArray[np.int64]
@@ -65,11 +66,12 @@ _OF_A_PASS: dict[str, Any] = {
 class _Storage(NamedTuple):
     """Where the rows of a pass find keys and values of one shape.
 
-    pool     what attention reads as floats
-    batch    the pass, with the block tables of the shape's first layer in that pool
-    columns  index of a row -> its number, the same in all layers
-    layered  index of a row -> its number in each of the layers
-    held     arrays that the columns point to
+    Attributes:
+        pool: what attention reads as floats.
+        batch: the pass, with the block tables of the shape's first layer in that pool.
+        columns: index of a row -> its number, the same in all layers.
+        layered: index of a row -> its number in each of the layers.
+        held: arrays that the columns point to.
     """
 
     pool: KVPool
@@ -83,11 +85,12 @@ class _AlikeRows(NamedTuple):
     """Rows of a range of layers for passes whose attention is cut alike, as steps of decoding are
     for a while: what only a pass knows is 0 in them.
 
-    key   of such a pass, see `WholePass._alike_rows`
-    rows  int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first
-          layer
-    each  counters of a layer
-    held  what the key and the rows point to
+    Attributes:
+        key: of such a pass, see `WholePass._alike_rows`.
+        rows: int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first
+            layer.
+        each: counters of a layer.
+        held: what the key and the rows point to.
     """
 
     key: tuple[int, ...]
@@ -99,9 +102,10 @@ class _AlikeRows(NamedTuple):
 class _Members(NamedTuple):
     """Some of a model's layers whose pools have one shape, counted from the first layer of a range.
 
-    first   the first of them
-    layers  which rows of the range they have; `kinds`: those of equal constants of attention
-    places  which of the pool's layers of that shape they read
+    Attributes:
+        first: the first of them.
+        layers: which rows of the range they have; `kinds`: those of equal constants of attention.
+        places: which of the pool's layers of that shape they read.
     """
 
     shape: LayerKVSpec
@@ -207,8 +211,9 @@ class WholePass:
         """Memory for a pass over some layers whose program needs `num_counters` counters, and whose
         attention leaves up to `attended_floats` floats a token.
 
-        query    float32, where the queries of a layer are, [num_tokens, num_heads, head_dim]
-        turning  see `ProgramBuffers.turning`; empty where no part of the batch has a delta
+        Args:
+            query: float32, where the queries of a layer are, [num_tokens, num_heads, head_dim].
+            turning: see `ProgramBuffers.turning`; empty where no part of the batch has a delta.
         """
         num_layers = len(layers)
         num_tokens = len(prepared.slot_mapping)

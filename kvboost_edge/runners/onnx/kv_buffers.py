@@ -31,10 +31,11 @@ _LEAST = 64  # tokens; a buffer that is full is made twice as large
 class Buffer:
     """Keys and values of the first `count` tokens of a table, layer by layer, keys first.
 
-    memory   one piece a layer and kind, or two where past and present are not one
-    blocks   ids of the blocks that they are a copy of, and `marks`, how often each had changed
-    turn     which piece holds the past
-    binding  what the runner has bound once, where past and present are one
+    Attributes:
+        memory: one piece a layer and kind, or two where past and present are not one.
+        blocks: ids of the blocks that they are a copy of, and `marks`, how often each had changed.
+        turn: which piece holds the past.
+        binding: what the runner has bound once, where past and present are one.
     """
 
     capacity: int

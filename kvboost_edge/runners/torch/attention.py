@@ -251,8 +251,10 @@ class Seen(Exception):
 class LookPass(PagedPass):
     """A pass that ends in a layer, with `Seen`, once its keys and values are stored.
 
-    values   of the pass's tokens in that layer, [num_tokens, num_kv_heads, head_dim]
-    query    [num_tokens, num_q_heads, head_dim], and lse [num_tokens, num_q_heads] of its attention
+    Attributes:
+        values: of the pass's tokens in that layer, [num_tokens, num_kv_heads, head_dim].
+        query: [num_tokens, num_q_heads, head_dim], and lse [num_tokens, num_q_heads] of its
+            attention.
     """
 
     values: torch.Tensor

@@ -51,8 +51,9 @@ def find_turning(
 ) -> RopeFrequencies:
     """What turns the keys of each layer.
 
-    layers   keys and values of each layer, [num_kv_heads, num_positions, head_dim]: of one token
-             that sees itself, at positions 0, 1, ...
+    Args:
+        layers: keys and values of each layer, [num_kv_heads, num_positions, head_dim]: of one token
+            that sees itself, at positions 0, 1, ...
     """
     others = sorted(rope_types(model.config.to_dict()) - {"default"})
     if others:

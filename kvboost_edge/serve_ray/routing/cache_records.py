@@ -59,13 +59,13 @@ class EventBatch(NamedTuple):
     """Changes in a replica's pool, and in its knowledge of tiers, since the previous batch; or
     everything.
 
-    epoch               a random number of the replica's process, never 0: another one means an
-                        empty cache and new serials
-    serial              counts the batches of an epoch from 0
-    is_whole            `published` is everything after batch `serial`; earlier knowledge is
-                        forgotten
-    published, evicted  keys of blocks at a `Place`, KEY_BYTES each, concatenated; each key is in at
-                        most one of the two
+    Attributes:
+        epoch: a random number of the replica's process, never 0: another one means an empty cache
+            and new serials.
+        serial: counts the batches of an epoch from 0.
+        is_whole: `published` is everything after batch `serial`; earlier knowledge is forgotten.
+        published, evicted: keys of blocks at a `Place`, KEY_BYTES each, concatenated; each key is
+            in at most one of the two.
     """
 
     epoch: int
@@ -79,22 +79,23 @@ class EventBatch(NamedTuple):
 class ReplicaReport:
     """A replica's figures at one moment. Raises ConfigError for an invalid figure.
 
-    serial              counts a replica's reports; a late one is ignored
-    seconds_per_token   measured time of a prompt token, alone in its batch of prompt tokens; above
-                        0
-    queued_tokens       prompt tokens that wait or are being computed
-    num_running         requests after their first token and not done
-    decode_seconds      current time of a decode step; 0 without running requests
-    step_tokens         most tokens in a step (`max_batch_tokens`), shared by running requests and
-                        prompts
-    num_waiting         requests before their first token
-    max_running         most requests that run together (`max_num_seqs`)
-    free_blocks         blocks without references, idle cached ones included
-    answer_seconds      average time that a request holds its place after its first token; 0:
-                        unknown
-    is_draining         it takes no more requests
-    disk_token_seconds, shared_token_seconds  measured time to read a prompt token there; 0: it
-                                              reads nothing
+    Attributes:
+        serial: counts a replica's reports; a late one is ignored.
+        seconds_per_token: measured time of a prompt token, alone in its batch of prompt tokens;
+            above 0.
+        queued_tokens: prompt tokens that wait or are being computed.
+        num_running: requests after their first token and not done.
+        decode_seconds: current time of a decode step; 0 without running requests.
+        step_tokens: most tokens in a step (`max_batch_tokens`), shared by running requests and
+            prompts.
+        num_waiting: requests before their first token.
+        max_running: most requests that run together (`max_num_seqs`).
+        free_blocks: blocks without references, idle cached ones included.
+        answer_seconds: average time that a request holds its place after its first token; 0:
+            unknown.
+        is_draining: it takes no more requests.
+        disk_token_seconds, shared_token_seconds: measured time to read a prompt token there; 0: it
+            reads nothing.
     """
 
     serial: int
@@ -136,14 +137,15 @@ class ReplicaReport:
 class RoutingDecision(NamedTuple):
     """A replica for a request.
 
-    replica_id        name of the replica
-    matched_tokens    prompt tokens believed to be in its pool
-    missing_tokens    tokens to compute, at least 1; tell the replica, whose `Meter` counts them as
-                      queued
-    expected_seconds  expected time to first token
-    restored_tokens   the rest of the prompt: believed to be in a tier that the replica reads
-    present_tokens    of those, tokens believed to be in its pool too, so that only the recurrent
-                      state after them is read
+    Attributes:
+        replica_id: name of the replica.
+        matched_tokens: prompt tokens believed to be in its pool.
+        missing_tokens: tokens to compute, at least 1; tell the replica, whose `Meter` counts them
+            as queued.
+        expected_seconds: expected time to first token.
+        restored_tokens: the rest of the prompt: believed to be in a tier that the replica reads.
+        present_tokens: of those, tokens believed to be in its pool too, so that only the recurrent
+            state after them is read.
     """
 
     replica_id: str

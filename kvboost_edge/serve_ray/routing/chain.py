@@ -40,13 +40,15 @@ class Outside(NamedTuple):
 class PromptChain(NamedTuple):
     """A prompt to be routed, without its text and tokens.
 
-    keys          keys of its full blocks, in order
-    num_tokens    tokens of the prompt, at least 1
-    block_size    tokens of a block
-    cache_key     hash of the caller's `prompt_cache_key`, or None; such prompts favour one replica
-    disk, shared  the same blocks in those places
-    states        for models with recurrent state: by `Place`, the keys of the states after all
-                  these blocks; otherwise ()
+    Attributes:
+        keys: keys of its full blocks, in order.
+        num_tokens: tokens of the prompt, at least 1.
+        block_size: tokens of a block.
+        cache_key: hash of the caller's `prompt_cache_key`, or None; such prompts favour one
+            replica.
+        disk, shared: the same blocks in those places.
+        states: for models with recurrent state: by `Place`, the keys of the states after all these
+            blocks; otherwise ().
     """
 
     keys: tuple[int, ...]
@@ -69,7 +71,8 @@ class PromptChain(NamedTuple):
     ) -> PromptChain:
         """Build it from a prompt's tokens.
 
-        root  root hash of its tenant and salt, see `hashing.shared_root`
+        Args:
+            root: root hash of its tenant and salt, see `hashing.shared_root`.
         """
         hashes = prefix_hashes(token_ids, root, block_size)
         return cls.of_hashes(
@@ -89,8 +92,9 @@ class PromptChain(NamedTuple):
     ) -> PromptChain:
         """Build it from known hashes.
 
-        root        the tenant's own root; used only for a `prompt_cache_key`
-        has_states  whether the model has recurrent state, without which blocks cannot be used
+        Args:
+            root: the tenant's own root; used only for a `prompt_cache_key`.
+            has_states: whether the model has recurrent state, without which blocks cannot be used.
         """
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
             raise RequestError(

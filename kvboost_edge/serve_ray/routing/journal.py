@@ -23,8 +23,10 @@ __all__ = ["Journal"]
 class Journal:
     """The event batches of one replica's lifetime. Not thread-safe.
 
-    max_changes  most keys of old batches kept; a router that is further behind gets one whole batch
-    epoch        a random number of this lifetime, never 0
+    Attributes:
+        max_changes: most keys of old batches kept; a router that is further behind gets one whole
+            batch.
+        epoch: a random number of this lifetime, never 0.
     """
 
     def __init__(self, max_changes: int = 100_000, epoch: int | None = None) -> None:

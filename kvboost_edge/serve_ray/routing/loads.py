@@ -27,8 +27,10 @@ class ReplicaLoads:
     A replica works through its queue by itself. So the time at which it is empty is kept, not its
     length, and it needs no report to become shorter.
 
-    report_seconds  possible age of a report on arrival: requests routed since then are not in it
-    usable          bool [slots]: present, and not draining
+    Attributes:
+        report_seconds: possible age of a report on arrival: requests routed since then are not in
+            it.
+        usable: bool [slots]: present, and not draining.
     """
 
     def __init__(self, report_seconds: float) -> None:
@@ -120,9 +122,9 @@ class ReplicaLoads:
         """Return (expected time to first token, the part of it for its own tokens) in each slot,
         [slots].
 
-        missing_tokens, missing_blocks  to compute, in each slot
-        restoring                       seconds of reading blocks, during which the queue is
-                                        computed
+        Args:
+            missing_tokens, missing_blocks: to compute, in each slot.
+            restoring: seconds of reading blocks, during which the queue is computed.
 
         The rest is the queue, the running step, and in a full replica the time until a request
         ends.

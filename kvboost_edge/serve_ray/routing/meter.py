@@ -20,10 +20,11 @@ class Meter:
     Prompts count as computed one after another: a request's tokens took the time from its
     beginning, or from the previous first token if that was later.
 
-    seconds_per_token         assumed before the first measurement
-    step_tokens, max_running  see ReplicaReport
-    tiers                     places outside the pool that are read, with the time for a token that
-                              is assumed before the first measurement
+    Attributes:
+        seconds_per_token: assumed before the first measurement.
+        step_tokens, max_running: see ReplicaReport.
+        tiers: places outside the pool that are read, with the time for a token that is assumed
+            before the first measurement.
     """
 
     def __init__(

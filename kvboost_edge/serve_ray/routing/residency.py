@@ -50,9 +50,10 @@ class Level(NamedTuple):
 class _Known:
     """Knowledge about one replica.
 
-    until      keys that it is believed to hold, with the time of expiry
-    cursor     the last batch applied or seen
-    is_synced  whether no batch is missing
+    Attributes:
+        until: keys that it is believed to hold, with the time of expiry.
+        cursor: the last batch applied or seen.
+        is_synced: whether no batch is missing.
     """
 
     __slots__ = ("cursor", "is_synced", "until")
@@ -77,12 +78,12 @@ class _Expiry(NamedTuple):
 class Residency:
     """Beliefs about the replicas in slots 0, 1, ... Not thread-safe.
 
-    max_entries       most (replica, block) pairs. Beyond it, only blocks whose key has one more
-                      zero bit at its end are kept: half of them, the same ones for all replicas. So
-                      matches lose precision, and no beginning of a prompt is forgotten. The others
-                      are dropped gradually; states, of which 8 bits are zero, when one block in 256
-                      is left
-    believed_seconds  lifetime of a belief that no replica reported
+    Attributes:
+        max_entries: most (replica, block) pairs. Beyond it, only blocks whose key has one more zero
+            bit at its end are kept: half of them, the same ones for all replicas. So matches lose
+            precision, and no beginning of a prompt is forgotten. The others are dropped gradually;
+            states, of which 8 bits are zero, when one block in 256 is left.
+        believed_seconds: lifetime of a belief that no replica reported.
     """
 
     def __init__(self, max_entries: int, believed_seconds: float) -> None:

@@ -76,9 +76,10 @@ class PrefixRouter:
     which costs time. The set of usable replicas is never a belief: only those added, not removed,
     not draining.
 
-    max_entries       most (replica, block) pairs remembered, see `Residency`
-    believed_seconds  lifetime of the belief that a replica holds a prompt sent there
-    report_seconds    possible age of a report on arrival
+    Attributes:
+        max_entries: most (replica, block) pairs remembered, see `Residency`.
+        believed_seconds: lifetime of the belief that a replica holds a prompt sent there.
+        report_seconds: possible age of a report on arrival.
     """
 
     def __init__(

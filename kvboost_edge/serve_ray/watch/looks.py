@@ -14,8 +14,9 @@ __all__ = ["HealthChecks"]
 class HealthChecks:
     """At most one check of each replica at a time; all on one event loop.
 
-    look  checks the replica of a name, in bounded time; its exceptions are logged and end only that
-          check
+    Attributes:
+        look: checks the replica of a name, in bounded time; its exceptions are logged and end only
+            that check.
     """
 
     def __init__(self, look: Callable[[str], Awaitable[None]]) -> None:

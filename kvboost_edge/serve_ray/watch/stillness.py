@@ -36,8 +36,9 @@ class Stillness:
         """Return the seconds up to `now` with work, without a change of figures, and with almost no
         CPU time.
 
-        figures      figures that change when an engine computes
-        cpu_seconds  CPU time of the process since its start
+        Args:
+            figures: figures that change when an engine computes.
+            cpu_seconds: CPU time of the process since its start.
         """
         used = cpu_seconds - self._cpu_seconds
         was_frozen = now - self._looked > _UNWATCHED_SECONDS

@@ -35,7 +35,8 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class RenderedCompletion(RenderedRequest):
     """A completion request. ApiError for fields that do not go together.
 
-    fills   without a limit the answer may fill the context
+    Attributes:
+        fills: without a limit the answer may fill the context.
     """
 
     wire_names = WireNames("cmpl", "text_completion", "text_completion")

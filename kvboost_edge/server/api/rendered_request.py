@@ -62,12 +62,14 @@ class RenderedRequest(EngineRequest):
     """A generating request of any API, ready to run. Subclasses say how OpenAI's APIs write its
     choices; the other APIs have writers of their own.
 
-    estimate          tokens it may hold, estimated before tokenization
-    streams           the answer is a stream
-    include_usage     the stream ends with a chunk of usage
-    explains          the answer says what became of the first prompt
-    reports_progress  a stream says how far its prompts are, twice a second until they are computed
-    pings             otherwise it gives a sign of life now and then until there is a token
+    Attributes:
+        estimate: tokens it may hold, estimated before tokenization.
+        streams: the answer is a stream.
+        include_usage: the stream ends with a chunk of usage.
+        explains: the answer says what became of the first prompt.
+        reports_progress: a stream says how far its prompts are, twice a second until they are
+            computed.
+        pings: otherwise it gives a sign of life now and then until there is a token.
     """
 
     wire_names: ClassVar[WireNames]

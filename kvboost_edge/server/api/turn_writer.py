@@ -24,8 +24,9 @@ class TurnWriter(ABC):
     """An `AnswerWriter` of requests with one sequence. Subclasses say how a turn is written whole,
     and what a stream shows when it opens, of its parts, and when it closes.
 
-    message   what was said so far
-    run       the running request
+    Attributes:
+        message: what was said so far.
+        run: the running request.
     """
 
     def __init__(self, state: ModelState, stop: Sequence[str] = ()) -> None:

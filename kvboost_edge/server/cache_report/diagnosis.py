@@ -69,10 +69,11 @@ def diagnose(
 ) -> Diagnosis:
     """Find out why the rest of a prompt was computed. The report has no texts yet, see `placed`.
 
-    earlier    the tenant's earlier requests that begin alike, each with the length of the common
-               prefix in tokens, the longest first
-    thinks     opener of reasoning; "": the template has none
-    compares   earlier requests are kept; False: only the engine's own reason is reported
+    Args:
+        earlier: the tenant's earlier requests that begin alike, each with the length of the common
+            prefix in tokens, the longest first.
+        thinks: opener of reasoning; "": the template has none.
+        compares: earlier requests are kept; False: only the engine's own reason is reported.
     """
     found = Diagnosis(
         request_id=record.request_id,

@@ -30,13 +30,14 @@ class Normaliser:
 
     kinds: which of `NORMALISERS` are done:
 
-    tools      tools that were given before, in another order or with keys in another order, are
-               taken in the first
-    arguments  so are the keys of the arguments of past calls
-    billing    lines of system messages that begin with one of `_BILLING` are left out: they change
-               with each request
-    thinking   the model's own turns keep their thinking, where its template shows it with
-               preserve_thinking
+    Attributes:
+        tools: tools that were given before, in another order or with keys in another order, are
+            taken in the first.
+        arguments: so are the keys of the arguments of past calls.
+        billing: lines of system messages that begin with one of `_BILLING` are left out: they
+            change with each request.
+        thinking: the model's own turns keep their thinking, where its template shows it with
+            preserve_thinking.
     """
 
     def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:

@@ -101,15 +101,16 @@ class RequestRecord:
 class Diagnosis:
     """What became of one prompt in the cache. `cause`: one of `diagnosis.CAUSES`.
 
-    position         the token at which it left the longest prefix that was asked before
-    field            the part of the request it lies in, such as "message 7"; before: where the
-                     earlier one was then
-    text, text_before    what stands there, and what stood there
-    compared_with    the id of that earlier request, "" without one
-    computed_tokens  prompt tokens computed; seconds: the time that took
-    step_share       mean share of the tokens of the request's steps, 0 to 1
-    evicted_from     the pool and tiers that had the block and dropped it
-    model            which was asked
+    Attributes:
+        position: the token at which it left the longest prefix that was asked before.
+        field: the part of the request it lies in, such as "message 7"; before: where the earlier
+            one was then.
+        text, text_before: what stands there, and what stood there.
+        compared_with: the id of that earlier request, "" without one.
+        computed_tokens: prompt tokens computed; seconds: the time that took.
+        step_share: mean share of the tokens of the request's steps, 0 to 1.
+        evicted_from: the pool and tiers that had the block and dropped it.
+        model: which was asked.
     """
 
     request_id: str
@@ -165,8 +166,9 @@ class History:
     salts together, so that no number of salts makes the others' records leave, or what is done here
     slow.
 
-    seconds   how long a record is kept, 0: nothing is
-    kept      the records of each tenant, the oldest first
+    Attributes:
+        seconds: how long a record is kept, 0: nothing is.
+        kept: the records of each tenant, the oldest first.
     """
 
     def __init__(

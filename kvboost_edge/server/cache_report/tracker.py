@@ -28,10 +28,11 @@ _loadings = itertools.count(1)
 class Doctor:
     """One loaded model's; only the event loop's thread touches it.
 
-    model     its name
-    history   what was asked before; one that keeps nothing: only what the engine says itself is
-              known
-    count     is told the cause of each request
+    Attributes:
+        model: its name.
+        history: what was asked before; one that keeps nothing: only what the engine says itself is
+            known.
+        count: is told the cause of each request.
     """
 
     def __init__(

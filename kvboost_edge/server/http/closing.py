@@ -22,8 +22,9 @@ _MOST_BYTES = 128 * 1024 * 1024
 class LingeringTransport:
     """A connection's transport for its protocol, all the same but for `close`.
 
-    may_send   whether the client may still be sending, asked when the connection is closed
-    seconds    how long what it sends is dropped before it is cut off
+    Attributes:
+        may_send: whether the client may still be sending, asked when the connection is closed.
+        seconds: how long what it sends is dropped before it is cut off.
     """
 
     def __init__(

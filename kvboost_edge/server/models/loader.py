@@ -61,9 +61,10 @@ class _NobodyWaits(Exception):
 class Loader:
     """Only the event loop's thread calls it.
 
-    served   all models of the server
-    budget   bytes that weights, pools and states of all loaded models may take together
-    process  bound of the whole process, from which less may follow; None: none
+    Attributes:
+        served: all models of the server.
+        budget: bytes that weights, pools and states of all loaded models may take together.
+        process: bound of the whole process, from which less may follow; None: none.
     """
 
     def __init__(
@@ -275,8 +276,9 @@ class Loader:
         """Wait until it fits, and unload what is idle if that is enough. CapacityError for what
         never fits.
 
-        needed     bytes of its weights, pool and states
-        overhead   bytes of the process in addition to them
+        Args:
+            needed: bytes of its weights, pool and states.
+            overhead: bytes of the process in addition to them.
         """
         if needed > self._allowed(overhead):
             raise CapacityError(

@@ -31,9 +31,10 @@ _MOST_RETRY_SECONDS = 60
 class Models:
     """All of a server's models. Only the event loop's thread calls it.
 
-    served   each with names of its own, the first one first
-    budget   bytes that weights, pools and states of all loaded models may take together
-    process  bound of the whole process; None: none
+    Attributes:
+        served: each with names of its own, the first one first.
+        budget: bytes that weights, pools and states of all loaded models may take together.
+        process: bound of the whole process; None: none.
     """
 
     def __init__(

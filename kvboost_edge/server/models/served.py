@@ -29,8 +29,10 @@ __all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
 class ModelSource:
     """How a model is loaded; both run in a thread and raise KVBoostError.
 
-    plan   bytes that its weights and its pool will take
-    load   the engine, ready for requests; it gives up with any error soon after the event is set
+    Attributes:
+        plan: bytes that its weights and its pool will take.
+        load: the engine, ready for requests; it gives up with any error soon after the event is
+            set.
     """
 
     plan: Callable[[], int]
@@ -83,22 +85,23 @@ class Refusal(NamedTuple):
 class ServedModel:
     """Only the event loop's thread touches it.
 
-    names        requests may use each; answers tell the first
-    source       loads it; None: it was given loaded, and stays
-    keep_alive   seconds that it stays loaded while nobody uses it, as the last request wanted it,
-                 else the default; infinite: until another one needs the room
-    history      what was asked of it, which outlives its being loaded
-    state        what requests work with; None while it is not loaded
-    known, abilities    what stays known of it; abilities are Ollama's words, () before they were
-                        asked for
-    planned      bytes that it will take, once that was looked up
-    num_bytes    what it takes of the server's memory, or will once it is loaded
-    overhead     bytes of the process in addition to those, measured when it was loaded;
-                 last_overhead: the same when it was loaded last. 0 without --max-memory
-    in_use       requests that hold it or wait for it
-    idle_since   when the last one went; loaded_at, load_seconds: when it was loaded last, and how
-                 long that took
-    waits_for    what its loading waits for, for people
+    Attributes:
+        names: requests may use each; answers tell the first.
+        source: loads it; None: it was given loaded, and stays.
+        keep_alive: seconds that it stays loaded while nobody uses it, as the last request wanted
+            it, else the default; infinite: until another one needs the room.
+        history: what was asked of it, which outlives its being loaded.
+        state: what requests work with; None while it is not loaded.
+        known, abilities: what stays known of it; abilities are Ollama's words, () before they were
+            asked for.
+        planned: bytes that it will take, once that was looked up.
+        num_bytes: what it takes of the server's memory, or will once it is loaded.
+        overhead: bytes of the process in addition to those, measured when it was loaded;
+            last_overhead: the same when it was loaded last. 0 without --max-memory.
+        in_use: requests that hold it or wait for it.
+        idle_since: when the last one went; loaded_at, load_seconds: when it was loaded last, and
+            how long that took.
+        waits_for: what its loading waits for, for people.
     """
 
     names: tuple[str, ...]

@@ -69,11 +69,12 @@ _AT_ONCE = 32  # results that are counted before others go on: a millisecond
 class EncodedPrompt:
     """A prompt as tokens.
 
-    text     its text as `echo` shows it; "" when the request does not ask for it
-    turn     reader of its answers' calls and reasoning; None: the answers are text alone
-    pins     pins of its first tokens, see the engine's `Terms`
-    asked    messages, tools and template values that the prompt was rendered from
-    dropped  messages that were left out because they did not fit
+    Attributes:
+        text: its text as `echo` shows it; "" when the request does not ask for it.
+        turn: reader of its answers' calls and reasoning; None: the answers are text alone.
+        pins: pins of its first tokens, see the engine's `Terms`.
+        asked: messages, tools and template values that the prompt was rendered from.
+        dropped: messages that were left out because they did not fit.
     """
 
     token_ids: list[int]
@@ -89,13 +90,14 @@ class EngineRequest(ABC):
     """What one HTTP request asks of the engine. Subclasses tokenize its prompts and say how each
     sequence is sampled.
 
-    renders        whether `encode` runs a chat template, which takes as long as that likes
-    size           characters or tokens of all prompts, and some for each message
-    per_prompt     sequences computed for each prompt
-    mode           use of the cache
-    is_default_mode   the server chose the mode
-    options        other keywords of the engine's `submit`
-    cache_key, retention, pin, ttl    how long it is kept, see the engine's `Terms`
+    Attributes:
+        renders: whether `encode` runs a chat template, which takes as long as that likes.
+        size: characters or tokens of all prompts, and some for each message.
+        per_prompt: sequences computed for each prompt.
+        mode: use of the cache.
+        is_default_mode: the server chose the mode.
+        options: other keywords of the engine's `submit`.
+        cache_key, retention, pin, ttl: how long it is kept, see the engine's `Terms`.
     """
 
     renders = False

@@ -35,8 +35,9 @@ class ResponseStore:
     """Turns by tenant and id. Each tenant has an equal part of the bytes and entries. Safe to use
     from any thread.
 
-    num_tenants   API keys, or 1
-    kept          the turns; of a tenant's own those used least recently go first
+    Attributes:
+        num_tenants: API keys, or 1.
+        kept: the turns; of a tenant's own those used least recently go first.
     """
 
     def __init__(

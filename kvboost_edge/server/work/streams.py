@@ -35,8 +35,9 @@ class EventStream:
     """An answer that is sent piece by piece. Nothing is sent before the first `flush`, so an error
     before it can still have its own status.
 
-    failure   what an error that comes later is told as
-    last      bytes behind everything
+    Attributes:
+        failure: what an error that comes later is told as.
+        last: bytes behind everything.
     """
 
     def __init__(

@@ -19,8 +19,9 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
     """Run in a thread of its own: loading a model takes longer than those that requests share may
     be held. A caller that is cancelled meanwhile does not wait.
 
-    unwanted   is given, in that thread, a result that nobody waits for any more; the process may
-               end without it
+    Args:
+        unwanted: is given, in that thread, a result that nobody waits for any more; the process may
+            end without it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

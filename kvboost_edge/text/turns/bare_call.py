@@ -134,7 +134,8 @@ def _value(scanner: Scanner, depth: int) -> Step[bool]:
 def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[bool]:
     """Read an object; return whether there is one.
 
-    after_key   reads a colon and a value, given their key
+    Args:
+        after_key: reads a colon and a value, given their key.
     """
     if not (yield from scanner.exactly("{")):
         return False

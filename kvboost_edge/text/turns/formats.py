@@ -52,15 +52,16 @@ class ReasoningFormat(NamedTuple):
 class CallFormat:
     """How a model writes its calls; the pieces are those of the drawing above.
 
-    trigger            the marker that calls begin with; "" where they are known only by standing at
-                       the message's start
-    parallel           whether a message may hold several
-    arguments_as_text  whether the chat template takes the arguments of past calls as JSON text, not
-                       as an object
-    result_opening     the marker that a result begins with, where the template writes it even
-                       behind calls without one: the model ends its turn with it
-    members            kind "json": all keys of a call in order; a key that is none of those named
-                       below has a fixed value, in `constants`
+    Attributes:
+        trigger: the marker that calls begin with; "" where they are known only by standing at the
+            message's start.
+        parallel: whether a message may hold several.
+        arguments_as_text: whether the chat template takes the arguments of past calls as JSON text,
+            not as an object.
+        result_opening: the marker that a result begins with, where the template writes it even
+            behind calls without one: the model ends its turn with it.
+        members: kind "json": all keys of a call in order; a key that is none of those named below
+            has a fixed value, in `constants`.
     """
 
     kind: Literal["json", "named_json", "tagged", "keyword", "braced", "channels"]
@@ -136,18 +137,18 @@ CHANNELS = ChannelFormat()
 class TurnFormat(NamedTuple):
     """What a chat template tells about the assistant's turns.
 
-    calls        None where they are written in a way that is not known
-    reasoning    None where there is none
-    shows_tools  whether the template tells the model which tools there are
-    replays      whether the content of a past message stands right behind what a generation prompt
-                 is, so that its own
-                  tokens can take its place
-    preserves    whether the variable preserve_thinking makes the template show the reasoning of
-                 past turns
-    channels     how a turn is made of messages; None where it is one text
-    shows_calls  False: the template leaves past calls out, so they go into the content; `calls` is
-                 known otherwise
-    results_need_calls  whether the template shows results only behind a message that has calls
+    Attributes:
+        calls: None where they are written in a way that is not known.
+        reasoning: None where there is none.
+        shows_tools: whether the template tells the model which tools there are.
+        replays: whether the content of a past message stands right behind what a generation prompt
+            is, so that its own tokens can take its place.
+        preserves: whether the variable preserve_thinking makes the template show the reasoning of
+            past turns.
+        channels: how a turn is made of messages; None where it is one text.
+        shows_calls: False: the template leaves past calls out, so they go into the content; `calls`
+            is known otherwise.
+        results_need_calls: whether the template shows results only behind a message that has calls.
     """
 
     calls: CallFormat | None

@@ -55,13 +55,14 @@ def calls_grammar(
 ) -> str:
     """The grammar of a turn that may, must or must not call `tools`.
 
-    choice      "auto": free text until a call begins, and nothing but calls behind it; "required":
-                calls alone, one at least; "none": free text in which no call begins
-    parallel    whether several calls may follow one another, where the model can
-    reasoning   "opened": the prompt ended inside a reasoning block; "possible": one may come first;
-                "closed": none
-    special_id  the id of a text that is one special token, else None
-    answer      a JSON schema that the turn fits where it calls nothing; None: text
+    Args:
+        choice: "auto": free text until a call begins, and nothing but calls behind it; "required":
+            calls alone, one at least; "none": free text in which no call begins.
+        parallel: whether several calls may follow one another, where the model can.
+        reasoning: "opened": the prompt ended inside a reasoning block; "possible": one may come
+            first; "closed": none.
+        special_id: the id of a text that is one special token, else None.
+        answer: a JSON schema that the turn fits where it calls nothing; None: text.
 
     RequestError where the model's way of calls is not known, or there is no tool to call.
     """

@@ -47,8 +47,9 @@ def with_tools_described(
 ) -> list[Message]:
     """Plain messages that any chat template takes.
 
-    tools   as OpenAI's API has them; with none, only past calls and results are rewritten
-    system  False: the template refuses system messages, so the first message of the user tells
+    Args:
+        tools: as OpenAI's API has them; with none, only past calls and results are rewritten.
+        system: False: the template refuses system messages, so the first message of the user tells.
     """
     plain = _joined([_plain(message) for message in messages])
     return _told(plain, "\n".join([_HEAD, *map(_line, tools)]), system) if tools else plain

@@ -52,11 +52,12 @@ class TurnParser:
     ) -> None:
         """Begin a turn.
 
-        reasoning  "opened" where the prompt ended inside a block, "possible" where one may come
-                   first, "closed"
-        calls      whether calls of `tools` are looked for
-        accepts    judges the arguments of a message that is a call without markers; None: such a
-                   message is text
+        Args:
+            reasoning: "opened" where the prompt ended inside a block, "possible" where one may come
+                first, "closed".
+            calls: whether calls of `tools` are looked for.
+            accepts: judges the arguments of a message that is a call without markers; None: such a
+                message is text.
         """
         if calls and format.calls is None:
             raise RequestError(

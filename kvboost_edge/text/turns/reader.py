@@ -36,12 +36,13 @@ _ID_LENGTH = 9
 class Turn(NamedTuple):
     """How the answers of one request are taken apart.
 
-    reasoning    "opened": the prompt ends inside of a reasoning block; "possible": one may come
-                 first; "closed"
-    calls        whether tools may be called
-    fits         what the whole turn has to fit: keywords of the engine's parameters
-    accepts      judges the arguments of a message that is a call without markers; None: such a
-                 message is text
+    Attributes:
+        reasoning: "opened": the prompt ends inside of a reasoning block; "possible": one may come
+            first; "closed".
+        calls: whether tools may be called.
+        fits: what the whole turn has to fit: keywords of the engine's parameters.
+        accepts: judges the arguments of a message that is a call without markers; None: such a
+            message is text.
     """
 
     format: TurnFormat

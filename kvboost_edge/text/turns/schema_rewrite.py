@@ -58,8 +58,9 @@ def rewritten(schema: Any) -> Any:
 class _Condition(NamedTuple):
     """The condition of an `if`: a property has one of these values.
 
-    is_required  it does not hold if the property is missing
-    is_typed     it does not hold for values other than objects
+    Attributes:
+        is_required: it does not hold if the property is missing.
+        is_typed: it does not hold for values other than objects.
     """
 
     name: str

@@ -38,11 +38,12 @@ def default_directory() -> Path:
 class FoundSpace:
     """A space's directory.
 
-    description   of space.json, without `used`
-    used          number of the last opening: the greater, the later
-    nbytes        of its segments
-    changed       seconds since 1970, of what was written last
-    in_use        a process owns it at the moment
+    Attributes:
+        description: of space.json, without `used`.
+        used: number of the last opening: the greater, the later.
+        nbytes: of its segments.
+        changed: seconds since 1970, of what was written last.
+        in_use: a process owns it at the moment.
     """
 
     path: Path

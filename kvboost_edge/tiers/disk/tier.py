@@ -64,12 +64,13 @@ class DiskTier:
     ) -> DiskTier:
         """A tier of one space below a cache directory, which is made if it is not there.
 
-        space        32 bytes that name all that shapes a block's bytes: model, KV format, numerics
-        max_bytes    cap over all spaces of the directory; None: the smaller of 16 GiB and a fifth
-                     of what is free. Of several tiers on one space the last one's holds
-        description  what the space is, for people, in space.json (no text of prompts); None: as it
-                     was
-        files, clock, sealer  the system, in tests another; of an open store the first tier's
+        Args:
+            space: 32 bytes that name all that shapes a block's bytes: model, KV format, numerics.
+            max_bytes: cap over all spaces of the directory; None: the smaller of 16 GiB and a fifth
+                of what is free. Of several tiers on one space the last one's holds.
+            description: what the space is, for people, in space.json (no text of prompts); None: as
+                it was.
+            files, clock, sealer: the system, in tests another; of an open store the first tier's.
 
         Raises ConfigError for a directory that can be neither written nor read, and a cap below 1
         MiB.

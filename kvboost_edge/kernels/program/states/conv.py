@@ -46,13 +46,14 @@ Builder = Any
 class Window(NamedTuple):
     """The inputs of a token: addresses, and bytes from one to the next.
 
-    tail, num_tail  of the oldest input that the state holds, and how many there are; `width` bytes
-                    apart
-    rows, num_rows  of the oldest input that is a row of the pass, and how many there are; `step`
-                    bytes apart
-    weights         of the oldest input in the state, `rows_weights` of the oldest row; `width`
-                    bytes apart
-    bias            of all channels, or 0
+    Attributes:
+        tail, num_tail: of the oldest input that the state holds, and how many there are; `width`
+            bytes apart.
+        rows, num_rows: of the oldest input that is a row of the pass, and how many there are;
+            `step` bytes apart.
+        weights: of the oldest input in the state, `rows_weights` of the oldest row; `width` bytes
+            apart.
+        bias: of all channels, or 0.
     """
 
     tail: int
@@ -104,10 +105,11 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
     """The sums of some vectors of channels, the oldest input first, through silu, or multiplied
     with a gate.
 
-    place   first byte of a channel in rows and weights, vectors, address of the result, bytes
-            between its vectors
-    behind  None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of so
-            many bytes, the input B * x, and the result C times the sum
+    Args:
+        place: first byte of a channel in rows and weights, vectors, address of the result, bytes
+            between its vectors.
+        behind: None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of
+            so many bytes, the input B * x, and the result C times the sum.
     """
     w = Window(*cgutils.unpack_tuple(b, window))
     first, vectors, out, out_step = place

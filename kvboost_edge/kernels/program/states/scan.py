@@ -257,10 +257,11 @@ def _turn(
     """One token: the tile becomes decay * tile + key d, d = share * (values - decay * dots), and
     the values what the query finds in it.
 
-    apart  bytes from a tile's values to the next one's
-    gates  address of (share, decay)
-    dots   address of what `_dots` has of `key`; becomes that of `after`, the key of the next token:
-           the tile is read for both at once
+    Args:
+        apart: bytes from a tile's values to the next one's.
+        gates: address of (share, decay).
+        dots: address of what `_dots` has of `key`; becomes that of `after`, the key of the next
+            token: the tile is read for both at once.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -76,8 +76,9 @@ def advance(
     """One token: the tile becomes decay * tile + key (time * values), and the values what the query
     finds in it and skip times themselves.
 
-    apart  bytes from a tile's values to the next one's
-    gates  address of (time, decay);  skip: of a float32
+    Args:
+        apart: bytes from a tile's values to the next one's.
+        gates: address of (time, decay); skip: of a float32.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

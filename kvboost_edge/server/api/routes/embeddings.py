@@ -106,8 +106,9 @@ async def _computed(
     The engine queues some of the inputs at a time, so together they take as many places as run at
     once.
 
-    estimates   tokens of each input, about
-    size        characters or tokens to read
+    Args:
+        estimates: tokens of each input, about.
+        size: characters or tokens to read.
     """
     places = min(len(estimates), state.admission.batch)
     priority = check_priority(state, body.priority)

@@ -433,8 +433,9 @@ class SamplingFields(Strict):
         Choice i of a seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine;
         others count modulo 2^64.
 
-        defaults   values of what the request does not name
-        fits       keywords of what the answer has to fit; None: `answer_format`
+        Args:
+            defaults: values of what the request does not name.
+            fits: keywords of what the answer has to fit; None: `answer_format`.
         """
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
         params = SamplingParams(

@@ -25,10 +25,11 @@ def channel_grammar(
 ) -> str:
     """The grammar of a turn.
 
-    tools     those that may be called; with `required` one of them is
-    state     "opened": the prompt ended inside of reasoning; "possible": behind the start of the
-              turn; "closed": inside of an answer
-    answer    a JSON schema that an answer fits; None: text
+    Args:
+        tools: those that may be called; with `required` one of them is.
+        state: "opened": the prompt ended inside of reasoning; "possible": behind the start of the
+            turn; "closed": inside of an answer.
+        answer: a JSON schema that an answer fits; None: text.
     """
     if state not in ("opened", "possible", "closed"):
         raise RequestError(f'reasoning {state!r} must be "opened", "possible" or "closed"')

@@ -23,7 +23,8 @@ class RenderedMessages(RenderedChat):
     """A request to /v1/messages: a chat, with what `cache_control` wants kept. For worker threads:
     bodies may be long.
 
-    kept   of the prompt: (tokens, seconds) of the breakpoints that matter, filled by `encode`
+    Attributes:
+        kept: of the prompt: (tokens, seconds) of the breakpoints that matter, filled by `encode`.
     """
 
     def __init__(self, state: ModelState, body: MessagesRequest) -> None:

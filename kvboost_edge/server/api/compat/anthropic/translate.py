@@ -32,9 +32,10 @@ _NOT_SAID = "x"  # a user's message where the template wants one
 class Breakpoint(NamedTuple):
     """A place up to which the prompt is to be kept.
 
-    seconds    for how long
-    messages   the conversation up to there, its last message perhaps cut short; None: the whole
-               prompt
+    Attributes:
+        seconds: for how long.
+        messages: the conversation up to there, its last message perhaps cut short; None: the whole
+            prompt.
     """
 
     seconds: float

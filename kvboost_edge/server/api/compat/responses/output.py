@@ -28,7 +28,8 @@ _TEXTS = {
 class Output:
     """Items: reasoning, then a message, then calls, each only where there is something of it.
 
-    names   of each name that the model calls, the members of a call that name the function
+    Attributes:
+        names: of each name that the model calls, the members of a call that name the function.
     """
 
     def __init__(self, names: Mapping[str, Json]) -> None:
