@@ -30,13 +30,14 @@ LEAST_WORDS = 3  # of a string in code that counts as a text
 PHRASES = re.compile(
     r"\b(?:behind|beside|whoever|whomever|nobody|somebody|so many|by heart|anew|stands?|lies?"
     r"|all the same|gives? up|given up|goes? (?:first|last)|(?:is|are) told|tells? of"
-    r"|(?:is|are|was|were|has|have) none|(?<!there )(?:is|are|was|were) no"
+    r"|(?:is|are|was|were|has|have) none|(?<!there )(?:is|are|was|were) no(?! longer)"
     r"|(?-i:what) (?:of|is|was|it|they|a|the|came|comes|follows|others))\b",
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
 CODE = re.compile(r"`[^`]*`|\[([^\]]*)\]\([^)]*\)")
 JS_STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"|`((?:[^`\\]|\\.)*)`')
+JS_COMMENT = re.compile(r"^[ \t]*//[^\n]*|/\*.*?\*/", re.MULTILINE | re.DOTALL)
 LIST_ITEM = re.compile(r"^\s*(?:[-*>]|\d+\.)\s+")
 
 
@@ -104,9 +105,10 @@ def page_texts(path: Path) -> Iterator[Text]:
     if path.suffix == ".html":
         parser = _PageTexts()
         parser.feed(source)
+        parser.close()
         found = parser.found
     else:
-        code = re.sub(r"(?m)^\s*//.*$|/\*.*?\*/", "", source, flags=re.DOTALL)
+        code = JS_COMMENT.sub(lambda match: "\n" * match[0].count("\n"), source)
         found = [
             (code.count("\n", 0, match.start()) + 1, match[1] or match[2] or "")
             for match in JS_STRING.finditer(code)
