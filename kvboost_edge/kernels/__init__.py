@@ -1,4 +1,4 @@
-"""Numba kernels, and their NumPy oracles.
+"""Numba kernels and their NumPy reference implementations.
 
-Importing this package imports neither; import the module that you need.
+Importing this package imports no kernel. Import the module that you need.
 """

@@ -1,9 +1,9 @@
-"""Compiling entries before they are needed, in processes of their own.
+"""Ahead-of-time compilation of kernels in child processes.
 
-The compiler takes some 200 MB, which its process never gives back: children take them instead, each
-entry is compiled by one of them, and this process only loads what they leave on disk. `python -m
-kvboost_edge.kernels.aot` is a child: it reads names of entries, one a line, and repeats each when
-its code is on disk.
+The compiler takes about 200 MB that a process never returns to the system. So child processes
+compile, one entry each at a time, and this process loads the machine code from disk. A child is
+`python -m kvboost_edge.kernels.aot`: it reads names of entries, one per line, and prints each name
+when its machine code is on disk.
 """
 
 from __future__ import annotations
@@ -31,34 +31,44 @@ __all__ = ["compile_ahead", "expected_seconds", "on_compiling"]
 
 _LOG = logging.getLogger(__name__)
 _MODULE = "kvboost_edge.kernels.aot"
-# Each spends half a second before it compiles, and the longest entry takes a third of all time.
+# A child needs half a second before it compiles; the longest entry takes a third of the total.
 _MOST_CHILDREN = 4
 _LAST_LINES = 12
-_SECONDS_OF_ONE = 4.0  # a process takes about so long for a kernel, on a core of its own
+_SECONDS_OF_ONE = 4.0  # CPU seconds per kernel, measured on an idle core
 
 _listeners: list[Callable[[int, int], None]] = []
 
 
 def on_compiling(tell: Callable[[int, int], None] | None) -> None:
-    """Call `tell(kernels done, kernels in all)` at the beginning and after each, from the thread
-    that opens a model, whenever kernels are compiled ahead. It replaces what was given before;
-    None: nothing is called.
+    """Call `tell(done, total)` while kernels are compiled ahead of time.
+
+    The first call comes before the first kernel, the others after each kernel, from the thread
+    that opens a model.
+
+    Args:
+        tell: replaces the previous callback; None removes it.
     """
     _listeners[:] = [] if tell is None else [tell]
 
 
 def expected_seconds(num_kernels: int) -> float:
-    """Estimate the time that `compile_ahead` takes for so many kernels on idle cores."""
+    """Estimate how long `compile_ahead` takes for this many kernels on idle cores."""
     processes = max(1, min(default_num_threads(), num_kernels, _MOST_CHILDREN))
     return _SECONDS_OF_ONE * num_kernels / processes
 
 
 def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
-    """Leave the machine code of all entries on disk: those it is not there of are compiled in that
-    many processes at most, the first of them first. Where no process can be started they are
-    compiled in this one, which the log says.
+    """Compile the entries that are not on disk, in order, in child processes.
 
-    BackendUnavailable with what the compiler said, and the kernel's name, where a process failed.
+    If no child process can be started, this process compiles and logs a warning.
+
+    Args:
+        entries: kernels to have on disk, the longest to compile first.
+        num_processes: most child processes.
+
+    Raises:
+        BackendUnavailable: a child failed; the message has the kernel's name and the compiler's
+            output.
     """
     missing = [entry for entry in entries if not entry.is_ready]
     if not missing:
@@ -85,7 +95,7 @@ def _compiled_here(entries: Sequence[KernelEntry]) -> Iterator[KernelEntry]:
 
 
 class _Child:
-    """A process that compiles entries, one at a time."""
+    """A child process that compiles one entry at a time."""
 
     def __init__(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
@@ -104,12 +114,12 @@ class _Child:
             raise
 
     def compile(self, entry: KernelEntry) -> None:
-        """Return when the entry is on disk. BackendUnavailable if the process ended before."""
+        """Return when the entry is on disk; raise BackendUnavailable if the child ends before."""
         into = self._process.stdin
         out = self._process.stdout
         assert into is not None
         assert out is not None
-        with contextlib.suppress(OSError):  # it has ended, which its answer tells
+        with contextlib.suppress(OSError):  # it has ended; its missing answer shows that
             into.write(f"{entry.name}\n")
             into.flush()
         if out.readline().strip() != entry.name:
@@ -126,7 +136,7 @@ class _Child:
         return "\n".join(lines[-_LAST_LINES:]) or "it said nothing"
 
     def end(self) -> None:
-        """End the process whatever it does, and wait for that."""
+        """Kill the process and wait for it."""
         self._process.kill()
         self._process.communicate()
         self._said.close()
@@ -134,8 +144,9 @@ class _Child:
 
 @contextlib.contextmanager
 def _children(count: int) -> Iterator[list[_Child]]:
-    """So many, which no way out leaves behind; none where this system starts no Python, or keeps no
-    machine code.
+    """Yield up to `count` children and end them afterwards.
+
+    The list is empty if no Python interpreter can be started or the cache cannot be written.
     """
     reason = ""
     if not sys.executable or getattr(sys, "frozen", False):
@@ -158,9 +169,7 @@ def _children(count: int) -> Iterator[list[_Child]]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, and what was set in it alone: where this package lies, what Numba compiles
-    for.
-    """
+    """Return this process's environment with its import path and Numba's settings."""
     package = str(Path(__file__).parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     chosen = {
@@ -175,9 +184,7 @@ def _environment() -> dict[str, str]:
 def _compiled_by(
     children: Sequence[_Child], entries: Sequence[KernelEntry]
 ) -> Iterator[KernelEntry]:
-    """The entries as they are done, each by the first child that is free. Raises what the first
-    failure raised.
-    """
+    """Yield the entries as children finish them; raise the first error of a child."""
     left: queue.SimpleQueue[KernelEntry] = queue.SimpleQueue()
     done: queue.SimpleQueue[KernelEntry | BaseException] = queue.SimpleQueue()
     for entry in entries:
@@ -204,7 +211,7 @@ def _compiled_by(
 
 
 def _serve(names: IO[str], answers: IO[str]) -> None:
-    """What a child does."""
+    """Compile the named entries, one per line of input, and print each name when it is on disk."""
     for line in names:
         name = line.strip()
         entry_named(name).compile()

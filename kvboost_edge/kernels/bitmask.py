@@ -1,4 +1,4 @@
-"""Logits of the tokens that may follow, by one bit each: the others become -inf."""
+"""Token masks of structured output: logits of forbidden tokens become -inf."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _NEVER = np.float32(-np.inf)
 
 @kernel
 def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
-    """Into out [vocab_size]: logits [vocab_size] where bit i % 32 of words [ceil(vocab_size / 32)]
-    is set, else -inf.
+    """Copy the logits of allowed tokens and set the others to -inf.
 
-    Inside a string nearly all words are all ones, outside nearly all are zeros: neither has its
-    bits looked at.
+    Args:
+        words: int32 [ceil(vocab_size / 32)]; bit i % 32 of word i // 32 allows token i.
+        logits: float32 [vocab_size].
+        out: float32 [vocab_size], written.
     """
+    # Nearly all words are all ones (inside a string) or all zeros (elsewhere): copy or fill those.
     whole = len(logits) // WORD_BITS
     for word in range(whole):
         bits = words[word]
@@ -47,4 +49,4 @@ def mask_logits(words: Ints, logits: Floats, out: Floats) -> None:
 
 _FLOATS = types.Array(types.float32, 1, "C")
 mask_logits_entry = KernelEntry(mask_logits, types.Array(types.int32, 1, "C"), _FLOATS, _FLOATS)
-"""What is run before a token is sampled that has to fit."""
+"""The kernel that runs before a token of structured output is sampled."""

@@ -1,8 +1,7 @@
-"""Rows of blocks as GGUF files hold them, to float32: for tables of which a few rows are read, and
-never the whole.
+"""Dequantization of a few rows of a GGUF tensor to float32, such as per-layer embeddings.
 
-The order of the float operations is that of `models.gguf.blocks.dequantize`, so the values are
-equal to the bit.
+The order of the float operations is the order of `models.gguf.blocks.dequantize`, so results are
+bit-identical. The block layouts are llama.cpp's (ggml-quants).
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ DECODED: dict[str, int] = {
     "IQ4_XS": _IQ4_XS,
     "MXFP4": _MXFP4,
 }
-"""The formats it reads, and what the kernel calls them. NumPy is as fast for F32 and BF16."""
+"""GGUF type -> its number in the kernel. F32 and BF16 are absent: NumPy is as fast."""
 
-# All float16 numbers: a table in the second-level cache, since scalars of that type are none of the
-# compiler's. Among them are signalling NaNs, of which ARM processors say that they were converted.
+# All 65,536 float16 numbers as float32, because Numba has no float16 scalars; the table fits the L2
+# cache. Converting signalling NaNs raises "invalid" on ARM.
 with np.errstate(invalid="ignore"):
     _HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-# What codes of four bits stand for, and 2 ** (e - 128), the scales of MXFP4.
+# Values of 4-bit codes (IQ4_NL and FP4 E2M1 times 2), and 2 ** (e - 128), the scales of MXFP4.
 _NL = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
 )
@@ -54,8 +53,12 @@ _POWERS = np.ldexp(np.float32(1), np.arange(-128, 128)).astype(np.float32)
 
 
 def decode_rows(name: str, data: Bytes, out: Floats) -> None:
-    """Into out float32 [rows, weights]: data uint8 [rows, bytes], both contiguous, in one of
-    DECODED.
+    """Dequantize rows of a GGUF tensor.
+
+    Args:
+        name: GGUF type, a key of DECODED.
+        data: uint8 [rows, bytes], contiguous.
+        out: float32 [rows, weights], contiguous, written.
     """
     _decode(DECODED[name], data.reshape(-1), _HALVES, out.reshape(-1))
 
@@ -113,7 +116,7 @@ def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
-    """A group of 32: 16 bytes of codes, the low ones first."""
+    """Decode a group of 32 codes of 4 bits by table: 16 bytes, low nibbles first."""
     for i in range(16):
         out[i] = scale * table[codes[i] & 15]
         out[16 + i] = scale * table[codes[i] >> 4]
@@ -121,8 +124,9 @@ def _looked_up(codes: Bytes, scale: float, table: Floats, out: Floats) -> None:
 
 @kernel
 def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
-    """IQ4_XS: 8 groups with 6-bit factors of a scale, two bits of each in a number before the four
-    others.
+    """Decode an IQ4_XS block: 8 groups of 32, each with a 6-bit factor of the block's scale.
+
+    The factors' low 4 bits are in bytes 4 to 7, their high 2 bits in bytes 2 and 3.
     """
     scale = _half(block, 0, halves)
     above = np.int64(block[2]) | np.int64(block[3]) << 8
@@ -137,9 +141,7 @@ def _four_of_table(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _three(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Q3_K: 32 bytes of third bits, 64 of two low ones, 12 of 16 factors of the scale, 6 bits
-    each.
-    """
+    """Decode a Q3_K block: 32 bytes of high bits, 64 of 2-bit codes, 12 of 16 6-bit factors."""
     scale = _half(block, 108, halves)
     for part in range(16):
         low = block[96 + part % 8] >> np.uint8(4 * (part // 8)) & 15
@@ -155,8 +157,10 @@ def _three(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
-    """Blocks of 32: scale, perhaps a minimum, perhaps 4 bytes of fifth bits, 16 of nibbles, the low
-    ones first.
+    """Decode blocks of 32: scale, minimum (Q4_1, Q5_1), 4 bytes of fifth bits (Q5_0, Q5_1),
+    nibbles.
+
+    The low nibbles of the 16 bytes come first.
     """
     has_minimum = kind in (_Q4_1, _Q5_1)
     has_fifths = kind in (_Q5_0, _Q5_1)
@@ -187,8 +191,9 @@ def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Q4_K and, with 32 bytes of fifth bits, Q5_K: 8 groups with 6-bit factors of a scale and of a
-    minimum.
+    """Decode a Q4_K block, or Q5_K with 32 bytes of fifth bits: 8 groups of 32.
+
+    Each group has a 6-bit factor of the block's scale and one of its minimum.
     """
     scale = _half(block, 0, halves)
     minimum = _half(block, 2, halves)
@@ -213,7 +218,9 @@ def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _six(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Q6_K: 128 bytes of four low bits, 64 of two high ones, 16 signed factors of the scale."""
+    """Decode a Q6_K block: 128 bytes of low 4 bits, 64 of high 2 bits, 16 signed factors of the
+    scale.
+    """
     scale = _half(block, 208, halves)
     for group in range(8):
         low = block[64 * (group >> 2) + 32 * (group & 1) :]
@@ -233,4 +240,4 @@ _FLOATS = types.Array(types.float32, 1, "C")
 decode_rows_entry = KernelEntry(
     _decode, types.int64, types.Array(types.uint8, 1, "C"), _FLOATS, _FLOATS
 )
-"""What is compiled ahead by whoever reads such a table."""
+"""The kernel of `decode_rows`, to compile ahead of time."""

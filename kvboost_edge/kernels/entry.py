@@ -1,8 +1,8 @@
-"""Kernels that are compiled each on its own, and that other kernels call by their addresses.
+"""Kernels compiled separately, which other kernels call by address.
 
-What a kernel names is compiled into it. What it calls by address is not: a model needs the code of
-its own weights and of its own cache alone, and the entries it needs can be compiled by several
-processes at once. A call by address costs some nanoseconds, of kernels that run for microseconds.
+A callee named in a kernel is compiled into it. A callee called by address is not: a model compiles
+only the kernels of its own weight formats and KV dtype, in several processes at once. A call by
+address costs a few nanoseconds; the kernels run for microseconds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ Builder = Any
 
 
 class KernelEntry:
-    """A kernel with the one signature it is called with: Numba's types of its arguments.
+    """A kernel with one fixed signature, compiled separately.
 
-    The kernel is a name of its module, or is in a table of entries there, and has the name it has
-    there.
+    Args:
+        kernel: a module-level kernel, or one in a table of entries of its module. Its `__name__`
+            is the name that it has there.
+        arguments: Numba types of its arguments.
     """
 
     def __init__(self, kernel: Callable[..., Any], *arguments: Any) -> None:
@@ -40,17 +42,17 @@ class KernelEntry:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the machine code is in this process or on disk."""
+        """True if the machine code is in this process or on disk."""
         return self.arguments in self._kernel.overloads or is_on_disk(self._kernel, self.arguments)
 
     def compile(self) -> None:
-        """Compile, or load what is compiled."""
+        """Compile the kernel, or load its machine code from disk."""
         self._kernel.compile(self.arguments)
 
     @property
     def address(self) -> int:
-        """Address of the machine code for `caller`, compiled or loaded first; it stays as long as
-        the process.
+        """Address of the machine code for `caller`, valid until the process ends; compiles if
+        needed.
         """
         self.compile()
         result = self._kernel.overloads[self.arguments]
@@ -61,7 +63,7 @@ _ENTRIES: dict[str, KernelEntry] = {}
 
 
 def entry_named(name: str) -> KernelEntry:
-    """The entry whose `name` this is, in whatever process. ConfigError where there is none."""
+    """Return the entry of this name, importing its module; raise ConfigError if unknown."""
     module = name.partition(":")[0]
     if module.startswith(f"{_PACKAGE}."):
         importlib.import_module(module)
@@ -71,8 +73,9 @@ def entry_named(name: str) -> KernelEntry:
 
 
 def caller(*arguments: Any) -> Any:
-    """The function `call(address, (…))`, for kernels, that calls an entry of such arguments that
-    returns nothing.
+    """Return the intrinsic `call(address, (...))` for entries with these argument types.
+
+    The entries return nothing. An error in the entry propagates to the caller.
     """
 
     @intrinsic

@@ -1,5 +1,7 @@
-"""Integers in vectors: the dot products this process compiles for, and what kernels that compute in
-integers share.
+"""Integer vectors for kernels: the dot-product variant of this process, and IR that kernels share.
+
+The variants, widest first: `vpdpbusd` on 512-bit registers (AVX512-VNNI) or 256-bit registers
+(AVX-VNNI), plain AVX2, `sdot` (ARM dotprod), and plain vectors.
 """
 
 from __future__ import annotations
@@ -47,9 +49,7 @@ Builder = Any
 
 
 def _feature_text() -> str:
-    """Feature flags Numba compiles for, "+one,-other": its own setting, or the host's; empty if
-    LLVM cannot tell.
-    """
+    """Return the feature flags that Numba compiles for, as "+one,-other"; empty if unknown."""
     text = numba.config.CPU_FEATURES
     return str(get_host_cpu_features() if text is None else text)
 
@@ -61,9 +61,7 @@ def _features() -> frozenset[str]:
 
 @functools.cache
 def dot_form() -> str:
-    """ "vnni512", "vnni256", "avx2", "neon" or "plain": the form that kernels of this process
-    use.
-    """
+    """Return the integer dot-product variant: "vnni512", "vnni256", "avx2", "neon" or "plain"."""
     features = _features()
     if {"avx512vnni", "avx512bw", "avx512f"} <= features:
         return "vnni512"
@@ -78,46 +76,41 @@ def dot_form() -> str:
 
 @functools.cache
 def has_wide_registers() -> bool:
-    """Whether kernels of this process are compiled with registers of 512 bits, of which there are
-    32.
-    """
+    """Return whether kernels are compiled for AVX-512: 32 registers of 512 bits."""
     return "avx512f" in _features()
 
 
 @functools.cache
 def has_tile_registers() -> bool:
-    """Whether kernels of this process are compiled with Intel's AMX, beside 512-bit VNNI."""
+    """Return whether kernels are compiled for Intel AMX (int8 tiles) and 512-bit VNNI."""
     return dot_form() == "vnni512" and {"amx-tile", "amx-int8"} <= _features()
 
 
 @functools.cache
 def has_byte_shuffle() -> bool:
-    """Whether kernels of this process may look up 16 bytes at once on an x86 processor of the form
-    "plain".
-    """
+    """Return whether kernels of the "plain" variant may use `pshufb` (SSSE3)."""
     return "ssse3" in _features()
 
 
 @functools.cache
 def has_byte_permute() -> bool:
-    """Whether kernels of this process, beside 512-bit VNNI, may look up bytes in a table of 64."""
+    """Return whether kernels may use `vpermb` (AVX512-VBMI), a byte lookup in a table of 64."""
     return "avx512vbmi" in _features()
 
 
 @functools.cache
 def follows_pages() -> bool:
-    """Whether the processor's own prefetchers keep up with integer weights that are read once, a
-    tile after the other, as far as a page of memory goes, so that a line of the next page now and
-    then is all that is to be asked for.
+    """Return whether hardware prefetchers keep up with integer weights inside a 4 KiB page.
 
-    So it is on AMD's Zen 4: steps of decoding take 2 to 9% less time without asking for every line,
-    as others want it, and another 6 to 14% less with one line of each group, a page ahead.
+    If so, kernels prefetch one line of each group a page ahead instead of every line.
     """
+    # AMD Zen 4: not prefetching every line saves 2 to 9% of a decode step, and prefetching one line
+    # of each group a page ahead saves another 6 to 14%.
     return _processor() == "znver4"
 
 
 def _processor() -> str:
-    """LLVM's name of the processor that kernels of this process are compiled for."""
+    """Return LLVM's name of the processor that kernels are compiled for."""
     return str(numba.config.CPU_NAME or binding.get_host_cpu_name())
 
 
@@ -134,10 +127,9 @@ define <4 x i32> @probe(<4 x i32> %sums, <16 x i8> %x, <16 x i8> %y) {
 
 
 def _has_sdot() -> bool:
-    """Whether the code generator may use ARM's dot product. The processor's name alone can allow
-    it, so it is asked to compile sums that become `sdot` where that exists and something longer
-    elsewhere.
-    """
+    """Return whether LLVM may emit ARM's `sdot`."""
+    # The processor's name alone can allow it, without a feature flag. So compile a partial
+    # reduction, which becomes `sdot` where that exists and a longer sequence elsewhere.
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_triple(binding.get_process_triple())
@@ -146,31 +138,29 @@ def _has_sdot() -> bool:
 
 
 def int_constant(value: int) -> ir.Constant:
-    """An i64 constant."""
+    """Return an i64 constant."""
     return ir.Constant(I64, value)
 
 
 @contextmanager
 def emit_loop(b: Builder, count: Value) -> Iterator[Value]:
-    """The index, int64, of a loop over [0, count) that stays one: not unrolled, however short or
-    long it is.
-    """
+    """Yield the int64 index of a loop over [0, count) that LLVM must not unroll."""
     with cgutils.for_range(b, count, intp=I64) as loop:
         yield loop.index
         latch = b.block
     once = b.module.add_metadata(["llvm.loop.unroll.disable"])
     own = ir.MDValue(b.module, (once,), name=str(len(b.module.metadata)))
-    own.operands = (own, once)  # what belongs to one loop alone names itself
+    own.operands = (own, once)  # loop metadata must refer to itself to be distinct
     latch.terminator.set_metadata("llvm.loop", own)
 
 
 def emit_load_bytes(b: Builder, address: Value) -> Value:
-    """64 bytes as <16 x i32>."""
+    """Load 64 bytes, aligned to 4, as <16 x i32>."""
     return b.load(b.inttoptr(address, _POINTER), align=4, typ=V16I)
 
 
 def emit_splat_int(b: Builder, scalar: Value) -> Value:
-    """An i32 in every one of 16 lanes."""
+    """Broadcast an i32 to 16 lanes."""
     undefined = ir.Constant(V16I, ir.Undefined)
     return b.shuffle_vector(
         b.insert_element(undefined, scalar, I32(0)), undefined, ir.Constant(V16I, [0] * LANES)
@@ -178,7 +168,7 @@ def emit_splat_int(b: Builder, scalar: Value) -> Value:
 
 
 def _parts(b: Builder, x: Value, count: int) -> list[Value]:
-    """A vector cut into so many of equal length."""
+    """Split a vector into `count` vectors of equal length."""
     size = x.type.count // count
     undefined = ir.Constant(x.type, ir.Undefined)
     lanes = [
@@ -189,7 +179,7 @@ def _parts(b: Builder, x: Value, count: int) -> list[Value]:
 
 
 def _joined(b: Builder, parts: Sequence[Value]) -> Value:
-    """The vectors one behind the other."""
+    """Concatenate vectors, a power of two of them."""
     parts = list(parts)
     while len(parts) > 1:
         order = ir.Constant(
@@ -202,8 +192,13 @@ def _joined(b: Builder, parts: Sequence[Value]) -> Value:
 def emit_each(
     b: Builder, count: int, name: str, result: ir.Type, arguments: Sequence[tuple[Value, ir.Type]]
 ) -> Value:
-    """Call an intrinsic on `count` equal parts of the arguments, each part taken as the type given
-    with it.
+    """Call an intrinsic on `count` equal slices of the arguments and concatenate the results.
+
+    Args:
+        count: slices; a power of two.
+        name: LLVM name of the intrinsic.
+        result: type that one call returns.
+        arguments: (vector, type that the intrinsic takes for a slice of it).
     """
     function = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(result, [kind for _, kind in arguments]), name
@@ -213,7 +208,7 @@ def emit_each(
 
 
 def emit_byte_halves(b: Builder, x: Value, *, signed: bool) -> tuple[Value, Value]:
-    """Bytes 0 and 2 of each lane of <16 x i32>, then bytes 1 and 3, as <32 x i16>."""
+    """Widen the bytes of <16 x i32> to two <32 x i16>: bytes 0 and 2 of each lane, then 1 and 3."""
     eight = ir.Constant(_V32S, [8] * 32)
     pairs = b.bitcast(x, _V32S)
     if signed:
@@ -222,7 +217,7 @@ def emit_byte_halves(b: Builder, x: Value, *, signed: bool) -> tuple[Value, Valu
 
 
 def emit_pair_sums(b: Builder, x: Value) -> Value:
-    """Sums of neighbouring numbers of <32 x i16>, <16 x i32>."""
+    """Add neighbouring numbers of <32 x i16> into <16 x i32>."""
     if b.module.triple.startswith(("aarch64", "arm64")):
         return emit_each(b, 4, "llvm.aarch64.neon.saddlp.v4i32.v8i16", _V4I, [(x, _V8S)])
     sixteen = ir.Constant(V16I, [16] * LANES)

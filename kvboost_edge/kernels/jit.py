@@ -1,4 +1,7 @@
-"""The only place where Numba's compile options exist."""
+"""Numba compile options, the on-disk cache of machine code, and inlining of kernels into kernels.
+
+All other modules compile through `kernel`, `named_kernel` and `intrinsic`.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @cache
 def _source_digest() -> str:
-    """Digest of every source file under this folder: code inlined from one into another must not
-    outlive an edit.
-    """
+    """Return the digest of every source file of this package."""
     return digest_of(Path(__file__).parent)
 
 
 def digest_of(room: Path) -> str:
-    """SHA-256 over names and contents of the Python files in a folder and in those below it."""
+    """Return the SHA-256 of the names and contents of all Python files in a folder, recursively."""
     digest = hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
         digest.update(path.relative_to(room).as_posix().encode() + b"\0" + path.read_bytes())
@@ -48,13 +49,11 @@ def digest_of(room: Path) -> str:
 
 
 class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
-    """Files of machine code named after what they hold.
+    """Cache files of machine code, named by the hash of their key."""
 
-    Numba numbers them, and writes the index that names a file before the file: a process that looks
-    in between, or any after one that was killed there, would run what an older version or another
-    process left under that number.
-    """
-
+    # Numba numbers these files, and writes the index before the file that it names. After a crash
+    # in between, or in a race with another process, the index would name machine code of another
+    # version.
     def save(self, key: tuple[Any, ...], data: Any) -> None:
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         name = f"{self._index_name.removesuffix('.nbi')}.{digest}.nbc"
@@ -62,14 +61,14 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
             self._save_locked(key, name, data)
 
     def holds(self, key: tuple[Any, ...]) -> bool:
-        """Whether there is a file for the key."""
+        """Return whether a file of machine code exists for the key."""
         name = self._load_index().get(key)
         return name is not None and Path(self._data_path(name)).exists()
 
     def _save_locked(self, key: tuple[Any, ...], name: str, data: Any) -> None:
-        """The index is read, changed and written: another process that did so meanwhile would lose
-        its entry, and the code it named.
-        """
+        """Write a file of machine code and its index entry; the caller holds the folder's lock."""
+        # Without the lock, a concurrent read-modify-write of the index would lose an entry and its
+        # file.
         self._save_data(name, data)
         kept = {
             known: file for known, file in self._load_index().items() if known[-1] == key[-1]
@@ -83,12 +82,13 @@ class _NamedDataFile(IndexDataCacheFile):  # type: ignore[misc]
 
 
 class _PackageCache(FunctionCache):  # type: ignore[misc]
-    """Numba's file cache keys on the file of the function alone; this one keys on all kernel
-    sources.
+    """Numba's file cache, keyed on all kernel sources instead of one function's file.
 
-    Numba adds a hash of what a closure holds, and that of another kernel is new in every process.
-    is_named: the function's name, which its files bear, and the sources say what it is, see
-    `named_kernel`.
+    Args:
+        function: the Python function to compile.
+        is_named: True for `named_kernel`: the name and the sources identify the code. Otherwise
+            Numba adds a hash of the closure, which holds other kernels and therefore differs in
+            every process.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_named: bool = False) -> None:
@@ -108,9 +108,7 @@ class _PackageCache(FunctionCache):  # type: ignore[misc]
         return bool(self._cache_file.holds(self._index_key(sig, codegen)))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """As Numba's; an index that names types of another version of this package is emptied, not
-        an error.
-        """
+        """Load machine code; clear an index that names types of another version of this package."""
         found = None
         try:
             found = super().load_overload(sig, target_context)
@@ -125,30 +123,32 @@ _listeners: list[Callable[[], None]] = []
 
 
 def on_first_compilation(tell: Callable[[], None] | None) -> None:
-    """Call `tell` once, from the thread that runs a kernel, when the next one is found that was
-    never compiled here nor ahead (see aot.py): some seconds pass then without a word. It replaces
-    what was given before; None: nothing is called.
+    """Call `tell` once, before the next kernel that is neither in memory nor on disk is compiled.
+
+    Compiling takes seconds. The call comes from the thread that runs the kernel.
+
+    Args:
+        tell: replaces the previous callback; None removes it.
     """
     _listeners[:] = [] if tell is None else [tell]
 
 
 def kernel(function: _Function) -> _Function:
-    """Compile without the GIL, with machine semantics for division and no fastmath flag; cached on
+    """Compile without the GIL, with NumPy's division semantics and without fastmath; cached on
     disk.
-
-    No fastmath flag may stand in anything that reaches a result: the compiler would fuse or reorder
-    by context, and the same row would differ in bits between a batch of one and a batch of many.
-    Fused multiply-adds are written out.
     """
+    # With fastmath, LLVM may fuse or reorder additions depending on context: a row's bits would
+    # differ between a batch of one and a batch of many. Kernels write fused multiply-adds
+    # explicitly.
     return _compiled(function, is_named=False)
 
 
 def named_kernel(name: str) -> Callable[[_Function], _Function]:
-    """`kernel` for a function that is made several times over, each time around other kernels or
-    numbers.
+    """Return `kernel` for a function that is defined several times with different closures.
 
-    No two kernels of a module may have one name: on disk, and where machine code is linked, they
-    are told apart by it.
+    Args:
+        name: the kernel's name, unique in its module: cache files and linked symbols are named
+            after it.
     """
 
     def named(function: _Function) -> _Function:
@@ -168,9 +168,7 @@ _OPTIONS = {
 
 
 class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
-    """The code of a part and of the parts in it, as it was written: who links it optimizes it, and
-    once.
-    """
+    """Unoptimized code of a kernel and its callees; the kernel that links it optimizes once."""
 
     def finalize(self) -> None:
         for library in dict.fromkeys(self._linking_libraries):
@@ -186,9 +184,7 @@ class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _PartLowering(NativeLowering):  # type: ignore[misc]
-    """Numba's, into a `_PartLibrary`; callers find it by an empty object, which stands for machine
-    code.
-    """
+    """Numba's lowering into a `_PartLibrary`."""
 
     _name = "part_lowering"
 
@@ -196,6 +192,7 @@ class _PartLowering(NativeLowering):  # type: ignore[misc]
         state.library = _PartLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = True
         super().run_pass(state)
+        # Callers look a function up by its machine code; an empty object takes its place.
         found = object()
         state.targetctx.insert_user_function(found, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=found)
@@ -213,9 +210,7 @@ class _PartCompiler(CompilerBase):  # type: ignore[misc]
 
 
 class _Part(CPUDispatcher):  # type: ignore[misc]
-    """A kernel inside others. It has no machine code of its own and cannot be called from
-    Python.
-    """
+    """A kernel as other kernels inline it: without machine code, not callable from Python."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         options = {**_OPTIONS, "no_cpython_wrapper": True}
@@ -226,24 +221,22 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
 
 
 class _Kernel(CPUDispatcher):  # type: ignore[misc]
-    """A kernel as Python calls it, in machine code that is kept on disk.
+    """A kernel that Python calls, with machine code on disk."""
 
-    What it calls is compiled into it from its `_Part`s. Numba would optimize every kernel on its
-    way up, make machine code of it and keep that too: what lies seven calls deep, seven times,
-    which takes three times as long in all.
-    """
-
+    # Callees are compiled into it from their `_Part`s. Numba would optimize, compile and store
+    # every kernel on the way up: seven times for a callee seven calls deep, three times the time in
+    # total.
     def __init__(self, function: Callable[..., Any], *, is_named: bool) -> None:
         super().__init__(function, targetoptions=dict(_OPTIONS))
         self._cache = _PackageCache(function, is_named=is_named)
         self._part = _Part(function)
 
     def get_call_template(self, arguments: Any, names: Any) -> Any:
-        """How a kernel that calls this one sees it."""
+        """Return the signature that a calling kernel resolves."""
         return self._part.get_call_template(arguments, names)
 
     def get_overload(self, signature: Any) -> Any:
-        """What a kernel that calls this one links."""
+        """Return the code that a calling kernel links."""
         return self._part.get_overload(signature)
 
 
@@ -252,19 +245,18 @@ def _compiled(function: _Function, *, is_named: bool) -> _Function:
 
 
 def is_on_disk(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether machine code of a kernel for these argument types is kept for this machine and these
-    sources.
-    """
+    """Return whether machine code for these types, this machine and these sources is on disk."""
     return bool(function._cache.has(arguments, function.targetctx.codegen()))
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Numba's intrinsic decorator: the function emits LLVM IR instead of being compiled."""
+    """Return Numba's intrinsic decorator for a function that emits LLVM IR."""
     return numba.extending.intrinsic(function)
 
 
 def cache_path() -> str:
-    """Where compiled kernels are kept: beside the sources, or in the user's cache where those are
-    read-only.
+    """Return the folder of compiled kernels.
+
+    It is next to the sources, or in the user's cache if those are read-only.
     """
     return str(_PackageCache(_source_digest.__wrapped__).cache_path)

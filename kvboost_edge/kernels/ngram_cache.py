@@ -1,8 +1,9 @@
-"""The last tokens of many texts, one behind another in a ring, and where runs of them stood last.
+"""An n-gram index over the last tokens of many texts, for prompt-lookup speculative decoding.
 
-A table holds, for the hash of every run of GRAM tokens, the position behind the latest. Tokens are
-compared: a hash that two runs share costs a guess, nothing else. Positions count on for ever; what
-was overwritten is known by its position.
+A ring buffer holds the tokens of all texts, one after another. A table maps the hash of GRAM
+tokens to the position after their latest occurrence. `find_end` compares tokens, so a hash
+collision costs only a missed draft. Positions count appended tokens and never wrap; a position
+that is too old shows that its tokens are overwritten.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 GRAM = 8
-"""Tokens of a run that is found; shorter ones stand in too many texts by chance."""
+"""Length of an n-gram. Shorter ones occur in too many texts by chance."""
 
 _MULTIPLIER = 0x9E3779B97F4A7C1
 
 
 class Ring(NamedTuple):
-    """total: int64 [1], tokens ever appended. tokens: int32 [room], of position p at p % room.
-    heads: int64 [room], positions by hash, 0 where there is none.
+    """The ring buffer and its table.
+
+    Attributes:
+        total: int64 [1], tokens ever appended.
+        tokens: int32 [room]; the token of position p is at p % room.
+        heads: int64 [room], positions by hash; 0 if empty.
     """
 
     total: Longs
@@ -42,13 +47,13 @@ class Ring(NamedTuple):
 
 
 def new_ring(room: int) -> Ring:
-    """A ring of `room` tokens, a power of two. 12 bytes a token."""
+    """Return an empty ring of `room` tokens, a power of two; it takes 12 bytes per token."""
     return Ring(np.zeros(1, np.int64), np.zeros(room, np.int32), np.zeros(room, np.int64))
 
 
 @kernel
 def _hash(tokens: Ints, stop: int, mask: int, heads: Longs) -> int:
-    """The place in `heads` of the GRAM tokens before position `stop`."""
+    """Return the slot in `heads` of the GRAM tokens before position `stop`."""
     mixed = 0
     for i in range(GRAM):
         mixed = (mixed ^ tokens[(stop - GRAM + i) & mask]) * _MULTIPLIER
@@ -58,7 +63,7 @@ def _hash(tokens: Ints, stop: int, mask: int, heads: Longs) -> int:
 
 @kernel
 def append_tokens(new: Ints, total: Longs, tokens: Ints, heads: Longs) -> None:
-    """Put tokens behind those of `Ring(total, …)`."""
+    """Append tokens to the ring `Ring(total, tokens, heads)`."""
     mask = len(tokens) - 1
     for token in new:
         tokens[total[0] & mask] = token
@@ -69,13 +74,20 @@ def append_tokens(new: Ints, total: Longs, tokens: Ints, heads: Longs) -> None:
 
 @kernel
 def find_end(tail: Ints, found: Longs, total: Longs, tokens: Ints, heads: Longs) -> None:
-    """Into found [2]: how many of the last tokens of `tail` (at least GRAM) stood in the ring one
-    behind another, at least GRAM or 0, and the position behind them, at their latest place.
+    """Find the latest occurrence of the end of `tail` in the ring.
+
+    Args:
+        tail: int32 [n], n >= GRAM.
+        found: int64 [2], written: number of tokens that match (at least GRAM, or 0) and the
+            position after them.
+        total: int64 [1], of `Ring`.
+        tokens: int32 [room], of `Ring`.
+        heads: int64 [room], of `Ring`.
     """
     found[0] = found[1] = 0
     mask = len(tokens) - 1
     end = heads[_hash(tail[len(tail) - GRAM :], GRAM, GRAM - 1, heads)]
-    if end == 0 or end >= total[0]:  # nothing there, or nothing behind it
+    if end == 0 or end >= total[0]:  # not found, or no token follows it yet
         return
     oldest = max(0, total[0] - len(tokens))
     length = 0
@@ -92,4 +104,4 @@ _INTS = types.Array(types.int32, 1, "C")
 _LONGS = types.Array(types.int64, 1, "C")
 append_entry = KernelEntry(append_tokens, _INTS, _LONGS, _INTS, _LONGS)
 find_entry = KernelEntry(find_end, _INTS, _LONGS, _LONGS, _INTS, _LONGS)
-"""What `append_tokens` and `find_end` run."""
+"""The kernels `append_tokens` and `find_end`, to compile ahead of time."""

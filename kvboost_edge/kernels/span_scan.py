@@ -1,7 +1,7 @@
-"""The scan: a rolling hash finds blocks whose tokens stand in the prompt; comparing tokens decides
-and extends.
+"""Span search: runs of prompt tokens that cached blocks hold, at any position.
 
-Its oracle compares every block at every place, see kernels/reference/span_scan.py.
+A rolling hash (Rabin-Karp, modulo 2^61 - 1) finds candidate blocks; comparing tokens confirms and
+extends them. The oracle, reference/span_scan.py, compares every block at every place.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ _I128 = ir.IntType(128)
 
 @intrinsic
 def _multiply(typing: Any, x: Any, y: Any) -> Any:
-    """x * y modulo MODULUS, of int64 in [0, MODULUS): the bits above the 61st count once more from
-    the lowest on.
-    """
+    """Return x * y modulo MODULUS for int64 in [0, MODULUS)."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
+        # 2^61 = 1 modulo MODULUS, so the bits above the 61st are added to the low ones.
         product = b.mul(*(b.zext(argument, _I128) for argument in arguments))
         modulus = ir.Constant(_I64, MODULUS)
         low = b.and_(b.trunc(product, _I64), modulus)
@@ -52,26 +51,26 @@ def _multiply(typing: Any, x: Any, y: Any) -> Any:
 
 @kernel
 def _add(x: Any, y: Any) -> Any:
-    """x + y modulo MODULUS, of two numbers below it."""
+    """Return x + y modulo MODULUS for two numbers below it."""
     total = x + y
     return total - MODULUS if total >= MODULUS else total
 
 
 @kernel
 def _token(search: SpanSearch, place: int) -> Any:
-    """The prompt's token at a place, in [0, 2^32)."""
+    """Return the prompt's token at a place, in [0, 2^32)."""
     return load_i32(search.tokens + 4 * place) & 0xFFFFFFFF
 
 
 @kernel
 def _link(links: Any, block: int) -> Any:
-    """What stands at a block in an array of links."""
+    """Return a block's entry in an array of links."""
     return load_i32(links + 4 * block)
 
 
 @kernel
 def _hash_all(tables: SpanTables, search: SpanSearch) -> None:
-    """Write the hash of every place where a whole block can stand."""
+    """Write the hash of every place where a whole block fits."""
     size = tables.block_size
     if search.start + size > search.stop:
         return
@@ -87,7 +86,7 @@ def _hash_all(tables: SpanTables, search: SpanSearch) -> None:
 
 @kernel
 def _num_same(tables: SpanTables, search: SpanSearch, block: int, place: int) -> Any:
-    """Tokens from the first of the block on that stand in the prompt from `place` on."""
+    """Return how many leading tokens of the block equal the prompt's tokens from `place` on."""
     most = min(tables.block_size, search.stop - place)
     held = tables.tokens + 4 * block * tables.block_size
     wanted = search.tokens + 4 * place
@@ -99,9 +98,7 @@ def _num_same(tables: SpanTables, search: SpanSearch, block: int, place: int) ->
 
 @kernel
 def _newest(tables: SpanTables, search: SpanSearch, place: int) -> Any:
-    """Leader of the group whose tokens stand at `place`, where a whole block fits; NONE if there is
-    no such group.
-    """
+    """Return the leader of the group whose tokens are at `place` (a whole block fits), or NONE."""
     value = load_i64(search.hashes + 8 * place)
     block = _link(tables.heads, (value + search.root) & tables.slot_mask)
     while block != NONE:
@@ -117,11 +114,9 @@ def _newest(tables: SpanTables, search: SpanSearch, place: int) -> Any:
 
 @kernel
 def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> Any:
-    """(the block after `block` that the prompt goes on with from `place`, how many of its tokens);
-    (NONE, 0) if none.
+    """Return (block, tokens) for the child of `block` that matches the prompt longest at `place`.
 
-    Of more children than are tried one may still go on whole: it is then among the blocks with the
-    prompt's tokens.
+    It is (NONE, 0) if no child matches.
     """
     size = tables.block_size
     best = NONE
@@ -135,6 +130,8 @@ def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> An
             best = child
             most = count
         child = _link(tables.older_siblings, child)
+    # MOST_TRIED limits the children. If there are more, one may still match whole: then it is in
+    # the group of blocks that have the prompt's tokens.
     if most < size and child != NONE and place + size <= search.stop:
         other = _newest(tables, search, place)
         for _ in range(MOST_TRIED):
@@ -148,8 +145,10 @@ def _child(tables: SpanTables, search: SpanSearch, block: int, place: int) -> An
 
 @kernel
 def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, block: int) -> Any:
-    """(first token of the run, how many blocks before `block` it touches), of a run with `block` at
-    `place`.
+    """Extend a run backwards from `block` at `place`.
+
+    Returns:
+        (place of the run's first token, blocks before `block` that it touches).
     """
     size = tables.block_size
     count = 0
@@ -172,7 +171,7 @@ def _reach_back(tables: SpanTables, search: SpanSearch, floor: int, place: int, 
 
 @kernel
 def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) -> Any:
-    """End of a run with `block` at `place`."""
+    """Return the end of a run with `block` at `place`."""
     count = tables.block_size
     while block != NONE:
         place += count
@@ -184,8 +183,11 @@ def _reach_on(tables: SpanTables, search: SpanSearch, place: int, block: int) ->
 
 @kernel
 def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> Any:
-    """(block at `place`, first token, end, stored position of the first token) of the run to take;
-    NONE if none is.
+    """Return the longest run at `place`; of equal runs, the one stored at the highest position.
+
+    Returns:
+        (block at `place`, first place, end, stored position of the first token); block NONE if
+            none matches.
     """
     best = NONE
     first = place
@@ -211,21 +213,23 @@ def _longest(tables: SpanTables, search: SpanSearch, floor: int, place: int) -> 
 def scan(
     tables: SpanTables, search: SpanSearch, runs: npt.NDArray[np.int64], path: npt.NDArray[np.int32]
 ) -> int:
-    """Find runs from left to right and return how many. What was found at one place is as long as
-    it gets, and never looked at again.
+    """Find runs from left to right and return their number.
+
+    The scan is greedy: a run is extended as far as possible and never revised. Time is bounded,
+    however much is stored: a token that is in no run costs at most about MOST_TRIED * (min_tokens
+    + MOST_TRIED * block_size) comparisons. A prompt of 10,000 tokens takes 0.3 to 1 ms; an
+    adversarial one takes 9 ms.
 
     Args:
+        tables: the cached blocks. Block ids are trusted.
+        search: the prompt.
         runs: int64 [most, NUM_FIELDS], written; most >= (stop - start) // max(min_tokens,
             block_size).
-        path: int32, written: block ids of all runs, one run after another; at least (stop - start)
-            // block_size + 2 * most of them.
-
-    Block ids in the tables are trusted. Time, however much is stored: a token that is in no run
-    costs at most some MOST_TRIED * (min_tokens + MOST_TRIED * block_size) comparisons. A prompt of
-    10,000 tokens takes 0.3 to 1 ms, one made for it 9 ms.
+        path: int32 [n], written: block ids of all runs, one run after another; n >= (stop - start)
+            // block_size + 2 * most.
     """
-    # Addresses, not arrays: an array in a tuple counts as a reference wherever it is taken out. 600
-    # blocks of the one token that a prompt of 10,000 has: 24 ms with arrays, 1.3 ms so.
+    # Addresses, not arrays: taking an array out of a tuple counts references. For 600 blocks of the
+    # one token that a prompt of 10,000 consists of, arrays take 24 ms and addresses 1.3 ms.
     held = addresses_of(SpanTables, tables)
     wanted = addresses_of(SpanSearch, search)
     _hash_all(held, wanted)

@@ -1,4 +1,4 @@
-"""What a scan reads and writes, as flat arrays. Importing this imports no compiler."""
+"""Inputs and outputs of a span search, as flat arrays; importable without the compiler."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ __all__ = ["HASH_BITS", "MODULUS", "MOST_TRIED", "NONE", "NUM_FIELDS", "SpanSear
 
 HASH_BITS = 61
 MODULUS = (1 << HASH_BITS) - 1
-"""Prime. The span hash of tokens t_0 .. t_(n-1) is the sum of t_i * base^(n-1-i) modulo this: it
-moves on by a token in two multiplications, and for a secret base two spans of 16 tokens agree with
-a chance of 15 / 2^61 whoever made them.
+"""A Mersenne prime. The span hash of tokens t_0 .. t_(n-1) is the sum of t_i * base^(n-1-i) modulo
+it. Moving the span by one token takes two multiplications. If the base is secret, two different
+spans of 16 tokens collide with probability 15 / 2^61.
 """
 
 MOST_TRIED = 8
-"""Blocks of equal tokens that are tried at one place, and children of a block: the newest of them.
-"""
+"""Most blocks of equal tokens tried at one place, and most children of a block; newest first."""
 
 NONE = -1
-"""In place of a block id."""
+"""Marks a missing block id."""
 
 NUM_FIELDS = 4
-"""Numbers of a run as a scan writes it: prompt_start, length, stored position of its first token,
-blocks it touches.
-"""
+"""Numbers of a run: prompt_start, length, stored position of its first token, blocks touched."""
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -34,30 +31,30 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class SpanTables(NamedTuple):
-    """Blocks that can be found. All arrays are C-contiguous; those of links hold block ids or NONE.
-    Where a scan passes this on, addresses stand in place of the arrays.
+    """The blocks that a search can find.
 
-    Blocks of one root with equal tokens are a group, the newest of them leads it. Groups whose
-    hashes meet in a slot are linked behind one another.
+    All arrays are C-contiguous. Arrays of links hold block ids or NONE. Blocks of one root with
+    equal tokens form a group, led by the newest. Groups in the same hash slot are chained. Inside
+    the kernel, addresses replace the arrays.
 
     Attributes:
         tokens: uint32 [num_blocks, block_size].
-        hashes: int64 [num_blocks], span hashes cut to `hash_mask`.
+        hashes: int64 [num_blocks], span hashes & hash_mask.
         roots: int64 [num_blocks], number of the block's root.
-        first_positions: int64 [num_blocks], position of a block's first token where it was
+        first_positions: int64 [num_blocks], position of the block's first token when it was
             computed.
-        heads: int32 [num_slots], leader of the first group in slot (hash + root) % num_slots; a
-            power of two.
-        next_groups: int32 [num_blocks], of a leader: that of the next group in its slot.
-        older: int32 [num_blocks], the next older block of the same group.
-        parents: int32 [num_blocks], the block before it in its context.
-        first_children: int32 [num_blocks], the newest of the blocks after it.
-        older_siblings: int32 [num_blocks], the next older of those with the same parent.
-        block_size: int.
-        slot_mask: int, num_slots - 1.
-        base: int, in [2^32, MODULUS).
-        last_power: int, base^(block_size - 1) modulo MODULUS.
-        hash_mask: int, MODULUS; less where hashes have to collide.
+        heads: int32 [num_slots], leader of the first group in slot (hash + root) % num_slots;
+            num_slots is a power of two.
+        next_groups: int32 [num_blocks]; for a leader, the leader of the next group in its slot.
+        older: int32 [num_blocks], the next older block of the group.
+        parents: int32 [num_blocks], the preceding block in its context.
+        first_children: int32 [num_blocks], the newest following block.
+        older_siblings: int32 [num_blocks], the next older block with the same parent.
+        block_size: tokens of a block.
+        slot_mask: num_slots - 1.
+        base: base of the hash, in [2^32, MODULUS).
+        last_power: base^(block_size - 1) modulo MODULUS.
+        hash_mask: MODULUS; smaller in tests that need collisions.
     """
 
     tokens: Tokens
@@ -78,15 +75,16 @@ class SpanTables(NamedTuple):
 
 
 class SpanSearch(NamedTuple):
-    """What is searched for; in a scan with addresses, as `SpanTables`.
+    """The prompt to search for; inside the kernel, addresses replace the arrays.
 
     Attributes:
         tokens: uint32 [num_tokens], the prompt.
-        hashes: int64 [num_tokens], written by the scan: the hash of the block_size tokens that
-            begin at each place.
-        start, stop: tokens [start, stop) may be covered; 0 <= start <= stop <= num_tokens.
-        root: number of the root whose blocks count.
-        min_tokens: shorter runs are passed over.
+        hashes: int64 [num_tokens], written: hash of the block_size tokens that begin at each
+            place.
+        start: first token that a run may cover; start >= 0.
+        stop: end of the tokens that a run may cover; start <= stop <= num_tokens.
+        root: only blocks of this root match.
+        min_tokens: shortest run that is reported.
     """
 
     tokens: Tokens

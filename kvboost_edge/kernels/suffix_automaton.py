@@ -1,9 +1,9 @@
-"""A suffix automaton, built token by token: the longest end of a text that stood in it before, and
-where.
+"""An online suffix automaton: the longest suffix of a text that occurred in it before, and where.
 
-The states of Blumer et al. (1985), "The smallest automaton recognizing the subwords of a text": at
-most two for a token and three edges, each token in amortised constant time. Edges lie in one
-open-addressed table; those of a state are chained, because a state that is split takes them along.
+From Blumer et al. (1985), "The smallest automaton recognizing the subwords of a text". It has at
+most two states and three edges per token and takes amortized constant time per token. Edges are in
+one open-addressed hash table. The edges of a state are also chained, because splitting a state
+copies them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 NUM_TOKENS, NUM_STATES, LAST, MATCH_LENGTH, MATCH_END = range(5)
-"""Places in `Automaton.counts`. Of the longest end of the text that stood in it before: how many
-tokens it has, at most all but the first, and the position behind the last of them where it stood,
-the latest that is known.
+"""Indices in `Automaton.counts`. MATCH_LENGTH is the length of the longest suffix that occurred
+before, at most all tokens but the first. MATCH_END is the position after its latest known
+occurrence.
 """
 
 _EMPTY = -1
 _NONE = -1
-_EDGES_PER_TOKEN = 4  # slots; at most three are taken
-# Of the shorter ends of a text so many learn where it stood last: in a run of one token all would.
+_EDGES_PER_TOKEN = 4  # slots of the table; at most three are used
+# Most suffixes whose latest position is updated per token. In a run of one token, all suffixes
+# would be.
 _MOST_UPDATED = 64
 
 
 class Automaton(NamedTuple):
-    """All arrays of one text; see `new_automaton`.
+    """The arrays of one text's automaton; see `new_automaton`.
 
     Attributes:
-        counts: int64 [5], by the names above.
+        counts: int64 [5], indexed by NUM_TOKENS to MATCH_END.
         lengths: int32 [2 * room], tokens of a state's longest string.
-        links: int32 [2 * room], the state of its longest shorter end.
-        ends: int32 [2 * room], the position behind where its strings stood last.
-        first_edges: int32 [2 * room], a slot of the edges.
-        keys: int64 [4 * room], state * 2^32 + token.
-        targets: int32 [4 * room], the state an edge leads to.
-        next_edges: int32 [4 * room], another slot of the same state.
+        links: int32 [2 * room], suffix links.
+        ends: int32 [2 * room], the position after the latest known occurrence of a state's
+            strings.
+        first_edges: int32 [2 * room], slot of a state's first edge.
+        keys: int64 [4 * room], state * 2^32 + token of an edge.
+        targets: int32 [4 * room], state that an edge leads to.
+        next_edges: int32 [4 * room], slot of the next edge of the same state.
     """
 
     counts: Longs
@@ -60,7 +62,7 @@ class Automaton(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Tokens it can take in all."""
+        """Capacity in tokens."""
         return len(self.lengths) // 2
 
     @property
@@ -69,12 +71,12 @@ class Automaton(NamedTuple):
 
 
 def automaton_bytes(room: int) -> int:
-    """What an automaton of that room takes."""
+    """Return the bytes of an automaton for `room` tokens."""
     return 96 * room + 40
 
 
 def new_automaton(room: int) -> Automaton:
-    """An automaton of no text, for one of up to `room` tokens, a power of two. 96 bytes a token."""
+    """Return an empty automaton for up to `room` tokens, a power of two; 96 bytes per token."""
     states = 2 * room
     slots = _EDGES_PER_TOKEN * room
     links = np.full(states, _NONE, np.int32)
@@ -94,7 +96,7 @@ def new_automaton(room: int) -> Automaton:
 
 @kernel
 def _slot(keys: Longs, state: int, token: int) -> Any:
-    """The slot of an edge, or the empty one where it belongs."""
+    """Return the slot of an edge, or the empty slot where it belongs."""
     key = (state << 32) | token
     mask = len(keys) - 1
     mixed = key * 0x9E3779B97F4A7C1
@@ -114,7 +116,7 @@ def _add(
     state: int,
     token: int,
 ) -> None:
-    """A new edge in an empty slot; its target is set by the caller."""
+    """Add an edge in an empty slot; the caller sets its target."""
     keys[slot] = (state << 32) | token
     next_edges[slot] = first_edges[state]
     first_edges[state] = slot
@@ -133,7 +135,7 @@ def _split(
     state: int,
     length: int,
 ) -> Any:
-    """A new state for the shorter strings, up to `length`, of a state, with its edges."""
+    """Clone a state for its strings of up to `length` tokens, with its edges; return the clone."""
     clone = counts[NUM_STATES]
     counts[NUM_STATES] = clone + 1
     lengths[clone] = length
@@ -162,8 +164,9 @@ def extend(
     targets: Ints,
     next_edges: Ints,
 ) -> None:
-    """Append tokens, ids in [0, 2^31), to the text of `Automaton(counts, …)`, which has room for
-    them.
+    """Append tokens, ids in [0, 2^31), to the text of `Automaton(counts, ...)`.
+
+    The automaton must have room for them.
     """
     for token in tokens:
         position = counts[NUM_TOKENS]
@@ -218,4 +221,4 @@ def extend(
 _INTS = types.Array(types.int32, 1, "C")
 _LONGS = types.Array(types.int64, 1, "C")
 extend_entry = KernelEntry(extend, _INTS, _LONGS, _INTS, _INTS, _INTS, _INTS, _LONGS, _INTS, _INTS)
-"""What a sequence runs with each of its tokens."""
+"""The kernel `extend`, to compile ahead of time."""

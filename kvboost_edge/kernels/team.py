@@ -1,10 +1,9 @@
-"""A team of threads for kernels that hand out their units through an atomic counter.
+"""A thread team for kernels that take work units from an atomic counter.
 
-The calling thread always works itself and takes whatever units are left, so a helper that the
-system does not schedule costs nothing but its share: on a machine whose cores are shared, nobody
-waits at a barrier for a thread that sleeps. A helper that has just worked looks out for more for a
-moment before it sleeps: the calls of a pass follow one another closely. Waking one that sleeps
-costs the caller about 1 us; it joins some 20 us later.
+The calling thread works too, and takes every unit that is left. So a helper that the system does
+not schedule costs only its share: no thread waits at a barrier for a sleeping one. After its work
+a helper spins briefly before it sleeps, because the calls of a forward pass follow one another
+closely. Waking a sleeping helper costs the caller about 1 us; the helper starts about 20 us later.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from kvboost_edge.kernels.vectors import address_of, fetch_add, load_acquire, re
 
 __all__ = ["KernelTeam", "team_entries"]
 
-_SPINS = 20_000  # about 100 us of looking at the counter before the wait gives its core away
+_SPINS = 20_000  # about 100 us, then the waiting thread yields its core
 _NAP_S = 50e-6
-_LOOKS = 10_000  # about 150 us in which a helper looks out for the next work before it sleeps
+_LOOKS = 10_000  # about 150 us, then a helper without work sleeps
 
 
 @kernel
 def _wait_for(counters: npt.NDArray[np.int64], index: int, value: int, spins: int) -> bool:
-    """Look at counters[index] until it is at least `value`, at most `spins` times; returns whether
-    it is.
-    """
+    """Spin until counters[index] >= value, at most `spins` times; return whether it is."""
     at = address_of(counters) + 8 * index
     while spins > 0:
         if fetch_add(at, 0) >= value:
@@ -46,7 +43,7 @@ def _wait_for(counters: npt.NDArray[np.int64], index: int, value: int, spins: in
 
 @kernel
 def _look_out(board: npt.NDArray[np.int64], seen: int, looks: int) -> Any:
-    """The number on the board as soon as it is not `seen`, or `seen` after that many looks."""
+    """Return the number on the board once it differs from `seen`, or `seen` after `looks` loads."""
     at = address_of(board)
     while looks > 0:
         number = load_acquire(at)
@@ -62,7 +59,7 @@ team_entries = [
     KernelEntry(_wait_for, _COUNTERS, *[types.int64] * 3),
     KernelEntry(_look_out, _COUNTERS, types.int64, types.int64),
 ]
-"""What every team runs."""
+"""Kernels that every team runs."""
 
 
 class _Work(NamedTuple):
@@ -75,9 +72,7 @@ class _Work(NamedTuple):
 
 
 class _Mailbox:
-    """What the helpers see of a team: the newest work, if it is still wanted. Holds no reference to
-    the team.
-    """
+    """The newest work of a team, as its helpers see it; without a reference to the team."""
 
     def __init__(self) -> None:
         self.board = np.zeros(
@@ -90,9 +85,7 @@ class _Mailbox:
         self._changed = threading.Condition()
 
     def begin(self, last: int) -> _Work | None:
-        """The newest work, which the helper now must `end`; None if there is none newer than the
-        serial `last`.
-        """
+        """Return work newer than the serial `last`, or None; the helper must call `end` after."""
         with self._changed:
             work = self.work
             if work is None or work.serial == last:
@@ -106,19 +99,17 @@ class _Mailbox:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """Give the work to nobody else and wait for those who have it: they use memory of the
-        caller's.
-        """
+        """Stop offering the work and wait for helpers that run it: they use the caller's memory."""
         with self._changed:
             self.work = None
             self._changed.wait_for(lambda: self._busy == 0)
 
 
 class KernelTeam:
-    """`num_threads` threads, the caller's included. One thread at a time may call `run`.
+    """A team of `num_threads` threads, including the caller.
 
-    Helpers start with the first work that can be shared and end with `close`, or when the team is
-    dropped.
+    Only one thread at a time may call `run`. Helpers start with the first work that can be shared.
+    They end with `close` or when the team is collected.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -139,11 +130,17 @@ class KernelTeam:
         done: int,
         units: int,
     ) -> None:
-        """Call the nogil kernel `function(job)` on every thread; return when counters[done] has
-        reached `units`.
+        """Call the nogil kernel `function(job)` on the team; return when counters[done] >= units.
 
-        The function takes units until none is left and adds 1 to counters[done] after each. It may
-        start late, when all is done, and must then return at once.
+        The function takes units until none is left, and adds 1 to counters[done] after each. It
+        may start late, when all units are taken; then it must return at once.
+
+        Args:
+            function: the kernel.
+            job: its argument.
+            counters: int64 array that all threads share.
+            done: index in `counters` of the number of finished units.
+            units: number of units.
         """
         if self.num_threads > 1 and units > 1:
             self._serial += 1
@@ -189,9 +186,8 @@ class KernelTeam:
 
 
 def _raise_signal(signal: threading.Lock) -> None:
-    """A locked signal means asleep or at work; an open one has not been noticed yet and will find
-    the newest work.
-    """
+    """Wake a helper whose signal is locked: it sleeps or works."""
+    # An open signal has not been taken yet; the helper that takes it finds the newest work.
     if signal.locked():
         signal.release()
 
@@ -210,10 +206,10 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
                 return
             finally:
                 mailbox.end()
-            work = None  # a waiting helper keeps nothing of a finished call alive
+            work = None  # a waiting helper keeps no finished call alive
         number = _look_out(mailbox.board, seen, _LOOKS)
-        # Awake, it takes the signal that came with the work, if it is there yet; otherwise it
-        # sleeps until one comes.
+        # A helper that is awake takes the signal that came with the work, if it is there yet.
+        # Otherwise it sleeps until a signal comes.
         signal.acquire(blocking=number == seen)
         seen = number
 

@@ -1,9 +1,8 @@
-"""NamedTuples as rows of numbers in memory: written on the host, read by kernels, field by field
-and in one order.
+"""Rows of numbers in memory for NamedTuples: written by the host, read by kernels.
 
-A row is the tuple's fields one after another, those of a tuple inside it in its place. Numbers are
-int64; a float is the bits of a float64, a `Float32` those of a float32 in half of its place; an
-array is the address of its first element, 0 where it is empty.
+A row holds the fields in order, 8 bytes each; a nested tuple's fields are in its place. An int is
+int64, a float is float64, a `Float32` is a float32 and 4 bytes of padding, and an array is the
+address of its first element (0 if it is empty).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Builder = Any
 Float32 = Annotated[float, np.float32]
 """A float that is a float32 in memory and in kernels."""
 
-# Annotation -> the struct format, what is loaded, and Numba's type.
+# Annotation -> format of struct, LLVM type, Numba type.
 _NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
     int: ("q", I64, types.int64),
     float: ("d", ir.DoubleType(), types.float64),
@@ -48,7 +47,7 @@ _NUMBERS: dict[Any, tuple[str, ir.Type, Any]] = {
 
 @cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """Field -> a key of `_NUMBERS` or a NamedTuple; other annotations are an int in memory."""
+    """Return field name -> key of `_NUMBERS` or NamedTuple; any other annotation is an int."""
     hints = get_type_hints(kind, include_extras=True)
     return {
         name: hint if hasattr(hint, "_fields") or hint in _NUMBERS else int
@@ -57,15 +56,16 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def num_numbers(kind: Any) -> int:
-    """Numbers in a row of a NamedTuple class."""
+    """Return the length of a row of a NamedTuple class, in 8-byte numbers."""
     return sum(
         num_numbers(field) if hasattr(field, "_fields") else 1 for field in _fields(kind).values()
     )
 
 
 def number_at(kind: Any, path: str) -> int:
-    """Index in a row of `kind` of the field `path`, as "shape.head_dim"; of a tuple's first
-    number.
+    """Return the index in a row of `kind` of a field path such as "shape.head_dim".
+
+    For a nested tuple, return the index of its first number.
     """
     name, _, rest = path.partition(".")
     fields = _fields(kind)
@@ -76,15 +76,13 @@ def number_at(kind: Any, path: str) -> int:
 
 
 def numbers_of(kind: Any, values: Any) -> npt.NDArray[np.int64]:
-    """The row, int64 [num_numbers(kind)], of a tuple whose fields have the names of those of
-    `kind`.
-    """
+    """Return the row, int64 [num_numbers(kind)], of any tuple that has the fields of `kind`."""
     return np.frombuffer(struct.pack(_format(kind), *_flat(kind, values)), dtype=np.int64)
 
 
 @cache
 def _format(kind: Any) -> str:
-    """The struct format of a row."""
+    """Return the format of a row for `struct`."""
     return "".join(
         _NUMBERS[field][0] if field in _NUMBERS else _format(field)
         for field in _fields(kind).values()
@@ -92,7 +90,7 @@ def _format(kind: Any) -> str:
 
 
 def _flat(kind: Any, values: Any) -> list[int | float]:
-    """Numbers and addresses, one after another."""
+    """Return the numbers and addresses of a row."""
     flat: list[int | float] = []
     for name, field in _fields(kind).items():
         value = getattr(values, name)
@@ -106,7 +104,7 @@ def _flat(kind: Any, values: Any) -> list[int | float]:
 
 
 def numbers_type(kind: Any) -> Any:
-    """Numba's type of a NamedTuple of numbers and such tuples; of a field in one."""
+    """Return the Numba type of a NamedTuple of numbers and such tuples, or of one field."""
     if kind in _NUMBERS:
         return _NUMBERS[kind][2]
     return BaseTuple.from_types([numbers_type(field) for field in _fields(kind).values()], kind)
@@ -124,7 +122,7 @@ def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
 
 @intrinsic
 def load_row(typing: Any, kind: Any, address: Any) -> Any:
-    """The tuple of class `kind` whose row is at a byte address."""
+    """Load the tuple of class `kind` from its row at a byte address."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _load(context, b, kind.instance_class, arguments[1])
@@ -134,7 +132,7 @@ def load_row(typing: Any, kind: Any, address: Any) -> Any:
 
 @intrinsic
 def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
-    """The tuple of class `kind`, ints alone, whose row at a byte address is of int32."""
+    """Load a tuple of class `kind`, all ints, from a row of int32 at a byte address."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         places = [
@@ -150,9 +148,7 @@ def load_i32_row(typing: Any, kind: Any, address: Any) -> Any:
 
 @intrinsic
 def addresses_of(typing: Any, kind: Any, values: Any) -> Any:
-    """The tuple of class `kind` made of a tuple whose fields have the same names: arrays become
-    addresses.
-    """
+    """Convert a tuple that has the fields of `kind` to `kind`; arrays become addresses."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _convert(context, b, kind.instance_class, values, arguments[1])

@@ -1,12 +1,11 @@
-"""Sixteen-lane vectors for Numba kernels, emitted as LLVM IR: nothing here depends on
-auto-vectorization.
+"""Vectors of 16 float32 lanes for Numba kernels, emitted as LLVM IR.
 
-One `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON registers; results are
-the same to the bit on all of them because every multiply-add is an explicit `llvm.fma` and every
-reduction has a fixed order.
+A `<16 x float>` is one AVX-512 register, two AVX2 registers or four NEON registers. Results are
+bit-identical on all of them: every multiply-add is an explicit `llvm.fma`, every reduction has a
+fixed order, and nothing depends on auto-vectorization.
 
-The `emit_*` functions write IR at a builder's position and are the vocabulary of float_tiles.py;
-the intrinsics at the end are what kernels call directly. Addresses are int64, in bytes.
+The `emit_*` functions write IR at the position of a builder. The intrinsics at the end are called
+by kernels. Addresses are int64, in bytes.
 """
 
 from __future__ import annotations
@@ -75,24 +74,22 @@ Builder = Any  # an ir.IRBuilder
 
 
 def emit_load(b: Builder, kind: ir.Type, address: Value) -> Value:
-    """Load `kind` from a byte address of any alignment of its elements."""
+    """Load a scalar or vector from a byte address, aligned to its element size (8 at most)."""
     element = kind.element if isinstance(kind, ir.VectorType) else kind
     align = {I16: 2, I64: 8}.get(element, 4) if not isinstance(element, ir.HalfType) else 2
     return b.load(b.inttoptr(address, _POINTER), align=align, typ=kind)
 
 
 def emit_store(b: Builder, value: Value, address: Value) -> None:
-    """Store a float32 scalar or vector at a byte address."""
+    """Store a float32 scalar or vector at a byte address aligned to 4."""
     b.store(value, b.inttoptr(address, _POINTER), align=4)
 
 
 def emit_scratch(b: Builder, size: int) -> Value:
-    """Address of `size` bytes on the stack of the kernel being compiled, aligned to 64, contents
-    undefined.
-
-    Not by `cgutils.alloca_once`: that fills them with zeros whenever the kernel is entered, 65 ns
-    for 20 KB.
+    """Reserve `size` bytes of the kernel's stack, aligned to 64, uninitialized; return the
+    address.
     """
+    # `cgutils.alloca_once` would fill them with zeros on every call of the kernel, 65 ns for 20 KB.
     with b.goto_entry_block():
         place = b.alloca(ir.ArrayType(ir.IntType(8), size))
         place.align = 64
@@ -100,7 +97,7 @@ def emit_scratch(b: Builder, size: int) -> Value:
 
 
 def emit_splat(b: Builder, scalar: Value, kind: ir.VectorType = V16) -> Value:
-    """The same scalar in every lane."""
+    """Broadcast a scalar to every lane."""
     first = b.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return emit_shuffle(b, first, first, [0] * LANES)
 
@@ -118,7 +115,7 @@ def _integers_like(kind: ir.Type) -> ir.Type:
 
 
 def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
-    """x * y + z rounded once."""
+    """Return x * y + z with one rounding; float32 scalars or vectors."""
     kind = x.type
     name = "llvm.fma.v16f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
     return b.call(
@@ -127,20 +124,19 @@ def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
 
 
 def emit_max(b: Builder, x: Value, y: Value) -> Value:
-    """x if x > y else y, lane by lane."""
+    """Return x if x > y else y, for each lane."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
 def emit_shuffle(b: Builder, x: Value, y: Value, lanes: Sequence[int]) -> Value:
-    """Lanes of x (0..15) and of y (16..31) in the given order."""
+    """Return the given lanes of x (0 to 15) and y (16 to 31)."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
 
 def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
-    """Fold the 16 lanes of each of four vectors; lanes 4 r to 4 r + 3 of the result hold row r's
-    value.
+    """Reduce the 16 lanes of each of four vectors; lanes 4r to 4r + 3 of the result hold row r.
 
-    The order is 8 + 8, 4 + 4, 2 + 2, 1 + 1 for each row, whatever its place among the four.
+    The order is 8 + 8, 4 + 4, 2 + 2, 1 + 1 for every row, independent of its place among the four.
     """
     low = [*range(8), *range(16, 24)]
     high = [*range(8, 16), *range(24, 32)]
@@ -160,8 +156,8 @@ def emit_reduce_rows(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
     return quads
 
 
-# Cephes expf: 2^n * p(r) with |r| <= ln2 / 2; the relative error stays under 2e-7 and exp(0) is
-# exactly 1.
+# Cephes expf: 2^n * p(r) with |r| <= ln2 / 2. The relative error is below 2e-7; exp(0) is exactly
+# 1.
 _EXP_COEFFICIENTS = (
     1.9875691500e-4,
     1.3981999507e-3,
@@ -173,13 +169,14 @@ _EXP_COEFFICIENTS = (
 _LOG2_E = 1.44269504088896341
 _LN2_HIGH = 0.693359375
 _LN2_LOW = -2.12194440e-4
-_EXP_LOWEST = -87.0  # below this the result is 0, as exp(-inf) is
-_ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+_EXP_LOWEST = -87.0  # results below are 0
+_ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits of the mantissa
 
 
 def emit_exp(b: Builder, x: Value) -> Value:
-    """exp(x) for x <= 88, scalar or vector; exactly 1 at 0, exactly 0 below -87 and for -inf, NaN
-    for NaN.
+    """Return exp(x) for x <= 88, scalar or vector.
+
+    It is exactly 1 at 0, exactly 0 below -87 and at -inf, and NaN for NaN.
     """
     kind = x.type
     integers = _integers_like(kind)
@@ -198,9 +195,7 @@ def emit_exp(b: Builder, x: Value) -> Value:
 
 
 def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
-    """Mask of the lanes whose index first + lane lies in [low, high); low and high are int64
-    scalars.
-    """
+    """Return the mask of lanes with low <= first + lane < high; low and high are int64 scalars."""
     index = ir.Constant(_VI32, [first + lane for lane in range(LANES)])
     above = b.icmp_signed(">=", index, emit_splat(b, b.trunc(low, I32), _VI32))
     below = b.icmp_signed("<", index, emit_splat(b, b.trunc(high, I32), _VI32))
@@ -208,9 +203,7 @@ def emit_lanes_in(b: Builder, first: int, low: Value, high: Value) -> Value:
 
 
 def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
-    """Load 16 stored values (KIND_F32, KIND_F16 or KIND_BF16) and widen them to float32,
-    exactly.
-    """
+    """Load 16 values of KIND_F32, KIND_F16 or KIND_BF16 and widen them to float32, exactly."""
     if kind == KIND_F32:
         return emit_load(b, V16, address)
     if kind == KIND_F16:
@@ -220,8 +213,11 @@ def emit_load_as_f32(b: Builder, kind: int, address: Value) -> Value:
 
 
 def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool = True) -> None:
-    """Ask for the cache line at a byte address, for reading or for writing, into all levels or all
-    but the first.
+    """Prefetch the cache line at a byte address.
+
+    Args:
+        write: the line is going to be written.
+        near: into all cache levels; False: into all but the first.
     """
     how = (int(write), 3 if near else 2, 1)
     arguments = [b.inttoptr(address, _POINTER), *(ir.Constant(I32, number) for number in how)]
@@ -231,7 +227,7 @@ def emit_prefetch(b: Builder, address: Value, *, write: bool = False, near: bool
 
 @intrinsic
 def exp_f32(typing: Any, x: Any) -> Any:
-    """exp of one float32 by the same polynomial as the vector form, bit for bit."""
+    """Return exp of one float32, bit-identical to the vector variant."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_exp(b, arguments[0])
@@ -241,7 +237,7 @@ def exp_f32(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def fma_f32(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z rounded once, float32."""
+    """Return x * y + z with one rounding, float32."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_fma(b, *arguments)
@@ -251,7 +247,7 @@ def fma_f32(typing: Any, x: Any, y: Any, z: Any) -> Any:
 
 @intrinsic
 def load_f32(typing: Any, address: Any) -> Any:
-    """The float32 at a byte address."""
+    """Load the float32 at a byte address."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_load(b, F32, arguments[0])
@@ -261,7 +257,7 @@ def load_f32(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def load_i32(typing: Any, address: Any) -> Any:
-    """The int32 at a byte address, as int64."""
+    """Load the int32 at a byte address as int64."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return b.sext(emit_load(b, I32, arguments[0]), I64)
@@ -271,7 +267,7 @@ def load_i32(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def load_i64(typing: Any, address: Any) -> Any:
-    """The int64 at a byte address."""
+    """Load the int64 at a byte address."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_load(b, I64, arguments[0])
@@ -303,7 +299,7 @@ def store_i64(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def address_of(typing: Any, array: Any) -> Any:
-    """Byte address (int64) of an array's first element."""
+    """Return the byte address (int64) of an array's first element."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         structure = context.make_array(signature.args[0])(context, b, arguments[0])
@@ -314,8 +310,8 @@ def address_of(typing: Any, array: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
-    """Atomically add to the int64 at a byte address; returns the value before. Orders memory both
-    ways.
+    """Add atomically to the int64 at a byte address and return its previous value
+    (acquire-release).
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -327,7 +323,7 @@ def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def load_acquire(typing: Any, address: Any) -> Any:
-    """The int64 at an address that other threads write, with all they wrote before it."""
+    """Load the int64 at a byte address atomically, with acquire ordering."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
@@ -337,7 +333,7 @@ def load_acquire(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def relax(typing: Any) -> Any:
-    """Tell the core that this is a waiting loop; nothing where there is no such hint."""
+    """Emit a spin-loop hint: `pause` on x86, `yield` on ARM, nothing elsewhere."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         if b.module.triple.startswith(("x86_64", "i686", "amd64")):
@@ -354,7 +350,7 @@ def relax(typing: Any) -> Any:
 
 @intrinsic
 def load_scalar(typing: Any, address: Any, kind: Any) -> Any:
-    """One stored value (kind as in `emit_load_as_f32`, known at run time) as float32."""
+    """Load one value of KIND_F32, KIND_F16 or KIND_BF16, known at run time, as float32."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         address, kind = arguments
@@ -375,8 +371,9 @@ def load_scalar(typing: Any, address: Any, kind: Any) -> Any:
 
 @intrinsic
 def store_scalar(typing: Any, address: Any, value: Any, kind: Any) -> Any:
-    """Store one float32 in a storage kind known at run time, rounded to nearest, ties to even; NaN
-    stays NaN.
+    """Store a float32 as KIND_F32, KIND_F16 or KIND_BF16, known at run time.
+
+    It rounds to nearest, ties to even; NaN stays NaN.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
