@@ -1,1 +1,1 @@
-"""Structured output: grammars, JSON schemas and choices, and the token masks made of them."""
+"""Structured output: the grammar compiler and token masks."""

@@ -1,6 +1,6 @@
-"""The compiler of grammars for structured output: JSON schemas, regular expressions and grammars.
+"""The compiler for structured output: JSON schemas, regular expressions, grammars and choices.
 
-The parser is llguidance (extra [structured]). Compiling is bounded in time and memory.
+The parser is llguidance (extra [structured]). Limits bound the time and memory of compilation.
 """
 
 from __future__ import annotations
@@ -38,34 +38,32 @@ T = TypeVar("T")
 
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2_000,
-    "initial_lexer_fuel": 1_000_000,  # 20 ms of compiling
-    "step_lexer_fuel": 200_000,  # 14 ms of a step
-    # 50,000, the default, are 3 s of a step where a grammar is ambiguous; these are 10 ms, and 200
-    # optional properties.
+    "initial_lexer_fuel": 1_000_000,  # 20 ms of compilation
+    "step_lexer_fuel": 200_000,  # 14 ms per step
+    # The default of 50,000 allows an ambiguous grammar 3 s per step. 5,000 items take 10 ms and
+    # hold 200 optional properties.
     "step_max_items": 5_000,
-    "max_lexer_states": 20_000,  # 10 to 40 MB a sequence
+    "max_lexer_states": 20_000,  # 10 to 40 MB per sequence
     "max_grammar_size": 500_000,
-    "verbose_errors": False,  # they would hold what was generated
+    "verbose_errors": False,  # verbose errors would contain generated text
 }
-_FUELLED_BYTES = (
-    1 << 17
-)  # of a grammar; one of 512 tools is 700 KB and takes 16 ms in its longest step
-_STACK_BYTES = 128 << 20  # of the address space; what is not touched takes no memory
-# Of threads that compute slow masks. At 0 a mask takes a third of two processors from a forward
-# pass of two threads. A high value would let other programs stop a thread that holds Python's lock.
+# Bytes of a grammar per unit of fuel. 512 tools make 700 KB, whose longest step takes 16 ms.
+_FUELLED_BYTES = 1 << 17
+_STACK_BYTES = 128 << 20  # address space; untouched pages take no memory
+# Niceness of the threads that compute slow masks. At 0 a mask takes a third of two cores from a
+# forward pass of two threads. A high value would let other programs stop a thread that holds the
+# GIL.
 _MASK_NICE = 5
-_IN_GRAMMAR = "failed to compile JSON schema: "  # before the message about a schema in a grammar
-# Messages of the compiler about schemas that break the standard.
+_IN_GRAMMAR = "failed to compile JSON schema: "  # prefix for a schema inside a grammar
+# llguidance's messages about schemas that break the standard.
 _MALFORMED = re.compile(r"Invalid type: |Expected |Pointer |\S+ must be ")
 _NOT_INSTALLED = f"needs the package llguidance: {install_extra('structured')}"
 
 
 class GrammarCompiler:
-    """The compiler of an engine's grammars. Safe to use from any thread.
+    """The compiler of an engine's grammars. Thread-safe.
 
-    The vocabulary is read once, when it is first needed or by `read_ahead`: a second for one of
-    150,000 tokens, in which no other Python code runs; whoever waits for it is the caller, not the
-    engine.
+    The vocabulary is read once, by `read_ahead` or when it is first needed.
     """
 
     def __init__(
@@ -78,14 +76,17 @@ class GrammarCompiler:
         self._known: LLTokenizer | None = None
         self._room: Floats = np.empty(0, np.float32)
         self._reader: threading.Thread | None = None
-        # Threads start with the first slow mask. Two: one slow grammar does not wait for another.
+        # Threads start with the first slow mask. With two, one slow grammar does not block another.
         self._mask_threads = ThreadPoolExecutor(
             2, thread_name_prefix="kvboost-masks", initializer=_lower_priority
         )
 
     def make(self, grammar: Grammar) -> GrammarConstraint:
-        """A parser at its beginning, the first mask known. RequestError where the grammar is not
-        sound, uses what is not supported or is too large; BackendUnavailable without the package.
+        """Return a parser in its initial state, with its first mask computed.
+
+        Raises:
+            RequestError: The grammar is invalid, unsupported or too large.
+            BackendUnavailable: llguidance is not installed.
         """
         _check_installed(grammar)
         prepare_masks()
@@ -93,8 +94,9 @@ class GrammarCompiler:
         return _on_deep_stack(lambda: self._compile(grammar, tokenizer))
 
     def read_ahead(self) -> None:
-        """Begin to read the vocabulary in the background, and what else a first request waits for;
-        nothing where none could use it.
+        """Start reading the vocabulary and compiling the mask kernel in the background.
+
+        Does nothing without llguidance.
         """
         if _is_installed() and self._reader is None:
             self._reader = threading.Thread(
@@ -103,7 +105,7 @@ class GrammarCompiler:
             self._reader.start()
 
     def close(self) -> None:
-        """Wait for what was begun in the background."""
+        """Wait for background work and stop the mask threads."""
         if self._reader is not None:
             self._reader.join()
         self._mask_threads.shutdown(cancel_futures=True)
@@ -122,9 +124,8 @@ class GrammarCompiler:
             raise RequestError(f"{grammar.kind} is not supported: {error}") from None
 
     def _prepare(self) -> None:
-        with contextlib.suppress(
-            RequestError, BackendUnavailable
-        ):  # requests that need it are told
+        # Requests that need a grammar report the error.
+        with contextlib.suppress(RequestError, BackendUnavailable):
             prepare_masks()
             self._vocabulary()
 
@@ -154,8 +155,11 @@ class GrammarCompiler:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """What is wrong with it whatever the model: RequestError and BackendUnavailable as
-    `GrammarCompiler.make`.
+    """Validate a grammar, as far as that is possible without a model.
+
+    Raises:
+        RequestError: The grammar is invalid, unsupported or too large.
+        BackendUnavailable: llguidance is not installed.
     """
     _check_installed(grammar)
     _on_deep_stack(lambda: _check_text(grammar))
@@ -164,7 +168,7 @@ def check_grammar(grammar: Grammar) -> None:
 def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     """Return whether a JSON value matches the schema, with its members in any order.
 
-    Raises RequestError and BackendUnavailable as `GrammarCompiler.make`.
+    Raises RequestError and BackendUnavailable like `GrammarCompiler.make`.
     """
     grammar = read_grammar({"json_schema": schema})
     assert grammar is not None
@@ -173,7 +177,7 @@ def fits_schema(schema: Mapping[str, Any], value: Any) -> bool:
     ordered = in_order(value, made, made)
     try:
         text = json.dumps(ordered, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a character
+    except UnicodeEncodeError:  # a lone surrogate
         return False
     return _on_deep_stack(lambda: _takes(grammar, text))
 
@@ -193,14 +197,14 @@ def _check_text(grammar: Grammar) -> None:
     from llguidance import LLMatcher
 
     text = _compiler_text(grammar)
-    if grammar.kind != "grammar":  # which may name tokens of the vocabulary
+    if grammar.kind != "grammar":  # a grammar may name tokens of the vocabulary
         refusal = LLMatcher.validate_grammar(text, None, limits=_limits_of(grammar))
         if refusal:
             raise _refusal(grammar, refusal)
 
 
 def _refusal(grammar: Grammar, problem: str) -> RequestError:
-    """Make the error of a grammar that the compiler refuses, by its message."""
+    """Return the error for a grammar that the compiler refused with the message `problem`."""
     line = first_line(problem)
     of_schema = line if grammar.kind == "json_schema" else line.partition(_IN_GRAMMAR)[2]
     if _MALFORMED.match(of_schema):
@@ -209,7 +213,7 @@ def _refusal(grammar: Grammar, problem: str) -> RequestError:
 
 
 def _compiler_text(grammar: Grammar) -> str:
-    """What the compiler reads; RequestError where it is not sound."""
+    """Return llguidance's form of a grammar; raises RequestError if it is invalid."""
     from llguidance import LLMatcher, grammar_from
 
     try:
@@ -225,10 +229,8 @@ def _compiler_text(grammar: Grammar) -> str:
 
 
 def _lower_priority() -> None:
-    """Let the threads of forward passes go first where there are too few processors.
-
-    Linux has a priority for each thread, other systems one for the process.
-    """
+    """Lower this thread's priority, so that forward passes come first if cores are scarce."""
+    # Other systems have only one priority for the whole process.
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()
@@ -238,10 +240,8 @@ def _lower_priority() -> None:
 
 
 def _choice_rules(text: str) -> str:
-    """Return the grammar of choices, given as JSON.
-
-    They are one terminal. Alternatives of a rule would be parser items, of which a row holds few.
-    """
+    """Return the Lark grammar of choices, given as JSON."""
+    # One terminal: alternatives of a rule would become parser items, and a row holds few of them.
     choices = " | ".join(map(json.dumps, json.loads(text)))
     return f"start: CHOICE\nCHOICE: {choices}"
 
@@ -256,9 +256,9 @@ def _is_installed() -> bool:
 
 
 def _on_deep_stack(work: Callable[[], T]) -> T:
-    """Run in a thread with room for calls that go deep: the compiler follows references and rules
-    by calling itself, and a stack that ends takes the process with it.
-    """
+    """Run `work` in a thread with a large stack and return its result."""
+    # The compiler follows references and rules by recursion, and a stack overflow kills the
+    # process.
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -278,11 +278,12 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
     return outcome.result()
 
 
-_STACK_SIZE = threading.Lock()  # the size is the process's, for threads that start
+_STACK_SIZE = threading.Lock()  # stack_size applies to all threads that start
 
 
 def _limits_of(grammar: Grammar) -> LLParserLimits:
-    """The compiler's limits; grammars of many tools need more in their first steps."""
+    """Return the compiler's limits."""
+    # Large grammars made from many tools need more fuel for their first steps.
     from llguidance import LLParserLimits
 
     more = 1 + len(grammar.text) // _FUELLED_BYTES if isinstance(grammar.text, MadeGrammar) else 1

@@ -1,13 +1,12 @@
-"""Token masks of structured output: tokens that would leave the grammar are never chosen.
+"""Token masks for structured output: tokens that would leave the grammar are never chosen.
 
-Each sequence has a parser of its own (llguidance), which says after each token which ones may
-follow. It advances with the tokens that the sequence keeps: draft tokens are masked and sampled row
-by row like any other token, so nothing is ever taken back. Where only one text can follow, its
-tokens are proposed as draft tokens.
+Each sequence has its own llguidance parser, which reports after each token which tokens may follow.
+The parser advances with accepted tokens only: draft tokens are masked and sampled row by row, like
+any other token. Where only one text can follow, its tokens become draft tokens.
 
-A mask usually takes less than a millisecond, and the engine's thread computes it where it is
-needed. An ambiguous grammar takes a hundred times as long. Its masks are computed in a thread of
-their own, and the sequence sits out the passes until its mask is there.
+A mask usually takes less than a millisecond, and the engine thread computes it on demand. An
+ambiguous grammar takes a hundred times as long. Its masks are computed in a separate thread, and
+the sequence skips forward passes until its mask is ready.
 """
 
 from __future__ import annotations
@@ -33,25 +32,35 @@ __all__ = ["GrammarConstraint", "first_line", "prepare_masks"]
 
 Floats = npt.NDArray[np.float32]
 
-_SLOW_SECONDS = 0.004  # of a processor; a mask that takes longer holds up the engine's thread
-_SLOW_TOKENS = 32  # after a slow mask whose masks are computed in a thread of their own
-_TOKEN_SECONDS = 0.05  # of a processor for the mask of one token, on average over a few
-_TOTAL_SECONDS = 2.0  # of a processor for all masks of a request
+# Seconds of processor time.
+_SLOW_SECONDS = 0.004  # a slower mask would delay the engine thread
+_SLOW_TOKENS = 32  # the masks of this many tokens after a slow one use a separate thread
+_TOKEN_SECONDS = 0.05  # average per token, over at least _MEASURED_TOKENS
+_TOTAL_SECONDS = 2.0  # all masks of a request
 _MEASURED_TOKENS = 8
-# Tokens: a text that is forced and written otherwise is not cut into tokens a second time.
+# Tokens. If the model leaves a longer forced text, forced tokens are not computed again.
 _LONG_TEXT = 256
 
 
 @functools.cache
 def prepare_masks() -> None:
-    """Compile what applies a mask in a process beside this one, unless its machine code is on disk.
-    BackendUnavailable with what the compiler said.
+    """Compile the mask kernel in a separate process, unless its machine code is on disk.
+
+    Raises BackendUnavailable with the compiler's message if that fails.
     """
     compile_ahead([mask_logits_entry], 1)
 
 
 class GrammarConstraint(Constraint):
-    """The grammar of one sequence: its parser, and the mask of tokens that may follow."""
+    """The grammar of one sequence: its parser, and the mask of tokens that may follow.
+
+    Args:
+        matcher: The parser.
+        room: float32 [vocab_size], the buffer that `masked` writes. All grammars of an engine share
+            it.
+        submit: Runs a function in a thread for slow masks; None computes them in the caller's
+            thread.
+    """
 
     def __init__(
         self,
@@ -59,9 +68,6 @@ class GrammarConstraint(Constraint):
         room: Floats,
         submit: Callable[[Callable[[], None]], Future[None]] | None = None,
     ) -> None:
-        """room      [vocab_size], where `masked` writes; others of the engine write there too
-        submit    runs a function in a thread for slow masks; None: there is none
-        """
         self._matcher = matcher
         self._room = room
         self._submit = submit
@@ -76,13 +82,13 @@ class GrammarConstraint(Constraint):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next mask takes no time worth waiting for."""
+        """True if the next mask is ready or fast enough to compute on demand."""
         return self._pending is None or self._pending.done()
 
     def masked(self, logits: Floats) -> Floats:
-        """Return the logits [vocab_size] with those of tokens that cannot follow at -inf.
+        """Return the logits [vocab_size] with those of tokens that cannot follow set to -inf.
 
-        They stay until the next call.
+        The result is valid until the next call.
         """
         self._settle()
         if not self._is_found:
@@ -91,11 +97,11 @@ class GrammarConstraint(Constraint):
         return self._room
 
     def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
-        """Return the masked logits; the largest of them is not known."""
+        """Return the masked logits, and None because their maximum is unknown."""
         return self.masked(logits), None
 
     def advance(self, token_id: int) -> bool:
-        """Take the chosen token; return whether nothing can follow it but the end."""
+        """Accept the chosen token; return whether the text must end after it."""
         began = time.thread_time()
         if not self._matcher.consume_token(token_id):
             self._check()
@@ -112,10 +118,10 @@ class GrammarConstraint(Constraint):
         return is_stopped
 
     def forced(self) -> list[int]:
-        """Return the tokens that follow in any case.
+        """Return the tokens that must follow.
 
-        None where their text can be cut into tokens in several ways, and none once a mask failed:
-        the next call of `masked` raises its error.
+        Empty where their text has several tokenizations, or after a mask failed: the next call of
+        `masked` raises its error.
         """
         if self._pending is not None and self._pending.exception() is not None:
             return []
@@ -124,14 +130,14 @@ class GrammarConstraint(Constraint):
         return self._forced
 
     def _settle(self) -> None:
-        """Wait for the mask that is being computed elsewhere, and raise its error."""
+        """Wait for the mask that another thread computes, and raise its error."""
         if self._pending is not None:
             pending = self._pending
             self._pending = None
             pending.result()
 
     def _find(self) -> None:
-        """Compute which tokens may follow."""
+        """Compute the mask of tokens that may follow."""
         began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
@@ -144,7 +150,7 @@ class GrammarConstraint(Constraint):
         self._is_found = True
 
     def _check_time(self) -> None:
-        """Raise RequestError where the masks so far took too long."""
+        """Raise RequestError if the masks so far took too long."""
         each = self._seconds / max(self._num_tokens, _MEASURED_TOKENS)
         if self._seconds > _TOTAL_SECONDS or each > _TOKEN_SECONDS:
             raise RequestError(
@@ -155,7 +161,7 @@ class GrammarConstraint(Constraint):
             )
 
     def _check(self) -> None:
-        """Raise RequestError where the parser gave up."""
+        """Raise RequestError if the parser failed."""
         if self._matcher.is_error():
             raise RequestError(
                 f"the answer cannot be kept to its grammar: {first_line(self._matcher.get_error())}"
@@ -163,7 +169,7 @@ class GrammarConstraint(Constraint):
 
 
 def first_line(text: str) -> str:
-    """Return the first line of an error's text that says something, at most 500 characters."""
+    """Return the first non-empty line of an error's text, at most 500 characters."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[
         :500
     ]

@@ -1,8 +1,9 @@
 """Prefetch of KV blocks from the offload tiers into the pool. Integers only.
 
-A load holds an ordinary block table over the tokens that a tier may have, so that its blocks are
-claimed: others who share the prefix wait for it as they wait for a sequence that computes it. It is
-opportunistic: whoever needs its blocks ends it, and what it lacks is computed.
+A prefetch holds an ordinary block table over the tokens that a tier may have, so its blocks are
+claimed: other sequences with the same prefix wait for it as for a sequence that computes it. A
+prefetch is opportunistic: a sequence that needs its blocks ends it, and missing blocks are
+computed.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ __all__ = ["PATIENCE", "Prefetch", "PrefetchQueue"]
 _LOG = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds that a load may be silent: a disk or a network that takes longer for 8 MiB is slower than
-computing them.
+"""Seconds that a prefetch may make no progress.
+
+A slower disk or network takes longer for 8 MiB than computing them.
 """
 
 
 class Prefetch:
-    """One sequence's prefix on its way, or a text with a run that it shares elsewhere.
+    """The prefetch of a sequence's prefix, or of another text that shares a run with it.
 
     Attributes:
-        table: holds the blocks that were in the pool, and those that arrived.
-        token_ids: the tokens of all blocks it may come to hold.
-        is_prefix: whether they are the sequence's own first ones.
-        num_found: blocks that were in the pool when it began.
-        num_there: the last ones of them, behind which there was no state: one of them may be where
-            the state belongs.
-        arrived: tokens by tier.
-        states: hashes of the states of which one may come behind the blocks, where the model keeps
-            states.
-        waiting: sequences that wait for one of these too.
-        is_done: nothing more comes.
+        table: Holds the blocks that were in the pool, and those that arrived.
+        token_ids: The tokens of all blocks that may arrive.
+        is_prefix: True if they are the sequence's own first tokens.
+        num_found: Blocks that were in the pool at the start.
+        num_there: The last blocks of `num_found` that no recurrent state follows. The state to
+            restore may belong after one of them.
+        arrived: Tokens by tier.
+        states: Hashes of the recurrent states of hybrid models; one of them may arrive.
+        waiting: Indexes of sequences that also wait for one of these states.
+        is_done: True if nothing more arrives.
     """
 
     def __init__(
@@ -77,15 +78,15 @@ class Prefetch:
 
     @property
     def silent_seconds(self) -> float:
-        """How long nothing was heard of it."""
+        """Seconds since the last arrival."""
         return time.perf_counter() - self._news_at
 
     def note_news(self) -> None:
-        """Blocks of it arrived."""
+        """Record that blocks arrived."""
         self._news_at = time.perf_counter()
 
     def cut(self, num_tokens: int) -> None:
-        """Of the tokens that arrived no more than so many are of use, the first ones."""
+        """Count only the first `num_tokens` of the tokens that arrived."""
         rest = num_tokens
         kept = Counter[str]()
         for tier, count in self.arrived.items():
@@ -94,7 +95,7 @@ class Prefetch:
         self.arrived = +kept
 
     def end(self) -> None:
-        """Nothing more comes, or is wanted."""
+        """End the prefetch and report it to its sequence."""
         if not self.is_done:
             self.is_done = True
             self.sequence.note_restored(
@@ -120,7 +121,7 @@ class PrefetchQueue(Prefetcher):
         return iter(self._by_ticket.values())
 
     def heard(self, ticket: int) -> Prefetch | None:
-        """The load of which a piece arrived, None where it was ended."""
+        """Return the prefetch that a chunk belongs to, or None if it has ended."""
         self._is_stuck = False
         load = self._by_ticket.get(ticket)
         if load is not None:
@@ -128,8 +129,9 @@ class PrefetchQueue(Prefetcher):
         return load
 
     def give_up_silent(self) -> None:
-        """End loads of which nothing was heard for long: a device or a network hangs, and what they
-        lack is computed. Nothing more is asked for until something arrives.
+        """End prefetches that made no progress for `PATIENCE` seconds; their blocks are computed.
+
+        Nothing more is requested until a chunk arrives.
         """
         for load in list(self._by_ticket.values()):
             if not load.is_done and load.silent_seconds > PATIENCE:
@@ -141,16 +143,16 @@ class PrefetchQueue(Prefetcher):
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there is anything outside the pool."""
+        """True if there is an offload tier."""
         return self._store.has_tiers
 
     def of(self, sequence: Request) -> Prefetch | None:
-        """The load of a sequence: its prefix on its way, or arrived and not taken yet."""
+        """Return a sequence's prefetch, under way or done and not used yet."""
         return self._by_sequence.get(sequence.index)
 
     @property
     def num_arriving(self) -> int:
-        """Loads that more is to come of."""
+        """Number of prefetches under way."""
         return sum(not load.is_done for load in self._by_ticket.values())
 
     def num_arriving_besides(self, sequence: Request) -> int:
@@ -172,9 +174,11 @@ class PrefetchQueue(Prefetcher):
             self.finish(load)
 
     def begin(self, sequence: Request, spare_blocks: int) -> Prefetch | None:
-        """Begin to bring what tiers may have behind the sequence's longest prefix in the pool; None
-        where that is nothing, or where the whole sequence would find no room. Another sequence's
-        load where that brings it.
+        """Start a prefetch of blocks after the sequence's longest prefix in the pool.
+
+        Returns:
+            The prefetch, or another sequence's that brings the same state. None if no tier may hold
+            blocks, or if `spare_blocks` do not hold the whole sequence.
         """
         others = (load for load in self if not load.is_done and sequence.index in load.waiting)
         if (other := next(others, None)) is not None:
@@ -188,10 +192,16 @@ class PrefetchQueue(Prefetcher):
     def begin_run(
         self, sequence: Request, token_ids: Sequence[int], root: bytes, spare_blocks: int
     ) -> Prefetch | None:
-        """The same for a text of the chain of `root` that holds a run of the sequence's tokens,
-        whole blocks.
+        """Start a prefetch of another cached text that holds a run of the sequence's tokens.
+
+        Args:
+            token_ids: The text, whole blocks.
+            root: Its root hash.
+
+        Returns:
+            As `begin`.
         """
-        # One more token, because of a quantized pool the block of the last one is never served.
+        # One token more: the block of the last token is never served, because of quantized pools.
         return self._begin(sequence, [*token_ids, 0], root, spare_blocks, b"", is_prefix=False)
 
     def _begin(
@@ -217,11 +227,11 @@ class PrefetchQueue(Prefetcher):
             states = {
                 number: state for number, state in kept if self._store.may_hold(state.prefix_hash)
             }
-            # Blocks after the deepest state are of no use.
+            # Blocks after the deepest state are useless.
             blocks = blocks[: max(states, default=0)]
         wanted = frozenset(state.prefix_hash for state in states.values())
-        # Blocks are published as they come and nobody waits for them any more; their state is still
-        # on its way.
+        # Blocks are published as they arrive, after which no sequence waits for them. Their state
+        # is still on its way.
         others = (load for load in self if not load.is_done and not load.states.isdisjoint(wanted))
         if (other := next(others, None)) is not None:
             other.waiting.add(sequence.index)
@@ -232,16 +242,14 @@ class PrefetchQueue(Prefetcher):
         table = manager.open_load(token_ids, root, owner=sequence.tenant, known=known)
         behind = manager.blocks_for(sequence.num_tokens) - (first + len(blocks) if is_prefix else 0)
         needed = manager.blocks_needed(table, len(token_ids)) + behind
-        needed += sum(
-            manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:]
-        )  # they were free
+        # Cached blocks that no sequence uses count as free.
+        needed += sum(manager.ref_count(block_id) == 1 for block_id in table.block_ids[first:])
         if not manager.recurrent.has_room(table) or needed > spare_blocks:
             manager.free(table)
             return None
         if (before := self._by_sequence.get(sequence.index)) is not None:
             self.finish(before)
-        # The deepest one alone comes. Where only the tier knows which that is, it may be any of
-        # them.
+        # Only the deepest state arrives. If only the tier knows which one that is, it may be any.
         deepest = frozenset([states[len(blocks)].prefix_hash] if states else [])
         coming = deepest if all(map(self._store.holds, deepest)) else wanted
         ticket = next(self._tickets)
@@ -260,7 +268,7 @@ class PrefetchQueue(Prefetcher):
         return load
 
     def used(self, table: BlockTable) -> None:
-        """A sequence was let in on these blocks: copies of the cached ones count as used too."""
+        """Mark a sequence's cached blocks as used in the tiers, after its admission."""
         if table.num_cached_tokens and self.has_tiers:
             hashes = self._manager.content.chain(table)
             self._store.touch(
@@ -268,7 +276,7 @@ class PrefetchQueue(Prefetcher):
             )
 
     def missed(self, table: BlockTable) -> Missed:
-        """Why the token after what the cache serves a table is not there, and where it once was."""
+        """Return why a table's first uncached token missed, and where it was cached before."""
         if table.missed_hash is None or table.miss_reason not in ("evicted", "first_seen"):
             return Missed(table.miss_reason)
         pool = ["pool"] if table.miss_reason == "evicted" else []
@@ -276,23 +284,24 @@ class PrefetchQueue(Prefetcher):
         return Missed("evicted" if dropped else table.miss_reason, dropped)
 
     def finish(self, load: Prefetch) -> None:
-        """Give its blocks back: those that arrived stay in the pool as cached ones. Ends it where
-        it is under way; a second call does nothing.
+        """End a prefetch and free its table; arrived blocks stay cached in the pool.
+
+        A second call does nothing.
         """
         if self._by_ticket.pop(load.ticket, None) is None:
             return
         if not load.is_done:
             if self._manager.states is not None:
-                load.cut(0)  # the state comes last: without it the blocks are of no use
+                load.cut(0)  # the state arrives last, and blocks are useless without it
             load.end()
             self._store.cancel(load.ticket)
         del self._by_sequence[load.sequence.index]
         self._manager.free(load.table)
 
     def make_room(self) -> bool:
-        """End all loads: somebody who comes first needs their blocks. False if there was none."""
+        """End all prefetches to free their blocks; return whether there were any."""
         ended = list(self._by_ticket.values())
         for load in ended:
-            load.sequence.restored.was_asked = False  # it may try again
+            load.sequence.restored.was_asked = False  # allows another attempt
             self.finish(load)
         return bool(ended)

@@ -1,7 +1,8 @@
 """Write-back and restore of recurrent state between its slots and the offload tiers.
 
-Outside the pool the state behind a block is one more record behind it. Only those that somebody is
-likely to go on from are written, not a backbone's: a state may be as large as hundreds of blocks.
+In a tier, the state after a block is a record of its own. Periodic checkpoints are not written,
+only states that a request is likely to continue from: a state may be as large as hundreds of
+blocks.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ _LOG = logging.getLogger(__name__)
 
 
 class SavedStates:
-    """Over a mover; does nothing where the model keeps no states."""
+    """The recurrent state side of `Tiering`; does nothing for models without recurrent state."""
 
     def __init__(self, manager: KVCacheManager, backend: Backend, mover: Mover) -> None:
         self._manager = manager
         self._backend = backend
         self._mover = mover
-        self._unsaved: dict[
-            int, None
-        ] = {}  # blocks whose snapshots were not copied out, the oldest first
-        self._credit = 0  # bytes that steps left over: a state may take more than one step may copy
+        # Blocks with snapshots that were not copied out, the oldest first.
+        self._unsaved: dict[int, None] = {}
+        # Unused bytes of earlier steps: a state may be larger than one step may copy.
+        self._credit = 0
 
     def put(self, table: BlockTable, num_blocks: int, data: Bytes) -> None:
-        """A state arrived, uint8 [1, bytes_per_state], behind so many blocks of a table that waits
-        for one.
+        """Put an arrived state into a slot.
+
+        Args:
+            table: A block table that waits for a state.
+            num_blocks: The number of blocks before the state.
+            data: uint8 [1, bytes_per_state].
         """
         assert self._manager.states is not None
         assert self._backend.states is not None
@@ -40,8 +45,13 @@ class SavedStates:
         self._manager.states.arrive(table, num_blocks, lambda slot: write_slots([slot], data))
 
     def save_next(self, most_bytes: int | None) -> bool:
-        """Copy out the oldest one that no tier has, if so many bytes more make up for it (None: at
-        once); whether some are left.
+        """Copy out the oldest unsaved state that no tier holds, if the byte budget allows it.
+
+        Args:
+            most_bytes: Bytes added to the budget; None for no limit.
+
+        Returns:
+            Whether unsaved states remain.
         """
         if self._manager.states is None or self._backend.states is None:
             return False
@@ -59,7 +69,7 @@ class SavedStates:
             slot = self._manager.states.slots.of_block(block_id)
             block = self._manager.content.address(block_id)
             if slot is None or block is None or not self._manager.content.leaves_pool(block_id):
-                continue  # it was dropped since
+                continue  # dropped in the meantime
             if not self._mover.lacking([block.state_address.prefix_hash])[0]:
                 continue
             try:

@@ -1,7 +1,7 @@
-"""The engine thread's side of the offload tiers: fills arrived blocks, writes back others.
+"""The engine thread's side of the offload tiers: fills arrived blocks and writes back others.
 
-Blocks are copied out of the pool behind the computation, a little at each step, all of them when
-the engine is idle or closes, and at the last moment when they are evicted. Nothing here waits for a
+Blocks are copied out of the pool after each step, a few at a time. All of them are copied when the
+engine is idle or closes, and a block at the latest when it is evicted. Nothing here waits for a
 tier.
 """
 
@@ -36,32 +36,33 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-# Copying out may take this part of the time of the step before it: at 4 GB/s, 40 kB for each
-# millisecond.
+# Bytes to copy per second of the step before: at 4 GB/s, 1% of its time.
 _BYTES_A_SECOND = 40e6
 _LEAST_BYTES = 256 << 10
 _MOST_BYTES = 16 << 20
-_IDLE_BYTES = (
-    4 << 20
-)  # at a time while nothing runs: a request that comes meanwhile waits for a copy of some 2 ms
-_CLOSING_SECONDS = 10.0  # for what is left when an engine is closed
+# Bytes per copy while the engine is idle. A new request waits some 2 ms for such a copy.
+_IDLE_BYTES = 4 << 20
+_CLOSING_SECONDS = 10.0  # limit for saving blocks when the engine closes
 
 
 def open_tiers(
     config: EngineConfig, fingerprint: str, kv_format: str, architecture: str, name: str = ""
 ) -> tuple[Tier, ...]:
-    """The tiers that a config asks for, the nearest first. One that cannot be used says so in the
-    log and in its statistics, and the engine does without. Raises ConfigError and
-    BackendUnavailable as `check_tiers`.
+    """Open the tiers that a config names, nearest first.
+
+    An unusable tier is logged and replaced by a `ClosedTier`, whose statistics give the reason.
 
     Args:
-        name: of the model, for people; "" where it has none.
+        name: The model's display name; may be empty.
+
+    Raises:
+        ConfigError: As `check_tiers`.
+        BackendUnavailable: As `check_tiers`.
     """
-    # One space for all tenants: their chains have roots of their own.
+    # One space for all tenants: their hash chains have separate roots.
     space = root_hash(model_fingerprint=fingerprint, kv_format=kv_format)
-    shared = (
-        () if config.redis_url is None else (_redis_tier(config, space),)
-    )  # first: it may raise
+    # The Redis tier is opened before the disk tier because it may raise.
+    shared = () if config.redis_url is None else (_redis_tier(config, space),)
     if config.disk_cache_dir is None:
         return shared
     from kvboost_edge.tiers.disk.tier import DiskTier
@@ -79,15 +80,18 @@ def open_tiers(
 
 
 def check_tiers(config: EngineConfig) -> None:
-    """ConfigError for a redis_url that cannot be read or has no secret, BackendUnavailable where
-    the package for it is missing: before a model is loaded. Connects to nothing.
+    """Check the tiers' options before a model is loaded, without connecting.
+
+    Raises:
+        ConfigError: `redis_url` is invalid or has no secret.
+        BackendUnavailable: The Redis client is not installed.
     """
     if config.redis_url is not None:
         _redis_tier(config, bytes(32)).close()
 
 
 def tier_places(config: EngineConfig) -> dict[str, str]:
-    """Where each tier lies, by name, for people: no user, no password."""
+    """Return each tier's directory or address by name, without user and password."""
     places = {} if config.disk_cache_dir is None else {"disk": os.fspath(config.disk_cache_dir)}
     if config.redis_url is not None:
         from kvboost_edge.tiers.redis.address import parse_url
@@ -107,7 +111,7 @@ def _redis_tier(config: EngineConfig, space: bytes) -> Tier:
 def make_tiering(
     manager: KVCacheManager, backend: Backend, tiers: Sequence[Tier]
 ) -> tuple[PrefetchQueue, Untiered]:
-    """The scheduler's loads and the engine's side of them, over tiers, the nearest first."""
+    """Return the scheduler's prefetch queue and the engine's side of tiers, nearest first."""
     if not tiers:
         return PrefetchQueue(manager, OffloadStore()), Untiered()
     mover = Mover(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
@@ -116,53 +120,54 @@ def make_tiering(
 
 
 class Untiered:
-    """No tier: nothing is kept outside the pool."""
+    """The null object for an engine without offload tiers."""
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
-        """Begin to move blocks; `deliver` puts what arrives into the engine's inbox."""
+        """Start the I/O thread; `deliver` puts arrived chunks into the engine's inbox."""
 
     def fill(self, piece: IOChunk) -> None:
-        """Put blocks that arrived into the pool, and publish them."""
+        """Write arrived blocks into the pool and publish them."""
 
     def save_first(self, block_ids: Sequence[int]) -> None:
-        """These blocks, published ones, are to be copied out before the others that wait."""
+        """Move published blocks to the front of the write-back queue."""
 
     def save_evicted(self) -> None:
-        """Blocks were handed out again: copy what no tier has, before it is overwritten."""
+        """Copy out evicted blocks that no tier holds, before they are overwritten."""
 
     def save_some(self, seconds: float) -> None:
-        """Copy out some of the blocks no tier has, after a step that took so long."""
+        """Copy out some unsaved blocks after a step of `seconds`."""
 
     def save_more(self) -> bool:
-        """Copy out as many as are taken at the moment; whether some are left."""
+        """Copy out unsaved blocks while the engine is idle; return whether any remain."""
         return False
 
     def stats(self) -> Mapping[str, TierStats]:
-        """Of each tier, by name."""
+        """Return the statistics of each tier by name."""
         return {}
 
     def take_held(self, whole: bool = False) -> Mapping[str, Held]:
-        """What came to each tier and left it since the last call, by name; from any thread, for one
-        asker.
+        """Return the hashes that each tier gained and lost since the last call, by name.
+
+        May be called from any thread, by one caller. `whole` returns all hashes.
         """
         return {}
 
     @property
     def num_lost(self) -> int:
-        """Blocks evicted before a tier could be given them."""
+        """Blocks that were evicted before they could be copied out."""
         return 0
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of blocks on their way."""
+        """Bytes of blocks on their way to or from a tier."""
         return 0
 
     def close(self, *, save: bool) -> None:
-        """Save what is not saved yet, if that is wanted, and close the tiers."""
+        """Close the tiers, after saving unsaved blocks if `save`."""
 
 
 class Tiering(Untiered):
-    """Over a mover. `loads` are the scheduler's."""
+    """Offload tiers over an I/O thread. `loads` is the scheduler's prefetch queue."""
 
     def __init__(
         self, manager: KVCacheManager, backend: Backend, loads: PrefetchQueue, mover: Mover
@@ -171,8 +176,7 @@ class Tiering(Untiered):
         self._backend = backend
         self._loads = loads
         self._mover = mover
-        # Published blocks that were not copied out, the oldest first; before them, and True, those
-        # to be saved first.
+        # Published blocks that were not copied out: urgent ones (True) first, then the oldest.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
         self._states = SavedStates(manager, backend, mover)
         manager.content.track()
@@ -181,7 +185,7 @@ class Tiering(Untiered):
         self._mover.start(deliver)
 
     def fill(self, piece: IOChunk) -> None:
-        """The load ends where there is no room for what arrived; the rest is computed then."""
+        # The prefetch ends if the pool has no room for arrived blocks; the rest is computed.
         load = self._loads.heard(piece.ticket)
         try:
             if load is not None and not load.is_done:
@@ -215,32 +219,31 @@ class Tiering(Untiered):
         if piece.is_last:
             load.end()
             if stop < len(load.token_ids):
-                self._loads.finish(load)  # nobody has the rest, which others may be waiting for
+                self._loads.finish(load)  # no tier has the rest, which other sequences may wait for
 
     def _take_state(self, load: Prefetch, behind: int, piece: IOChunk) -> None:
-        """The last piece where the model keeps states: the deepest one there is, or none."""
+        """Handle the last chunk for a hybrid model: its deepest state, or none."""
         if not self._manager.recurrent.has_room(load.table):
-            behind = 0  # where only the state was to come no slot was taken for it before
+            behind = 0  # a prefetch of a state alone has reserved no slot
         num_blocks = load.num_found - load.num_there + behind
         if behind:
             self._states.put(load.table, num_blocks, piece.data)
         load.cut(max(0, behind - load.num_there) * self._manager.block_size)
         load.end()
         if num_blocks * self._manager.block_size < len(load.token_ids):
-            self._loads.finish(load)  # nobody has the rest, which others may be waiting for
+            self._loads.finish(load)  # no tier has the rest, which other sequences may wait for
 
     def _put(self, table: BlockTable, token_ids: list[int], stop: int, piece: IOChunk) -> None:
-        """What arrived becomes the next blocks of a table."""
+        """Write an arrived chunk into the next blocks of a table."""
         first = len(table)
         copies = self._manager.extend(table, stop)
-        assert not copies  # a load ends at a block's border and so begins with new blocks
+        assert not copies  # a prefetch ends at a block boundary, so it starts with new blocks
         new = table.block_ids[first:]
         self._manager.mark_filled(new)
         self.save_evicted()
         if self._backend.spec.is_quantized:
-            self._backend.release_blocks(
-                new
-            )  # one of them may have been given back open, a moment ago
+            # A new block may have been freed while it was open.
+            self._backend.release_blocks(new)
         self._backend.write_blocks(new, piece.data)
         self._manager.commit(table, token_ids, stop)
 
@@ -279,10 +282,9 @@ class Tiering(Untiered):
         return (bool(self._unsaved) or are_left) and self._mover.stores
 
     def _save_next(self, most_bytes: int) -> None:
-        """Copy out the oldest ones, at least one of them where there is room. While no tier stores
-        they wait in the pool: a full disk may have room again.
-        """
+        """Copy out the oldest unsaved blocks, at least one if there is room."""
         self._note_published()
+        # While no tier stores, blocks wait in the pool: a full disk may get room again.
         if not self._unsaved or not self._mover.stores:
             return
         most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
@@ -295,7 +297,7 @@ class Tiering(Untiered):
         )
 
     def _lacking(self, blocks: Mapping[int, BlockAddress]) -> dict[int, BlockAddress]:
-        """Those that a tier has not got."""
+        """Return the blocks that some tier lacks."""
         lacking = self._mover.lacking([block.prefix_hash for block in blocks.values()])
         return dict(itertools.compress(blocks.items(), lacking))
 
