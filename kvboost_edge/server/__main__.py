@@ -1,6 +1,4 @@
-"""`python -m kvboost_edge.server`, the `kvboost-server` command, and what `kvboost-edge serve`
-runs.
-"""
+"""Entry point of `python -m kvboost_edge.server`, `kvboost-server` and `kvboost-edge serve`."""
 
 from __future__ import annotations
 
@@ -38,9 +36,10 @@ _EXTRA = ("fastapi", "h11", "prometheus_client", "pydantic", "starlette", "uvico
 
 
 def serve(options: ServeOptions) -> None:
-    """Load the model and serve it until the process is told to end.
+    """Load the model and serve it until a signal ends the process.
 
-    Raises KVBoostError for a model or an address that cannot be used.
+    Raises:
+        KVBoostError: the model or the address cannot be used.
     """
     with _ended_by_signal() as ended:
         _serve(options, ended)
@@ -75,11 +74,11 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
 
     configure_logging(options.settings)
     log_default_mode(options)
-    # Before the model is loaded: an address that is taken is told at once.
+    # Bind before the model is loaded, so that an address in use is reported at once.
     with contextlib.closing(bind(options.settings)) as listener:
         on_compiling(_log_compiling)
         on_first_compilation(lambda: log_facts(logging.INFO, "compiling more kernels, once"))
-        # Before the first model: what is free then is what all of them share.
+        # Computed before the first model is loaded: all models share the memory that is free then.
         options, process = _bounded(options)
         budget = _budget(options)
 
@@ -92,7 +91,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
         with _load(options.model, options, threading.Event()) as engine:
             if ended.is_set():
                 return
-            # A model alone stays, unless it was said how long.
+            # A single model stays loaded unless keep_alive is set.
             leaves = bool(options.others) or options.settings.keep_alive is not None
             bare = dataclasses.replace(options, warm=(), warm_documents=())
             app = create_app(
@@ -111,15 +110,15 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             run_server(app, options.settings, listener)
             _close_from_now(ended)
     if app.state.kv.models.loader.left is not None:
-        # The interpreter would wait for the threads of a download, however long that takes. All
-        # else is closed.
+        # The interpreter would wait for the threads of a download, however long that takes.
+        # Everything else is closed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
 def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
-    """The same server over engines in processes of their own."""
+    """Run the server over engines in processes of their own."""
     from kvboost_edge.server.app import create_app
     from kvboost_edge.server.serve import bind, run_server
 
@@ -147,9 +146,11 @@ def _serve_replicas(options: ServeOptions, ended: threading.Event) -> None:
 
 
 def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]:
-    """Return the options with `--max-memory` divided: an engine alone keeps to it, for several the
-    loader does, and each sizes its pool as if the machine had no more. With `--max-model-bytes`
-    the smaller allowance counts, which is logged.
+    """Return the options with `--max-memory` applied to one engine or to the loader.
+
+    A single engine enforces the bound itself. For several models the loader enforces it, and each
+    engine sizes its pool as if the machine had no more memory. If `--max-model-bytes` is set too,
+    the smaller allowance applies, which is logged.
     """
     bound = options.engine.get("max_memory")
     if bound is None:
@@ -185,9 +186,7 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
 
 
 def _budget(options: ServeOptions) -> int | None:
-    """Bytes for all models together; None where there is one, which was asked for whatever it
-    takes.
-    """
+    """Return the bytes for all models together; None for a single model, which is always loaded."""
     if options.settings.max_model_bytes is not None or not options.others:
         return options.settings.max_model_bytes
     from kvboost_edge.engine.memory.selection import available_on
@@ -203,12 +202,12 @@ def _planned(model: str, options: ServeOptions) -> PlannedMemory:
 
 
 def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
-    """Of several models those that keep no states go without room for them, which one alone
-    refuses.
-    """
+    """Return the engine options of one of the models."""
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.memory.check import planned_memory
 
+    # A model without recurrent state refuses max_state_bytes. If several models share the options,
+    # leave it out for those.
     if not options.others or options.engine.get("max_state_bytes") is None:
         return options.engine
     without = {name: value for name, value in options.engine.items() if name != "max_state_bytes"}
@@ -220,8 +219,12 @@ def _engine_options(model: str, options: ServeOptions) -> dict[str, Any]:
 
 
 def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPagedEngine:
-    """An engine that is ready for requests. Packing its weights ends with an error once `stopped`
-    is set.
+    """Return an engine that is ready for requests.
+
+    Args:
+        model: directory, file or name of the model.
+        options: options of the server.
+        stopped: once set, packing of the weights ends with an error.
     """
     from kvboost_edge.engine.engine import CPUPagedEngine
     from kvboost_edge.engine.offload.tiering import tier_places
@@ -264,7 +267,7 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
 
 
 def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int], None]:
-    """A progress bar of lines: one every few seconds while the weights are packed."""
+    """Return a progress callback that logs a line every few seconds during packing."""
     due = time.monotonic() + _PROGRESS_S
     first: tuple[float, int] | None = None
 
@@ -292,11 +295,16 @@ def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int],
 
 @contextlib.contextmanager
 def _ended_by_signal() -> Iterator[threading.Event]:
-    """While the model loads, SIGTERM ends the process with 0 by SystemExit, a second one at once.
-    As process 1 of a container nothing else would end it. The event is set too: code that swallows
-    exceptions must not lose the signal. Who has served calls `_close_from_now`: what is closed then
-    is cut short at once too.
+    """Make SIGTERM end the process with exit code 0 while the model loads.
+
+    A second SIGTERM ends it at once. After serving, `_close_from_now` lets a signal cut short the
+    closing too.
+
+    Yields:
+        An event that is set by the signal.
     """
+    # As process 1 of a container, the process has no default action for SIGTERM. The event backs up
+    # SystemExit, which code that swallows exceptions may lose.
     ended = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield ended
@@ -321,20 +329,21 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 def _close_from_now(ended: threading.Event) -> None:
-    """Another signal ends the process at once, Ctrl-C too: KeyboardInterrupt would only leave one
-    wait for the next.
-    """
+    """Make any further signal end the process at once, including Ctrl-C."""
     ended.set()
+    # KeyboardInterrupt would only end one wait, and the next one would begin.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code (0 ended on request, 1 error, 2 wrong usage, 130
-    interrupted).
+    """Run the command.
+
+    Returns:
+        The exit code: 0 ended on request, 1 error, 2 wrong usage, 130 interrupted.
     """
     given = sys.argv[1:] if argv is None else list(argv)
-    if given in (["--help"], ["-h"]):  # without typer, which takes longer to load than to help
+    if given in (["--help"], ["-h"]):  # without typer, which is slow to import
         print(help_text(_PROG))
         return 0
     from kvboost_edge.server.flags import parse_flags

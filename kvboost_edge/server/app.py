@@ -1,4 +1,4 @@
-"""`create_app`: the ASGI application over one model, or several."""
+"""The ASGI application."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTERS", "create_app"]
 
-# Every endpoint is in one of these. Routes are tried in this order, so the busy ones come first.
+# Routers of all endpoints. Routes are tried in this order, so the busy ones come first.
 ROUTERS = (
     generation.router,
     anthropic.router,
@@ -60,7 +60,7 @@ ROUTERS = (
     health.router,
     page.router,
 )
-# Fixed names, so that no parameter of a path can widen what is open.
+# Fixed paths, so that no path parameter can widen the set of paths that need no key.
 _PAGE_PATHS = frozenset(
     {"/", *(f"/static/{name}" for name in page.STATIC_FILES if name != "index.html")}
 )
@@ -74,16 +74,20 @@ def create_app(
     budget: int | None = None,
     process: ProcessMemory | None = None,
 ) -> FastAPI:
-    """The application. `engine` is the first model, which is loaded; `app.state.kv` is the
-    `ServerState`.
+    """Create the ASGI application; `app.state.kv` is its `ServerState`.
 
     Args:
-        source: loads the first model again after it was unloaded, and `engine` is closed; None: it
-            stays.
-        others: names and sources of further models, loaded when somebody asks for them.
-        budget: bytes that weights, pools and states of all loaded models may take; None: all that
-            is available now.
-        process: bound of the whole process, from which less may follow.
+        engine: the first model, already loaded.
+        settings: settings of the server.
+        source: reloads the first model after it was unloaded and `engine` closed; None keeps it
+            loaded.
+        others: names and sources of further models, loaded on request.
+        budget: limit of the bytes of weights, pools and recurrent state of all loaded models; None
+            for the memory that is available now.
+        process: memory bound of the whole process, which may lower `budget`.
+
+    Raises:
+        ConfigError: the first model exceeds the budget.
     """
     shared = Shared(settings, ResponseStore(len(settings.all_keys)), Normaliser(settings.normalise))
     sources = [(settings.model_names, source), *others]
@@ -107,7 +111,7 @@ def create_app(
     app = FastAPI(
         title="kvboost-edge",
         version=__version__,
-        docs_url=None,  # they would load scripts from elsewhere
+        docs_url=None,  # the pages would load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -116,7 +120,7 @@ def create_app(
         app.include_router(router)
     routes = [route for router in (*ROUTERS, app.router) for route in router.routes]
     install_error_handlers(app, (one.path for one in routes if isinstance(one, Route)))
-    # The last one added is the outermost.
+    # The middleware added last is the outermost.
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
     app.add_middleware(
         AuthMiddleware,
@@ -130,9 +134,7 @@ def create_app(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["DELETE", "GET", "HEAD", "POST"],
-            allow_headers=[
-                "*"
-            ],  # OpenAI's client sends a dozen of its own, and new ones with each version
+            allow_headers=["*"],  # OpenAI's client sends a dozen, and new ones in each version
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(Envelope, state=state, hosts=HostList(settings))

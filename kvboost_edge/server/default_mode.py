@@ -1,4 +1,4 @@
-"""The mode of requests that choose none, `serve --mode`."""
+"""Default generation mode of requests, `serve --mode`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ __all__ = ["check_default_mode", "default_mode", "log_default_mode"]
 
 
 def default_mode(settings: ServerSettings, engine: Engine) -> GenerationMode:
-    """Return the mode of requests that choose none: the server's, or prefix_cache if the model
-    refuses that.
-    """
+    """Return the server's default mode, or prefix_cache if the model refuses that mode."""
     mode = GenerationMode(settings.mode)
     is_refused = mode is GenerationMode.CHUNK_KV_REUSE and engine.default_reuse_refusal is not None
     return GenerationMode.PREFIX_CACHE if is_refused else mode
 
 
 def log_default_mode(options: ServeOptions) -> None:
-    """Log that answers are approximate by default, or that options of reuse apply only to requests
-    that choose it.
-    """
+    """Log that requests are approximate by default, or that few requests use the reuse options."""
     given = sorted(name for name in options.engine if name.startswith("recompute_"))
     if options.settings.mode is GenerationMode.CHUNK_KV_REUSE:
         log_facts(logging.INFO, "approximate by default: requests that choose no mode reuse chunks")
@@ -42,10 +38,12 @@ def log_default_mode(options: ServeOptions) -> None:
 
 
 def check_default_mode(engine: Engine, model: str, options: ServeOptions) -> GenerationMode:
-    """Return the mode of requests that choose none.
+    """Return the mode of requests that choose none, and log if a model refuses the server's.
 
-    Raises ConfigError if the only model refuses it; one of several models then uses prefix_cache,
-    which is logged.
+    One of several models then uses prefix_cache.
+
+    Raises:
+        ConfigError: the only model refuses the mode.
     """
     mode = default_mode(options.settings, engine)
     if mode is options.settings.mode:

@@ -1,5 +1,6 @@
-"""What the server asks of an engine. `CPUPagedEngine` answers it in this process; whatever else
-does can be served.
+"""The engine protocol that the server needs.
+
+`CPUPagedEngine` implements it in this process. Any other implementation can be served too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Engine", "Replicated", "StatsProvider", "replicas_of"]
 
 
 class StatsProvider(Protocol):
-    """What there is to know of an engine, as of now."""
+    """Current figures of an engine."""
 
     def cache_stats(self) -> dict[str, float]: ...
 
@@ -46,11 +47,11 @@ class StatsProvider(Protocol):
 
 
 class Engine(StatsProvider, Protocol):
-    """Each member means what it means of `CPUPagedEngine`, and raises the same errors. Safe to use
-    from any thread.
+    """An engine as the server uses it; its members are described in `CPUPagedEngine`.
 
-    `submit`, `kept_answers`, `is_alive` and the properties are used on the event loop, so they
-    never wait; all others are called in worker threads and may.
+    Safe to use from any thread. `submit`, `kept_answers`, `is_alive` and the properties are used on
+    the event loop, so they must not block. All other methods are called in worker threads and may
+    block.
     """
 
     @property
@@ -127,17 +128,22 @@ class Engine(StatsProvider, Protocol):
 
 @runtime_checkable
 class Replicated(Protocol):
-    """What stands for several engines can tell of each."""
+    """An engine that consists of several engines."""
 
     def replicas(self, *, patient: bool = False) -> Mapping[str, StatsProvider]:
-        """The figures of each by its name. Waits for them: not for the event loop. patient: for
-        those too that were silent lately.
+        """Return the figures of each engine by name. Blocks; do not call it on the event loop.
+
+        Args:
+            patient: also wait for engines that did not respond recently.
         """
         ...
 
 
 def replicas_of(engine: Engine, *, patient: bool = False) -> Mapping[str, StatsProvider]:
-    """The figures of each of the engines that this one stands for, by name; of a single one under
-    "". patient: see `Replicated.replicas`.
+    """Return the figures of each replica by name; those of a single engine under "".
+
+    Args:
+        engine: an engine, replicated or not.
+        patient: see `Replicated.replicas`.
     """
     return engine.replicas(patient=patient) if isinstance(engine, Replicated) else {"": engine}

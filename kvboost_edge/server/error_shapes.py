@@ -1,6 +1,4 @@
-"""How each API writes an error: what its clients look for. Chosen by the route's path, as an error
-may come before a route is found.
-"""
+"""Error bodies in the format of each API."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ __all__ = ["ErrorInfo", "id_headers", "shape_of"]
 
 
 class ErrorInfo(Protocol):
-    """What there is to tell of an error, see `ApiError`."""
+    """Content of an error answer, see `ApiError`."""
 
     status_code: int
     message: str
@@ -71,13 +69,14 @@ _BY_PATH: Mapping[str, Shape] = {
 }
 
 
+# Chosen by path, because an error may occur before a route is matched.
 def shape_of(path: str) -> Shape:
-    """The shape of the API that a path belongs to; OpenAI's where it is none of the others'."""
+    """Return the error format of the API that a path belongs to; OpenAI's by default."""
     if path.startswith("/api/"):
         return _ollama
     return _BY_PATH.get("/v1/messages" if path.startswith("/v1/messages/") else path, _openai)
 
 
 def id_headers(path: str) -> tuple[bytes, ...]:
-    """The headers by which an API's clients know a request."""
+    """Return the response headers that carry the request id in the API of a path."""
     return (b"x-request-id", b"request-id") if shape_of(path) is _anthropic else (b"x-request-id",)

@@ -1,9 +1,8 @@
-"""Every error of the server in the shape of the API that was asked (error_shapes.py), with the
-request's id.
+"""API errors, and their responses in the format of the API that was called (error_shapes.py).
 
-`ApiError` is raised by routes and by admission; `install_error_handlers` turns it, the engine's
-errors, validation errors and unknown routes into answers. What is not the client's business
-(tracebacks, messages of libraries) stays in the log.
+Routes and admission raise `ApiError`. `install_error_handlers` converts it, the engine's errors,
+validation errors and unknown routes into responses. Internal details (tracebacks, messages of
+libraries) are logged only.
 """
 
 from __future__ import annotations
@@ -44,12 +43,17 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _MAX_MESSAGE = 2000
 _MAX_CLOSE = 3  # routes that a 404 suggests
-_SHORT = 1e30  # a number that can be read
+_SHORT = 1e30  # limit of numbers that a message repeats
 
 
 class ApiError(HTTPException):
-    """An answer with an error status. `code` is for programs, `message` for people, `param` names
-    the field, `kind` is OpenAI's error type (by default the one of the status).
+    """An error response.
+
+    Attributes:
+        message: text for people.
+        code: identifier for programs.
+        param: name of the field with the error.
+        kind: OpenAI's error type; by default the one of the status.
     """
 
     def __init__(
@@ -72,14 +76,14 @@ class ApiError(HTTPException):
 
 
 class QueueFull(ApiError):
-    """503: as many requests or tokens are in flight as the server takes."""
+    """503: the server is at its limit of requests or tokens in flight."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(503, message, code="queue_full", headers={"Retry-After": str(retry_after)})
 
 
 class ShuttingDown(ApiError):
-    """503: the server finishes what it has and takes nothing new."""
+    """503: the server finishes its requests and accepts no new ones."""
 
     def __init__(self) -> None:
         headers = {"Retry-After": "5", "Connection": "close"}
@@ -87,7 +91,7 @@ class ShuttingDown(ApiError):
 
 
 class EngineStopped(ApiError):
-    """503: the engine thread ended; only a restart helps."""
+    """503: the engine thread has ended; a restart is needed."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -96,7 +100,7 @@ class EngineStopped(ApiError):
 
 
 class NoReplica(ApiError):
-    """503: no replica takes requests."""
+    """503: no replica accepts requests."""
 
     def __init__(self) -> None:
         message = "no replica takes requests at the moment; Ray starts those that ended again"
@@ -104,12 +108,12 @@ class NoReplica(ApiError):
 
 
 def stopped(engine: Engine) -> ApiError:
-    """The answer while an engine is not alive."""
+    """Return the error for an engine that is not alive."""
     return NoReplica() if isinstance(engine, Replicated) else EngineStopped()
 
 
 class DeadlineExceeded(ApiError):
-    """504: the request took longer than --request-timeout; its work was stopped."""
+    """504: the request took longer than --request-timeout and was stopped."""
 
     def __init__(self, seconds: float) -> None:
         message = (
@@ -119,18 +123,14 @@ class DeadlineExceeded(ApiError):
 
 
 class ClientGone(ApiError):
-    """499, seen by nobody but the log: the client closed the connection and the work was
-    stopped.
-    """
+    """499, only logged: the client closed the connection and the work was stopped."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed the connection", code="client_closed_request")
 
 
 def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError:
-    """The answer that an exception deserves; what is neither ours nor the client's becomes a plain
-    500.
-    """
+    """Return the ApiError for an exception; an unexpected one becomes a plain 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
@@ -156,14 +156,15 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
 
 
 def error_body(error: ApiError, path: str = "") -> Mapping[str, Any]:
-    """The JSON of an error in the shape of the API that the path belongs to; streams send the same
-    as an event.
+    """Return the JSON of an error in the format of the API that `path` belongs to.
+
+    Streams send it as an event.
     """
     return shape_of(path)(error)
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """The whole answer. The request id is a header that every answer gets (`x-request-id`)."""
+    """Return the response for an error in the format of the API that `path` belongs to."""
     # ASCII only, so that no lone surrogate of the client's input can break the encoding.
     body = json.dumps(error_body(error, path)).encode("ascii")
     return Response(
@@ -172,10 +173,11 @@ def error_response(error: ApiError, path: str = "") -> Response:
 
 
 def install_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
-    """Make every failure inside the app an answer in the shape of its API.
+    """Convert every exception inside the app into a response in the format of its API.
 
     Args:
-        paths: paths of the routes, which the 404 of another path suggests.
+        app: the application.
+        paths: paths of the routes, suggested in a 404.
     """
     known = [path for path in paths if "{" not in path]
 
@@ -193,7 +195,7 @@ def install_error_handlers(app: FastAPI, paths: Iterable[str]) -> None:
 
 
 def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
-    """Log what went wrong and where, with the id that the client was told."""
+    """Log the type and place of an unexpected exception, with the request's id."""
     request_id = scope.get("kvboost", {}).get("id")
     log_facts(
         logging.ERROR,
@@ -205,7 +207,7 @@ def log_failure(scope: Mapping[str, Any], error: BaseException) -> None:
 
 
 def _no_route(path: str, known: Sequence[str]) -> ApiError:
-    """Make the 404 of a path that no route has."""
+    """Return the 404 of an unknown path, with similar routes."""
     close = _close_routes(path, known)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     message = f"there is no such route; {meant}docs/apis.md and /openapi.json list the routes"
@@ -213,9 +215,7 @@ def _no_route(path: str, known: Sequence[str]) -> ApiError:
 
 
 def _close_routes(path: str, known: Sequence[str]) -> list[str]:
-    """Return up to three routes: those that end with the path or the path with them, then similar
-    ones.
-    """
+    """Return up to three routes: first those that share the path's ending, then similar ones."""
     path = path.rstrip("/").lower()
     if not path:
         return []
@@ -231,12 +231,13 @@ def _plain(error: HTTPException) -> str:
 
 
 def _given(value: object) -> str:
-    """The value that was refused, where it is a number: what is longer may be a prompt."""
+    """Return the refused value as text if it is a number."""
+    # Other values may be long or contain the prompt.
     return f", not {value}" if isinstance(value, int | float) and abs(value) < _SHORT else ""
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first complaint of pydantic, naming the field by its path in the body."""
+    """Return pydantic's first complaint, naming the field by its path in the body."""
     problems: Sequence[Any] = error.errors()
     first: Mapping[str, Any] = (
         problems[0] if problems else {"loc": (), "msg": "the request is invalid", "type": ""}

@@ -1,4 +1,4 @@
-"""The command of `kvboost-edge serve`, `kvboost-server` and `python -m kvboost_edge.server`."""
+"""Command line of `kvboost-edge serve`, `kvboost-server` and `python -m kvboost_edge.server`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _ServeCommand(TyperCommand):
 
 
 def serve_command(run: Callable[[ServeOptions], Any]) -> TyperCommand:
-    """Make the server's command, which calls `run` with what the command line asks for."""
+    """Return the server's command, which calls `run` with the options of the command line."""
 
     def serve(**given: Any) -> Any:
         return run(options_from(given))
@@ -49,10 +49,11 @@ def serve_command(run: Callable[[ServeOptions], Any]) -> TyperCommand:
 
 
 def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
-    """Read a command line.
+    """Parse a command line.
 
-    Wrong usage ends the process with 2 and `--help` with 0 (SystemExit). Values out of range raise
-    ConfigError.
+    Raises:
+        SystemExit: with 2 for wrong usage, with 0 after `--help`.
+        ConfigError: a value is out of range.
     """
     command = serve_command(lambda options: options)
     try:
@@ -68,11 +69,12 @@ def parse_flags(argv: Sequence[str], prog: str) -> ServeOptions:
 
 
 def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | None = None) -> None:
-    """Name the nearest flag in the message of a usage error about an unknown one.
+    """Add the nearest flag to the message of a usage error about an unknown flag.
 
     Args:
-        advice: returns what to say instead of an unknown flag and the command's flags; "": the
-            nearest.
+        error: the usage error, which is changed.
+        advice: called with the unknown flag and the command's flags; returns the hint to show, or
+            "" for the nearest flag.
     """
     if not hasattr(error, "possibilities") or error.ctx is None:
         return
@@ -87,7 +89,7 @@ def suggest_flag(error: Any, advice: Callable[[str, Collection[str]], str] | Non
 
 
 def _parameter(name: str, declared: Option) -> inspect.Parameter:
-    """Return the parameter of typer's that reads a flag."""
+    """Return typer's parameter for an option."""
     default = None
     if declared.kind is bool:
         default = False
@@ -103,10 +105,7 @@ def _parameter(name: str, declared: Option) -> inspect.Parameter:
 
 
 def _read(declared: Option, of_engine: bool, text: str) -> Any:
-    """Read a flag's text; BadParameter for another type of value.
-
-    A text that is not one of the choices is wrong usage too, unless the engine refuses it.
-    """
+    """Parse a flag's value; raise BadParameter for a wrong type or choice."""
     try:
         if declared.read is not None:
             return declared.read(text)
@@ -119,6 +118,7 @@ def _read(declared: Option, of_engine: bool, text: str) -> Any:
         example = " such as 4096" if declared.unit == "tokens" else ""
         problem = str(error) if is_size else f"{text!r} is not a number{example}"
         raise typer.BadParameter(problem) from None
+    # The engine itself refuses wrong choices of its options.
     if declared.choices and not of_engine and text not in declared.choices:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(declared.choices)}")
     return text

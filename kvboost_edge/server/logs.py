@@ -1,8 +1,7 @@
-"""Log lines with facts in fields: JSON, key=value, or plain lines in a terminal. No prompt, no
-answer, no key reaches them.
+"""Structured logging: JSON, key=value, or plain lines in a terminal.
 
-Exceptions appear by type and place only, because messages of libraries may quote what a client
-sent.
+Prompts, answers and keys are never logged. Exceptions are logged by type and place only, because
+messages of libraries may quote client input.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ _LOGGERS = (_PACKAGE, LOGGER_NAME, "uvicorn.error")
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line; control characters are escaped, so a line cannot be forged."""
+    """Formatter that writes one JSON object per line.
+
+    Control characters are escaped, so that input cannot forge a line.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(_fields(record), ensure_ascii=True, default=str)
 
 
 class _Plain(logging.Formatter):
-    """For who looks on: the time of day, what happened, and the facts."""
+    """Formatter for a terminal: time of day, event and facts."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
@@ -44,15 +46,21 @@ class _Plain(logging.Formatter):
 
 
 class _KeyValues(logging.Formatter):
-    """`key=value` pairs; values with spaces, quotes or control characters are quoted as JSON."""
+    """Formatter that writes `key=value` pairs.
+
+    Values with spaces, quotes or control characters are quoted as JSON.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(f"{name}={_plain(value)}" for name, value in _fields(record).items())
 
 
 def configure_logging(settings: ServerSettings, stream: TextIO | None = None) -> None:
-    """Send the server's and uvicorn's messages, and the package's warnings, to `stream` (standard
-    error) in the chosen format.
+    """Send the log messages of the server and uvicorn, and the package's warnings, to `stream`.
+
+    Args:
+        settings: log level and format.
+        stream: destination; None for standard error.
     """
     stream = sys.stderr if stream is None else stream
     handler = logging.StreamHandler(stream)
@@ -67,7 +75,7 @@ def configure_logging(settings: ServerSettings, stream: TextIO | None = None) ->
 
 
 def is_watched(settings: ServerSettings, stream: TextIO | None = None) -> bool:
-    """Whether lines go to a terminal, where somebody reads them as they come."""
+    """Return whether log lines go to a terminal."""
     return settings.log_format == "auto" and (sys.stderr if stream is None else stream).isatty()
 
 
@@ -78,7 +86,7 @@ def _formatter(settings: ServerSettings, stream: TextIO) -> logging.Formatter:
 
 
 def log_facts(level: int, event: str, **facts: Any) -> None:
-    """Log an event with its facts; those that are None are left out."""
+    """Log an event with its facts, leaving out those that are None."""
     logger = logging.getLogger(LOGGER_NAME)
     if logger.isEnabledFor(level):
         logger.log(
@@ -87,7 +95,7 @@ def log_facts(level: int, event: str, **facts: Any) -> None:
 
 
 def failure_place(error: BaseException) -> str:
-    """File, line and function where an exception was raised."""
+    """Return file, line and function where an exception was raised."""
     place = "unknown"
     trace = error.__traceback__
     while trace is not None:

@@ -1,9 +1,8 @@
-"""Prometheus metrics under the names of vLLM and llama.cpp, so that dashboards made for them work,
-and our own.
+"""Prometheus metrics: those of vLLM and llama.cpp under their names, and our own.
 
-What happens to requests is counted as it happens; what the engine knows (pool, memory, queue) is
-read when Prometheus asks. Every model has a registry of its own; models/exposition.py makes one
-text of them.
+Dashboards made for vLLM or llama.cpp therefore work. Request metrics are counted as requests end.
+Engine metrics (pool, memory, queue) are read when Prometheus scrapes. Every model has its own
+registry; models/exposition.py merges them into one text.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ _REQUEST: tuple[float, ...] = (
     60.0,
 )
 _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-# Fields of TierStats, their names here and what they say.
+# Fields of TierStats: metric names and help texts.
 _TIER_GAUGES = {
     "blocks": ("blocks", "Blocks a tier holds."),
     "bytes": ("bytes", "Bytes a tier takes."),
@@ -115,13 +114,14 @@ _TIER_COUNTERS = {
 }
 _IN_USE = "Share of the blocks that requests and pins use; cached ones count as free"
 
-# Our finish reasons by vLLM's names.
+# vLLM's names of our finish reasons.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
 
 
 class Metrics:
-    """All metrics of one model, whose name they bear. `observe` is cheap; what the registry
-    collects reads the engine, if there is one at the moment.
+    """All metrics of one model, labelled with its name.
+
+    `observe` is cheap. A scrape reads the engine, if the model is loaded.
     """
 
     def __init__(self, engine: Engine, model_name: str, admission: AdmissionQueue) -> None:
@@ -152,7 +152,7 @@ class Metrics:
         self.registry.register(self._collector)
 
     def follow(self, engine: Engine | None, admission: AdmissionQueue | None) -> None:
-        """From now on this engine is read; None: the model is not loaded."""
+        """Set the engine to read at a scrape; None if the model is not loaded."""
         self._collector.read = None if engine is None or admission is None else (engine, admission)
 
     def observe(self, result: GenerationResult) -> None:
@@ -166,18 +166,17 @@ class Metrics:
             self._misses.labels(self._model_name, result.miss_reason).inc()
 
     def observe_cause(self, cause: str) -> None:
-        """Count why the rest of a request's prompt was computed, see cache_report/diagnosis.py."""
+        """Count the cause of a request's cache miss, see cache_report/diagnosis.py."""
         self._causes.labels(self._model_name, cause).inc()
 
     def observe_aborted(self, num_sequences: int) -> None:
-        """Count sequences that nobody waited for to the end: the client left, the deadline passed,
-        the server ended.
-        """
+        """Count sequences that were aborted: client disconnect, deadline or shutdown."""
         self._vllm.count("cancelled", num_sequences)
 
     def throughput(self) -> Throughput:
-        """Totals since the start, and speeds over the last minute in tokens a second and
-        request.
+        """Return token totals since the start and mean speeds of the last minute.
+
+        The speeds are tokens per second of one request.
         """
         speeds = self._speeds
         prompt, generated = speeds.recent()
@@ -189,14 +188,12 @@ class Metrics:
         }
 
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
-        """Prompt tokens of the last minute: found in each tier, shared at other positions,
-        computed.
-        """
+        """Return prompt tokens of the last minute: hits by tier, reused elsewhere, computed."""
         return self._speeds.recent_prompts()
 
 
 class _RequestMetrics:
-    """vLLM's counters and histograms of requests."""
+    """Counters and histograms of requests, under vLLM's names."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, max_context: int) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -269,7 +266,7 @@ class _RequestMetrics:
 
 
 class _ReuseMetrics:
-    """What ran, and what was shared at other positions."""
+    """Counters of modes and of non-prefix KV reuse."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -299,8 +296,10 @@ class _ReuseMetrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine when asked. A stopped engine leaves `kvboost:engine_alive 0` and the
-    server's own figures, a model that is not loaded leaves nothing here.
+    """Collector that reads the engine at a scrape.
+
+    A stopped engine leaves `kvboost:engine_alive 0` and the server's own figures. A model that is
+    not loaded has no metrics here.
     """
 
     def __init__(
@@ -515,8 +514,9 @@ class _EngineCollector(Collector):
 
 
 def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Metric]:
-    """The same metrics of several engines as one, each value with the name of its replica; of one
-    without a name as they are.
+    """Merge metrics of several engines, labelling each value with its replica's name.
+
+    Metrics of an engine without a name get no label.
     """
     merged: dict[str, Metric] = {}
     for replica, metrics in engines:
@@ -533,7 +533,7 @@ def _by_replica(engines: Iterable[tuple[str, Iterable[Metric]]]) -> Iterator[Met
 
 
 def _one_two_five(highest: int) -> Iterator[float]:
-    """1, 2, 5, 10, 20, 50 … up to `highest`: vLLM's buckets of token counts."""
+    """Yield 1, 2, 5, 10, 20, 50 … up to `highest`, vLLM's buckets of token counts."""
     for exponent in itertools.count():
         for mantissa in (1, 2, 5):
             if mantissa * 10**exponent > highest:

@@ -1,8 +1,8 @@
-"""Running the server: uvicorn with our protocol, our signals and our logs.
+"""The server process: uvicorn with our protocol, signal handling and logs.
 
-The first SIGTERM or SIGINT turns /ready to 503 and takes no new generating request, while those in
-progress go on for `drain_seconds` at most; then the listener closes and the process exits with 0. A
-second signal exits at once.
+The first SIGTERM or SIGINT makes /ready return 503 and refuses new generating requests. Those in
+progress continue for at most `drain_seconds`. Then the listener closes and the process exits with
+0. A second signal exits immediately.
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ if TYPE_CHECKING:
 __all__ = ["DrainingServer", "bind", "freeze_heap", "run_server"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What is cancelled at the end of the grace may take so long to say so, and its client to read it.
+# Time for cancelled requests to send their error, and for clients to read it.
 _LAST_SECONDS = 2
-_CUT_SECONDS = 1  # who works for a connection that was cut off then may take so long to notice
+_CUT_SECONDS = 1  # time for tasks to notice that their connection was aborted
 _BACKLOG = 1024
-# Files of models, segments of the disk tiers, connections to Redis, the event loop's own.
+# Descriptors for model files, segments of the disk tier, connections to Redis and the event loop.
 _OTHER_FILES = 64
-_AT_ONCE = 64  # connections that the event loop accepts before it goes on
-_ROUNDS = 4  # in which it may accept as many before it has closed the first that it refuses
+_AT_ONCE = 64  # connections that the event loop accepts in one iteration
+_ROUNDS = 4  # iterations until the first refused connection is closed
 _NO_RESOURCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server with the end described above.
-
-    Attributes:
-        at_once: connections that the event loop accepts before it goes on.
-    """
+    """uvicorn's server with a graceful shutdown as described above."""
 
     def __init__(self, app: FastAPI, settings: ServerSettings, at_once: int = _AT_ONCE) -> None:
+        """Create the server.
+
+        Args:
+            app: an app of `create_app`.
+            settings: settings of the server.
+            at_once: connections that the event loop accepts in one iteration.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -63,7 +66,7 @@ class DrainingServer(uvicorn.Server):
                 port=settings.port,
                 loop="asyncio",
                 http=make_protocol(app.state.kv, settings),
-                backlog=at_once,  # of the event loop, which listens with it too: see `startup`
+                backlog=at_once,  # asyncio also accepts this many at once; see `startup`
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -78,8 +81,9 @@ class DrainingServer(uvicorn.Server):
         self._told_of_accept = False
 
     def drain(self) -> None:
-        """Begin to end: nothing new, and `drain_seconds` for what is in progress. Safe to call from
-        any thread.
+        """Start the shutdown: refuse new requests, and give the others `drain_seconds`.
+
+        Safe to call from any thread.
         """
         if self._drain_until is None:
             self._drain_until = time.monotonic() + self._state.settings.drain_seconds
@@ -105,9 +109,8 @@ class DrainingServer(uvicorn.Server):
         self._state.models.loader.watch_idle(self._state.models.first)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log once that no descriptor is left for a connection: the loop tries again, and fails,
-        many times a second.
-        """
+        """Log once that no descriptor is left for new connections."""
+        # The loop retries, and fails, many times a second.
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in _NO_RESOURCE and "socket" in context):
             loop.default_exception_handler(context)
@@ -139,9 +142,7 @@ class DrainingServer(uvicorn.Server):
         await self._state.models.close()
 
     def _cut_off(self) -> None:
-        """Who has not sent its request by now, or not taken its answer, has gone as far as anybody
-        here can tell.
-        """
+        """Abort the connections whose clients have not sent their request or not read their answer."""
         connections = list(self.server_state.connections)
         if connections:
             log_facts(logging.WARNING, "connections cut off", count=len(connections))
@@ -150,8 +151,10 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, it does not raise the signal again at the end: a clean end exits with
-        0.
+        """Handle signals while the server runs.
+
+        Unlike uvicorn's method, it does not raise the signal again at the end: a graceful shutdown
+        exits with 0.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -165,8 +168,12 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the address, not listening yet; port 0 takes a free one. Raises ConfigError
-    naming address and reason.
+    """Return a socket bound to the address, not listening yet.
+
+    Port 0 takes a free port.
+
+    Raises:
+        ConfigError: the address cannot be used.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -189,8 +196,9 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve an app of `create_app` on a socket from `bind` until told to end. The first engine and
-    the socket stay open.
+    """Serve an app of `create_app` on a socket from `bind` until a signal ends the server.
+
+    The first engine and the socket stay open.
     """
     host, port = listener.getsockname()[:2]
     max_connections, at_once = _connections_within_limit(settings.max_connections)
@@ -198,7 +206,7 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
     server = DrainingServer(app, settings, at_once)
     try:
         listener.listen(_BACKLOG)
-    except OSError as error:  # another process bound the same address and was the first to listen
+    except OSError as error:  # another process bound the same address and listened first
         raise _not_listening(settings, error) from error
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if is_watched(settings):
@@ -212,8 +220,8 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
         api_keys=len(settings.all_keys),
     )
     freeze_heap()
-    # Not before: for a second nothing else runs then, and who comes in it waits no longer than for
-    # a later start.
+    # Started as late as possible. It delays requests by up to a second, no longer than a later
+    # start of the server would.
     app.state.kv.first.engine.read_ahead()
     try:
         server.run(sockets=[listener])
@@ -223,10 +231,13 @@ def run_server(app: FastAPI, settings: ServerSettings, listener: socket.socket) 
 
 
 def _connections_within_limit(asked: int) -> tuple[int, int]:
-    """Return how many connections, at most `asked`, the limit of open files has room for, and how
-    many to accept at once. Raises the limit as far as needed and allowed.
+    """Return the number of connections for the limit of open files, and how many to accept at once.
 
-    As many connections again may be about to read their refusal.
+    The limit is raised as far as needed and allowed. Refused connections need descriptors too,
+    until the client has read the refusal, so each connection counts twice.
+
+    Args:
+        asked: largest number of connections.
     """
     in_use = num_open_files()
     wanted = in_use + _OTHER_FILES + 2 * asked + _ROUNDS * _AT_ONCE
@@ -249,23 +260,21 @@ def _connections_within_limit(asked: int) -> tuple[int, int]:
 
 
 def _opened(host: str, url: str) -> str:
-    """As a browser on this machine reaches it: an address that stands for all is none to go to."""
+    """Return the URL for a browser on this machine; a wildcard address becomes loopback."""
     return (
         url.replace(host, "127.0.0.1", 1) if host == "0.0.0.0" else url.replace("[::]", "[::1]", 1)
     )
 
 
 def freeze_heap() -> None:
-    """What is there now stays: a full collection would read all of it again and hold the event loop
-    for 50 ms.
-
-    The collector waits with a full collection until what is new is a quarter of what the last one
-    left. After the second call, which has nothing to read, that is nothing: else the garbage of
-    tens of thousands of requests, whose tasks and errors refer to each other in circles, would be
-    kept first.
-    """
+    """Exempt all present objects from garbage collection."""
     gc.collect()
+    # A full collection would visit all of them and block the event loop for 50 ms.
     gc.freeze()
+    # CPython delays a full collection until the new objects are a quarter of those that survived
+    # the last one. This second collection has nothing to visit and sets that number to zero.
+    # Otherwise the garbage of tens of thousands of requests would be kept, because their tasks and
+    # errors form reference cycles.
     gc.collect()
 
 

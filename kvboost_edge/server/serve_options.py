@@ -1,6 +1,6 @@
-"""Options of the server's command: what the flags may say, the help, and what they ask for.
+"""Options of the server's command, and its help text.
 
-Needs neither a web framework nor typer, so `--help` is quick.
+Importing it needs neither a web framework nor typer, so `--help` is fast.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ many shares. Weights are accepted wherever keys are given."""
 
 
 class NamedModel(NamedTuple):
-    """A model as the command line names it: its names, and a directory, a GGUF file or a hub id."""
+    """A model on the command line: its names, and a directory, GGUF file or hub id."""
 
     names: tuple[str, ...]
     model: str
@@ -57,11 +57,17 @@ class NamedModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a command line asks for. `model` is the first one, whose names are in the settings;
-    `others` are loaded when they are asked for. The first computes `warm` texts, and each of
-    `warm_documents` alone, before the first request is taken. `workers` engines of it, each in a
-    process of its own, of the Ray cluster at an address where one is given; one engine without that
-    needs no Ray.
+    """Options of a command line.
+
+    Attributes:
+        model: the first model, whose names are in `settings`.
+        engine: options of the engine.
+        settings: settings of the server.
+        warm: texts that the first model computes before the first request.
+        warm_documents: documents that it computes, each on its own, before the first request.
+        others: models that are loaded on request.
+        workers: number of engines, each in a process of its own.
+        ray_address: address of the Ray cluster for the engines; None with one worker needs no Ray.
     """
 
     model: str
@@ -75,11 +81,11 @@ class ServeOptions:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether engines run in processes of their own."""
+        """True if engines run in processes of their own."""
         return self.workers > 1 or self.ray_address is not None
 
 
-_COMMAND = {  # what is no setting
+_COMMAND = {  # flags of the command that are not settings
     "model": Option(
         help="Directory, GGUF file or hub id, after the names that clients may use, if given, "
         "separated by commas. Repeatable: models after the first are loaded on demand",
@@ -141,14 +147,15 @@ _REDIS_VARIABLE = "KVBOOST_EDGE_REDIS_URL"
 
 @functools.cache
 def command_options() -> dict[str, Option]:
-    """Return the options that have a flag of the server command, by name."""
-    # The command's own come first, and win: --model-name may be repeated, the setting is one name.
+    """Return the options that have a flag of the server's command, by name."""
+    # The command's own options come first and win: --model-name is repeatable, while the setting is
+    # a single name.
     declared = {**_COMMAND, **options_of(ServerSettings), **options_of(EngineConfig), **_COMMAND}
     return {name: one for name, one in declared.items() if one.flag is not None}
 
 
 def help_text(prog: str) -> str:
-    """Return the help of the command, flags by group."""
+    """Return the help text of the command, with flags by group."""
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
     lines = [f"Usage: {prog} [OPTIONS]", "", *textwrap.wrap(_HELP, width)]
     fill = textwrap.TextWrapper(width, initial_indent=" " * _INDENT, break_on_hyphens=False)
@@ -169,7 +176,7 @@ def help_text(prog: str) -> str:
 
 
 def _described(name: str, declared: Option) -> tuple[str, str]:
-    """Return the name of a flag's value in help, "" for a switch, and the text of its help."""
+    """Return the placeholder of a flag's value ("" for a switch) and its help text."""
     if declared.kind is bool:
         return "", declared.off or declared.help
     default = declared.shown_default
@@ -180,7 +187,11 @@ def _described(name: str, declared: Option) -> tuple[str, str]:
 
 
 def options_from(flags: Mapping[str, Any]) -> ServeOptions:
-    """Return what a command line asks for; ConfigError for values out of range."""
+    """Return the options of a command line.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
     declared = command_options()
     given: dict[str, Any] = {
         name: not declared[name].default if declared[name].kind is bool else value
@@ -210,8 +221,8 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
         )
     chosen = ServerSettings(**settings | named)
     engine = {name: given[name] for name in options_of(EngineConfig) if name in given}
-    if engine.get("pack_cache", True):  # else nothing is kept in the cache directory
-        from kvboost_edge.tiers.disk.survey import default_directory  # not for --help
+    if engine.get("pack_cache", True):  # otherwise the cache directory stays unused
+        from kvboost_edge.tiers.disk.survey import default_directory  # slow, not for --help
 
         engine.setdefault("disk_cache_dir", str(default_directory()))
     if os.environ.get(_REDIS_VARIABLE):
@@ -231,8 +242,10 @@ def options_from(flags: Mapping[str, Any]) -> ServeOptions:
 
 
 def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel]:
-    """The models of a command line, each with its names. ConfigError for names that cannot tell
-    them apart.
+    """Return the models of a command line, each with its names.
+
+    Raises:
+        ConfigError: two models have the same name, or a name is invalid.
     """
     if len(given) > 1 and model_names:
         raise ConfigError(
@@ -244,7 +257,8 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
     for text in given:
         before, sign, behind = text.partition("=")
         named = bool(sign) and not Path(text).exists()
-        model = os.path.expanduser(behind) if named else text  # the shell does not, behind a name
+        # After "NAME=", the shell does not expand "~".
+        model = os.path.expanduser(behind) if named else text
         lists = [before, *model_names] if named else model_names
         names = tuple(dict.fromkeys(name.strip() for one in lists for name in one.split(","))) or (
             _served_name(model),
@@ -263,7 +277,8 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
 
 
 def _served_name(model: str) -> str:
-    """A local path's last part, so that no path of this machine is shown; a hub id as it is."""
+    """Return the name of a model without one: a hub id, or a local path's last part."""
+    # Clients must not see paths of this machine.
     path = Path(model)
     return path.resolve().name if model != DEMO_MODEL and path.exists() else model
 

@@ -1,4 +1,4 @@
-"""Settings of the server in one frozen object. Importing this needs no web framework."""
+"""Settings of the server; importing this needs no web framework."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ LOG_FORMATS = ("auto", "json", "text")
 MAX_KEEP_ALIVE = 365 * 86_400.0
 CONTEXT_OVERFLOWS = ("error", "drop_oldest")
 NORMALISERS = ("tools", "arguments", "billing", "thinking")
-"""What is put back as it was first given, or left out, so that prompts begin alike; see
-cache_report/normalization.py.
-"""
+"""Kinds of request normalization, see cache_report/normalization.py."""
 
 _KEEP_ALIVE = 300.0
 _KEY_PATTERN = re.compile(r"(?P<key>[\x21-\x7e]+)([ \t]+weight=(?P<weight>[\x21-\x7e]*))?")
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9a-fA-F:]+|\*")
 _ORIGIN_PATTERN = re.compile(r"https?://[A-Za-z0-9._\-\[\]:]+")
-_DAY_SECONDS = 86_400.0  # keeps timers sane
+_DAY_SECONDS = 86_400.0  # largest value of timers
 
 
 def _kinds(text: str) -> tuple[str, ...]:
-    """Read "tools,billing", or "off" for none."""
+    """Parse "tools,billing", or "off" for none."""
     return () if text == "off" else tuple(part.strip() for part in text.split(","))
 
 
@@ -324,30 +322,32 @@ class ServerSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Every name that requests may use, each once."""
+        """All names that requests may use, without duplicates."""
         return tuple(dict.fromkeys((self.model_name, *self.model_aliases)))
 
     def keep_alive_of(self, number: int) -> float:
-        """Of the model of that number, see `keep_alive`; infinite: it stays."""
+        """Return the seconds until an idle model is unloaded; infinite if it stays loaded.
+
+        Args:
+            number: place of the model on the command line; 0 is the first.
+        """
         if self.keep_alive is not None:
             return self.keep_alive
         return _KEEP_ALIVE if number else math.inf
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Every accepted key, with its weight where one is given."""
+        """All accepted keys, including their weights."""
         return (*self.api_keys, *self.admin_api_keys)
 
     @property
     def tenant_weights(self) -> dict[str, float]:
-        """Of each key's tenant, its share beside the others'."""
+        """Weight of each key's tenant."""
         return {tenant_of_key(key): _weight_of_key(key) for key in self.all_keys}
 
 
 def tenant_of_key(key: str) -> str:
-    """The tenant that an API key, given with a weight or without, stands for: the SHA-256 of the
-    key, in hex.
-    """
+    """Return the tenant of an API key: the SHA-256 of the key without its weight, in hex."""
     return hashlib.sha256(_parts_of_key(key)["key"].encode("ascii")).hexdigest()
 
 
@@ -368,7 +368,7 @@ def _weight_of_key(key: str) -> float:
 
 def _parts_of_key(key: str) -> re.Match[str]:
     found = _KEY_PATTERN.fullmatch(key) if isinstance(key, str) else None
-    if found is None:  # the key stays out of the message
+    if found is None:  # do not put the key in the message
         raise ConfigError(
             "an API key must be printable ASCII without spaces, at least one character; behind it "
             "may stand a space and weight=NUMBER, its share beside other keys"
@@ -377,7 +377,7 @@ def _parts_of_key(key: str) -> re.Match[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that only this machine reaches: a loopback address or "localhost"."""
+    """Return whether only this machine reaches `host`: a loopback address or "localhost"."""
     if host.lower() == "localhost":
         return True
     try:
@@ -392,10 +392,18 @@ def collect_api_keys(
     environment: Mapping[str, str] | None = None,
     variable: str = "KVBOOST_API_KEY",
 ) -> tuple[str, ...]:
-    """Keys of the command line, of a file (one a line, '#' begins a comment) and of two environment
-    variables, `variable` (one key) and `variable` + "S" (commas between them), each once. A weight
-    may stand behind each, as in `ServerSettings`. Raises ConfigError for a file that cannot be read
-    or is empty.
+    """Return the API keys of the command line, a file and the environment, without duplicates.
+
+    A weight may follow each key, see `ServerSettings`.
+
+    Args:
+        given: keys of the command line.
+        file: file with one key per line; "#" begins a comment.
+        environment: environment variables; None for those of the process.
+        variable: variable with one key; `variable` + "S" holds several, separated by commas.
+
+    Raises:
+        ConfigError: the file cannot be read, or a file or variable holds no key.
     """
     environment = os.environ if environment is None else environment
     keys = list(given)

@@ -1,6 +1,4 @@
-"""Tokens a second, and where prompt tokens came from, over the last minute. Kept is one sum for
-each second: however many requests end, and whether or not anybody asks, that is no more memory.
-"""
+"""Token throughput and origin of prompt tokens over the last minute."""
 
 from __future__ import annotations
 
@@ -16,13 +14,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Speeds"]
 
+# One sum is kept per second, so memory is bounded however many requests end.
 _WINDOW_SECONDS = 60
 
 
 @dataclasses.dataclass(slots=True)
 class _Sums:
-    """Of the requests that ended within one second of the clock. hit_tokens: by tier; span_tokens:
-    shared at other positions.
+    """Sums over the requests that ended within one second.
+
+    Attributes:
+        second: the second, by the monotonic clock.
+        hit_tokens: prompt tokens found in the cache, by tier.
+        span_tokens: prompt tokens reused at other positions.
+        prompt_tokens: computed prompt tokens.
+        prompt_seconds: time spent on prompts.
+        output_tokens: generated tokens.
+        output_seconds: time spent on outputs.
     """
 
     second: int
@@ -35,8 +42,9 @@ class _Sums:
 
 
 class Speeds:
-    """llama.cpp's totals and its average speeds, here over the last minute. Totals count computed
-    prompt tokens only, as llama.cpp's do.
+    """llama.cpp's totals, and its mean speeds over the last minute.
+
+    As in llama.cpp, totals count computed prompt tokens only.
     """
 
     def __init__(self) -> None:
@@ -45,7 +53,7 @@ class Speeds:
         self.output_tokens = 0
         self.output_seconds = 0.0
         self._lock = threading.Lock()
-        self._recent: deque[_Sums] = deque()  # by second, the oldest first
+        self._recent: deque[_Sums] = deque()  # by second, oldest first
 
     def observe(self, result: GenerationResult) -> None:
         """Count one finished sequence."""
@@ -62,8 +70,9 @@ class Speeds:
             self._recent[-1].span_tokens += result.reused_span_tokens
 
     def recent(self) -> tuple[float, float]:
-        """Prompt and output tokens a second of the requests that ended in the last minute; 0 when
-        there was none.
+        """Return prompt and output tokens per second of the requests that ended in the last minute.
+
+        A speed is 0 if there were none.
         """
         with self._lock:
             self._forget_old()
@@ -77,9 +86,7 @@ class Speeds:
         )
 
     def recent_prompts(self) -> tuple[Mapping[str, int], int, int]:
-        """Prompt tokens of the requests that ended in the last minute: those of the cache by tier,
-        those shared at other positions, those computed.
-        """
+        """Return prompt tokens of the last minute: hits by tier, reused elsewhere, computed."""
         with self._lock:
             self._forget_old()
             hits = sum((sums.hit_tokens for sums in self._recent), Counter[str]())
@@ -87,7 +94,7 @@ class Speeds:
             return hits, spans, sum(sums.prompt_tokens for sums in self._recent)
 
     def _forget_old(self) -> int:
-        """Drop the seconds before the last minute; returns the second it is now."""
+        """Drop the sums older than a minute, and return the current second."""
         second = int(time.monotonic())
         while self._recent and self._recent[0].second <= second - _WINDOW_SECONDS:
             self._recent.popleft()

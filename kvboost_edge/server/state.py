@@ -1,6 +1,4 @@
-"""What a request works with: one loaded model, found by `state_of(request)`, and what all models of
-a server share.
-"""
+"""State for handling a request: the loaded model, and objects shared by all models."""
 
 from __future__ import annotations
 
@@ -38,15 +36,21 @@ __all__ = [
 ]
 
 MODEL_FACT = "model_state"
-"""Where the facts of a request, which all of its scopes have in common, hold its model; it is taken
-out in the end.
+"""Key of the request's model in its facts, which all of its scopes share. Removed when the request
+ends.
 """
 
 
 @dataclasses.dataclass(slots=True)
 class Shared:
-    """What is one for all models of a server. `draining` is set once, when the server was told to
-    end. `created` is seconds since the epoch.
+    """Objects that all models of a server share.
+
+    Attributes:
+        settings: settings of the server.
+        remembered: stored responses.
+        normaliser: request normalization.
+        draining: the server is shutting down; set once.
+        created: start of the server, in seconds since the epoch.
     """
 
     settings: ServerSettings
@@ -57,9 +61,7 @@ class Shared:
 
 
 class EngineLeases:
-    """Who asks a model's engine for something beside requests. Only the event loop's thread touches
-    it.
-    """
+    """Count of uses of a model's engine other than requests, used by the event loop's thread only."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -67,7 +69,7 @@ class EngineLeases:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[None]:
-        """The engine stays open while the block runs."""
+        """Keep the engine open while the block runs."""
         self._count += 1
         try:
             yield
@@ -77,7 +79,7 @@ class EngineLeases:
                 self._over.set()
 
     async def over(self) -> None:
-        """Until nobody looks any more."""
+        """Wait until no block of `begin` runs."""
         while self._count:
             self._over.clear()
             await self._over.wait()
@@ -85,9 +87,18 @@ class EngineLeases:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelState:
-    """A model from when it is loaded until it is unloaded. `model_name` is the first of its names,
-    the one that answers tell. Requests hold it by a lease; who only looks holds its engine by
-    `looks`.
+    """A loaded model, until it is unloaded.
+
+    Requests hold it by a lease. Other users, such as metrics, hold its engine by `looks`.
+
+    Attributes:
+        engine: the engine.
+        model_name: the first of the model's names, which answers show.
+        metrics: metrics of the model.
+        admission: queue of the model.
+        doctor: cache-miss reports.
+        shared: objects that all models share.
+        looks: uses of the engine other than requests.
     """
 
     engine: Engine
@@ -104,7 +115,7 @@ class ModelState:
 
     @property
     def mode(self) -> GenerationMode:
-        """The mode of requests that choose none."""
+        """Mode of requests that choose none."""
         return default_mode(self.settings, self.engine)
 
     @property
@@ -116,12 +127,16 @@ class ModelState:
         return self.shared.normaliser
 
     def admit(self, request: Request, num_tokens: int, num_sequences: int = 1) -> Admission:
-        """Return an admission to enter with `async with`. `num_tokens` is what the request may
-        hold, prompt and output, estimated before tokenization; `num_sequences` counts prompts x
-        choices. The body must have been read.
+        """Return an admission to enter with `async with`; the request's body must have been read.
 
-        Raises ShuttingDown, EngineStopped or NoReplica (503); entering raises for a full queue and
-        for what could never fit.
+        Args:
+            request: the HTTP request.
+            num_tokens: estimated tokens of prompt and output, before tokenization.
+            num_sequences: number of prompts times choices.
+
+        Raises:
+            ShuttingDown, EngineStopped, NoReplica: no new request is accepted (503). Entering the
+                admission raises further errors, see `Admission`.
         """
         if not self.engine.is_alive():
             raise stopped(self.engine)
@@ -131,17 +146,17 @@ class ModelState:
 
 
 def keep_state(request: Request, state: ModelState) -> None:
-    """From now on this is the model of the request."""
+    """Store the model that a request uses."""
     request.scope["kvboost"][MODEL_FACT] = state
 
 
 def model_of(scope: Scope) -> ModelState | None:
-    """The model that a request holds or held, None where it came to none."""
+    """Return the model that a request uses or used, or None."""
     found: ModelState | None = scope.get("kvboost", {}).get(MODEL_FACT)
     return found
 
 
 def state_of(request: Request) -> ModelState:
-    """The model that a request holds, see `Models.lease`."""
+    """Return the model that a request uses, see `Models.lease`."""
     state: ModelState = request.scope["kvboost"][MODEL_FACT]
     return state

@@ -100,7 +100,7 @@ _ENTERING = (
     fault(
         "who waited in the batch window lets all others through",
         "server/work/grouping.py",
-        "            self._drop(key)  # one that waited computes nothing: the others wait on\n",
+        "            self._drop(key)  # a waiting request computes nothing, so the others wait on\n",
         "            self.leave(key)\n",
         f"{_ADMISSION}::test_a_cancelled_waiter_lets_nobody_through",
     ),

@@ -1,9 +1,8 @@
-"""Who may come in: the bounded queue, the deadline, and the end of the work when the client has
-gone.
+"""Admission control: a bounded queue, deadlines, and cancellation when the client disconnects.
 
 `async with state.admit(request, num_tokens) as admission` encloses the whole life of a generating
-request. Entering costs microseconds and comes before anything dear, so a full server says so at
-once.
+request. Entering takes microseconds and comes before any expensive work, so a full server refuses
+at once.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["Admission", "AdmissionQueue", "Bodies", "Observer"]
 
 _MAX_RETRY_AFTER = 60
-_LARGEST_BODIES = 8  # bodies of --max-body-bytes that are held at once
-_QUEUE_TOKENS_PER_POOL = 16  # without --max-queue-tokens: what so many fillings of the pool hold
+_LARGEST_BODIES = 8  # memory limit of held bodies, in bodies of --max-body-bytes
+_QUEUE_TOKENS_PER_POOL = 16  # default of --max-queue-tokens, in pool capacities
 
 
 class Observer(Protocol):
-    """Counts how sequences ended."""
+    """Counter of finished and aborted sequences."""
 
     def observe(self, result: GenerationResult) -> None: ...
 
@@ -50,17 +49,18 @@ class Observer(Protocol):
 
 
 class AdmissionQueue:
-    """Counts what is in flight, tenant by tenant (see shares.py); only the event loop's thread
-    touches it.
+    """Count of the sequences and tokens in flight, by tenant (see shares.py).
+
+    Only the event loop's thread uses it.
     """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        # Once, for as long as the server runs: one that is busy just now counts too.
+        # Read once, when the server starts. `patient` includes replicas that are busy just now.
         pools = [figures.paged_stats() for figures in replicas_of(engine, patient=True).values()]
         self.weights = settings.tenant_weights
         self.batch = settings.max_batch_size or sum(int(pool["max_num_seqs"]) for pool in pools)
         sizes = [int(pool["num_blocks"]) * int(pool["block_size"]) for pool in pools]
-        self.pool_tokens = min(sizes)  # a request runs in one of them, whichever that is
+        self.pool_tokens = min(sizes)  # a request may run in any of the pools
         self.request_timeout = settings.request_timeout
         self._places = Shares(self.batch + settings.max_queue_size, self.weights, least=1)
         most_tokens = settings.max_queue_tokens or _QUEUE_TOKENS_PER_POOL * sum(sizes)
@@ -77,17 +77,20 @@ class AdmissionQueue:
 
     @property
     def max_sequences(self) -> int:
-        """The most of them."""
+        """Limit of sequences in flight."""
         return self._places.limit
 
     @property
     def tokens(self) -> int:
-        """Tokens of the requests in flight, as estimated."""
+        """Estimated tokens of the requests in flight."""
         return self._tokens.used
 
     def check(self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0) -> None:
-        """QueueFull (503) when these do not fit beside what is in flight, ApiError 400 when they
-        never could.
+        """Raise an error if these sequences and tokens do not fit.
+
+        Raises:
+            QueueFull: they do not fit together with the requests in flight (503).
+            ApiError: they exceed the tenant's maximum (400).
         """
         most_sequences = self._places.most(tenant)
         most_tokens = self._tokens.most(tenant)
@@ -113,7 +116,10 @@ class AdmissionQueue:
     def refusal(
         self, tenant: str | None, num_sequences: int = 1, num_tokens: int = 0
     ) -> QueueFull | None:
-        """Why these do not fit beside what is in flight, or None where they do. Counts nothing."""
+        """Return the error for sequences and tokens that do not fit now, or None if they fit.
+
+        Nothing is counted.
+        """
         if not self._places.fit(tenant, num_sequences):
             return self._full(tenant, self._places, "{} requests{} are in flight")
         if not self._tokens.fit(tenant, num_tokens):
@@ -121,13 +127,13 @@ class AdmissionQueue:
         return None
 
     def enter(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
-        """Count a request that may come in, else raise as `check`."""
+        """Count an admitted request; raise as `check` does if it does not fit."""
         self.check(tenant, num_sequences, num_tokens)
         self._places.take(tenant, num_sequences)
         self._tokens.take(tenant, num_tokens)
 
     def leave(self, tenant: str | None, num_sequences: int, num_tokens: int) -> None:
-        """The request has ended."""
+        """Stop counting a request that has ended."""
         self._places.give_back(tenant, num_sequences)
         self._tokens.give_back(tenant, num_tokens)
 
@@ -137,13 +143,13 @@ class AdmissionQueue:
             admission.cancel(ShuttingDown())
 
     def took(self, seconds: float) -> None:
-        """Learn how long a request was in flight."""
+        """Update the mean time in flight with one request's time."""
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
 
     def retry_after(self, tenant: str | None = None) -> int:
-        """Seconds until a place is likely free: one batch of those in flight, by the time requests
-        took lately. Of several tenants each one's own count: nothing tells of the others' requests.
-        """
+        """Return the estimated seconds until a place is free: one batch at the recent mean time."""
+        # With several tenants each sees its own count only: the estimate must not reveal other
+        # tenants' requests.
         in_flight = self._places.used_by(tenant) if self._places.are_kept else self.sequences
         seconds = self._mean_seconds * max(1, in_flight) / self.batch
         return max(1, min(_MAX_RETRY_AFTER, math.ceil(seconds)))
@@ -153,32 +159,33 @@ class AdmissionQueue:
 
 
 class Bodies:
-    """Bodies that the server holds, of requests for any model: their bytes are counted, and long
-    ones are read one at a time. Only the event loop's thread touches it.
+    """Request bodies that the server holds for all models, and the lock for reading long ones.
+
+    Only the event loop's thread uses it.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        # Python reads JSON without letting another thread run. A lock of the loop, not the thread's
-        # queue, makes the next body wait until the loop has come round: else each time the loop
-        # lets go, at each `recv` for instance, another body would be read.
+        # Python parses JSON without releasing the GIL. With a lock of the event loop, the next body
+        # is parsed only after the loop has run once. With a queue of the worker thread, another
+        # body would be parsed each time that the loop releases the GIL, for instance in `recv`.
         self.reading = asyncio.Lock()
         self._held = Shares(_LARGEST_BODIES * settings.max_body_bytes, settings.tenant_weights)
         self.refused = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes currently held."""
         return self._held.used
 
     def hold(self, tenant: str | None, num_bytes: int) -> None:
-        """Count bytes of a body that came; QueueFull when all bodies together are too large."""
+        """Count received bytes of a body; raise QueueFull if all bodies together are too large."""
         if not self._held.fit(tenant, num_bytes):
             self.refused += 1
             raise _full(tenant, self._held, "bodies{1} of {0} bytes are held", 1)
         self._held.take(tenant, num_bytes)
 
     def free(self, tenant: str | None, num_bytes: int) -> None:
-        """The request of these bytes has ended."""
+        """Stop counting the bytes of a request that has ended."""
         self._held.give_back(tenant, num_bytes)
 
 
@@ -194,13 +201,17 @@ def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> Qu
 
 
 class Admission:
-    """One admitted request. When the client goes or the deadline passes, the task inside the `async
-    with` is cancelled, and leaving the block raises the ApiError that says why.
+    """One admitted request, as an async context manager.
 
-    `facts` is what the log tells of the request; the gate left there whose it is. `tenant` is None
-    when no key is asked for, `weight` its share beside others, `pin_share` the part of what can be
-    pinned that is its own, by weight too. Entering raises QueueFull (503), or ApiError 400 for what
-    could never fit.
+    If the client disconnects or the deadline passes, the task inside the `async with` is cancelled.
+    Leaving the block then raises the matching ApiError. Entering raises QueueFull (503), or
+    ApiError 400 for a request that could never fit.
+
+    Attributes:
+        facts: facts for the request's log line; AuthMiddleware has stored the tenant here.
+        tenant: the API key's tenant, None without keys.
+        weight: scheduling weight of the tenant.
+        pin_share: fraction of the pinnable memory that the tenant may use, by weight.
     """
 
     def __init__(
@@ -216,7 +227,7 @@ class Admission:
         self.weight = 1.0 if self.tenant is None else queue.weights[self.tenant]
         self.pin_share = 1.0 if self.tenant is None else self.weight / sum(queue.weights.values())
         self.timeout = queue.request_timeout
-        # Its time began when it started to wait for its model.
+        # Waiting for the model to load counts towards the deadline.
         self.deadline = (
             time.monotonic() + self.timeout - float(self.facts.get("load_wait_seconds", 0.0))
         )
@@ -263,17 +274,16 @@ class Admission:
             self._timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        # A task that was cancelled keeps the error, and its traceback leads to this admission.
-        # Holding the task as well would make a circle of all that belongs to the request, which
-        # only the garbage collector could free.
+        # A cancelled task keeps its error, whose traceback refers to this admission. Holding the
+        # task too would make a reference cycle of all the request's objects, which only the garbage
+        # collector could free.
         self._watch = None
         if self._reason is None or self._task is None:
             return
         if not isinstance(error, asyncio.CancelledError):
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(
-                    0
-                )  # the block ended by itself; take the cancellation that is still on its way
+                # The block ended by itself. Take the cancellation that is still pending.
+                await asyncio.sleep(0)
         if not self._task.uncancel() and isinstance(error, asyncio.CancelledError):
             raise self._reason from None
 
@@ -284,7 +294,7 @@ class Admission:
             self._task.cancel()
 
     def observe(self, result: GenerationResult) -> None:
-        """Count a finished sequence in the metrics and in the log line of the request."""
+        """Count a finished sequence in the metrics and in the request's log line."""
         self._num_observed += 1
         self._observer.observe(result)
         counts = {
@@ -296,22 +306,22 @@ class Admission:
             self.facts[name] = self.facts.get(name, 0) + count
 
     async def group(self, prompt_ids: Sequence[int]) -> None:
-        """Wait, at most the batch window, while another request computes the same first block. Call
-        it right before the prompt is submitted.
+        """Wait, at most the batch window, while another request computes the same first block.
+
+        Call it immediately before the prompt is submitted.
         """
         if self._group is None:
             self._group = await self._queue.groups.join(self.tenant, prompt_ids)
 
     def first_token(self) -> None:
-        """The prompt is computed: nobody waits for this request's prefix any more."""
+        """Release the requests that wait for this request's prefix."""
         if self._group is not None:
             self._queue.groups.leave(self._group)
             self._group = None
 
     async def _await_disconnect(self) -> None:
-        """The body was read before, so the next thing that can arrive is the end of the
-        connection.
-        """
+        """Cancel the work when the client disconnects."""
+        # The body has been read, so the only message left is the disconnect.
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self.cancel(ClientGone())

@@ -1,9 +1,8 @@
-"""From the event loop to the engine and back: nothing here blocks the loop, and nothing runs on
-once nobody waits.
+"""Bridge between the event loop and the engine.
 
-Tokenizing, chat templates and submitting happen in worker threads, short texts excepted; results
-and tokens arrive through the handles. A cancelled task (client gone, deadline, shutdown) cancels
-its requests in every phase.
+Nothing here blocks the loop. Tokenization, chat templates and submission run in worker threads,
+except for short texts. Results and tokens arrive through the handles. When a task is cancelled
+(client gone, deadline, shutdown), its requests are cancelled in every phase.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ T = TypeVar("T")
 
 Item = TokenEvent | GenerationResult | Progress
 
-# Characters or tokens; reading as many takes a fraction of a millisecond, a hop to a thread as
-# long.
+# Characters or tokens. Tokenizing this many takes a fraction of a millisecond, as does handing the
+# work to a thread.
 _SHORT = 1000
-_FEW = 8  # sequences submitted without such a hop
-_LONG = 1 << 16  # characters; as many take a tokenizer about 50 ms
+_FEW = 8  # sequences submitted on the event loop
+_LONG = 1 << 16  # characters; tokenizing them takes about 50 ms
 _PREFILL_LOG_SECONDS = 5.0
-_AT_ONCE = 32  # results that are counted before others go on: a millisecond
+_AT_ONCE = 32  # results counted before the loop runs other tasks: about a millisecond
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,11 +69,12 @@ class EncodedPrompt:
     """A prompt as tokens.
 
     Attributes:
-        text: its text as `echo` shows it; "" when the request does not ask for it.
-        turn: reader of its answers' calls and reasoning; None: the answers are text alone.
-        pins: pins of its first tokens, see the engine's `Terms`.
+        text: the prompt's text for `echo`; "" when the request does not ask for it.
+        from_text: the tokens come from text or messages, not from token ids in the request.
+        turn: parser of tool calls and reasoning in the answers; None if they are plain text.
+        pins: pins of the first tokens, see the engine's `Terms`.
         asked: messages, tools and template values that the prompt was rendered from.
-        dropped: messages that were left out because they did not fit.
+        dropped: number of messages left out because they did not fit.
     """
 
     token_ids: list[int]
@@ -87,17 +87,19 @@ class EncodedPrompt:
 
 
 class EngineRequest(ABC):
-    """What one HTTP request asks of the engine. Subclasses tokenize its prompts and say how each
-    sequence is sampled.
+    """One HTTP request as work for the engine.
+
+    Subclasses tokenize the prompts and make the sampling parameters of each sequence.
 
     Attributes:
-        renders: whether `encode` runs a chat template, which takes as long as that likes.
-        size: characters or tokens of all prompts, and some for each message.
+        renders: `encode` runs a chat template, which may take arbitrarily long.
+        size: characters or tokens of all prompts, plus an allowance for each message.
         per_prompt: sequences computed for each prompt.
-        mode: use of the cache.
+        mode: generation mode, which selects the use of the cache.
         is_default_mode: the server chose the mode.
-        options: other keywords of the engine's `submit`.
-        cache_key, retention, pin, ttl: how long it is kept, see the engine's `Terms`.
+        options: other keyword arguments of the engine's `submit`.
+        cache_key, retention, pin, ttl: how long the KV blocks are retained, see the engine's
+            `Terms`.
     """
 
     renders = False
@@ -131,8 +133,10 @@ class EngineRequest(ABC):
 
     @abstractmethod
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
-        """Tokenize the prompts, given the ids of earlier answers. Runs in a worker thread unless
-        the prompts are short texts.
+        """Tokenize the prompts; runs in a worker thread unless they are short texts.
+
+        Args:
+            answers: token ids of earlier answers, used in place of tokenizing their text.
         """
 
     def mode_of(self, prompt: EncodedPrompt, params: SamplingParams) -> GenerationMode:
@@ -151,8 +155,9 @@ class EngineRequest(ABC):
 
     @abstractmethod
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        """Return how sequence number `choice` of a prompt is sampled; may raise ApiError. Runs
-        where `encode` does.
+        """Return the sampling parameters of sequence number `choice` of a prompt.
+
+        Runs in the same thread as `encode`. May raise ApiError.
         """
 
 
@@ -161,8 +166,14 @@ _Planned = list[tuple[EncodedPrompt, SamplingParams]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """Requests in the engine: those of prompt 0 first, `per_prompt` of each. `watch`: what observes
-    the first.
+    """The sequences of one request in the engine.
+
+    Attributes:
+        prompts: the encoded prompts.
+        handles: `per_prompt` handles for each prompt, in the order of the prompts.
+        tokenize_ms: milliseconds spent on encoding.
+        answers: token ids of earlier answers.
+        watch: cache-miss tracking of the first sequence.
     """
 
     prompts: list[EncodedPrompt]
@@ -174,28 +185,31 @@ class Running:
 
     @property
     def cause(self) -> str:
-        """Why the rest of the first prompt was computed; "" before its end."""
+        """Why part of the first prompt was not in the cache; "" until the request has ended."""
         return "" if self.watch is None else self.watch.cause
 
 
 class Answer(Response):
-    """A response that does its work while it is sent: all of it happens in the request's own task,
-    inside the app's error handlers, so an error before the first byte still gets its status.
-    """
+    """A response that does its work while it is sent."""
 
     def __init__(self, work: Callable[[Send], Awaitable[None]]) -> None:
         super().__init__()
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # All work happens in the request's own task and inside the app's error handlers, so an
+        # error before the first byte still gets its own status.
         await self._work(send)
 
 
 async def off_loop(work: Callable[[], T], size: int = 0) -> T:
-    """Run in a worker thread. A cancelled caller does not wait for it; the work must end by itself.
+    """Run `work` in a worker thread.
 
-    `size` is the number of characters or tokens to read: long ones have threads of their own, so
-    that a short request never waits until somebody's book is tokenized.
+    A cancelled caller does not wait; the work must end by itself.
+
+    Args:
+        size: number of characters or tokens to read. Long texts have threads of their own, so that
+            a short request never waits for them.
     """
     if size > _LONG:
         return await asyncio.get_running_loop().run_in_executor(_long_workers(), work)
@@ -203,18 +217,22 @@ async def off_loop(work: Callable[[], T], size: int = 0) -> T:
 
 
 async def to_its_end(work: Callable[[], T], size: int, handles: Handles) -> T:
-    """The same for work that computes, which puts what it queues into `handles`: a cancelled caller
-    stops it, and waits for it all the same, unless it is cancelled once more, as at the server's
-    end.
+    """Run `work`, which computes, in a worker thread; a cancelled caller stops it and waits.
+
+    A second cancellation, as at the server's shutdown, ends the wait.
+
+    Args:
+        work: submits requests to the engine and puts their handles into `handles`.
+        size: number of characters or tokens to read, see `off_loop`.
+        handles: handles that are cancelled.
     """
     task = asyncio.ensure_future(off_loop(work, size))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         handles.stop()
-        task.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # nobody else asks for it
+        # Retrieve the exception, which no other code does.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait([task])
         raise
 
@@ -228,7 +246,7 @@ def _long_workers() -> ThreadPoolExecutor:
 async def running(
     engine: Engine, request: EngineRequest, admission: Admission
 ) -> AsyncGenerator[Running]:
-    """Tokenize, queue, and cancel whatever is not done when the block is left."""
+    """Tokenize and queue a request; cancel unfinished sequences when the block is left."""
     started = time.perf_counter()
     answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.cache_salt)
     encode = functools.partial(request.encode, answers)
@@ -249,9 +267,7 @@ async def running(
 
 
 class _PrefillLog:
-    """Lines of the log that tell how far a long prompt is, every few seconds until its first
-    token.
-    """
+    """Log lines with the progress of a long prompt, every few seconds until its first token."""
 
     def __init__(self, handle: RequestHandle, request_id: str | None) -> None:
         self._handle = handle
@@ -259,12 +275,12 @@ class _PrefillLog:
         self._next = asyncio.get_running_loop().call_later(_PREFILL_LOG_SECONDS, self._look)
 
     def close(self) -> None:
-        """Log no more."""
+        """Stop logging."""
         self._next.cancel()
 
     def _look(self) -> None:
         progress = self._handle.progress()
-        if self._handle.done or progress.seconds_left == 0:  # the first token is there
+        if self._handle.done or progress.seconds_left == 0:  # the first token has arrived
             return
         self._next = asyncio.get_running_loop().call_later(_PREFILL_LOG_SECONDS, self._look)
         left = progress.seconds_left
@@ -281,7 +297,7 @@ class _PrefillLog:
 
 
 class EngineBridge:
-    """Queues the sequences of one request: all of them, or none."""
+    """Submission of the sequences of one request: all of them, or none."""
 
     def __init__(
         self, engine: Engine, request: EngineRequest, admission: Admission, entry: RequestArrival
@@ -294,13 +310,11 @@ class EngineBridge:
         self._abandoned = False
 
     async def submit(self, prompts: Sequence[EncodedPrompt]) -> list[RequestHandle]:
-        """Queue every sequence. An error or a cancel meanwhile takes back those that were
-        queued.
-        """
+        """Queue all sequences; an error or a cancellation meanwhile cancels the queued ones."""
         request = self._request
         few = request.size <= _SHORT and len(prompts) * request.per_prompt <= _FEW
         planned = self._plan(prompts) if few else None
-        # A grammar is compiled by `submit`, which takes a while.
+        # `submit` compiles a grammar, which takes a while.
         if planned is not None and not any(params.fits for _, params in planned):
             self._queue(planned)
             return self._handles
@@ -356,7 +370,7 @@ class EngineBridge:
         )
 
     def _take_back(self, done: asyncio.Future[None]) -> None:
-        done.exception()  # no caller asks for it any more
+        done.exception()  # no caller retrieves it
         self._cancel()
 
     def _cancel(self) -> None:
@@ -367,19 +381,20 @@ class EngineBridge:
 async def wait_all(
     admission: Admission, handles: Sequence[RequestHandle]
 ) -> list[GenerationResult]:
-    """All results in order. The first error is raised; the caller's `running` block cancels the
-    rest.
+    """Return all results in order; raise the first error.
+
+    The caller's `running` block cancels the remaining sequences.
     """
     results: list[GenerationResult] = []
     for handle in handles:
         if len(results) % _AT_ONCE == _AT_ONCE - 1:
-            await asyncio.sleep(0)  # the results may all be there, and then nothing waits
+            await asyncio.sleep(0)  # `aresult` does not yield for results that are ready
         results.append(finished(admission, await handle.aresult()))
     return results
 
 
 def finished(admission: Admission, result: GenerationResult) -> GenerationResult:
-    """Count a result; ApiError for one that was ended from outside."""
+    """Count a result and return it; raise ApiError if the deadline or the server ended it."""
     admission.first_token()
     admission.observe(result)
     if result.finish_reason == "timeout":
@@ -392,9 +407,15 @@ def finished(admission: Admission, result: GenerationResult) -> GenerationResult
 async def merged(
     handles: Sequence[RequestHandle], *, every: float | None = None, followed: Sequence[int] = (0,)
 ) -> AsyncGenerator[list[tuple[int, Item]]]:
-    """Events of all handles as they come, with the handle's number, in lists of all that is there;
-    the last item of each handle is its result. An error of any handle is raised. With `every`, in
-    seconds, progress of the `followed` handles that often until their first event.
+    """Yield events of all handles as they arrive, each with the number of its handle.
+
+    Each list holds all events that are ready. A handle's last item is its result. An error of any
+    handle is raised.
+
+    Args:
+        every: seconds between progress items of the `followed` handles, until their first event;
+            None for no progress items.
+        followed: numbers of the handles whose progress is reported.
     """
     if len(handles) == 1:
         while every is not None and not await handles[0].astarted(every):

@@ -1,8 +1,8 @@
-"""The batch window: requests that share a prefix which is being computed right now start together.
+"""The batch window: requests that share a prefix which is being computed start together.
 
-The engine computes a shared prefix once in any case: a later request waits for the blocks of the
-first. What the window adds is that those who arrive meanwhile are handed over together, so that
-their own suffixes fall into one step. A request without such company is never held.
+The engine computes a shared prefix once in any case: later requests wait for the blocks of the
+first. The window also submits the requests that arrive meanwhile together, so that their suffixes
+run in one step. A request is held only while another one computes the same prefix.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ __all__ = ["PrefixGroups"]
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Requests with one first block whose prompts are not computed yet, and the gate where later
-    ones wait.
+    """Requests with the same first block whose prompts are not computed yet.
+
+    Attributes:
+        members: requests that compute or wait.
+        gate: event on which later requests wait; None if no request waits.
+        timer: opens the gate when the window ends.
     """
 
     members: int = 0
@@ -28,20 +32,24 @@ class _Group:
 
 
 class PrefixGroups:
-    """`join` before a prompt is submitted, `leave` at its first token or its end. Event loop's
-    thread only.
+    """Groups of requests by first block, used by the event loop's thread only.
+
+    Call `join` before a prompt is submitted and `leave` at its first token or its end.
     """
 
     def __init__(self, window_seconds: float, block_size: int) -> None:
-        self.held = 0  # requests that waited, since the start
+        self.held = 0  # requests that waited since the server started
         self._window = window_seconds
         self._block_size = block_size
         self._groups: dict[bytes, _Group] = {}
 
     async def join(self, tenant: str | None, prompt_ids: Sequence[int]) -> bytes | None:
-        """Wait while another member computes the same first block, at most the window from the
-        first that waits. Returns the key to `leave` with; None when there is no full block to share
-        or the window is off.
+        """Wait while another request computes the same first block, at most until the window ends.
+
+        The window begins when the first request waits.
+
+        Returns:
+            The key for `leave`; None if the prompt has no full block to share or the window is off.
         """
         if not self._window or len(prompt_ids) <= self._block_size:
             return None
@@ -55,12 +63,12 @@ class PrefixGroups:
         try:
             await self._wait(group)
         except BaseException:
-            self._drop(key)  # one that waited computes nothing: the others wait on
+            self._drop(key)  # a waiting request computes nothing, so the others wait on
             raise
         return key
 
     def leave(self, key: bytes) -> None:
-        """This member's prompt is computed, or it ended: whoever waits behind it goes on."""
+        """Release the waiting requests: this member's prompt is computed, or the request ended."""
         self._open(self._groups[key])
         self._drop(key)
 

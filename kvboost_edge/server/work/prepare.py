@@ -1,4 +1,4 @@
-"""What an engine does before it takes requests."""
+"""Preparation of an engine before it takes requests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ def prepare(
     tenants: Sequence[str | None],
     mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> None:
-    """Run the model once, so that the first client does not wait for kernels to load, and cache the
-    warm texts, for each tenant its own copy: none shares with another. No tenants: for who comes
-    without a key. `mode` is that of requests that choose none; RequestError where the quality gate
-    refuses it.
+    """Run the model once and cache the warm texts.
+
+    The run loads the kernels, so that the first client does not wait for them.
+
+    Args:
+        warm: texts to cache.
+        warm_documents: documents to cache as chunks for non-prefix reuse.
+        tenants: tenants that each get their own copy; empty for a server without API keys.
+        mode: mode of requests that choose none.
+
+    Raises:
+        RequestError: the quality gate refuses `mode`.
     """
     learn_template(engine.tokenizer)
     if engine.pooling.source:
@@ -49,9 +57,9 @@ def prepare(
 
 
 def learn_template(tokenizer: Tokenizer) -> None:
-    """Find how the chat template writes turns: in a server it takes as long as the template likes,
-    and the event loop must not wait for it.
-    """
+    """Detect how the chat template writes turns."""
+    # Done before requests arrive: running a template may take arbitrarily long, and the event loop
+    # must not wait for it.
     if tokenizer.chat_template is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Responses that clients asked to be stored: in memory only, bounded, each tenant's for itself."""
+"""Responses that clients asked to store: bounded, in memory only, separate for each tenant."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from kvboost_edge.host.tenant_lru import TenantLRU
 
 __all__ = ["ResponseStore", "StoredResponse"]
 
-_BYTES = 64 << 20  # of all tenants together
+_BYTES = 64 << 20  # for all tenants together
 _ENTRIES = 4096
 _SECONDS = 24 * 3600.0
-_OVERHEAD = 512  # bytes of an entry besides its texts
+_OVERHEAD = 512  # bytes of an entry in addition to its texts
 
 
 class StoredResponse(NamedTuple):
-    """One turn of a conversation, as JSON: its answer, and the list of what was sent; `previous` is
-    the turn before.
+    """One turn of a conversation, as JSON.
+
+    Attributes:
+        answer: the response.
+        sent: list of the input items.
+        previous: id of the turn before it.
     """
 
     answer: bytes
@@ -27,17 +31,17 @@ class StoredResponse(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         return len(self.answer) + len(self.sent) + _OVERHEAD
 
 
 class ResponseStore:
-    """Turns by tenant and id. Each tenant has an equal part of the bytes and entries. Safe to use
-    from any thread.
+    """Stored turns by tenant and id.
+
+    Each tenant has an equal share of the bytes and entries. Safe to use from any thread.
 
     Attributes:
-        num_tenants: API keys, or 1.
-        kept: the turns; of a tenant's own those used least recently go first.
+        kept: the turns; a tenant's least recently used turn is evicted first.
     """
 
     def __init__(
@@ -49,6 +53,15 @@ class ResponseStore:
         seconds: float = _SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create an empty store.
+
+        Args:
+            num_tenants: number of API keys, or 1.
+            max_bytes: bytes of all tenants' turns.
+            max_entries: turns of all tenants.
+            seconds: lifetime of a turn.
+            clock: source of the time in seconds.
+        """
         self.kept: TenantLRU[StoredResponse] = TenantLRU(
             max_bytes // max(1, num_tenants),
             max_bytes,
@@ -59,13 +72,14 @@ class ResponseStore:
         )
 
     def keep(self, tenant: str | None, name: str, turn: StoredResponse) -> bool:
-        """Keep a turn under a new id; return False if it is larger than the tenant's part."""
+        """Store a turn under a new id; return False if it is larger than the tenant's share."""
         return self.kept.keep(tenant, tenant, name, turn, turn.size)
 
     def conversation(self, tenant: str | None, name: str) -> list[StoredResponse]:
-        """Return the turns up to this one, the first one first.
+        """Return the turns up to this one, oldest first.
 
-        Raise KeyError with the id of one that is not kept.
+        Raises:
+            KeyError: a turn is not stored; the argument is its id.
         """
         found: list[StoredResponse] = []
         at: str | None = name
@@ -78,11 +92,11 @@ class ResponseStore:
         return found[::-1]
 
     def find(self, tenant: str | None, name: str) -> StoredResponse | None:
-        """Return the turn of this id; None where this tenant has none."""
+        """Return the turn of this id, or None if the tenant has no such turn."""
         return self.kept.peek(tenant, name)
 
     def forget(self, tenant: str | None, name: str) -> bool:
-        """Drop a turn; return whether there was one."""
+        """Delete a turn; return whether it existed."""
         return self.kept.drop(tenant, name)
 
     @property

@@ -1,9 +1,8 @@
-"""A bounded amount that tenants share: none takes it all, and each finds its own share whenever it
-comes.
+"""A bounded amount that tenants share, with a reserved part for each tenant.
 
-Half of the amount is divided among the tenants by their weights and kept for them, used or not; the
-other half belongs to whoever comes first. So of R a tenant with the share S gets at least S and at
-most R/2 + S. With one tenant, or without keys, the bound is R and nothing else.
+Half of the amount is reserved for the tenants, divided by their weights, used or not. The other
+half is taken first come, first served. Of an amount R, a tenant with the share S therefore gets at
+least S and at most R/2 + S. With one tenant, or without API keys, the only bound is R.
 """
 
 from __future__ import annotations
@@ -15,16 +14,24 @@ __all__ = ["Shares"]
 
 
 class Shares:
-    """limit    the whole amount
-    weights  of each tenant; fewer than two: nothing is kept for anybody
-    least    what each tenant has in any case, as long as that is no more than the whole; else
-             nobody has a share
+    """Amounts in use by tenant, and the shares that are reserved for them.
 
-    Requests of no tenant (None) have no share of their own where there are several. Every call
-    takes constant time.
+    Requests without a tenant (None) have no share if there are several tenants. Every call takes
+    constant time.
+
+    Attributes:
+        limit: the whole amount.
+        used: amount used by all tenants.
     """
 
     def __init__(self, limit: int, weights: Mapping[str, float], least: int = 0) -> None:
+        """Create shares of `limit`.
+
+        Args:
+            limit: the whole amount.
+            weights: weight of each tenant; with fewer than two nothing is reserved.
+            least: minimum share of each tenant; ignored if these minima exceed `limit`.
+        """
         self.limit = limit
         self._used: Counter[str | None] = Counter()
         self._kept: dict[str | None, int] = {}
@@ -35,38 +42,37 @@ class Shares:
             self._kept = {
                 tenant: least + int(rest * weight / whole) for tenant, weight in weights.items()
             }
-        # What is used or kept: of each tenant the greater of the two. Never above the limit.
+        # Sum over tenants of the larger of used and reserved. Never above the limit.
         self._committed = sum(self._kept.values())
         self.used = 0
-        """By all tenants."""
 
     @property
     def are_kept(self) -> bool:
-        """Whether there are shares at all: several tenants."""
+        """True if shares are reserved: there are several tenants."""
         return bool(self._kept)
 
     def used_by(self, tenant: str | None) -> int:
-        """What one tenant uses."""
+        """Return the amount that a tenant uses."""
         return self._used[tenant]
 
     def kept_for(self, tenant: str | None) -> int:
-        """What a tenant finds whenever it comes; 0 where nothing is kept."""
+        """Return the reserved share of a tenant; 0 if it has none."""
         return self._kept.get(tenant, 0)
 
     def most(self, tenant: str | None) -> int:
-        """What a tenant could use if it were alone: all but the shares of the others."""
+        """Return the most that a tenant could use if it were alone: all but the others' shares."""
         return self.limit - sum(self._kept.values()) + self.kept_for(tenant)
 
     def fit(self, tenant: str | None, amount: int) -> bool:
-        """Whether a tenant may take so much more now. Within its share it always may."""
+        """Return whether a tenant may take `amount` more now; always true within its share."""
         return self._committed + self._growth(tenant, amount) <= self.limit
 
     def take(self, tenant: str | None, amount: int) -> None:
-        """Use so much more, which fits."""
+        """Add to the amount that a tenant uses. The caller has checked `fit`."""
         self._change(tenant, amount)
 
     def give_back(self, tenant: str | None, amount: int) -> None:
-        """Use so much less."""
+        """Subtract from the amount that a tenant uses."""
         self._change(tenant, -amount)
 
     def _change(self, tenant: str | None, amount: int) -> None:
@@ -77,7 +83,7 @@ class Shares:
             del self._used[tenant]
 
     def _growth(self, tenant: str | None, amount: int) -> int:
-        """By how much what is used or kept grows with this."""
+        """Return how much the committed total grows if the tenant takes `amount` more."""
         kept = self.kept_for(tenant)
         used = self._used[tenant]
         return max(kept, used + amount) - max(kept, used)

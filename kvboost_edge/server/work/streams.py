@@ -1,4 +1,4 @@
-"""Answers in pieces, such as server-sent events, and the JSON answers beside them."""
+"""Streamed answers, such as server-sent events, and whole JSON answers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = [
 EVENTS = "text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _SEND_BYTES = 1 << 18
-_SLICE = 1 << 14  # characters or entries written as JSON in one go: less than a millisecond
-_ROWS = 1 << 7  # the same for entries that hold others
-_DEPTH = 2  # a choice's members and those of its logprobs
+_SLICE = 1 << 14  # characters or entries encoded as JSON at once: less than a millisecond
+_ROWS = 1 << 7  # nested entries encoded at once
+_DEPTH = 2  # nesting down to the members of a choice's logprobs
 
 
 class EventStream:
-    """An answer that is sent piece by piece. Nothing is sent before the first `flush`, so an error
-    before it can still have its own status.
+    """An answer that is sent in pieces.
+
+    Nothing is sent before the first `flush`, so an error before it can still set the status.
 
     Attributes:
-        failure: what an error that comes later is told as.
-        last: bytes behind everything.
+        started: the status and headers are sent.
     """
 
     def __init__(
@@ -48,6 +48,14 @@ class EventStream:
         last: bytes = b"",
         content_type: str = EVENTS,
     ) -> None:
+        """Create a stream.
+
+        Args:
+            send: the ASGI send function.
+            failure: encodes an error that occurs after the start.
+            last: bytes at the end of the answer.
+            content_type: value of the Content-Type header.
+        """
         self.started = False
         self._send = send
         self._failure = failure
@@ -56,21 +64,21 @@ class EventStream:
         self._waiting: list[bytes] = []
 
     def add(self, *pieces: bytes) -> None:
-        """Add to what is sent next."""
+        """Add pieces to the pending data."""
         self._waiting += pieces
 
     async def flush(self) -> None:
-        """Send what waits, if anything, in one piece."""
+        """Send the pending data, if any, in one message."""
         if self._waiting:
             await self._write(more=True)
 
     async def end(self) -> None:
-        """What waits, the last bytes, and the end of the answer."""
+        """Send the pending data and the last bytes, and end the answer."""
         self.add(self._last)
         await self._write(more=False)
 
     async def fail(self, error: ApiError) -> None:
-        """Tell of an error after the stream began, and end it."""
+        """Send an error after the stream has begun, and end it."""
         self.add(self._failure(error))
         await self.end()
 
@@ -81,7 +89,7 @@ class EventStream:
                 (b"content-type", self._content_type.encode()),
                 (b"cache-control", b"no-store"),
             ]
-            # Asks proxies such as nginx to pass each event on at once.
+            # Asks proxies such as nginx not to buffer events.
             headers.append((b"x-accel-buffering", b"no"))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         data = b"".join(self._waiting)
@@ -90,13 +98,16 @@ class EventStream:
 
 
 class ChunkStream(EventStream):
-    """Server-sent events in OpenAI's format.
-
-    `head`: the members that every chunk begins with. `include_usage`: every chunk has a usage
-      member, null in all but the last.
-    """
+    """Server-sent events in OpenAI's format."""
 
     def __init__(self, send: Send, head: Mapping[str, Any], *, include_usage: bool) -> None:
+        """Create a stream.
+
+        Args:
+            send: the ASGI send function.
+            head: members that every chunk begins with.
+            include_usage: every chunk has a `usage` member, which is null in all but the last.
+        """
         super().__init__(send, lambda error: event(error_body(error)), last=_DONE)
         members = json.dumps(dict(head), separators=(",", ":"), ensure_ascii=False)
         self._head = f"data: {members[:-1]},".encode()
@@ -105,7 +116,7 @@ class ChunkStream(EventStream):
     def chunk(
         self, choices: Sequence[Mapping[str, Any]], *, long: bool = False, **members: Any
     ) -> None:
-        """Add one chunk to what is sent next; a long one is written as `dumps_long` does."""
+        """Add one chunk to the pending data; `long` encodes its choices with `dumps_long`."""
         if self._include_usage:
             members.setdefault("usage", None)
         written = b",".join(map(dumps_long if long else dumps, choices))
@@ -114,7 +125,7 @@ class ChunkStream(EventStream):
 
 
 def event(data: Mapping[str, Any], name: str = "") -> bytes:
-    """A server-sent event, of a kind where it has a name."""
+    """Encode a server-sent event, with an `event` line if it has a name."""
     kind = f"event: {name}\n".encode() if name else b""
     return kind + b"data: " + dumps(data) + b"\n\n"
 
@@ -122,12 +133,12 @@ def event(data: Mapping[str, Any], name: str = "") -> bytes:
 def json_response(
     value: Mapping[str, Any], *, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A JSON answer of a route that does not stream."""
+    """Return the JSON response of a route that does not stream."""
     return Response(dumps(value), headers=dict(headers or {}), media_type="application/json")
 
 
 async def send_json(send: Send, body: bytes | bytearray) -> None:
-    """A whole JSON answer, a large one at the pace of who reads it."""
+    """Send a whole JSON answer; a large one is sent in pieces, as fast as the client reads."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(body) - _SEND_BYTES, _SEND_BYTES):
@@ -138,21 +149,21 @@ async def send_json(send: Send, body: bytes | bytearray) -> None:
                 "more_body": True,
             }
         )
-        await asyncio.sleep(
-            0
-        )  # others go on, and a connection that was lost meanwhile is known before more is written
+        # Other tasks run, and a lost connection is noticed before more is written.
+        await asyncio.sleep(0)
     rest = body[(len(body) - 1) // _SEND_BYTES * _SEND_BYTES :]
     await send({"type": "http.response.body", "body": rest, "more_body": False})
 
 
 def dumps(value: Mapping[str, Any]) -> bytes:
-    """Compact JSON in UTF-8."""
+    """Encode an object as compact JSON in UTF-8."""
     return _plain(value)
 
 
 def dumps_long(value: Mapping[str, Any]) -> bytes:
-    """`dumps` of an object with long texts and lists, for worker threads: between slices other
-    threads run.
+    """Encode an object with long texts and lists, for worker threads.
+
+    The object is encoded in slices, between which other threads run.
     """
     return b"".join(_sliced(value, 0))
 

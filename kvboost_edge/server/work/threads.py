@@ -1,4 +1,4 @@
-"""Work that takes too long for the threads that requests share."""
+"""Long work in threads of its own."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ __all__ = ["in_thread"]
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 1.0  # after so long it is looked again whether the loop has ended
+_LOOK_SECONDS = 1.0  # interval of the check whether the loop has closed
 
 
 async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | None = None) -> T:
-    """Run in a thread of its own: loading a model takes longer than those that requests share may
-    be held. A caller that is cancelled meanwhile does not wait.
+    """Run `work` in a thread of its own and return its result.
+
+    A caller that is cancelled meanwhile does not wait.
 
     Args:
-        unwanted: is given, in that thread, a result that nobody waits for any more; the process may
-            end without it.
+        unwanted: called in that thread with a result that has no receiver any more. The process may
+            end without waiting for the thread.
     """
+    # Loading a model takes too long for the shared worker threads.
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     taken: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -46,7 +48,7 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
         try:
             loop.call_soon_threadsafe(tell, result, error)
             is_taken = unwanted is None or _taken(taken, loop)
-        except RuntimeError:  # the loop has ended, and who called with it
+        except RuntimeError:  # the loop is closed, so no caller waits
             is_taken = False
         if error is None and not is_taken and unwanted is not None:
             unwanted(cast("T", result))
@@ -56,11 +58,11 @@ async def in_thread(work: Callable[[], T], *, unwanted: Callable[[T], object] | 
 
 
 def _taken(told: queue.SimpleQueue[bool], loop: asyncio.AbstractEventLoop) -> bool:
-    """What a loop tells, however long it takes: a result must not be both handed over and given
-    back. False where it was closed before it told anything.
-    """
+    """Return whether the loop delivered the result; False if the loop closed first."""
+    # Wait however long the loop takes: a result must not be both delivered and discarded.
     while True:
-        ended = loop.is_closed()  # read first: what was told before that is in the queue by now
+        # Read first: anything reported before the loop closed is in the queue by now.
+        ended = loop.is_closed()
         try:
             return told.get(block=not ended, timeout=_LOOK_SECONDS)
         except queue.Empty:
