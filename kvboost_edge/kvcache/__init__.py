@@ -1,3 +1,3 @@
-"""Block pool bookkeeping: block tables, prefix hashes, copy-on-write. Integers only, no arrays."""
+"""Block pool bookkeeping: block tables, prefix hashes and copy-on-write, in integers only."""
 
 from __future__ import annotations

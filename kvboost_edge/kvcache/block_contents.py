@@ -1,6 +1,4 @@
-"""What blocks hold, by content: for whoever keeps copies of them elsewhere, and brings them
-back.
-"""
+"""Content addresses of blocks, change lists for the offload tiers, and pool usage counts."""
 
 from __future__ import annotations
 
@@ -27,13 +25,14 @@ BLOCK_FREE, BLOCK_CACHED, BLOCK_REFERENCED, BLOCK_SHARED = range(4)
 
 
 class AddressesAfter(NamedTuple):
-    """Of a prompt, and what the pool can serve of it now.
+    """Prefix of a prompt that the pool can serve now, and the blocks that a tier could add.
 
     Attributes:
-        num_shared: blocks of the longest prefix that may be shared.
-        num_there: blocks behind it that are in the pool too, and lack a state.
-        addresses: of all full blocks behind it that could be served, those in the pool first;
-            hashed when asked for.
+        num_shared: blocks of the longest prefix that can be shared.
+        num_there: blocks after it that are in the pool too, but without the recurrent state needed
+            to share them.
+        addresses: addresses of all full blocks after the prefix that could be served, blocks in the
+            pool first. Hashed lazily.
     """
 
     num_shared: int
@@ -42,8 +41,9 @@ class AddressesAfter(NamedTuple):
 
 
 class BlockContents:
-    """Questions on content, and two lists of what changed. Until `track` is called the lists stay
-    empty; who called it has to drain them.
+    """Content lookups, and two lists of changes: published and evicted blocks.
+
+    The lists stay empty until `track` is called. The caller of `track` has to drain them.
     """
 
     __slots__ = ("_evicted", "_index", "_kept_inside", "_lookup", "_published", "_tracks")
@@ -57,27 +57,30 @@ class BlockContents:
         self._evicted: dict[int, PrefixEntry] = {}
 
     def track(self) -> None:
-        """From here on remember which blocks were published and which were evicted."""
+        """Start to record published and evicted blocks."""
         self._tracks = True
 
     def keep_inside(self, *roots: bytes) -> None:
-        """Blocks of these roots' chains, and of what is computed alone for them, are not told of:
-        no copy of them is wanted elsewhere.
+        """Keep blocks of these roots out of the lists, so that no tier stores copies of them.
+
+        This includes blocks of `LoneRoot` chains whose user is one of the roots.
         """
         self._kept_inside.update(roots)
 
     def note_published(self, block_id: int) -> None:
-        """A block can be found from now on."""
+        """Record that a block can be matched."""
         if self._tracks and not self._is_kept_inside(self._index.entry(block_id)):
             self._published[block_id] = None
 
     def note_evicted(self, block_id: int, entry: PrefixEntry) -> None:
-        """A published block was handed out again."""
+        """Record that a published block was reused for other content."""
         if self._tracks and not self._is_kept_inside(entry):
             self._evicted[block_id] = entry
 
     def leaves_pool(self, block_id: int) -> bool:
-        """Whether copies of a published block may be kept elsewhere."""
+        """Return whether a tier may store copies of this block: it is published and not kept
+        inside.
+        """
         return self._index.entry(block_id) is not None and not self._is_kept_inside(
             self._index.entry(block_id)
         )
@@ -90,38 +93,41 @@ class BlockContents:
         ) in self._kept_inside
 
     def under(self, root: bytes) -> list[int]:
-        """Published blocks that prompts of a root may share; of a `LoneRoot` those that nobody may.
-        Looks at the whole pool.
+        """Return the published blocks of a root, in a scan of the whole pool.
+
+        For a `LoneRoot` these are its hidden blocks, which no prompt may share.
         """
         return [block_id for block_id, entry in self._index.entries().items() if entry.root == root]
 
     def drain_published(self) -> list[int]:
-        """Ids of blocks published since the last call, in order; some may have been evicted or
-        withdrawn again.
+        """Return ids of the blocks published since the last call, in order.
+
+        Some of them may have been evicted or withdrawn since.
         """
         published = self._published
         self._published = {}
         return list(published)
 
     def drain_evicted(self) -> dict[int, BlockAddress]:
-        """Blocks handed out again since the last call, and what they held: it is there until the
-        next pass or copy.
+        """Return the blocks evicted since the last call, with the addresses that they had.
+
+        Their old content is intact until the next forward pass or copy.
         """
         evicted = self._evicted
         self._evicted = {}
         return {block_id: entry.address for block_id, entry in evicted.items()}
 
     def address(self, block_id: int) -> BlockAddress | None:
-        """What a published block holds; None for any other, and for one that is being rewritten."""
+        """Return the address of a published block, or None for a block that is not in the index."""
         entry = self._index.entry(block_id)
         return None if entry is None else entry.address
 
     def chain(self, table: BlockTable) -> list[bytes]:
-        """Prefix hashes of a table's published blocks, in order."""
+        """Return the prefix hashes of a table's published blocks, in order."""
         return self.hashes(table.block_ids[: table._num_chained])
 
     def hashes(self, block_ids: Sequence[int]) -> list[bytes]:
-        """Prefix hashes of published blocks, in their order."""
+        """Return the prefix hashes of published blocks, in the order of the ids."""
         return [
             entry.prefix_hash for entry in map(self._index.entry, block_ids) if entry is not None
         ]
@@ -129,9 +135,15 @@ class BlockContents:
     def addresses_after(
         self, token_ids: Sequence[int], root: bytes, known: bytes = b""
     ) -> AddressesAfter:
-        """What is to be brought into the pool, so that more than the longest shared prefix is
-        served. Changes nothing. `known` (see `Lookup`) finds the prefix and names nothing: a tier
-        believes the hash it is asked by.
+        """Return the shareable prefix of a prompt and the addresses of the blocks to load after it.
+
+        Changes nothing.
+
+        Args:
+            token_ids: the prompt.
+            root: root hash of its chain.
+            known: hashes of its first blocks, see `Lookup`. They only find the prefix. The returned
+                addresses are hashed here, because a tier trusts the hash that it is asked for.
         """
         data = encode_tokens(token_ids)
         match = self._lookup.named(data, self._lookup.match(data, root, known))
@@ -148,68 +160,70 @@ class BlockContents:
 
 
 class PoolUsage:
-    """What the blocks of a pool are at this moment, by block and counted."""
+    """Status of each block of a pool, and counts by status."""
 
     _pool: BlockPool
     _index: PrefixIndex
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
+        """Number of blocks in the pool."""
         return self._pool.num_blocks
 
     @property
     def free_block_count(self) -> int:
-        """Blocks nobody references, idle cached ones included."""
+        """Number of blocks without references, idle cached blocks included."""
         return self._pool.num_free
 
     @property
     def used_block_count(self) -> int:
-        """Blocks referenced by a table, or pinned."""
+        """Number of blocks that a table references or a pin holds."""
         return self._pool.num_blocks - self._pool.num_free
 
     @property
     def cached_block_count(self) -> int:
-        """Idle blocks that keep their prefix and can be matched. Counts the whole pool."""
+        """Number of idle blocks that can still be matched. Scans the whole pool."""
         return self.block_states().count(BLOCK_CACHED)
 
     @property
     def shared_block_count(self) -> int:
-        """Blocks referenced more than once. Counts the whole pool."""
+        """Number of blocks with more than one reference. Scans the whole pool."""
         return self.block_states().count(BLOCK_SHARED)
 
     @property
     def published_block_count(self) -> int:
-        """Blocks in the prefix index, idle or referenced. Counts the whole pool."""
+        """Number of blocks in the prefix index, idle or referenced. Scans the whole pool."""
         return len(self._index)
 
     def is_published(self, prefix_hash: bytes) -> bool:
-        """Return whether a block of this hash can be matched."""
+        """Return whether a block with this hash can be matched."""
         return prefix_hash in self._index
 
     @property
     def usable_block_count(self) -> int:
-        """Blocks that requests can ever get: all but the pinned ones."""
+        """Number of blocks that requests can use: all except pinned ones."""
         return self._pool.num_blocks - len(self._pool.held())
 
     def protected_block_count(self, owner: bytes) -> int:
-        """Free blocks that the eviction policy would rather keep from this owner; they can be taken
-        all the same.
+        """Return the number of free blocks that the policy hands to this owner only as a last
+        resort.
         """
         return self._pool.num_protected(owner)
 
     @property
     def reference_count(self) -> int:
-        """References of all tables on all blocks."""
+        """Number of references that all tables hold, over all blocks."""
         return sum(self._pool.ref_counts())
 
     def ref_count(self, block_id: int) -> int:
-        """References of all tables on a block."""
+        """Return the number of references on a block."""
         return self._pool.ref_count(block_id)
 
     def block_state(self, block_id: int) -> int:
-        """BLOCK_FREE, BLOCK_CACHED (idle, matchable), BLOCK_REFERENCED (by one table) or
-        BLOCK_SHARED (by more).
+        """Return `BLOCK_FREE`, `BLOCK_CACHED`, `BLOCK_REFERENCED` or `BLOCK_SHARED`.
+
+        A cached block is idle and can be matched. A referenced block has one reference, a shared
+        block more than one.
         """
         count = self._pool.ref_count(block_id)
         if count:
@@ -217,5 +231,5 @@ class PoolUsage:
         return BLOCK_FREE if self._index.entry(block_id) is None else BLOCK_CACHED
 
     def block_states(self) -> list[int]:
-        """The state of every block, by id."""
+        """Return the status of every block, by id."""
         return [self.block_state(block_id) for block_id in range(self._pool.num_blocks)]

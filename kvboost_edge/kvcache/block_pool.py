@@ -1,5 +1,6 @@
-"""Reference counts of the blocks; a free block is one that nobody references, and the eviction
-policy orders those.
+"""Reference counts of the blocks in a pool.
+
+A block without references is free. The eviction policy orders the free blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks 0 .. num_blocks-1, all free at first. Knows counts, nothing of content.
+    """Blocks 0 to num_blocks - 1, all free at first.
 
-    policy: makes the order in which free blocks are handed out, from the ids of all blocks.
+    The pool counts references and knows nothing about content.
+
+    Args:
+        num_blocks: size of the pool.
+        policy: makes the eviction policy from the ids of all blocks.
     """
 
     __slots__ = ("_free", "_held", "_ref_counts")
@@ -31,60 +36,65 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, in any state."""
+        """Number of blocks in the pool."""
         return len(self._ref_counts)
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody references, whether or not they are still matchable."""
+        """Number of blocks without references, whether or not they can be matched."""
         return len(self._free)
 
     def ref_count(self, block_id: int) -> int:
-        """References on a block; CacheCorruption for an id outside the pool."""
+        """Return the number of references on a block; raise CacheCorruption for an unknown id."""
         self._check_id(block_id)
         return self._ref_counts[block_id]
 
     def ref_counts(self) -> list[int]:
-        """A copy of all reference counts, by block id."""
+        """Return a copy of all reference counts, by block id."""
         return self._ref_counts.copy()
 
     def free_ids(self) -> list[int]:
-        """The free blocks, the next one to be handed out first."""
+        """Return the free blocks in eviction order."""
         return self._free.order()
 
     def held(self) -> Collection[int]:
-        """Blocks that are pinned: they have a reference that no table explains."""
+        """Return the pinned blocks. Each has one reference that does not belong to a table."""
         return self._held.keys()
 
     def hold(self, block_id: int) -> None:
-        """Pin a block: a reference that stays until `let_go`; CacheCorruption if it is pinned
-        already.
-        """
+        """Pin a block until `let_go`; raise CacheCorruption if it is already pinned."""
         if block_id in self._held:
             raise CacheCorruption(f"block {block_id} is pinned already")
         self.touch(block_id)
         self._held[block_id] = None
 
     def let_go(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0) -> None:
-        """Unpin a block; CacheCorruption if it is not pinned."""
+        """Unpin a block; raise CacheCorruption if it is not pinned."""
         if block_id not in self._held:
             raise CacheCorruption(f"block {block_id} is not pinned")
         del self._held[block_id]
         self.release(block_id, matchable=matchable, owner=owner, again=again)
 
     def missed(self, *, once: int, again: int) -> None:
-        """A prompt lacks so many blocks that were handed out: after one use, after more."""
+        """Report to the policy how many evicted blocks a prompt lacks.
+
+        Args:
+            once: blocks that were evicted after one use.
+            again: blocks that were evicted after more than one use.
+        """
         self._free.missed(once=once, again=again)
 
     def num_protected(self, owner: bytes) -> int:
-        """Free blocks that the policy hands to this owner only when nothing else is left."""
+        """Return the number of free blocks that this owner gets only as a last resort."""
         return self._free.protected(owner)
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """Hand out `count` free blocks with one reference each, those to be evicted first; all or
-        nothing.
+        """Hand out `count` free blocks in eviction order, with one reference each.
 
-        Raises CapacityError when fewer are free. The caller forgets what the blocks held.
+        The caller removes their old content from the prefix index.
+
+        Raises:
+            CapacityError: fewer blocks are free. Nothing is taken.
         """
         if count > len(self._free):
             raise CapacityError(
@@ -106,11 +116,17 @@ class BlockPool:
     def release(
         self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = 0
     ) -> None:
-        """Drop a reference; the last one frees the block, whose content may still be found if
-        `matchable`, by `owner`, and was used `again`, see `CachedOrder`.
+        """Drop a reference; the last one frees the block.
 
-        Raises CacheCorruption for a block that has no reference (double free) or is not in the pool
-        (stale id).
+        Args:
+            block_id: the block.
+            matchable: its content can still be found in the prefix index.
+            owner: tenant that can find it.
+            again: its usage rank, ONCE, AGAIN or RETAINED, see `CachedOrder`.
+
+        Raises:
+            CacheCorruption: the block has no reference (double free) or is not in the pool (stale
+                id).
         """
         self._check_id(block_id)
         count = self._ref_counts[block_id]
@@ -121,9 +137,7 @@ class BlockPool:
             self._free.put(block_id, matchable=matchable, owner=owner, again=again)
 
     def refresh(self, block_id: int) -> None:
-        """Make a free block the most recently used; a referenced one is in no list and stays as it
-        is.
-        """
+        """Make a free block the most recently used one; ignore a referenced block."""
         self._check_id(block_id)
         if block_id in self._free:
             self._free.refresh(block_id)
@@ -131,8 +145,8 @@ class BlockPool:
     def regard(
         self, block_id: int, *, matchable: bool = True, owner: bytes = b"", again: int = 0
     ) -> None:
-        """Count a free block as released just now, with these attributes; a referenced one is in no
-        list and stays as it is.
+        """Treat a free block as if it were released now with these attributes; ignore a referenced
+        block.
         """
         self._check_id(block_id)
         if block_id in self._free:
@@ -140,14 +154,16 @@ class BlockPool:
             self._free.put(block_id, matchable=matchable, owner=owner, again=again)
 
     def demote(self, block_id: int) -> None:
-        """A block is retained no longer."""
+        """End the retention of a block; ignore a referenced block."""
         self._check_id(block_id)
         if block_id in self._free:
             self._free.demote(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount from `references` (one block id for each that a table holds) and the pins;
-        CacheCorruption on any difference.
+        """Recount all references and compare; raise CacheCorruption on any difference.
+
+        Args:
+            references: one block id for each reference that a table holds. Pins are added here.
         """
         counted = [0] * self.num_blocks
         for block_id in (*references, *self._held):

@@ -1,6 +1,4 @@
-"""The append-only list of blocks that holds one sequence's keys and values, and the copy operations
-on blocks.
-"""
+"""Block table of a sequence, the segments and spans that it consists of, and copy operations."""
 
 from __future__ import annotations
 
@@ -16,26 +14,28 @@ _VALID_FROM = attrgetter("valid_from")
 
 
 class CopyOp(NamedTuple):
-    """Copy the whole block `src` onto block `dst` (all layers) before the next forward pass."""
+    """Copy of block `src` to block `dst` in all layers, due before the next forward pass."""
 
     src: int
     dst: int
 
 
 class PrefixEntry(NamedTuple):
-    """What makes a full block matchable.
+    """Identity of a full block in the prefix index.
+
+    The index compares `prefix_hash`, `tokens` and `parent_serial`. The other fields serve code that
+    stores blocks elsewhere or finds them by other means.
 
     Attributes:
-        prefix_hash: chain hash of the block and all before it; equal hashes alone prove nothing.
-        tokens: the block's own tokens, little-endian u32; for the first block of a chain the root
-            precedes them.
-        parent_serial: identity of the block before it (ROOT_SERIAL for the first).
-        serial: identity of this prefix: counted up, never reused.
-        parent_hash: chain hash of the block before it, for those who keep blocks elsewhere: nothing
-            here compares it.
-        root, depth: whose prompts may share it at other positions (where its chain starts, see
-            `LoneRoot`), and how many blocks of it come before: for those who find blocks by other
-            means, nothing here compares them either.
+        prefix_hash: chain hash of the block and all blocks before it. Equal hashes alone prove
+            nothing.
+        tokens: the block's own tokens, little-endian u32, preceded by the root in the first block
+            of a chain.
+        parent_serial: `serial` of the block before it, `ROOT_SERIAL` for the first block.
+        serial: number of this prefix, increasing and never reused.
+        parent_hash: chain hash of the block before it.
+        root: root whose prompts may share the block at other positions, see `LoneRoot`.
+        depth: number of blocks before it in its chain.
     """
 
     prefix_hash: bytes
@@ -48,20 +48,21 @@ class PrefixEntry(NamedTuple):
 
     @property
     def address(self) -> BlockAddress:
-        """The block's address, in which a root does not precede the tokens of the first block."""
+        """Address of the block. Its tokens do not include the root."""
         tokens = self.tokens if self.parent_serial else self.tokens[len(self.parent_hash) :]
         return BlockAddress(self.prefix_hash, self.parent_hash, tokens)
 
 
 class TableEntry(NamedTuple):
-    """One block of a table, as attention may use it. Positions are those of the table's sequence.
+    """One block of a table, as attention may use it. Positions belong to the table's sequence.
 
     Attributes:
-        block_id: where its keys and values are.
-        first_position: the position of its slot 0.
-        valid_from, valid_to: it serves positions [valid_from, valid_to), and nothing else of it may
-            be read.
-        delta: how far its keys are from the positions they were computed at; 0: exact.
+        block_id: the block that holds the KV.
+        first_position: position of its slot 0.
+        valid_from: first position that it serves.
+        valid_to: end of the served positions, exclusive. Its other slots must not be read.
+        delta: distance between these positions and those at which the keys were computed; 0 if
+            exact.
     """
 
     block_id: int
@@ -72,15 +73,16 @@ class TableEntry(NamedTuple):
 
 
 class TableSegment(NamedTuple):
-    """Consecutive blocks of a table that hold consecutive positions: what its entries have in
-    common.
+    """Run of blocks in a table that hold consecutive positions.
+
+    A segment serves all positions from `valid_from` to that of the next segment. The last segment
+    serves all positions to the end.
 
     Attributes:
-        first_index: index in the table of its first block.
-        first_position: the position of that block's slot 0, at most `valid_from`.
-        valid_from: the first position it serves; it serves all up to the next segment's, the last
-            segment to the end.
-        delta: see TableEntry.
+        first_index: index of its first block in the table.
+        first_position: position of that block's slot 0, at most `valid_from`.
+        valid_from: first position that it serves.
+        delta: see `TableEntry`.
     """
 
     first_index: int
@@ -90,13 +92,15 @@ class TableSegment(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Blocks of another context that serve positions [start, stop) of a table, where they are.
+    """Blocks of another context that serve positions [start, stop) of a table.
 
     Attributes:
         block_ids: consecutive blocks of one chain.
-        first_position: the position of the first one's slot 0, at most `start`; below 0 where the
-            prompt has fewer tokens before the span than the block has.
-        delta: start less the position at which that token was computed.
+        first_position: position of slot 0 of the first block, at most `start`. Negative if the
+            block has more tokens before the span than the prompt has.
+        start: first position that the span serves.
+        stop: end of the served positions, exclusive.
+        delta: `start` minus the position at which that token was computed.
     """
 
     block_ids: tuple[int, ...]
@@ -107,44 +111,46 @@ class Span(NamedTuple):
 
 
 WHOLE = TableSegment(0, 0, 0, 0)
-"""The one segment of a table whose blocks hold its tokens from position 0 on, without a gap."""
+"""Only segment of a table whose blocks hold its tokens from position 0 without a gap."""
 
 
 class BlockTable:
-    """The blocks of one sequence, in order; made, changed and freed by a `KVCacheManager` alone.
+    """Blocks of one sequence, in order. Only a `KVCacheManager` creates, changes and frees tables.
 
-    The positions of a sequence, the blocks that hold them, and who gives them back:
+    Layout of a table:
 
         0            num_cached_tokens         num_computed_tokens             end
         |   shared    |        computed here         |        reserved         |
-        | matched in  | own blocks; each is          | own blocks that         |
-        | the index   | published once it is full    | `extend` made, empty    |
+        | matched in  | own blocks, each             | own blocks, empty,      |
+        | the index   | published once it is full    | added by `extend`       |
         [ block_ids[0], block_ids[1], ...                                      ]
-        |-- chained: the blocks `_num_chained` counts --|
+        |-- chained: the first `_num_chained` blocks --|
 
-    `free` gives back all of them, tail first; what is published stays matchable until it is taken.
-    A shared block that must be written (a forked tail; the last block of a prompt cached to its
-    end) is replaced by a copy first.
+    `free` releases all blocks, last one first. Published blocks stay matchable until they are
+    evicted. A shared block is copied before it is written. This affects the tail of a forked table,
+    and the last block of a prompt that is cached to its end.
 
-    Example, block_size 16: a prompt of 40 tokens whose first 32 were cached opens as block_ids [7,
-    2], num_cached_tokens 32, num_computed_tokens 32. `extend(table, 40)` appends a block, [7, 2,
-    9]; slots 9*16 .. 9*16+7 take tokens 32..39; `commit` with 40 computed tokens publishes nothing
-    new, with 48 it publishes block 9.
+    Example with block_size 16: a prompt of 40 tokens, of which 32 are cached, opens with block_ids
+    [7, 2], num_cached_tokens 32 and num_computed_tokens 32. `extend(table, 40)` appends block 9;
+    slots 9*16 to 9*16+7 take tokens 32 to 39. `commit` with 40 computed tokens publishes nothing
+    new. With 48 it publishes block 9.
 
     Attributes:
         block_ids: ids of the blocks, in order. The list grows at its end. An entry changes by
-            copy-on-write, and where an equal block replaces it (`DuplicateBlocks`).
-        segments: positions that the blocks hold; `[WHOLE]` unless one begins inside a block.
-        num_cached_tokens: tokens served by the cache when the table was opened.
-        num_matched_tokens: tokens whose KV was cached then; more than num_cached_tokens where a
-            snapshot of the recurrent state was missing.
+            copy-on-write, or when an equal block replaces it (`DuplicateBlocks`).
+        segments: positions that the blocks hold; `[WHOLE]` unless a segment begins inside a block.
+        num_cached_tokens: tokens that the cache served when the table was opened.
+        num_matched_tokens: tokens whose KV was cached then. Exceeds num_cached_tokens if a snapshot
+            of the recurrent state was missing.
         num_computed_tokens: tokens whose KV is in the pool.
-        root: 32-byte root hash the chain starts from.
+        root: 32-byte root hash of the chain.
         spans: KV reused from other positions, in order.
-        reserve: own blocks in no segment yet, for tokens of spans that are recomputed.
+        reserve: own blocks that are in no segment yet, for span tokens that are recomputed.
         owner: tenant of the blocks, for the eviction policy.
-        miss_reason: why the token after the cached ones was not served, see `Lookup.miss_reason`.
-        missed_hash: prefix hash of that token's full block; None without one, or without a lookup.
+        miss_reason: reason why the token after the cached ones was not served, see
+            `Lookup.miss_reason`.
+        missed_hash: prefix hash of the full block with that token. None if that block is not full,
+            or if no lookup was made.
     """
 
     __slots__ = (
@@ -194,55 +200,53 @@ class BlockTable:
         self.miss_reason = "bypassed"
         self.missed_hash: bytes | None = None
         self._serial = serial
-        # The chain so far: how many full blocks it covers, the hash and the identity of the last of
-        # them.
+        # The published chain: its number of full blocks, and the hash and serial of the last one.
         self._num_chained = 0
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = publishes
-        # whether it uses the cache: else it reads nothing but what it computed
+        # False: the table bypasses the cache and reads only KV that it computed itself.
         self._shares = shares
-        # whether its blocks count as used again: it found a published chain to its end, see `Uses`,
-        # or is told so
+        # Whether its blocks count as used again: it matched a published chain to the end (see
+        # `Uses`), or the caller asked for it.
         self._goes_on = again
-        # tokens the lookup left to compute, until the first extend counts the lookup (at least one
-        # is always left)
+        # Misses of the lookup, at least one, until the first `extend` adds them to the counters.
         self._uncounted_misses = 0
-        # whether what it shares at other positions counts: its sequence was not preempted before
+        # Whether its spans count as reused tokens. False after a preemption: they counted before.
         self._counts_spans = False
-        # block index -> prefix hash this table promised to compute (single flight)
+        # Block index -> prefix hash that this table has claimed to compute (single flight).
         self._claims: dict[int, bytes] = {}
-        # block index -> the published equal of a block this table holds privately, and its entry,
-        # see `DuplicateBlocks`
+        # Index of a private block -> the published block of equal content, and its entry, see
+        # `DuplicateBlocks`.
         self._duplicates: dict[int, tuple[int, PrefixEntry]] = {}
-        # block index -> entry taken out of the index while this table, its only holder, rewrites
-        # the block
+        # Block index -> entry that is out of the index while this table, its only holder, rewrites
+        # the block.
         self._withdrawn: dict[int, PrefixEntry] = {}
 
     def __len__(self) -> int:
         return len(self.block_ids)
 
     def segment_of(self, position: int) -> TableSegment:
-        """The segment that serves a position, or will once there are blocks for it."""
+        """Return the segment that serves a position, or will serve it once the table has grown."""
         segments = self.segments
         if len(segments) == 1:
             return segments[0]
         return segments[bisect.bisect_right(segments, position, key=_VALID_FROM) - 1]
 
     def index_of(self, position: int, block_size: int) -> int:
-        """Index of the block that holds a position; at least `len(table)` where there is none
-        yet.
+        """Return the index of the block for a position, `len(table)` or more if it is not
+        allocated.
         """
         segment = self.segment_of(position)
         return segment.first_index + (position - segment.first_position) // block_size
 
     def num_slots(self, block_size: int) -> int:
-        """Positions that its blocks have room for."""
+        """Return the number of positions that the blocks have room for."""
         last = self.segments[-1]
         return last.first_position + (len(self.block_ids) - last.first_index) * block_size
 
     def slots(self, start: int, stop: int, block_size: int) -> list[int]:
-        """Slots of positions start .. stop - 1, all of which its blocks have room for."""
+        """Return the slots of positions start to stop - 1, all of which must be allocated."""
         size = block_size
         ids = self.block_ids
         if len(self.segments) == 1:
@@ -262,8 +266,10 @@ class BlockTable:
         return found
 
     def num_full_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Blocks from the beginning on that `num_tokens` tokens fill: those their tokens alone
-        determine.
+        """Return the number of leading blocks that `num_tokens` tokens fill.
+
+        Blocks from the first reused span on are excluded: their content depends on more than their
+        tokens.
         """
         whole = (
             num_tokens if len(self.segments) == 1 else min(num_tokens, self.segments[1].valid_from)
@@ -271,14 +277,14 @@ class BlockTable:
         return whole // block_size
 
     def num_unchained_tokens(self, block_size: int) -> int:
-        """Computed tokens behind those full blocks."""
+        """Return the number of computed tokens after those full blocks."""
         return (
             self.num_computed_tokens
             - self.num_full_blocks(self.num_computed_tokens, block_size) * block_size
         )
 
     def entries(self, block_size: int) -> list[TableEntry]:
-        """Every block with the positions it serves."""
+        """Return every block with the positions that it serves."""
         stops = [segment.valid_from for segment in self.segments[1:]] + [self.num_slots(block_size)]
         ends = [segment.first_index for segment in self.segments[1:]] + [len(self.block_ids)]
         found: list[TableEntry] = []

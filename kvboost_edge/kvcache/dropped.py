@@ -1,4 +1,4 @@
-"""Memory of evicted blocks, by which a miss of an evicted block differs from a first miss."""
+"""Memory of evicted blocks, which tells a miss of an evicted block from a first miss."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _LEAST = 1 << 15
 
 
 class Dropped:
-    """Hashes of the blocks that a pool or a tier dropped last, in memory.
+    """Hashes of the blocks that a pool or a tier dropped most recently.
 
-    It holds the last `least` hashes, and fewer than twice as many, each about 70 bytes. One thread
-    adds, any thread may look. A hash stays when its block is stored again, so callers look for the
-    block first.
+    It remembers the last `least` hashes, and at most twice as many, at about 70 bytes each. One
+    thread adds; any thread may look up. A hash stays when its block is stored again, so look for
+    the block itself first.
     """
 
     __slots__ = ("_before", "_latest", "_least")
@@ -29,7 +29,7 @@ class Dropped:
         return key in self._latest or key in self._before
 
     def add(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Add hashes of dropped blocks, the last one last."""
+        """Add hashes of dropped blocks, the most recent one last."""
         for prefix_hash in prefix_hashes:
             if len(self._latest) >= self._least:
                 self._before = self._latest
@@ -38,5 +38,5 @@ class Dropped:
 
 
 def _short(prefix_hash: bytes) -> int:
-    """Return 64 bits of a hash; two hashes that share them are unlikely enough."""
+    """Return the first 64 bits of a hash. A collision only gives a miss the wrong reason."""
     return int.from_bytes(prefix_hash[:8], "little")

@@ -1,10 +1,10 @@
-"""Duplicate blocks: published blocks with the content of blocks that tables hold for themselves.
+"""Duplicate blocks: private blocks of a table that have a published block of equal content.
 
-A table's own block may have an equal that is published already: the one it was copied from, or one
-that was there while the table computed its own, because its state was missing or somebody else
-computed the same. What the table publishes behind it hangs on that equal. So a table that uses the
-cache goes over to it once its own block is full: all it holds can be found as long as it lives. One
-that does not use the cache reads nothing but what it computed, and keeps its own.
+A duplicate exists if the block is a copy of a published one, if its recurrent state was missing, or
+if another table computed the same tokens at the same time. The published block is the parent of all
+blocks that the table publishes after it. A table that uses the cache therefore replaces its own
+block by the published one once it is full, and so keeps its whole chain matchable. A table that
+bypasses the cache keeps its own blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ __all__ = ["DuplicateBlocks", "standing_for"]
 
 
 def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
-    """The published block with the content of a table's block: itself, or its duplicate; None where
-    there is none.
+    """Return the published block with the content of a table's block, or None.
+
+    This is the block itself or its duplicate.
     """
     if index >= table._num_chained:
         return None
@@ -30,8 +31,13 @@ def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int |
 
 
 class DuplicateBlocks:
-    """Those of one manager's tables. `released`: where ids of blocks go that are freed with nothing
-    to match.
+    """Duplicate blocks of one manager's tables.
+
+    Args:
+        index: the prefix index.
+        pool: the block pool.
+        content: receives published blocks.
+        released: receives ids of freed blocks that cannot be matched.
     """
 
     __slots__ = ("_are_apart", "_content", "_index", "_pool", "_released")
@@ -46,20 +52,19 @@ class DuplicateBlocks:
         self._are_apart = False
 
     def keep_apart(self) -> None:
-        """From here on no table goes over to a duplicate: equal tokens do not mean equal
-        content.
-        """
+        """Stop replacing blocks by their duplicates, because equal tokens do not imply equal KV."""
         self._are_apart = True
 
     def note(self, table: BlockTable, index: int, block_id: int, entry: PrefixEntry) -> None:
-        """Published block `block_id` has the content of the table's own block."""
+        """Record that published block `block_id` has the content of the table's own block."""
         if block_id != table.block_ids[index]:
             table._duplicates[index] = (block_id, entry)
 
     def adopt(self, table: BlockTable, num_full: int) -> int:
-        """Let a table that uses the cache share the duplicates of its first `num_full` blocks, all
-        computed, and give its own back; where a duplicate was evicted meanwhile, its own block
-        takes that one's place. How many blocks changed.
+        """Replace a table's blocks by their published duplicates; return how many blocks changed.
+
+        Only the first `num_full` blocks, all computed, are considered. Tables that bypass the cache
+        or have spans are left alone.
         """
         if not table._duplicates or not table._shares or table.spans or self._are_apart:
             return 0
@@ -67,6 +72,7 @@ class DuplicateBlocks:
         for index in indices:
             block_id, entry = table._duplicates.pop(index)
             if self._index.entry(block_id) != entry:
+                # The duplicate was evicted: use another equal block, or publish the table's own.
                 found = self._index.find(entry.prefix_hash, entry.tokens, entry.parent_serial)
                 if found is None:
                     self._index.restore(table.block_ids[index], entry)
@@ -89,9 +95,8 @@ class DuplicateBlocks:
             self._released[own] = None
 
     def keep(self, table: BlockTable, index: int) -> None:
-        """The table gives its own block back. The blocks after it were matched through its
-        duplicate, which is to outlive them.
-        """
+        """Mark the duplicate of a block as recently used, before the table frees its own block."""
+        # The blocks after it are matched through the duplicate, so it must outlive them.
         duplicate, entry = table._duplicates.get(index, (-1, None))
         if entry is not None and self._index.entry(duplicate) == entry:
             self._pool.refresh(duplicate)

@@ -1,6 +1,4 @@
-"""Which prefixes came to the pool and which left it since somebody last asked, and the states
-behind them.
-"""
+"""Log of prefixes that entered or left the cache, for cache-aware routing."""
 
 from __future__ import annotations
 
@@ -16,13 +14,15 @@ __all__ = ["CacheEvents", "EventLog"]
 
 
 class CacheEvents(NamedTuple):
-    """Prefix hashes of blocks, and of the states behind some (`state_hash`) where the model keeps
-    any; 32 bytes each. One is in at most one of the two.
+    """Changes of the cache, as 32-byte prefix hashes of blocks and hashes of recurrent states.
+
+    State hashes (`state_hash`) occur only for hybrid models. A hash is in at most one of the two
+    tuples.
 
     Attributes:
-        is_whole: `published` is all that can be found now; what was told before is void.
-        published: can be found now, and changed since the events before these.
-        evicted: cannot be found now; some may never have been told of.
+        is_whole: `published` lists everything that can be matched now; earlier events are void.
+        published: hashes that changed since the last events and can be matched now.
+        evicted: hashes that cannot be matched now. Some may never have been reported as published.
     """
 
     is_whole: bool
@@ -31,11 +31,15 @@ class CacheEvents(NamedTuple):
 
 
 class EventLog:
-    """What changed in a `PrefixIndex`, and among the snapshots in `slots` (None: the model keeps no
-    states), for one asker. Watches nothing until it is asked for the first time.
+    """Log of changes in a `PrefixIndex` and in its snapshots, for one reader.
 
-    At most as many changed hashes are remembered as there are blocks; with more, the next answer is
-    whole.
+    It starts watching at the first `take`. It remembers at most `num_blocks` changed hashes; if
+    more change, the next result is whole.
+
+    Args:
+        index: the prefix index.
+        num_blocks: size of the pool.
+        slots: snapshots of recurrent state, or None if the model has no recurrent layers.
     """
 
     __slots__ = (
@@ -54,16 +58,17 @@ class EventLog:
         self._index = index
         self._max_changes = num_blocks
         self._slots = slots
-        self._by_block: dict[int, bytes] | None = None  # None: nobody has asked
-        self._states: Counter[bytes] = (
-            Counter()
-        )  # of those there are; blocks of one hash may have one each
+        self._by_block: dict[int, bytes] | None = None  # None: not watching yet
+        # Number of snapshots by state hash: duplicate blocks may have one each.
+        self._states: Counter[bytes] = Counter()
         self._changed: dict[bytes, None] = {}
         self._is_whole = True
 
     def take(self, whole: bool = False) -> CacheEvents:
-        """What changed since the last call; all there is at the first one, if more changed than is
-        remembered, or if `whole` is asked for.
+        """Return the changes since the last call, and forget them.
+
+        The result lists the whole cache at the first call, after an overflow, and with
+        `whole=True`.
         """
         if self._by_block is None:
             self._by_block = {}
@@ -83,24 +88,24 @@ class EventLog:
         )
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
-        """A block was published."""
+        """Record that a block was published."""
         assert self._by_block is not None
         self._by_block[block_id] = entry.prefix_hash
         self._note(entry.prefix_hash)
 
     def left(self, block_id: int) -> None:
-        """A block is published no more."""
+        """Record that a block is no longer published."""
         assert self._by_block is not None
         self._note(self._by_block.pop(block_id))
 
     def kept(self, block_id: int) -> None:
-        """A state is kept behind a published block."""
+        """Record a new snapshot after a published block."""
         state = self._state_of(block_id)
         self._states[state] += 1
         self._note(state)
 
     def dropped(self, block_id: int) -> None:
-        """It is kept no more; where its block goes too, that is told after it."""
+        """Record the end of a snapshot. If its block is withdrawn too, this call comes first."""
         state = self._state_of(block_id)
         self._states[state] -= 1
         if not self._states[state]:

@@ -1,8 +1,8 @@
-"""Prefix hashes: a SHA-256 chain over blocks of tokens, rooted in everything else that shapes keys
-and values.
+"""Prefix hashes: a SHA-256 chain over blocks of tokens.
 
-Python's `hash()` is never used: it is salted per process and 64 bits wide. SHA-256 takes about 0.6
-us per 16 tokens.
+The root of a chain covers everything else that affects KV: model, KV format, RoPE, adapter and
+tenant. Python's `hash()` is unsuitable because it is salted per process and has 64 bits. SHA-256
+takes about 0.6 us per 16 tokens.
 """
 
 from __future__ import annotations
@@ -47,26 +47,25 @@ STATE_MASK = 2**64 - 256
 
 
 def state_hash(prefix_hash: bytes) -> bytes:
-    """What the state behind a block is known by outside the pool; 32 bytes that no block's chain
-    has: each of its four words, little-endian u64, is the block's exclusive-or STATE_WORD, and
-    STATE_MASK.
+    """Return the 32-byte hash that identifies the recurrent state after a block.
 
-    So who knows a block by one word, as a router does, knows its state, and tells the two apart.
-    The last 8 bits are 0: of blocks whose word ends otherwise fewer are told of and remembered, and
-    a state stands for many blocks.
+    Each of its four little-endian u64 words is `(word of prefix_hash ^ STATE_WORD) & STATE_MASK`.
+    No block of a chain has this hash.
     """
+    # A router that knows one word of a block's hash can compute that word of its state's hash. The
+    # last 8 bits are 0, which keeps states in every sample: under memory pressure, routers keep the
+    # hashes that end in zero bits, and one state is worth many blocks.
     return _WORDS.pack(*[(word ^ STATE_WORD) & STATE_MASK for word in _WORDS.unpack(prefix_hash)])
 
 
 class BlockAddress(NamedTuple):
-    """The content of a full block, to the bit, in the pool and in every tier.
+    """Content address of a full block, in the pool and in every tier.
 
-    Equal addresses hold equal keys and values.
+    Blocks with equal addresses hold bit-identical KV.
 
     Attributes:
-        prefix_hash: 32 bytes: SHA-256 chain over the block and all before it.
-        parent_hash: 32 bytes: that of the block before it; of the first block, the root of its
-            chain.
+        prefix_hash: SHA-256 chain hash of the block and all blocks before it, 32 bytes.
+        parent_hash: prefix hash of the block before it, 32 bytes; for the first block, the root.
         tokens: the block's own tokens, little-endian u32.
     """
 
@@ -76,18 +75,20 @@ class BlockAddress(NamedTuple):
 
     @property
     def state_address(self) -> BlockAddress:
-        """The address of the recurrent state after the block, which tiers keep as one more block
-        after it.
-        """
+        """Address of the recurrent state after the block. Tiers store it as one more block."""
         return BlockAddress(state_hash(self.prefix_hash), self.prefix_hash, self.tokens)
 
 
 class LoneRoot(bytes):
-    """Where the chains of texts start that were computed alone, to be shared at other positions.
+    """Root of chains for text that is computed on its own and shared at other positions.
 
-    No prompt's chain starts here, so nothing of them is found as a prefix. Of each chain the first
-    `num_hidden` blocks are context for what follows and are never shared; what follows is shared by
-    prompts whose chains start from `user`.
+    No prompt's chain starts here, so these blocks are never matched as a prefix. The first
+    `num_hidden` blocks of a chain only provide context and are never shared. The later blocks are
+    shared by prompts whose chains start at `user`.
+
+    Attributes:
+        user: root of the prompts that may share the blocks.
+        num_hidden: blocks at the start of a chain that are never shared.
     """
 
     user: bytes
@@ -95,15 +96,15 @@ class LoneRoot(bytes):
 
     @classmethod
     def of(cls, user: bytes, num_hidden: int) -> LoneRoot:
-        """The root of such chains; equal ones have equal bytes."""
+        """Return the root for these values. Equal values give equal bytes."""
         root = cls(narrowed_root(user, "lone", str(num_hidden)))
         root.user = user
         root.num_hidden = num_hidden
         return root
 
     def shared_with(self, index: int) -> bytes:
-        """Whose prompts may share block `index` of a chain at another position; this root itself:
-        nobody's.
+        """Return the root whose prompts may share block `index`; this root itself for a hidden
+        block.
         """
         return self.user if index >= self.num_hidden else self
 
@@ -111,12 +112,8 @@ class LoneRoot(bytes):
 def root_hash(
     *, model_fingerprint: str, kv_format: str, rope: str = "", adapter: str = "", tenant: str = ""
 ) -> bytes:
-    """Return the 32 bytes every chain of this model, KV format, rope setting, adapter and tenant
-    starts from.
-
-    Each field goes in behind its name and its length, so no two different settings encode to the
-    same bytes.
-    """
+    """Return the 32-byte root of all chains with these settings."""
+    # Each field is hashed with its name and length, so different settings never encode alike.
     fields = {
         "model_fingerprint": model_fingerprint,
         "kv_format": kv_format,
@@ -128,15 +125,14 @@ def root_hash(
 
 
 def narrowed_root(root: bytes, name: str, value: str) -> bytes:
-    """Return the 32 bytes that chains start from when only requests of equal `value` under `name`
-    may share them.
-    """
+    """Return a 32-byte root that only requests with this `value` of `name` share."""
     return _digest_of(b"kvboost-edge narrowed root 1\n" + root, {name: value})
 
 
 def shared_root(root: bytes, tenant: str | None, cache_salt: str | None) -> bytes:
-    """Where the chains of a tenant's prompts start; None or "": the engine's own `root`, no
-    salt.
+    """Return the root for the prompts of a tenant and cache salt.
+
+    None or "" means the engine's own `root`, or no salt.
     """
     for name, value in (("tenant", tenant), ("cache_salt", cache_salt)):
         root = narrowed_root(root, name, value) if value else root
@@ -146,8 +142,7 @@ def shared_root(root: bytes, tenant: str | None, cache_salt: str | None) -> byte
 def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:
     digest = hashlib.sha256(start)
     for name, value in fields.items():
-        # surrogatepass: a tenant may come from undecodable header bytes and must still have a root
-        # of its own
+        # surrogatepass: a tenant name from undecodable header bytes must still get its own root.
         for part in (name.encode(), value.encode("utf-8", "surrogatepass")):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
@@ -155,15 +150,15 @@ def _digest_of(start: bytes, fields: Mapping[str, str]) -> bytes:
 
 
 def chain_hash(parent: bytes, tokens_le_u32: bytes) -> bytes:
-    """Return the 32-byte prefix hash of a full block: SHA-256 of its parent's hash and its own
-    tokens.
-    """
+    """Return the prefix hash of a full block: SHA-256 of its parent's hash and its own tokens."""
     return hashlib.sha256(parent + tokens_le_u32).digest()
 
 
 def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tuple[bytes, ...]:
-    """The prefix hashes (32 bytes each) of the full blocks of a prompt, in order; RequestError for
-    wrong ids.
+    """Return the 32-byte prefix hashes of a prompt's full blocks, in order.
+
+    Raises:
+        RequestError: an id is not an integer in [0, 2^32).
     """
     data = encode_tokens(token_ids)
     size = block_size * TOKEN_BYTES
@@ -176,19 +171,19 @@ def prefix_hashes(token_ids: Sequence[int], root: bytes, block_size: int) -> tup
 
 
 def known_hash(known: bytes, index: int) -> bytes:
-    """Block `index` of a chain that somebody else hashed, 32 bytes a block in one piece; b"" beyond
-    its end.
+    """Return hash `index` of precomputed 32-byte hashes in one string; b"" beyond its end.
 
-    Whoever takes it looks blocks up by it, and compares tokens and parents of what it finds: a
-    wrong one finds nothing. Nothing may be named by it, neither a block that is published nor one
-    that is read from a tier.
+    Use it only to look up blocks whose tokens and parents are compared afterwards. Never publish a
+    block under it, or load one from a tier by it: the caller's hashes are not verified.
     """
     return known[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
 
 def encode_tokens(token_ids: Sequence[int]) -> bytes:
-    """Return the ids as little-endian u32, 4 bytes each; RequestError for an id that is no integer
-    in [0, 2^32).
+    """Return token ids as little-endian u32, 4 bytes each.
+
+    Raises:
+        RequestError: an id is not an integer in [0, 2^32).
     """
     try:
         packed = array("I", token_ids)
@@ -202,7 +197,7 @@ def encode_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_tokens(data: bytes) -> list[int]:
-    """The ids of `encode_tokens`."""
+    """Return the token ids that `encode_tokens` encoded."""
     packed = array("I", data)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -1,6 +1,4 @@
-"""The manager's bookkeeping recomputed from scratch: what tables, claims and chains must agree
-on.
-"""
+"""Checks that recompute the manager's bookkeeping of tables, claims and chains from scratch."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ def check_tables(
     in_flight: Mapping[bytes, int],
     block_size: int,
 ) -> None:
-    """Check that `tables` are exactly the live ones, each sound in itself, and that every claim has
-    its holder.
-    """
+    """Check that `tables` are exactly the live ones, that each is sound, and that claims match."""
     if {id(table) for table in tables} != {id(table) for table in live.values()} or len(
         tables
     ) != len(live):
@@ -58,9 +54,7 @@ def check_tables(
 
 
 def _check_segments(table: BlockTable, block_size: int) -> None:
-    """Check that the segments of a table follow one another without a gap and stay inside their
-    blocks.
-    """
+    """Check that a table's segments follow one another without gaps and lie inside its blocks."""
     if not table.segments or table.segments[0] != WHOLE:
         raise CacheCorruption(f"a table begins with {table.segments[:1]}")
     for one, other in itertools.pairwise(table.segments):
@@ -78,9 +72,7 @@ def _check_segments(table: BlockTable, block_size: int) -> None:
 def check_chains(
     tables: Sequence[BlockTable], index: PrefixIndex, hash_fn: HashFn, block_size: int
 ) -> None:
-    """Recompute the hash of every published block whose parent is known, and compare tables with
-    their entries.
-    """
+    """Recompute hashes of published blocks with known parents; compare tables with entries."""
     num_bytes = block_size * TOKEN_BYTES
     entries = index.entries()
     by_serial = {entry.serial: entry for entry in entries.values()}

@@ -1,6 +1,4 @@
-"""What the cache can serve of a prompt, which blocks are worth waiting for, and why the rest was
-missed.
-"""
+"""Lookups in the prefix index: servable prefixes, blocks worth waiting for, reasons for misses."""
 
 from __future__ import annotations
 
@@ -15,20 +13,26 @@ from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch, rest_has
 
 __all__ = ["Lookup"]
 
-_FORGOTTEN_PER_BLOCK = 2  # evictions that the policy learns from
-_REASONS_PER_BLOCK = 8  # evictions that a miss is explained by
+_FORGOTTEN_PER_BLOCK = 2  # evictions remembered for the policy, per block of the pool
+_REASONS_PER_BLOCK = 8  # evictions remembered to explain misses
 _LEAST_REASONS = 1 << 15
 
 
 class Lookup:
-    """Questions to a `PrefixIndex`. `data` are the encoded tokens of a prompt, `root` the start of
-    its chain, `known` the hashes of its first blocks that need not be computed, see
-    `PrefixIndex.match`.
+    """Lookups in a `PrefixIndex`.
 
-    `whole_blocks`: for storage whose full blocks cannot be written into again (quantized ones): the
-      block of the last token is then never served, where other storage serves all of it but that
-      token. `deepest`: of a model with states, how many blocks of a published prefix lie before the
-      deepest state that was kept; what is behind is not shared.
+    The methods take `data`, the encoded tokens of a prompt, `root`, the root of its chain, and
+    `known`, hashes of its first blocks that need not be computed, see `PrefixIndex.match`.
+
+    Args:
+        index: the prefix index.
+        num_blocks: size of the pool.
+        block_size: tokens of a block.
+        hash_fn: chain hash function.
+        whole_blocks: full blocks cannot be written into again (quantized KV). The block with the
+            last token is then never served. Other storage serves all of it except that token.
+        deepest: returns how many blocks of a published prefix precede the deepest snapshot of
+            recurrent state. Blocks after it are not shared.
     """
 
     __slots__ = (
@@ -56,8 +60,8 @@ class Lookup:
         self._index = index
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # Blocks evicted lately, the oldest first: whether each had been used again. None if that
-        # was reported already, or if the block was not evicted.
+        # Recently dropped blocks, oldest first: 1 if used again, else 0. None if that was already
+        # reported, or if the block was dropped without an eviction.
         self._forgotten: OrderedDict[bytes, int | None] = OrderedDict()
         self._dropped = Dropped(max(_LEAST_REASONS, _REASONS_PER_BLOCK * num_blocks))
         self._most_forgotten = _FORGOTTEN_PER_BLOCK * num_blocks
@@ -68,22 +72,22 @@ class Lookup:
         return self._block_size * TOKEN_BYTES
 
     def published(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
-        """The longest published prefix, whatever may be done with it."""
+        """Return the longest published prefix, shareable or not."""
         return self._index.match(data, root, self._block_size * TOKEN_BYTES, self._hash_fn, known)
 
     def match(self, data: bytes, root: bytes, known: bytes = b"") -> PrefixMatch:
-        """The longest one that may be shared."""
+        """Return the longest published prefix that can be shared."""
         found = self.published(data, root, known)
         covers_all = len(found.block_ids) * self._block_size * TOKEN_BYTES == len(data)
         if self.whole_blocks and found.block_ids and covers_all:
-            # Nothing is left to wait for: the last block is there, it may just not be written into.
+            # The last block is cached but must not be written, so there is no block to wait for.
             found = self._cut(found, root, len(found.block_ids) - 1)._replace(next_hash=None)
         depth = self._deepest(found.block_ids)
         beyond = len(found.block_ids) - depth
         return found if not beyond else self._cut(found, root, depth)._replace(beyond=beyond)
 
     def _cut(self, found: PrefixMatch, root: bytes, depth: int) -> PrefixMatch:
-        """The first `depth` blocks of a match, fewer than it has."""
+        """Return the first `depth` blocks of a match that has more."""
         following = self._index.entry(found.block_ids[depth])
         last = self._index.entry(found.block_ids[depth - 1]) if depth else None
         if following is None or (depth and last is None):
@@ -96,15 +100,15 @@ class Lookup:
         )
 
     def servable(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Tokens a match serves: at least the last one is left to compute."""
+        """Return how many tokens a match serves. At least the last token is left to compute."""
         return min(len(match.block_ids) * self._block_size, max(num_tokens - 1, 0))
 
     def rest(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
-        """Hashes of the full blocks after the match."""
+        """Return the hashes of the full blocks after the match."""
         return rest_hashes(data, match, self._block_size * TOKEN_BYTES, self._hash_fn, known)
 
     def awaitable(self, data: bytes, match: PrefixMatch, known: bytes = b"") -> Iterator[bytes]:
-        """Those of them that would be served once they are there."""
+        """Return the hashes of full blocks after the match that could be served once published."""
         rest = self.rest(data, match, known)
         if not self.whole_blocks:
             return rest
@@ -112,7 +116,7 @@ class Lookup:
         return itertools.islice(rest, max(0, servable_blocks - len(match.block_ids)))
 
     def named(self, data: bytes, match: PrefixMatch) -> PrefixMatch:
-        """A match whose hashes are all computed here, whatever was known of its chain."""
+        """Return the match with a `next_hash` computed here instead of taken from known hashes."""
         if match.next_hash is None:
             return match
         start = len(match.block_ids) * self.block_bytes
@@ -121,8 +125,12 @@ class Lookup:
         )
 
     def forget(self, prefix_hash: bytes, again: int | None = None) -> None:
-        """Remember that a published block was dropped; evicted after more than one use, or after
-        one.
+        """Remember a published block that was dropped.
+
+        Args:
+            prefix_hash: the block's hash.
+            again: 1 if it was evicted after more than one use, 0 after one use, None if not
+                evicted.
         """
         self._dropped.add([prefix_hash])
         self._forgotten[prefix_hash] = again
@@ -131,8 +139,9 @@ class Lookup:
             self._forgotten.popitem(last=False)
 
     def lost(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """How many of these blocks were evicted after one use, and after more; each eviction is
-        told once.
+        """Return how many of these blocks were evicted after one use, and after more.
+
+        Each eviction is counted once over all calls.
         """
         counts = [0, 0]
         forgotten = self._forgotten
@@ -144,11 +153,13 @@ class Lookup:
         return counts[0], counts[1]
 
     def miss_reason(self, match: PrefixMatch, num_tokens: int) -> str:
-        """Why the token after what is served is not: "" if only the last one is left, else "state"
-        where its keys and values are there and no state before it, "first_seen", "evicted" (or
-        reset), or "tail" for a block that is not full or may not be written into. Hashes start at
-        the tenant's root, so nothing here depends on what other tenants did.
+        """Return why the first token after the served prefix was missed.
+
+        "" means that only the last token is left. "state" means that its KV is cached, but no
+        recurrent state before it. "first_seen" and "evicted" (or reset) refer to a full block.
+        "tail" is a block that is not full or must not be written.
         """
+        # Hashes start at the tenant's root, so the result reveals nothing about other tenants.
         if match.beyond:
             return "state"
         if match.next_hash is not None:

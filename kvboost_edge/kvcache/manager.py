@@ -1,9 +1,8 @@
-"""The one face of the block pool: opens, grows, publishes, forks and frees the block tables of
-sequences.
+"""KV cache manager: opens, extends, publishes, forks and frees the block tables of sequences.
 
-It moves integers only. Where content has to move it returns `CopyOp`s; whoever owns the KV applies
-them, in order, before the next forward pass. One thread calls it; the counters and `block_states`
-may be read from others.
+It handles integers only. When content has to move it returns `CopyOp`s, which the owner of the KV
+applies in order before the next forward pass. Only one thread may call it, but any thread may read
+the counters and `block_states`.
 """
 
 from __future__ import annotations
@@ -40,30 +39,31 @@ __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KV
 class KVCacheManager(PoolUsage):
     """Block tables over a pool of blocks, with exact prefix sharing.
 
-    Parameters:
-
-    Attributes:
+    Args:
         num_blocks: blocks of the pool.
         block_size: tokens of a block.
-        hash_fn: `hash_fn(parent, tokens) -> bytes`; tests make every hash collide.
-        whole_blocks: full blocks are never written again (quantized storage), see `Lookup`.
-        policy: order of the free blocks.
-
-    Attributes:
+        hash_fn: chain hash, `hash_fn(parent, tokens) -> bytes`. Tests pass one that always
+            collides.
+        whole_blocks: full blocks are never written again (quantized KV), see `Lookup`.
+        policy: makes the eviction policy.
+        max_pinned_blocks: most blocks that can be pinned. None: half the pool.
+        state_sizes: sizes for recurrent state. None: the model has no recurrent layers.
 
     Attributes:
         cow_copies: blocks copied because another table still reads them.
         evictions: published blocks that were reused for other tokens.
-        hit_tokens: tokens the cache served to tables opened with `use_cache` and then extended.
-        miss_tokens: tokens that those tables had to compute; tables freed before they were extended
+        hit_tokens: tokens that the cache served to tables opened with `use_cache` and then
+            extended.
+        miss_tokens: tokens that those tables had to compute. Tables freed before they were extended
             do not count.
         spans: blocks reused at other positions, see `Spans`.
-        content: content of blocks, for the offload tiers.
-        events: prefixes that came and left, for cache-aware routing.
-        duplicates: blocks that tables hold in addition to published ones of equal content.
+        content: content addresses of blocks, for the offload tiers.
+        events: prefixes that entered or left the cache, for cache-aware routing.
+        duplicates: private blocks that have a published duplicate.
         pins: pinned prompts, at most `max_pinned_blocks` blocks, see `Pins`.
-        recurrent: recurrent state of tables, see `TableStates`; `NoTableStates` without
+        recurrent: recurrent state of the tables, see `TableStates`; `NoTableStates` without
             `state_sizes`.
+        block_size: tokens of a block.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class KVCacheManager(PoolUsage):
         else:
             held = self._pool.held()
             self.recurrent = TableStates(state_sizes, block_size, self._index, held)
-            # A state is behind a block's last token, so the block of a prompt's last token is never
-            # shared.
+            # A snapshot holds the state after a block's last token, and at least one token is left
+            # to compute. So the block with a prompt's last token is never shared.
             self._lookup = Lookup(
                 self._index, num_blocks, block_size, hash_fn, True, self.recurrent.deepest
             )
@@ -103,8 +103,8 @@ class KVCacheManager(PoolUsage):
         )
         self.content = BlockContents(self._index, self._lookup)
         self.events = EventLog(self._index, num_blocks, self.recurrent.slots)
-        # Ids handed out, and ids freed with nothing to match, since the last drain; dicts as
-        # ordered sets.
+        # Ids handed out, and ids freed without matchable content, since the last drain. Dicts serve
+        # as ordered sets.
         self._fresh: dict[int, None] = {}
         self._released: dict[int, None] = {}
         self.duplicates = DuplicateBlocks(self._index, self._pool, self.content, self._released)
@@ -119,7 +119,7 @@ class KVCacheManager(PoolUsage):
 
     @property
     def states(self) -> TableStates | None:
-        """The recurrent state of tables; None where the model has none."""
+        """Recurrent state of the tables, or None if the model has no recurrent layers."""
         return self.recurrent if isinstance(self.recurrent, TableStates) else None
 
     def open_table(
@@ -135,19 +135,32 @@ class KVCacheManager(PoolUsage):
         hints: Iterable[int] = (),
         publish: bool = True,
     ) -> BlockTable:
-        """Open a table for a sequence and share the published blocks of its longest known prefix.
+        """Open a table for a sequence that shares the longest published prefix of its tokens.
 
-        At least the last token is left to compute: with a prompt that is cached to its end, the
-        table shares all its blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the
-        last block writable; with `whole_blocks` it leaves that last block out. `table.miss_reason`
-        says why no more was found. The blocks of the prompt that are left to compute are claimed,
-        see `awaited_hash`. `use_cache=False` shares and claims nothing, `publish=False` publishes
-        nothing and keeps no recurrent state for others, `count=False` leaves hit_tokens and
-        miss_tokens alone: a preempted sequence counted before. `owner` is whose blocks they are for
-        the eviction policy; tables of one root have one owner; with `again` all of them count as
-        used again, see `Uses`; `known`: see `Lookup`. `hints`: where a prompt that begins alike may
-        go on otherwise; states are kept there. Takes no free block outside the match, so it cannot
-        fail for lack of room. Raises RequestError for ids outside [0, 2^32).
+        At least the last token is left to compute. If the whole prompt is cached, the table shares
+        all its blocks, num_cached_tokens is len(token_ids) - 1, and `extend` makes the last block
+        writable. With `whole_blocks` the last block is not shared. The blocks that are left to
+        compute are claimed, see `awaited_hash`. No free block outside the match is taken, so lack
+        of room is not an error here.
+
+        Args:
+            token_ids: the prompt.
+            root: root hash of its chain.
+            use_cache: share and claim blocks.
+            count: add this lookup to hit_tokens and miss_tokens. False for a preempted sequence,
+                which counted before.
+            owner: owner of the blocks, for the eviction policy. Tables of one root have one owner.
+            again: count all blocks as used again, see `Uses`.
+            known: known hashes of the first blocks, see `Lookup`.
+            hints: positions at which a prompt with the same beginning may diverge. Snapshots of
+                recurrent state are kept there.
+            publish: publish blocks and keep snapshots for other tables.
+
+        Returns:
+            the table. Its `miss_reason` says why the prefix ends where it does.
+
+        Raises:
+            RequestError: an id is outside [0, 2^32).
         """
         data = encode_tokens(token_ids)
         table = BlockTable(
@@ -162,9 +175,10 @@ class KVCacheManager(PoolUsage):
     def open_load(
         self, token_ids: Sequence[int], root: bytes, *, owner: bytes = b"", known: bytes = b""
     ) -> BlockTable:
-        """Open a table over whole blocks that come from elsewhere, and their state where there are
-        states: it shares all that are published, gone on from or not, and claims the others. Counts
-        nothing.
+        """Open a table for full blocks, and recurrent state, that are loaded from a tier.
+
+        It shares all published blocks, with or without a snapshot after them, and claims the
+        others. Hits and misses are not counted.
         """
         table = BlockTable(self._next_table, root, owner)
         self._opener.share_all(table, encode_tokens(token_ids), known)
@@ -177,9 +191,7 @@ class KVCacheManager(PoolUsage):
         return table
 
     def peek(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Number of tokens `open_table` would serve now. Changes nothing; valid until the next
-        change of the pool.
-        """
+        """Return how many tokens `open_table` would serve now. Changes nothing."""
         return self._lookup.servable(
             self._lookup.match(encode_tokens(token_ids), root), len(token_ids)
         )
@@ -187,14 +199,18 @@ class KVCacheManager(PoolUsage):
     def awaited_hash(
         self, token_ids: Sequence[int], root: bytes, known: bytes = b""
     ) -> bytes | None:
-        """Hash of the last of the blocks after the longest published prefix that live tables are
-        computing, or None.
+        """Return the hash of the last block worth waiting for, or None.
 
-        The caller then waits while `is_in_flight`: blocks appear as a table commits, its claims go
-        when it is freed. Who computes it is asked to keep the state behind it, where there are
-        states; else nothing changes. Claims compare hashes alone: a collision makes a request wait,
-        never read another's KV. `known`: see `Lookup`.
+        These are the blocks after the longest published prefix that live tables are computing. The
+        caller waits while `is_in_flight`. Blocks are published as their table commits; claims end
+        when it is freed. For a hybrid model the table is asked to keep a snapshot after the block.
+
+        Args:
+            token_ids: the prompt.
+            root: root hash of its chain.
+            known: known hashes of the first blocks, see `Lookup`.
         """
+        # Claims compare hashes alone: a collision makes a request wait but never serves wrong KV.
         data = encode_tokens(token_ids)
         rest = self._lookup.awaitable(data, self._lookup.match(data, root, known), known)
         found = self._claims.last_promised(rest)
@@ -205,22 +221,23 @@ class KVCacheManager(PoolUsage):
         return found
 
     def is_in_flight(self, prefix_hash: bytes | None) -> bool:
-        """Whether a live table is still computing the block of this hash."""
+        """Return whether a live table is still computing the block with this hash."""
         return prefix_hash in self._claims
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a plain table of so many tokens has."""
+        """Return the number of blocks of a table with `num_tokens` tokens and no spans."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, table: BlockTable, num_tokens: int) -> int:
-        """Free blocks `extend(table, num_tokens)` would take: new ones plus copies of shared ones.
-        Changes nothing.
+        """Return how many free blocks `extend(table, num_tokens)` would take.
+
+        These are new blocks and copies of shared ones. Changes nothing.
         """
         self._check_live(table)
         return self._taken(table, *self._written(table, num_tokens))
 
     def _taken(self, table: BlockTable, first: int, stop: int) -> int:
-        """Free blocks it takes to own those of a table with indices [first, stop)."""
+        """Return how many free blocks it takes to own the blocks with indices [first, stop)."""
         ids = table.block_ids
         ref_count = self._pool.ref_count
         return max(0, stop - len(ids)) + sum(
@@ -228,24 +245,25 @@ class KVCacheManager(PoolUsage):
         )
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
-        """Indices [first, stop) of the blocks that hold tokens num_computed_tokens .. num_tokens -
-        1.
+        """Return the indices [first, stop) of blocks with tokens num_computed_tokens to num_tokens
+        - 1.
         """
         size = self.block_size
-        if len(table.segments) == 1:  # nearly always, and every step of a sequence comes by
+        if len(table.segments) == 1:  # the fast path: this runs in every step of a sequence
             return table.num_computed_tokens // size, -(-num_tokens // size)
         stop = table.index_of(num_tokens - 1, size) + 1 if num_tokens > 0 else 0
         first = table.index_of(table.num_computed_tokens, size)
-        # Behind a span there is room already, of blocks that are the table's own: none but its last
-        # part's may lack.
+        # Blocks between spans are allocated and owned already; only the last segment can grow.
         return (max(first, table.segments[-1].first_index), stop) if table.spans else (first, stop)
 
     def extend(self, table: BlockTable, num_tokens: int) -> list[CopyOp]:
-        """Make the slots of tokens num_computed_tokens .. num_tokens - 1 exist and writable.
+        """Allocate writable slots for tokens num_computed_tokens to num_tokens - 1.
 
-        All or nothing: raises CapacityError, and changes nothing, when too few blocks, or states,
-        are free. Apply the returned copies in order before the next forward pass, before
+        Apply the returned copies in order before the next forward pass, and before the blocks of
         `drain_new_blocks` are poisoned.
+
+        Raises:
+            CapacityError: too few blocks or state slots are free. Nothing is changed.
         """
         self._check_live(table)
         first, stop = self._written(table, num_tokens)
@@ -270,12 +288,15 @@ class KVCacheManager(PoolUsage):
         return copies
 
     def make_writable(self, table: BlockTable, block_index: int) -> CopyOp | None:
-        """Let the table write into its block `block_index`, the copy-on-write of forked tails and
-        of recompute.
+        """Let the table write into its block `block_index` (copy-on-write).
 
-        A block others hold is replaced by a new one, and the copy to make is returned
-        (CapacityError if none is free). A published block that only this table holds stays in place
-        and is unmatchable until `commit`.
+        A block with other holders is replaced by a new one, and the copy to make is returned. A
+        published block that only this table holds stays in place and cannot be matched until
+        `commit`.
+
+        Raises:
+            CapacityError: no block is free for the copy.
+            CacheCorruption: the index is outside the table.
         """
         self._check_live(table)
         if not 0 <= block_index < len(table.block_ids):
@@ -293,7 +314,7 @@ class KVCacheManager(PoolUsage):
                 self._claims.make(table, block_index, entry.prefix_hash)
             return None
         new = self._take(1, table.owner)[0]
-        self._fresh.pop(new, None)  # it receives a copy: nothing to poison
+        self._fresh.pop(new, None)  # a copy fills it, so it must not be poisoned
         table.block_ids[block_index] = new
         self._pool.release(block_id, matchable=True)
         if entry is not None:
@@ -302,8 +323,10 @@ class KVCacheManager(PoolUsage):
         return CopyOp(block_id, new)
 
     def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
-        """Slots (block_id * block_size + offset) of tokens start .. stop - 1; CacheCorruption
-        beyond the blocks.
+        """Return the slots (block_id * block_size + offset) of tokens start to stop - 1.
+
+        Raises:
+            CacheCorruption: the tokens are outside the table's blocks.
         """
         self._check_live(table)
         num_slots = table.num_slots(self.block_size)
@@ -327,9 +350,7 @@ class KVCacheManager(PoolUsage):
         return taken
 
     def mark_filled(self, block_ids: Iterable[int]) -> None:
-        """These new blocks hold content already: they are not among those `drain_new_blocks`
-        gives.
-        """
+        """Exclude new blocks that already hold content from `drain_new_blocks`."""
         for block_id in block_ids:
             self._fresh.pop(block_id, None)
 
@@ -341,15 +362,21 @@ class KVCacheManager(PoolUsage):
         *,
         publish: bool = True,
     ) -> None:
-        """Record that the KV of token_ids[:num_computed] is in the pool, and publish each block
-        this made full.
+        """Record that the KV of token_ids[:num_computed] is in the pool, and publish full blocks.
 
-        `token_ids` is the running list, prompt and generated; only blocks not published before are
-        read. Where an equal block is published already the table goes over to that
-        (`DuplicateBlocks`).
-        `publish=False`: content that its tokens alone do not determine; the table publishes nothing
-        from here on. Raises CacheCorruption for a count below the last one, beyond the tokens or
-        beyond the blocks, and for tokens that changed under a rewrite.
+        If an equal block is published already, the table shares that one (`DuplicateBlocks`).
+
+        Args:
+            table: the table.
+            token_ids: running list of prompt and generated tokens. Only unpublished blocks are
+                read.
+            num_computed: tokens whose KV is in the pool.
+            publish: False if the KV depends on more than the tokens. The table then publishes
+                nothing from here on.
+
+        Raises:
+            CacheCorruption: the count is below the last one, or beyond the tokens or blocks, or
+                tokens of a rewritten block changed.
         """
         self._check_live(table)
         limit = min(len(token_ids), table.num_slots(self.block_size))
@@ -369,12 +396,13 @@ class KVCacheManager(PoolUsage):
         table.num_computed_tokens = num_computed
 
     def shrink(self, table: BlockTable, num_tokens: int) -> None:
-        """Give back the blocks at a table's end that so many tokens, all the computed ones among
-        them, do not need.
+        """Free the blocks at a table's end that `num_tokens` tokens do not need.
 
-        They were made by `extend` and hold nothing that was committed. Raises CacheCorruption for
-        fewer tokens than are computed, and for blocks that are shared, published or not of its last
-        part.
+        `extend` added these blocks, and nothing in them was committed.
+
+        Raises:
+            CacheCorruption: num_tokens is below the number of computed tokens, or a block to free
+                is shared, published or outside the last segment.
         """
         self._check_live(table)
         keep = table.index_of(num_tokens - 1, self.block_size) + 1 if num_tokens else 0
@@ -398,7 +426,7 @@ class KVCacheManager(PoolUsage):
     def fork(self, table: BlockTable) -> BlockTable:
         """Return a second table over the same blocks, the partial tail included. Takes no block.
 
-        Fork between `commit` and `extend`: a block made writable before the fork is shared after
+        Call it between `commit` and `extend`. A block made writable before the fork is shared after
         it.
         """
         self._check_live(table)
@@ -419,11 +447,12 @@ class KVCacheManager(PoolUsage):
         return self._enter(child)
 
     def free(self, table: BlockTable) -> None:
-        """Give back the table's blocks and claims. Published blocks stay matchable until they are
-        taken again.
+        """Release the blocks and claims of a table, which is empty afterwards.
 
-        Tail first, so that a chain is later evicted from its end. Raises CacheCorruption for a
-        table that was freed before or belongs to another manager. The table is empty afterwards.
+        Published blocks stay matchable until they are evicted.
+
+        Raises:
+            CacheCorruption: the table was already freed or belongs to another manager.
         """
         self._check_live(table)
         self.recurrent.free(table)
@@ -431,6 +460,7 @@ class KVCacheManager(PoolUsage):
         if table._goes_on:
             self._uses.mark(table.block_ids)
         rank = self._uses.rank
+        # Last block first: LRU then evicts a chain from its end.
         for index in range(len(table.block_ids) - 1, -1, -1):
             self.duplicates.keep(table, index)
             block_id = table.block_ids[index]
@@ -448,8 +478,8 @@ class KVCacheManager(PoolUsage):
         self._progress += 1
 
     def reset(self, among: Iterable[int] | None = None) -> int:
-        """Forget every cached (idle) block, or those `among` some, and return how many; referenced
-        ones stay.
+        """Drop all idle cached blocks, or those in `among`, and return how many. Referenced blocks
+        stay.
         """
         ids = self._pool.free_ids() if among is None else among
         idle = [
@@ -465,30 +495,35 @@ class KVCacheManager(PoolUsage):
 
     @property
     def progress(self) -> int:
-        """Counts tables freed, blocks published, pins ended: while it stands, a table that found no
-        room finds none.
+        """Counter of freed tables, published blocks and ended pins.
+
+        While it is unchanged, a table that found no room will not find any.
         """
         return self._progress + self.pins.num_ended + self.recurrent.num_released
 
     def drain_new_blocks(self) -> list[int]:
-        """Ids `extend` appended to tables since the last call, targets of copies left out: they
-        hold nothing yet.
+        """Return the empty blocks that `extend` added to tables since the last call.
+
+        Targets of copies are not among them.
         """
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
 
     def drain_released(self) -> list[int]:
-        """Ids freed since the last call with nothing to match: what is kept for a block that is not
-        full may go.
+        """Return the blocks freed without matchable content since the last call.
+
+        Data kept outside the pool for these partial blocks can be dropped.
         """
         released = list(self._released)
         self._released.clear()
         return released
 
     def check_invariants(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute all bookkeeping from `tables`, all the live ones, and from the pins;
-        CacheCorruption on the first contradiction.
+        """Recompute all bookkeeping from `tables`, all live ones, and from the pins.
+
+        Raises:
+            CacheCorruption: something contradicts the recorded values.
         """
         tables = list(tables)
         check_tables(tables, self._live, self._claims.holders, self.block_size)

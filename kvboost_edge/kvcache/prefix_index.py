@@ -1,6 +1,4 @@
-"""Which full blocks can be matched, by prefix hash; a hash finds candidates, tokens and parent
-decide.
-"""
+"""Prefix index: published full blocks by prefix hash, confirmed by tokens and parent."""
 
 from __future__ import annotations
 
@@ -13,16 +11,18 @@ from kvboost_edge.kvcache.hashing import HashFn, known_hash
 
 __all__ = ["ROOT_SERIAL", "PrefixIndex", "PrefixMatch", "Watcher", "rest_hashes"]
 
-ROOT_SERIAL = 0  # parent of every first block; the root itself stands in that block's `tokens`
+ROOT_SERIAL = 0  # parent of every first block; that block's `tokens` begin with the root itself
 
 
 class PrefixMatch(NamedTuple):
-    """The longest published prefix of some tokens: its blocks, its end of chain, the hash of the
-    block after it.
+    """Longest published prefix of a prompt.
 
     Attributes:
-        beyond: blocks behind it that are published too, and cannot be shared because no state was
-            kept behind them.
+        block_ids: its blocks, in order.
+        prefix_hash: chain hash at its end; the root if it is empty.
+        serial: serial of its last block; `ROOT_SERIAL` if it is empty.
+        next_hash: hash of the next full block; None if the prompt has no such block.
+        beyond: published blocks after it that cannot be shared because no recurrent state was kept.
     """
 
     block_ids: list[int]
@@ -33,9 +33,7 @@ class PrefixMatch(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Who is told of every entry that comes and goes, at once, in the thread that changes the
-    index.
-    """
+    """Receiver of all index changes, called synchronously in the thread that changes the index."""
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None: ...
 
@@ -45,8 +43,14 @@ class Watcher(Protocol):
 def rest_hashes(
     data: bytes, match: PrefixMatch, block_bytes: int, hash_fn: HashFn, known: bytes = b""
 ) -> Iterator[bytes]:
-    """The hashes of the full blocks of `data` after its match, in order. `known`: see
-    `PrefixIndex.match`.
+    """Yield the hashes of the full blocks of `data` after its match, in order.
+
+    Args:
+        data: encoded tokens.
+        match: published prefix of `data`.
+        block_bytes: bytes of a block in `data`.
+        hash_fn: chain hash.
+        known: known hashes of the first blocks, see `PrefixIndex.match`.
     """
     prefix_hash = match.next_hash
     if prefix_hash is None:
@@ -60,25 +64,24 @@ def rest_hashes(
 
 
 class PrefixIndex:
-    """Entries of published blocks, and buckets from hash to blocks. A bucket may hold several
-    blocks: hashes collide.
+    """Entries of published blocks, found by hash.
 
-    An entry is found only if its hash, its own tokens and the serial of its parent are all equal.
-    By induction over the chain the whole prefix, root included, is then equal: a collision can
-    never serve wrong KV.
+    A lookup compares hash, tokens and parent serial. By induction over the chain the whole prefix
+    is then equal, root included, so a hash collision never serves wrong KV.
     """
 
     __slots__ = ("_buckets", "_entries", "_next_serial", "_watchers")
 
     def __init__(self, num_blocks: int) -> None:
         self._entries: list[PrefixEntry | None] = [None] * num_blocks
-        # Tuples, not lists: nearly all hold one block, and a tuple is the smaller by half.
+        # Blocks by hash. Nearly all buckets hold one block, and a tuple takes half as much memory
+        # as a list.
         self._buckets: dict[bytes, tuple[int, ...]] = {}
         self._next_serial = ROOT_SERIAL + 1
         self._watchers: list[Watcher] = []
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell it of all entries there are, and of every change from here on."""
+        """Report all existing entries to a watcher, and every change from now on."""
         for block_id, entry in self.entries().items():
             watcher.entered(block_id, entry)
         self._watchers.append(watcher)
@@ -87,25 +90,25 @@ class PrefixIndex:
         return sum(entry is not None for entry in self._entries)
 
     def __contains__(self, prefix_hash: object) -> bool:
-        """Whether a block of this hash is published."""
+        """Return whether a block with this hash is published."""
         return prefix_hash in self._buckets
 
     def hashes(self) -> Iterable[bytes]:
-        """The hashes of all published blocks, each once."""
+        """Return the hashes of all published blocks, without repeats."""
         return self._buckets.keys()
 
     def entry(self, block_id: int) -> PrefixEntry | None:
-        """The entry of a published block, None for any other."""
+        """Return the entry of a published block, or None."""
         return self._entries[block_id]
 
     def entries(self) -> dict[int, PrefixEntry]:
-        """All entries, by block id."""
+        """Return all entries by block id."""
         return {
             block_id: entry for block_id, entry in enumerate(self._entries) if entry is not None
         }
 
     def find(self, prefix_hash: bytes, tokens: bytes, parent_serial: int) -> int | None:
-        """The block that holds exactly this prefix, or None."""
+        """Return the block that holds exactly this prefix, or None."""
         for block_id in self._buckets.get(prefix_hash, ()):
             entry = self._entries[block_id]
             if (
@@ -119,12 +122,15 @@ class PrefixIndex:
     def match(
         self, data: bytes, root: bytes, block_bytes: int, hash_fn: HashFn, known: bytes = b""
     ) -> PrefixMatch:
-        """Follow the chain of full blocks of `data` (encoded tokens, `block_bytes` a block) as far
-        as it is published.
+        """Return the longest prefix of `data` whose full blocks are all published.
 
-        `next_hash` is None where `data` has no full block beyond the match. `known`: hashes of its
-        first blocks, taken as they are in place of hashing (`hashing.known_hash`); a wrong one ends
-        the match, as tokens and parent decide.
+        Args:
+            data: encoded tokens.
+            root: root hash of the chain.
+            block_bytes: bytes of a block in `data`.
+            hash_fn: chain hash.
+            known: hashes of the first blocks, used instead of hashing (`known_hash`). A wrong one
+                ends the match, because tokens and parent are compared.
         """
         entries = self._entries
         find = self.find
@@ -148,8 +154,9 @@ class PrefixIndex:
     def publish(
         self, block_id: int, prefix_hash: bytes, tokens: bytes, parent_serial: int, *place: Any
     ) -> int:
-        """Make a full block matchable under a new serial, which is returned. `place`: what else a
-        `PrefixEntry` says, its fields from `parent_hash` on.
+        """Publish a full block under a new serial, and return the serial.
+
+        `place` holds the other fields of the `PrefixEntry`, from `parent_hash` on.
         """
         serial = self._next_serial
         self._next_serial += 1
@@ -157,8 +164,10 @@ class PrefixIndex:
         return serial
 
     def restore(self, block_id: int, entry: PrefixEntry) -> None:
-        """Make a block matchable under an entry it had before; CacheCorruption if it is published
-        already.
+        """Publish a block under an entry that it had before.
+
+        Raises:
+            CacheCorruption: the block is already published.
         """
         if self._entries[block_id] is not None:
             raise CacheCorruption(f"block {block_id} is published already")
@@ -168,8 +177,10 @@ class PrefixIndex:
             watcher.entered(block_id, entry)
 
     def withdraw(self, block_id: int) -> PrefixEntry:
-        """Make a published block unmatchable and return its entry; CacheCorruption if it is not
-        published.
+        """Make a published block unmatchable and return its entry.
+
+        Raises:
+            CacheCorruption: the block is not published.
         """
         entry = self._entries[block_id]
         if entry is None:
@@ -185,9 +196,7 @@ class PrefixIndex:
         return entry
 
     def check(self) -> None:
-        """Compare entries and buckets both ways and the serials; CacheCorruption on any
-        difference.
-        """
+        """Compare entries, buckets and serials; raise CacheCorruption on any difference."""
         listed = sorted(block_id for bucket in self._buckets.values() for block_id in bucket)
         published = [block_id for block_id, entry in enumerate(self._entries) if entry is not None]
         if listed != published:

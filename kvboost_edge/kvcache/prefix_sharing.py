@@ -1,6 +1,8 @@
-"""What tables share, promise and publish. Full blocks enter the prefix index, each as a link of the
-table's chain; until then the table's promise to fill them keeps others from computing them beside
-it (single flight).
+"""Sharing and publishing of prefixes by block tables.
+
+A new table shares the published blocks of its prompt and claims the others (single flight), so that
+other requests wait for them instead of computing them too. Each full block then enters the prefix
+index as the next link of the table's chain.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ __all__ = ["Claims", "Opener", "Publisher"]
 
 
 class Claims:
-    """One holder for each promised prefix hash. Hashes alone are compared: a collision makes a
-    request wait, and never read another's KV.
+    """Claims of tables to compute blocks, at most one table for each prefix hash.
+
+    Only hashes are compared. A collision makes a request wait, but it never reads wrong KV.
 
     Attributes:
-        holders: prefix hash -> serial of the live table that computes it.
+        holders: prefix hash -> serial of the live table that computes the block.
     """
 
     __slots__ = ("holders",)
@@ -35,37 +38,37 @@ class Claims:
         self.holders: dict[bytes, int] = {}
 
     def __contains__(self, prefix_hash: object) -> bool:
-        """Whether a live table is still computing the block of this hash."""
+        """Return whether a live table is still computing the block with this hash."""
         return prefix_hash in self.holders
 
     def make(self, table: BlockTable, index: int, prefix_hash: bytes) -> None:
-        """Promise a block, unless its hash is promised already."""
+        """Claim a block for a table, unless its hash is already claimed."""
         if prefix_hash not in self.holders:
             self.holders[prefix_hash] = table._serial
             table._claims[index] = prefix_hash
 
     def drop(self, table: BlockTable, index: int) -> None:
-        """The table's promise of a block is kept, or will not be."""
+        """End a table's claim of a block, whether or not the block was published."""
         prefix_hash = table._claims.pop(index, None)
         if prefix_hash is not None:
             del self.holders[prefix_hash]
 
     def drop_all(self, table: BlockTable) -> None:
-        """The table promises nothing any more."""
+        """End all claims of a table."""
         for index in list(table._claims):
             self.drop(table, index)
 
     def last_promised(self, hashes: Iterable[bytes]) -> bytes | None:
-        """The last of the promised ones that `hashes` begin with; None where the first is not
-        promised.
-        """
+        """Return the last of the leading `hashes` that are all claimed, or None."""
         promised = list(itertools.takewhile(self.holders.__contains__, hashes))
         return promised[-1] if promised else None
 
 
 class Opener:
-    """What a new table shares of the published blocks, and which of the others it promises to fill.
-    `data` are its encoded tokens, `known` their hashes, see `Lookup`.
+    """Opens new tables on the published blocks of their prompt, and claims the other blocks.
+
+    The methods take `data`, the encoded tokens, and `known`, known hashes of the first blocks, see
+    `Lookup`.
     """
 
     __slots__ = ("_block_size", "_claims", "_lookup", "_pool", "_uses")
@@ -82,8 +85,16 @@ class Opener:
     def share(
         self, table: BlockTable, data: bytes, known: bytes, *, count: bool, again: bool
     ) -> PrefixMatch:
-        """The longest prefix that can be gone on from; at least one token is left to compute.
-        `count`: the lookup counts; `again`: the table's blocks are used again in any case.
+        """Share the longest prefix from which the table can compute on, and return the match.
+
+        At least one token is left to compute.
+
+        Args:
+            table: the new table.
+            data: encoded tokens.
+            known: known hashes of the first blocks.
+            count: record the lookup in the counters and the usage of the matched blocks.
+            again: mark the table's blocks as used again in any case.
         """
         match = self._lookup.match(data, table.root, known)
         num_tokens = len(data) // TOKEN_BYTES
@@ -99,8 +110,9 @@ class Opener:
         return match
 
     def share_all(self, table: BlockTable, data: bytes, known: bytes) -> None:
-        """All that is published, for who computes nothing: the last token too, and blocks without a
-        state.
+        """Share all published blocks, for a table that computes nothing.
+
+        These include the block of the last token, and blocks without a snapshot after them.
         """
         match = self._lookup.published(data, table.root, known)
         self._take(table, data, match, known, len(match.block_ids) * self._block_size)
@@ -108,8 +120,14 @@ class Opener:
     def _take(
         self, table: BlockTable, data: bytes, match: PrefixMatch, known: bytes, num_tokens: int
     ) -> list[bytes]:
-        """Hold a match, of which so many tokens are served, and claim the full blocks behind it:
-        their hashes.
+        """Reference the matched blocks, claim the full blocks after them and return those hashes.
+
+        Args:
+            table: the new table.
+            data: encoded tokens.
+            match: published prefix to share.
+            known: known hashes of the first blocks.
+            num_tokens: tokens that the match serves.
         """
         for block_id in match.block_ids:
             self._pool.touch(block_id)
@@ -126,9 +144,7 @@ class Opener:
 
 
 class Publisher:
-    """Publishes blocks of tables. Where an equal one is published already, the table goes over to
-    that, see `DuplicateBlocks`.
-    """
+    """Publishes full blocks of tables, or replaces them by published duplicates."""
 
     __slots__ = ("_block_size", "_claims", "_content", "_duplicates", "_hash_fn", "_index")
 
@@ -149,11 +165,15 @@ class Publisher:
         self._block_size = block_size
 
     def publish(self, table: BlockTable, token_ids: Sequence[int], num_full: int) -> int:
-        """Publish what the first `num_full` blocks of the table make new; how many blocks that is,
-        and how many it gave up for equal ones.
+        """Publish the unpublished blocks among the first `num_full`.
 
         Args:
-            token_ids: the running list; only blocks that are not published are read.
+            table: the table.
+            token_ids: running list of its tokens. Only unpublished blocks are read.
+            num_full: number of full blocks.
+
+        Returns:
+            the number of blocks that were published or replaced by duplicates.
         """
         count = 0
         for index in [index for index in table._withdrawn if index < num_full]:
@@ -166,7 +186,9 @@ class Publisher:
         return encode_tokens(token_ids[index * self._block_size : (index + 1) * self._block_size])
 
     def _append(self, table: BlockTable, index: int, tokens: bytes) -> bool:
-        """Append the full block `index` to the table's chain; False if its equal is published."""
+        """Append full block `index` to the table's chain; return False if an equal one is
+        published.
+        """
         parent_serial = table._chain_serial
         prefix_hash = self._hash_fn(table._chain_hash, tokens)
         keyed = tokens if index else table.root + tokens
@@ -191,9 +213,8 @@ class Publisher:
         return known is None
 
     def _republish(self, table: BlockTable, index: int, tokens: bytes) -> bool:
-        """Put a rewritten block back under its old identity, so that the prefixes cached below it
-        stay reachable; False if its equal is published.
-        """
+        """Publish a rewritten block under its old entry; return False if its equal is published."""
+        # The old entry keeps its serial, so cached blocks after this one stay reachable.
         entry = table._withdrawn[index]
         if entry.tokens != (tokens if index else table.root + tokens):
             raise CacheCorruption(
@@ -212,7 +233,7 @@ class Publisher:
         return known is None
 
     def _note(self, table: BlockTable, index: int, known: int) -> int:
-        """Block `known` stands in the index for the table's own block: its serial."""
+        """Record published block `known` as the duplicate of the table's own; return its serial."""
         entry = self._index.entry(known)
         assert entry is not None  # it was just found there
         self._duplicates.note(table, index, known, entry)

@@ -18,9 +18,9 @@ __all__ = [
 
 
 def find_common_chunk_prefix(all_token_ids: Sequence[Sequence[int]], chunk_size: int) -> int:
-    """Return the length in tokens of the longest prefix that all prompts share, in whole chunks.
+    """Return the length in tokens of the longest common prefix, rounded down to whole chunks.
 
-    One prompt: its length.
+    The result for a single prompt is its full length.
     """
     _check_count("chunk_size", chunk_size, 1)
     if len(all_token_ids) < 2:
@@ -41,11 +41,13 @@ def group_by_prefix(
     chunk_size: int,
     n_prefix_chunks: int = 3,
 ) -> dict[str, list[int]]:
-    """Group prompts whose first `n_prefix_chunks * chunk_size` tokens are equal; of a shorter
-    prompt, all its tokens count.
+    """Group prompts by their first `n_prefix_chunks * chunk_size` tokens.
 
-    Return {key: indices in order of appearance}. The key is the `content_hash_from_tokens` of those
-    tokens, "empty" without any.
+    A shorter prompt counts with all its tokens.
+
+    Returns:
+        indices of the prompts by key, in order of appearance. The key is the
+            `content_hash_from_tokens` of those tokens, or "empty" if there are none.
     """
     _check_count("chunk_size", chunk_size, 1)
     _check_count("n_prefix_chunks", n_prefix_chunks, 0)
@@ -63,14 +65,15 @@ def group_by_prefix(
 
 
 def content_hash_from_tokens(token_ids: Sequence[int]) -> str:
-    """Return the SHA-256 of token ids alone, as 64 hexadecimal digits."""
+    """Return the SHA-256 of token ids as 64 hexadecimal digits, without a root or parent."""
     return hashlib.sha256(encode_tokens(token_ids)).hexdigest()
 
 
 def chained_hash(token_ids: Sequence[int], parent_hash: str | None = None) -> str:
-    """Return the SHA-256 of a chunk and the hash of the chunk before it, as 64 hexadecimal digits.
+    """Return the SHA-256 of a chunk and its parent's hash, as 64 hexadecimal digits.
 
-    The prefix hashes of this package's cache cover model, KV format and tenant too.
+    This is KVBoost's hash. The prefix hashes of this package's cache also cover model, KV format
+    and tenant.
     """
     parent = (parent_hash or "root").encode()
     return hashlib.sha256(parent + encode_tokens(token_ids)).hexdigest()

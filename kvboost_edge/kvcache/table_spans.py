@@ -1,5 +1,7 @@
-"""Spans in a table: blocks of other contexts at their new positions, and the table's own blocks
-between them.
+"""Placement of spans in block tables, for non-prefix KV reuse.
+
+A span serves blocks of another context at new positions. The table's own blocks fill the gaps
+between spans.
 """
 
 from __future__ import annotations
@@ -17,12 +19,19 @@ __all__ = ["Spans", "own_blocks"]
 
 
 class Spans:
-    """Places spans in tables of one manager.
+    """Placement of spans in the tables of one manager.
 
-    take(count, owner)   takes free blocks for a table;  released: where ids of those freed with
-                         nothing in them go
-    num_tokens           tokens shared so since the start, by all tables whose hits and misses count
-    num_cut_tokens       tokens of them that `cut` took out again: they are misses
+    Args:
+        pool: the block pool.
+        index: the prefix index.
+        claims: claims of the tables.
+        take: takes `count` free blocks for an owner, `take(count, owner)`.
+        released: receives ids of freed blocks that cannot be matched.
+        block_size: tokens of a block.
+
+    Attributes:
+        num_tokens: tokens reused in spans since the start, over tables that count their lookups.
+        num_cut_tokens: those of them that `cut` removed again. They count as misses.
     """
 
     def __init__(
@@ -43,8 +52,10 @@ class Spans:
         self.num_tokens = self.num_cut_tokens = 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell it which blocks can be shared: those that are published, whose content their tokens
-        and all before them alone determine.
+        """Report the blocks that can be shared, and every change from now on, to a watcher.
+
+        These are the published blocks. Their content depends only on their tokens and those before
+        them.
         """
         self._index.watch(watcher)
 
@@ -57,13 +68,25 @@ class Spans:
         *,
         num_reserved: int = 0,
     ) -> bool:
-        """Let a table that was just opened share spans, and take blocks of its own for all else of
-        its `num_tokens` tokens, and `num_reserved` for `cut`. False, and no change, where that
-        takes more than `spare` free blocks.
+        """Place spans in a table that was just opened, and allocate its own blocks for the other
+        tokens.
 
-        A span begins whole blocks behind the one before it, the first behind what the table found
-        (CacheCorruption). From the first one on nothing is published; what the table promised there
-        it promises no more.
+        The first span begins whole blocks after the matched prefix, and each further one whole
+        blocks after the span before it. The table publishes nothing from the first span on, and its
+        claims there end.
+
+        Args:
+            table: the table.
+            spans: spans in order.
+            num_tokens: tokens of the table.
+            spare: most free blocks that this may take.
+            num_reserved: blocks to reserve for `cut`.
+
+        Returns:
+            False, without any change, if more than `spare` free blocks are needed.
+
+        Raises:
+            CacheCorruption: a span does not fit at its position.
         """
         shared = [block_id for span in spans for block_id in span.block_ids]
         own = self._num_own(table, spans, num_tokens)
@@ -85,8 +108,10 @@ class Spans:
         return True
 
     def cut(self, table: BlockTable, spans: Sequence[Span]) -> None:
-        """Let a table share these spans only: what is left of its own when whole blocks of tokens
-        are taken out. Those go to reserved blocks, and what is reserved beyond them is given back.
+        """Reduce the spans of a table to these, after whole blocks of tokens were removed from
+        them.
+
+        Reserved blocks take the removed tokens. Unused reserved blocks are freed.
         """
         if table._counts_spans:
             taken_out = _num_tokens(table.spans) - _num_tokens(spans)
@@ -116,16 +141,14 @@ class Spans:
         self.give_back(table)
 
     def give_back(self, table: BlockTable) -> None:
-        """Free what is reserved for `cut`."""
+        """Free the blocks reserved for `cut`."""
         for block_id in table.reserve:
             self._pool.release(block_id, matchable=False)
             self._released[block_id] = None
         table.reserve = []
 
     def _num_own(self, table: BlockTable, spans: Sequence[Span], num_tokens: int) -> int:
-        """Blocks of its own that the table needs: for what is before each span, and for what
-        follows the last one.
-        """
+        """Return how many own blocks the table needs between its spans and after the last one."""
         count = 0
         position = len(table) * self._size
         for span in spans:
@@ -145,8 +168,9 @@ class Spans:
     def _lay_out(
         self, table: BlockTable, spans: Sequence[Span], end: int, block_at: Callable[[int], int]
     ) -> None:
-        """Enter spans, and own blocks up to position `end`, behind the blocks of a table that has
-        no spans; block_at(position): the own block whose slot 0 holds the position.
+        """Append spans, and own blocks up to position `end`, to a table without spans.
+
+        `block_at(position)` returns the own block whose slot 0 holds the position.
         """
         position = len(table) * self._size
         for span in spans:
@@ -169,7 +193,7 @@ def _num_tokens(spans: Sequence[Span]) -> int:
 
 
 def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
-    """The blocks that no span of a table brought, by the position of their slot 0."""
+    """Return the blocks of a table that belong to no span, by the position of their slot 0."""
     starts = {span.start for span in table.spans}
     found: dict[int, int] = {}
     for segment, end in zip(
@@ -183,7 +207,6 @@ def own_blocks(table: BlockTable, block_size: int) -> dict[int, int]:
                 segment.first_position + (end - segment.first_index) * block_size,
                 block_size,
             )
-            found |= zip(
-                places, table.block_ids[segment.first_index : end], strict=False
-            )  # checks ask of broken ones too
+            # Not strict: invariant checks also pass broken tables.
+            found |= zip(places, table.block_ids[segment.first_index : end], strict=False)
     return found
