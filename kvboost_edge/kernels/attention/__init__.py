@@ -1,1 +1,1 @@
-"""Paged attention over float KV."""
+"""Paged attention over float32, float16 and bfloat16 KV."""

@@ -1,16 +1,16 @@
-"""Paged attention on float32, float16 and bfloat16 blocks: one algorithm for decode and for
-prefill.
+"""Paged attention over float32, float16 and bfloat16 blocks: one kernel for decode and prefill.
 
-Units and partitions are those of units.py; a partition is walked in tiles of 64 tokens, at absolute
-positions too.
+Online softmax (Milakov and Gimelshein, 2018) over tiles of 64 tokens, as in FlashAttention-2 (Dao,
+2023). Partitions of 512 tokens are merged by their log-sum-exp, as in Flash-Decoding; see
+units.py. Tiles and partitions are at absolute positions. The query heads of a KV head read its KV
+together. Decode is bound by reading KV from memory, prefill by fma throughput.
 
-A strip of 16 tokens is read in place where it is float32, complete, and head_dim a multiple of 16,
-and for few rows where its whole tile is so in float16; otherwise it is staged: widened to float32,
-padded, and zero where no token of the item's range lies. What was never written is therefore never
-multiplied by anything.
+A strip of 16 tokens is read in place if it is float32, complete, and head_dim is a multiple of 16.
+For few rows, a complete float16 tile is also read in place. Any other strip is staged: widened to
+float32, padded, and zero at tokens outside the item's range. So memory that was never written is
+never an operand.
 
-Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the
-compiler to look at.
+Float32 buffers are passed as byte addresses: no bounds checks, no wraparound code, less IR.
 """
 
 from __future__ import annotations
@@ -62,17 +62,20 @@ _VALUES_1 = values_tile[1]
 _HALVES_4 = half_values_tile[4]
 _HALVES_2 = half_values_tile[2]
 _HALVES_1 = half_values_tile[1]
-_ROWS_IN_PLACE = (
-    2 * ROWS
-)  # for so few rows it is cheaper to widen float16 twice than to store it widened
+# For so few rows, widening float16 twice (for scores and values) is cheaper than staging it.
+_ROWS_IN_PLACE = 2 * ROWS
 
 
 @kernel
 def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool) -> None:
-    """Fill column `strip` of the tile table for the 16 tokens at `position`, staging them where
-    they need it.
+    """Fill a column of the tile table for the 16 tokens at `position`; stage them if needed.
 
-    in_place: the tile is read as it is stored, see `_reads_halves`
+    Args:
+        job: the call.
+        unit: the rows that attend.
+        strip: 0 to 3.
+        position: first token of the strip.
+        in_place: True if the tile is read in its storage dtype; see `_reads_halves`.
     """
     shape = job.shape
     at = unit.table + 8 * strip
@@ -80,7 +83,7 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
     first = max(0, unit.low - position)
     end = min(LANES, unit.high - position)
     if first >= end:
-        # Nothing to see: one row of zeros stands for all of them.
+        # No token to see: one row of zeros is read for all channels.
         zeros = unit.stage + 4 * STRIPS * LANES * (shape.head_dim + shape.padded_dim)
         fill(zeros, shape.padded_dim, np.float32(0.0))
         _set_column(at, zeros, 0, zeros, 0, zeros, zeros)
@@ -124,7 +127,7 @@ def place_strip(job: Job, unit: Unit, strip: int, position: int, in_place: bool)
 
 @kernel
 def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
-    """Addresses of the keys and values stored for a position."""
+    """Return the addresses of the key and the value stored for a position."""
     shape = job.shape
     size = 4 if shape.kind == KIND_F32 else 2
     entry = unit.sequence * job.max_blocks + unit.first_index + position // shape.block_size
@@ -148,7 +151,7 @@ def _set_column(
 
 @kernel
 def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
-    """Whether the tile at `start` is complete float16 and read where it lies."""
+    """Return whether the tile at `start` is complete float16 and read in place."""
     few = (
         shape.kind == KIND_F16
         and unit.num_rows <= _ROWS_IN_PLACE
@@ -159,9 +162,7 @@ def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
 
 @kernel
 def _attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_place: bool) -> None:
-    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all
-    rows.
-    """
+    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows."""
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
@@ -223,7 +224,7 @@ def _add_halves(unit: Unit, weights: int, factors: int, out: int, dim: int) -> N
 
 @kernel
 def _attend_partition(job: Job, unit: Unit, more: int, partition: int, state: int) -> None:
-    """Softmax of the unit's rows over one partition, into a state."""
+    """Compute the softmax state of the unit's rows over one partition."""
     clear_state(job.shape, unit.num_rows, state)
     start = max(unit.low, partition * PARTITION) // TILE * TILE
     end = min(unit.high, partition * PARTITION + PARTITION)
@@ -237,13 +238,13 @@ def _attend_partition(job: Job, unit: Unit, more: int, partition: int, state: in
 
 @kernel
 def _lay_out(job: Job, unit: Unit) -> int:
-    """Floats need nothing beside a `Unit`."""
+    """Return 0: floats need nothing but a `Unit`."""
     return 0
 
 
 @kernel
 def _add_nothing(job: Job, unit: Unit, more: int, merged: int, state: int) -> None:
-    """All of a unit's tokens are in its partitions."""
+    """Do nothing: all tokens of a unit are in its partitions."""
 
 
 attend_units = unit_loop("attend_units", _lay_out, _attend_partition, _add_nothing)
@@ -251,8 +252,9 @@ attend_units = unit_loop("attend_units", _lay_out, _attend_partition, _add_nothi
 
 @kernel
 def attend(call: AttentionCall) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same call; a late one
-    returns at once.
+    """Take units until none is left.
+
+    Every thread of a team runs this on the same call. A thread that starts late returns at once.
     """
     job = addresses_of(Job, call)
     attend_units(job, addresses_of(RotationPointers, call), job)

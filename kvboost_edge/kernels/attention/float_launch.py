@@ -1,4 +1,4 @@
-"""`paged_attention`: checks, buffers and threads around the attention kernel."""
+"""Entry point of paged attention over float KV: checks, buffers and threads."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _NO_SINKS = np.empty(0, dtype=np.float32)
 _NO_TURNING = QueryRotation(
     np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
 )
-# Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us and more each) the call is nearly
-# over before a helper is awake. Measured alone and with one helper: 67 and 67 us at 128 steps, 116
-# and 89 us at 256, 224 and 146 at 512.
+# Below this many steps of 4 rows x 64 tokens x 64 dims (0.25 us or more each), the call is nearly
+# over before a helper is awake. Time alone and with one helper: 67 and 67 us at 128 steps, 116 and
+# 89 us at 256, 224 and 146 us at 512.
 _STEPS_TO_SHARE = 200
 
 
 class AttentionWorkspace:
-    """Threads and buffers that calls share; buffers grow to the largest call and stay."""
+    """A thread team, and buffers that grow to the largest call."""
 
     def __init__(self, num_threads: int) -> None:
         self.team = KernelTeam(num_threads)
@@ -66,13 +66,13 @@ class AttentionWorkspace:
         return self.team.num_threads
 
     def scratch(self, num_floats: int) -> Floats:
-        """float32 [num_threads, num_floats], contents undefined."""
+        """Return float32 [num_threads, num_floats], uninitialized, aligned to 64 bytes."""
         if self._scratch.size < self.num_threads * num_floats:
             self._scratch = aligned_empty((self.num_threads * num_floats,), np.float32)
         return self._scratch[: self.num_threads * num_floats].reshape(self.num_threads, num_floats)
 
     def partials(self, count: int, num_floats: int) -> Floats:
-        """float32 [count, num_floats], contents undefined."""
+        """Return float32 [count, num_floats], uninitialized, aligned to 64 bytes."""
         if self._partials.size < count * num_floats:
             self._partials = aligned_empty((count * num_floats,), np.float32)
         return self._partials[: count * num_floats].reshape(count, num_floats)
@@ -90,17 +90,24 @@ def paged_attention(
     plan: WorkPlan | None = None,
     turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
-    """Attention of a flat batch over its sequences' blocks, causal unless the options look ahead.
+    """Compute attention of a flat batch over its sequences' blocks.
+
+    It is causal unless `options.ahead` is set. Block ids and lengths are trusted.
 
     Args:
         queries: float32 [num_tokens, num_q_heads, head_dim].
-        workspace: None: one thread and buffers of its own.
-        plan: the batch's `plan_work` for these head counts and this window, if it is known already.
-        turning: for a batch that has segments with a delta; ConfigError where such a batch comes
-            without.
+        pool: KV of one layer.
+        batch: query rows and block tables of each sequence.
+        options: softmax scale, window, softcap, sinks.
+        workspace: threads and buffers; None: one thread with buffers of its own.
+        plan: result of `plan_work` for this batch, these head counts and this window, if known.
+        turning: queries before RoPE; required if the batch has segments with a delta.
 
-    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
-    are trusted.
+    Returns:
+        (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
+
+    Raises:
+        ConfigError: shapes do not fit, or `turning` is missing.
     """
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, pool, options)
@@ -125,7 +132,7 @@ def paged_attention(
 
 
 def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> int:
-    """Query heads per kv head; ConfigError unless queries, sinks and the pool fit each other."""
+    """Return the query heads per KV head; raise ConfigError if the shapes do not fit."""
     num_kv_heads, head_dim = pool.keys.shape[1:3]
     _, num_q_heads, query_dim = queries.shape
     if query_dim != head_dim or num_q_heads % num_kv_heads:
@@ -142,9 +149,7 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
 
 
 def check_turning(queries: Floats, batch: PagedBatch, turning: QueryRotation | None) -> None:
-    """ConfigError where segments of the batch have a delta and no queries before rotation, or no
-    rows of rope's tables, are there for it.
-    """
+    """Raise ConfigError if segments have a delta and `turning` is missing or too short."""
     if batch.segments is None or not has_delta(batch.segments):
         return
     if turning is None:
@@ -173,8 +178,18 @@ def make_call(
     more_scratch: Callable[[int, int], int] | None = None,
     turning: QueryRotation | None = None,
 ) -> AttentionCall:
-    """Fresh outputs, and the workspace's buffers. `more_scratch(padded_rows, padded_dim)`: floats a
-    thread needs beside those of attention on floats.
+    """Return a call with new outputs and the workspace's buffers.
+
+    Args:
+        queries: float32 [num_tokens, num_q_heads, head_dim].
+        pool: KV of one layer.
+        batch: query rows and block tables of each sequence.
+        options: softmax scale, window, softcap, sinks.
+        space: threads and buffers.
+        plan: result of `plan_work`.
+        more_scratch: (padded_rows, padded_dim) -> floats per thread, in addition to those of float
+            attention.
+        turning: queries before RoPE, for segments with a delta.
     """
     num_kv_heads, head_dim, block_size = pool.keys.shape[1:]
     num_tokens, num_q_heads, _ = queries.shape
@@ -227,7 +242,7 @@ def make_call(
 
 
 def is_small(call: AttentionCall, plan: WorkPlan) -> bool:
-    """Whether the call is over before a helper is awake."""
+    """Return whether the call ends before a helper would be awake."""
     return plan.num_steps * call.shape.num_kv_heads * call.shape.head_dim < _STEPS_TO_SHARE * 64
 
 
@@ -236,6 +251,6 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _plain(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """C-contiguous, writable and of the dtype: the same array where it is that already."""
+    """Return the array if it is C-contiguous, writable and of the dtype; otherwise a copy."""
     plain = np.ascontiguousarray(array, dtype=dtype)
     return plain if plain.flags.writeable else plain.copy()

@@ -1,17 +1,20 @@
-"""Register-blocked microkernels of attention: four query rows against one tile of 64 tokens.
+"""Register-blocked attention microkernels: four query rows x one tile of 64 tokens.
 
-A tile is four strips of 16 tokens. Where the strips lie is told by a tile table, int64 [6, 4] in
-memory, one column a strip:
+A tile is four strips of 16 tokens. A tile table, int64 [6, 4] in memory with one column per strip,
+locates them:
 
-    row 0  address of the strip's keys: `head_dim` vectors of 16 tokens        row 1  bytes from one
-           dim to the next
-    row 2  address of the strip's values: 16 rows of channels                  row 3  bytes from one
-           token to the next
-    row 4  address of the next tile's keys, row 5 of its values: both are asked for while this tile
-           is computed
+ row  content
+   0  address of the keys, [head_dim, 16]: a lane is a token
+   1  bytes from one dim of the keys to the next
+   2  address of the values, [16, padded_dim]: a lane is a channel
+   3  bytes from one token of the values to the next
+   4  address of the next tile's keys, to prefetch
+   5  address of the next tile's values, to prefetch
 
-Each lane of each accumulator is one fma chain in a fixed order (dims for scores, tokens for
-values), so a row's result does not depend on which rows share its registers.
+The inner loop broadcasts one float of a query (or weight) and multiplies it with a vector of 16
+keys (or values) by `fma`. Each lane of each accumulator is one fma chain in a fixed order: dims
+for scores, tokens for values. So a row's result does not depend on the rows that share its
+registers.
 """
 
 from __future__ import annotations
@@ -70,8 +73,8 @@ TILE = STRIPS * LANES
 ROWS = 4
 _VECTOR_BYTES = 4 * LANES
 _TABLE_ROW_BYTES = 8 * STRIPS
-# Vectors of 16 that four rows meet at once: their sums fill 16 of 32 registers of 512 bits, or 8 of
-# 16 of 256 bits.
+# Vectors of 16 that four rows are multiplied with at once. Their accumulators fill 16 of 32
+# registers of 512 bits, or 8 of 16 of 256 bits.
 _AT_ONCE = 4 if dot_form() == "vnni512" else 1
 
 Value = Any
@@ -134,12 +137,13 @@ def _emit_strips(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
 def _scores_tile(strips: int, kind: int = KIND_F32) -> Any:
     @intrinsic
     def scores_tile(typing: Any, query: Any, table: Any, head_dim: Any, scores: Any) -> Any:
-        """Scores of four rows against the tile's first 16 * strips tokens, whose keys are stored as
-        `kind`.
+        """Compute scores of four rows for the tile's first 16 * strips tokens.
 
         Args:
-            query: address of float32 [4, head_dim], rows contiguous.
-            scores: address of float32 [4, 64], written in the columns of those tokens.
+            query: address of float32 [4, head_dim], contiguous.
+            table: address of the tile table; the keys have dtype `kind`.
+            head_dim: channels of a head.
+            scores: address of float32 [4, 64]; the columns of those tokens are written.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -159,7 +163,7 @@ half_scores_tile = _scores_tile(STRIPS, KIND_F16)
 def _emit_values_panel(
     b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int
 ) -> None:
-    """`values_tile` for a panel of num_vectors * 16 channels."""
+    """Emit `values_tile` for a panel of num_vectors * 16 channels."""
     weights, table, channel, scales, out, out_row_bytes = arguments
     at_once = min(num_vectors, _AT_ONCE)
     with emit_loop(b, _int(num_vectors // at_once)) as part:
@@ -215,14 +219,17 @@ def _values_tile(num_vectors: int, strips: int, kind: int = KIND_F32) -> Any:
     def values_tile(
         typing: Any, weights: Any, table: Any, channel: Any, scales: Any, out: Any, row_bytes: Any
     ) -> Any:
-        """out[row] = out[row] * scale[row] + sum over the tile's (first 16 * strips) tokens of
-        weight[row] * value.
+        """Set out[row] = out[row] * scale[row] + sum over tokens of weight[row] * value.
+
+        The tokens are the tile's first 16 * strips ones.
 
         Args:
             weights: address of float32 [4, 64].
-            channel: first of the panel's channels.
+            table: address of the tile table; the values have dtype `kind`.
+            channel: first channel of the panel.
             scales: address of float32 [4].
-            out: address of float32 [4, row_bytes / 4], updated in the panel's columns.
+            out: address of float32 [4, row_bytes / 4]; the panel's columns are updated.
+            row_bytes: bytes of a row of `out`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -241,9 +248,7 @@ values_strip = {vectors: _values_tile(vectors, 1) for vectors in (4, 1)}
 
 @intrinsic
 def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
-    """In place on float32 [64]: s -> cap * tanh(s / cap), through exp(-2 |s / cap|), which cannot
-    overflow.
-    """
+    """Apply s -> cap * tanh(s / cap) in place to float32 [64]."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         scores, cap = arguments
@@ -255,6 +260,7 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
             x = b.fdiv(emit_load(b, V16, at), cap_splat)
             negative = b.fcmp_ordered("<", x, zero)
             minus_abs = b.select(negative, x, b.fsub(zero, x))
+            # tanh through exp(-2 |x|), which cannot overflow.
             decay = emit_exp(b, b.fadd(minus_abs, minus_abs))
             tanh = b.fdiv(b.fsub(one, decay), b.fadd(one, decay))
             tanh = b.select(negative, b.fsub(zero, tanh), tanh)
@@ -266,7 +272,7 @@ def softcap_row(typing: Any, scores: Any, cap: Any) -> Any:
 
 @intrinsic
 def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
-    """In place on float32 [64]: -inf outside [low, high)."""
+    """Set float32 [64] to -inf outside [low, high), in place."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         scores, low, high = arguments
@@ -282,17 +288,16 @@ def hide_row(typing: Any, scores: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: Any) -> Any:
-    """One step of the running softmax of four rows over one tile; a score of -inf is a token not
-    seen.
+    """Do one step of the online softmax of four rows over one tile.
 
     Args:
-        scores: address of float32 [4, 64]: scores in, exp(score - new maximum) out, exactly 0 for
-            -inf.
-        maxima: address of float32 [4]: running maxima (-inf before the first visible token),
+        scores: address of float32 [4, 64]; -inf hides a token. Replaced by exp(score - new
+            maximum), exactly 0 for -inf.
+        maxima: address of float32 [4], running maxima (-inf before the first visible token),
             updated.
-        totals: address of float32 [4]: running sums of exponentials, updated.
-        rescale: address of float32 [4], written: what earlier sums are to be multiplied by (1 where
-            nothing changed).
+        totals: address of float32 [4], running sums of exponentials, updated.
+        rescale: address of float32 [4], written: factor of earlier sums (1 if the maximum did not
+            change).
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -326,8 +331,8 @@ def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, resca
         rows = [emit_load(b, V16, b.add(folded, _int(row * _VECTOR_BYTES))) for row in range(ROWS)]
         return emit_reduce_rows(b, rows, combine)
 
-    # Rows one after the other: all at once would be more code than the rest of a tile, and more
-    # than registers hold.
+    # One row at a time: all four at once would be more code than the rest of a tile, and more than
+    # the registers hold.
     folded = emit_scratch(b, ROWS * _VECTOR_BYTES)
     bases = emit_scratch(b, _VECTOR_BYTES)
     with emit_loop(b, _int(ROWS)) as row:
@@ -375,11 +380,17 @@ def stage_rows(
     high: Any,
     kind: Any,
 ) -> Any:
-    """Widen rows of 16 stored values to float32 rows one after another; lanes outside [low, high)
-    become 0.
+    """Widen rows of 16 stored values to contiguous float32 rows, prefetching the next rows.
 
-    The source's rows are `step` bytes apart; kind is KIND_F32, KIND_F16 or KIND_BF16. Rows at
-    `ahead`, laid out like the source, are asked for on the way.
+    Args:
+        out: address of float32 [rows, 16], written.
+        source: address of the first row.
+        ahead: address of rows to prefetch, laid out like `source`.
+        rows: number of rows.
+        step: bytes from one row of `source` to the next.
+        low: first lane that is kept; lanes before it become 0.
+        high: end of the lanes that are kept; lanes from it on become 0.
+        kind: KIND_F32, KIND_F16 or KIND_BF16.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -392,8 +403,9 @@ def stage_rows(
 
 
 def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
-    """Run `emit(kind, byte offset)` over `count` floats: whole vectors, then one by one; nothing if
-    count <= 0.
+    """Emit `emit(type, byte offset)` for `count` floats: whole vectors, then single floats.
+
+    Nothing runs if count <= 0.
     """
     vectors = b.sdiv(count, _int(LANES))
     with cgutils.for_range(b, vectors, intp=I64) as loop:
@@ -404,8 +416,9 @@ def _emit_by_vectors(b: Builder, count: Value, emit: Any) -> None:
 
 
 def _row_intrinsic(num_floats: int, combine: Any) -> Any:
-    """An intrinsic f(out, source, count, *floats): out[i] = combine(b, out[i], source[i], *floats)
-    for i < count.
+    """Return the intrinsic f(out, source, count, *floats).
+
+    It sets out[i] = combine(b, out[i], source[i], *floats) for i < count.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -427,7 +440,7 @@ def _row_intrinsic(num_floats: int, combine: Any) -> Any:
 
 @intrinsic
 def mix_row(typing: Any, out: Any, source: Any, count: Any, keep: Any, add: Any) -> Any:
-    """float32, addresses: out = out * keep + source * add for `count` elements."""
+    """Set out = out * keep + source * add for `count` float32 at addresses out and source."""
     return _row_intrinsic(
         2, lambda b, old, new, keep, add: emit_fma(b, new, add, b.fmul(old, keep))
     )
@@ -435,13 +448,13 @@ def mix_row(typing: Any, out: Any, source: Any, count: Any, keep: Any, add: Any)
 
 @intrinsic
 def scale_row(typing: Any, out: Any, source: Any, count: Any, factor: Any) -> Any:
-    """float32, addresses: out = source * factor for `count` elements."""
+    """Set out = source * factor for `count` float32 at addresses out and source."""
     return _row_intrinsic(1, lambda b, old, new, factor: b.fmul(new, factor))
 
 
 @intrinsic
 def fill(typing: Any, out: Any, count: Any, value: Any) -> Any:
-    """float32, address: out = value for `count` elements (none if count <= 0)."""
+    """Set `count` float32 at address `out` to a value; do nothing if count <= 0."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         out, count, value = arguments

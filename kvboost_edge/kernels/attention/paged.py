@@ -1,6 +1,4 @@
-"""What the paged kernels take: the pool of one layer, the flat batch, the softmax options, and the
-plan of the work.
-"""
+"""Inputs of paged attention: a layer's pool, the flat batch, options, and the work plan."""
 
 from __future__ import annotations
 
@@ -36,28 +34,26 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 _TILE = 64  # tokens, see float_tiles.py
-# Tokens; partial results end at multiples of it whatever the batch or the chunking, and merge in
-# order.
+# Tokens. Partial results end at multiples of it, whatever the batch or the chunks, and merge in
+# order: so results do not depend on either.
 PARTITION = 512
 _KINDS: dict[np.dtype[Any], int] = {
     np.dtype(np.float32): KIND_F32,
     np.dtype(np.float16): KIND_F16,
     np.dtype(np.uint16): KIND_BF16,
 }
-_ROWS_PER_ITEM = (
-    64  # query rows (tokens x heads of a kv head) that share one reading of the keys and values
-)
-_ITEMS_PER_THREAD = (
-    4  # fewer items than this per thread: split the sequence's partitions over the threads
-)
+# Query rows (tokens x query heads of a KV head) that share one read of KV.
+_ROWS_PER_ITEM = 64
+# If a thread would get fewer items than this, the partitions of a sequence are split over threads.
+_ITEMS_PER_THREAD = 4
 
 
 class KVPool(NamedTuple):
-    """Keys and values of one layer, in float32, float16 or (as uint16 bits) bfloat16.
+    """KV of one layer in float32, float16 or bfloat16 (as uint16 bit patterns).
 
     Attributes:
-        keys ([num_blocks, num_kv_heads, head_dim, block_size]): a lane is a token.
-        values ([num_blocks, num_kv_heads, block_size, head_dim]): a lane is a channel.
+        keys: [num_blocks, num_kv_heads, head_dim, block_size]; a vector lane is a token.
+        values: [num_blocks, num_kv_heads, block_size, head_dim]; a vector lane is a channel.
     """
 
     keys: npt.NDArray[Any]
@@ -65,12 +61,13 @@ class KVPool(NamedTuple):
 
 
 class OwnBlocks(NamedTuple):
-    """The blocks that a pass writes, in float16: a query reads its own block here.
+    """Float16 copies of the blocks that a pass writes; a query reads its own block here.
 
-    pool   float16 buffers as in KVPool;  tables int32 [num_seqs, width]: the buffer of the
-           sequence's first block that
-    the pass writes, of the next, ...;  first int32 [num_seqs]: the position of that first block's
-                                        slot 0.
+    Attributes:
+        pool: float16 buffers, shaped as in `KVPool`.
+        tables: int32 [num_seqs, width], buffers of the sequence's consecutive blocks, from the
+            first one that the pass writes.
+        first: int32 [num_seqs], position of slot 0 of that first block.
     """
 
     pool: KVPool
@@ -79,15 +76,15 @@ class OwnBlocks(NamedTuple):
 
 
 class PagedBatch(NamedTuple):
-    """Which query rows belong to which sequence and where the sequences' blocks are.
+    """Query rows and block tables of the sequences of a batch.
 
     Attributes:
-        cu_seqlens_q (int32 [num_seqs + 1]): first query row of each sequence.
-        seq_lens (int32 [num_seqs]): the position behind each sequence's last query row.
-        block_tables (int32 [num_seqs, max_blocks]): block ids in order; not read beyond the
+        cu_seqlens_q: int32 [num_seqs + 1], first query row of each sequence.
+        seq_lens: int32 [num_seqs], position after each sequence's last query row.
+        block_tables: int32 [num_seqs, max_blocks], block ids in order; not read beyond the
             sequence's end.
-        segments: which positions the blocks hold, see segments.py; None: block i holds those from i
-            * block_size on.
+        segments: positions that the entries hold, see segments.py; None: entry i holds those from
+            i * block_size on.
     """
 
     cu_seqlens_q: Ints
@@ -97,11 +94,16 @@ class PagedBatch(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """A query at position p sees keys at (p - window, p], window 0: all up to p. softcap 0: none.
+    """Options of one layer's softmax.
 
-    sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no
-    value. ahead: so many keys behind p are seen too, as far as the sequence goes; 0: causal. Only
-    where no batch has segments.
+    Attributes:
+        softmax_scale: factor of scores.
+        window: a query at position p sees keys at (p - window, p]; 0: all up to p.
+        softcap: scores become softcap * tanh(score / softcap); 0: none.
+        sinks: float32 [num_q_heads], one more logit per head that joins the denominator and has no
+            value; None: none.
+        ahead: keys after p that are also seen, up to the sequence's end; 0: causal. Not with
+            segments.
     """
 
     softmax_scale: float
@@ -112,12 +114,14 @@ class AttentionOptions(NamedTuple):
 
 
 class QueryRotation(NamedTuple):
-    """What queries over segments with a delta are made of: one at position p is rotated by row p -
-    delta of the tables.
+    """Queries before RoPE, for segments with a delta.
+
+    A query at position p is rotated by row p - delta of the tables.
 
     Attributes:
-        queries: float32 [num_tokens, num_q_heads, head_dim], before rotation.
-        cos, sin: float32 [num_positions, rotary_dim / 2], see rope.py.
+        queries: float32 [num_tokens, num_q_heads, head_dim], before RoPE.
+        cos: float32 [num_positions, rotary_dim / 2]; see rope.py.
+        sin: float32 [num_positions, rotary_dim / 2].
     """
 
     queries: Floats
@@ -126,20 +130,25 @@ class QueryRotation(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tile of a sequence's query rows, over all partitions it sees; or over one of them, where
-    the tile is split.
+    """A tile of a sequence's query rows and the partitions that it attends to.
+
+    It attends to all partitions that its rows see; if the tile is split, to one of them.
 
     Attributes:
-        first_row, num_rows: query tokens, counted from the sequence's first one in the batch.
-        first_partition, end_partition: what this item walks, of one segment of the sequence's
-            blocks.
-        split: number of the split tile, -1: not split.
-        ordinal, num_partitions: which of the split tile's partitions this is, and how many it has.
+        sequence: sequence in the batch.
+        first_row: first query token, counted from the sequence's first one in the batch.
+        num_rows: query tokens.
+        first_partition: first partition of the item, in one segment of the sequence's blocks.
+        end_partition: end of its partitions.
+        split: number of the split tile; -1: not split.
+        ordinal: index of this partition in the split tile.
+        num_partitions: partitions of the split tile.
         first_partial: the split tile's first partial result.
         first_index: the segment's first entry in the block table.
-        shift: position of that entry's slot 0; the item's other positions are counted from there.
-        valid_from, valid_to: what the segment serves; NO_END: the queries themselves are in it.
-        delta: of the segment: 0, or how far back the queries are turned.
+        shift: position of slot 0 of that entry; the item's other positions count from it.
+        valid_from: first position that the segment serves.
+        valid_to: end of the positions that it serves; NO_END: it holds the queries' own tokens.
+        delta: the segment's delta: positions by which the queries are rotated back; 0: none.
     """
 
     sequence: Any
@@ -163,14 +172,14 @@ ITEM_COLUMNS = len(Item._fields)
 
 
 class WorkPlan(NamedTuple):
-    """Items that threads take one by one; each item stands for one unit per kv head. Lengths are
-    int32, and so every number of an item fits.
+    """Items that threads take one by one; an item is one unit per KV head.
 
-    items        int32 [num_items, ITEM_COLUMNS], rows of `Item`
-    num_splits   tiles of query rows whose partitions are split
-    num_partials partial results of all of them
-    tile_rows    most query tokens in one item
-    num_steps    (4 query rows x 64 tokens) of all items, about: the size of the work per kv head
+    Attributes:
+        items: int32 [num_items, ITEM_COLUMNS], rows of `Item`.
+        num_splits: tiles of query rows whose partitions are split.
+        num_partials: partial results of all split tiles.
+        tile_rows: most query tokens of an item.
+        num_steps: approximate work per KV head, in steps of 4 query rows x 64 tokens.
     """
 
     items: Ints
@@ -188,12 +197,21 @@ def plan_work(
     num_threads: int,
     ahead: int = 0,
 ) -> WorkPlan:
-    """Cut a batch into items: tiles of query rows, and for few rows over many tokens one item per
-    partition.
+    """Split a batch into items: tiles of query rows, or partitions if there are few rows.
 
-    How the batch is cut decides speed only: partial results end at absolute positions and merge in
-    order either way. A sequence of several segments is always split, each segment into partitions
-    of its own. ConfigError for segments and `ahead`.
+    The plan affects speed only: partial results end at absolute positions and merge in order. A
+    sequence of several segments is always split, each segment into its own partitions.
+
+    Args:
+        batch: query rows and block tables.
+        heads_per_kv: query heads per KV head.
+        num_kv_heads: KV heads.
+        window: sliding window in tokens; 0: none.
+        num_threads: threads of the call.
+        ahead: later tokens that a query also sees.
+
+    Raises:
+        ConfigError: `ahead` with segments.
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
@@ -206,8 +224,8 @@ def plan_work(
     cut = _Cut(heads_per_kv, num_kv_heads, window, num_threads, tile_rows, ahead)
     if max(lengths, default=0) > tile_rows or (window > 0 and batch.segments is not None):
         return _plan_items(lengths, seq_lens, batch.segments, cut)
-    # Steps of decoding: the same plan until a sequence begins another tile, or leaves a partition
-    # behind its window.
+    # Decode steps share a cached plan until a sequence begins another tile or a partition leaves
+    # its window.
     alike = tuple(
         _last_alike(seq_len, seq_len - length, window)
         for seq_len, length in zip(seq_lens, lengths, strict=True)
@@ -217,9 +235,7 @@ def plan_work(
 
 
 def _last_alike(seq_len: int, position: int, window: int) -> int:
-    """The greatest length for which a sequence is cut like one of `seq_len` whose first query is at
-    `position`.
-    """
+    """Return the greatest length with the plan of `seq_len`, for a first query at `position`."""
     tile_end = -(-seq_len // _TILE) * _TILE
     if window == 0:
         return tile_end
@@ -228,7 +244,7 @@ def _last_alike(seq_len: int, position: int, window: int) -> int:
 
 
 class _Cut(NamedTuple):
-    """What decides, beside lengths, how a batch is cut."""
+    """Inputs of a plan other than lengths and segments."""
 
     heads_per_kv: int
     num_kv_heads: int
@@ -242,7 +258,7 @@ class _Cut(NamedTuple):
 def _plan_again(
     lengths: tuple[int, ...], seq_lens: tuple[int, ...], segments: bytes | None, cut: _Cut
 ) -> WorkPlan:
-    """`_plan_items`, for lengths and segments, int32, that it has met before the same again."""
+    """Return `_plan_items` from a cache; `segments` are the bytes of int32 rows."""
     rows = (
         None
         if segments is None
@@ -252,12 +268,14 @@ def _plan_again(
 
 
 class _Walks(NamedTuple):
-    """What tiles of query rows walk: one walk for each segment of the tile's sequence. int64
-    [num_walks] each.
+    """The partitions that tiles of query rows attend to: one walk for each segment of a sequence.
+
+    Arrays are int64 [num_walks]. One int replaces an array if every sequence has one segment.
+    Fields not listed are as in `Item`.
 
     Attributes:
-        tile: the tile; position: of its first query;  partitions [first, end) and what else there
-            is as in `Item`: one number stands for all walks where every sequence has one segment.
+        tile: the tile of query rows.
+        position: position of its first query.
     """
 
     tile: Longs
@@ -271,7 +289,7 @@ class _Walks(NamedTuple):
     delta: Longs | int
 
     def places(self, source: Longs) -> dict[str, Longs | int]:
-        """The last five, for walks of these numbers."""
+        """Return the last five fields at the walks with these numbers."""
         names = ("first_index", "shift", "valid_from", "valid_to", "delta")
         return {
             name: one if isinstance(one := getattr(self, name), int) else one[source]
@@ -282,7 +300,7 @@ class _Walks(NamedTuple):
 def _plan_items(
     new: Sequence[int], known: Sequence[int], segments: Segments, cut: _Cut
 ) -> WorkPlan:
-    """new, known: query rows and tokens of each sequence."""
+    """Return the plan for sequences with `new` query rows and `known` tokens each."""
     lengths = np.array(new, np.int64)
     seq_lens = np.array(known, np.int64)
     tile_rows = cut.tile_rows
@@ -324,8 +342,8 @@ def _plan_items(
     items = np.empty((source.size, ITEM_COLUMNS), dtype=np.int32)
     for index, column in enumerate(columns):
         items[:, index] = column
-    # Longest first, so that no thread is left with a long item at the end; partitions of one tile
-    # stay side by side.
+    # Longest first, so that no thread gets a long item at the end. Partitions of one tile stay
+    # neighbours.
     cost = (columns.end_partition - columns.first_partition) * columns.num_rows
     items = np.ascontiguousarray(items[np.argsort(-cost, kind="stable")])
     row_steps = -(-rows * cut.heads_per_kv // 4)[walks.tile]
@@ -339,8 +357,15 @@ def _plan_items(
 def _walks(
     sequence: Longs, position: Longs, seen: Longs, segments: Segments, window: int
 ) -> _Walks:
-    """The walks of tiles whose first query row is at `position` of `sequence`; what is `seen` from
-    there on is the tile's rows, and more where queries look ahead.
+    """Return the walks of tiles.
+
+    Args:
+        sequence: int64 [num_tiles].
+        position: int64 [num_tiles], position of the tile's first query row.
+        seen: int64 [num_tiles], tokens seen from `position` on: the tile's rows, and more if
+            queries look ahead.
+        segments: segments of the batch.
+        window: sliding window in tokens; 0: none.
     """
     if segments is None:
         first = (
@@ -382,14 +407,16 @@ def _walks(
 
 
 def _repeated(counts: Longs) -> tuple[Longs, Longs]:
-    """Index i, counts[i] times, for every i; and 0, 1, ... counts[i] - 1 beside it."""
+    """Return each index i repeated counts[i] times, and 0 .. counts[i] - 1 for the repetitions."""
     source = np.repeat(np.arange(counts.size), counts)
     return source, np.arange(source.size) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def storage_kind(pool: KVPool) -> int:
-    """KIND_F32, KIND_F16 or KIND_BF16 of a pool; ConfigError for another dtype or a pool that is
-    not contiguous.
+    """Return KIND_F32, KIND_F16 or KIND_BF16 of a pool.
+
+    Raises:
+        ConfigError: another dtype, shapes that do not fit, or arrays that are not C-contiguous.
     """
     kind = _KINDS.get(pool.keys.dtype)
     if kind is None or pool.values.dtype != pool.keys.dtype:
@@ -409,9 +436,8 @@ def storage_kind(pool: KVPool) -> int:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An uninitialised C-contiguous array that starts at a cache line: vectors in it never straddle
-    two lines.
-    """
+    """Return an uninitialized C-contiguous array that starts at a cache line (64 bytes)."""
+    # Aligned vectors never straddle two cache lines.
     kind = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     raw = np.empty(size + 64, dtype=np.uint8)

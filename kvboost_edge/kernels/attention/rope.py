@@ -1,6 +1,4 @@
-"""Rotary positions: the tables of cosines and sines, and the kernel that turns one head of one
-token.
-"""
+"""Rotary position embeddings (RoPE): cos/sin tables, and a kernel for one head of one token."""
 
 from __future__ import annotations
 
@@ -26,18 +24,21 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["RopeTable", "copy_floats", "rotate_head"]
 
-# Positions computed at once: a row's bits must not depend on how far the table had to grow.
+# Positions computed at once: a fixed number, so that a row's bits do not depend on the table's
+# growth.
 _AT_ONCE = 1024
 
 
 class RopeTable:
-    """cos and sin of position * frequency, float32 [positions, rotary_dim / 2], grown as positions
-    are met.
+    """Tables of cos and sin of position * frequency, which grow on demand.
 
-    `frequencies` float32 [rotary_dim / 2] in radians per position; `factor` multiplies cos and sin
-    (yarn). The angles are float32, their cos and sin rounded from float64: those of float32 are
-    other bits on other processors, and keys outlive the machine in a cache that is moved or shared.
-    1,024 positions of 64 pairs take 1.7 ms instead of 0.2.
+    Args:
+        frequencies: float32 [rotary_dim / 2], radians per position.
+        factor: factor of cos and sin (YaRN's attention scale).
+
+    Attributes:
+        cos: float32 [positions, rotary_dim / 2].
+        sin: float32 [positions, rotary_dim / 2].
     """
 
     def __init__(self, frequencies: npt.NDArray[np.float32], factor: float = 1.0) -> None:
@@ -48,7 +49,7 @@ class RopeTable:
         self.sin: npt.NDArray[np.float32] = empty
 
     def cover(self, positions: int) -> None:
-        """Make the tables hold at least `positions` rows. MemoryError leaves them as they are."""
+        """Grow the tables to at least `positions` rows; on MemoryError they stay unchanged."""
         have = len(self.cos)
         if positions <= have:
             return
@@ -59,20 +60,22 @@ class RopeTable:
         ]
         cos = np.concatenate([self.cos, *(self._turned(np.cos, a) for a in angles)])
         sin = np.concatenate([self.sin, *(self._turned(np.sin, a) for a in angles)])
-        # together: there may be memory for one of them alone
+        # both at once: there may be memory for only one of them
         self.cos = cos
         self.sin = sin
 
     def _turned(
         self, function: np.ufunc, angles: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
+        # Rounded from float64: float32 cos and sin differ in bits between processors, and cached KV
+        # moves between machines. 1,024 positions of 64 pairs take 1.7 ms instead of 0.2.
         turned: npt.NDArray[np.float32] = function(angles, dtype=np.float64).astype(np.float32)
         return turned * np.float32(self._factor)
 
 
 @intrinsic
 def _rotate_vectors(typing: Any, x: Any, cos: Any, sin: Any, half: Any, out: Any) -> Any:
-    """The first half // 16 * 16 pairs of a head, 16 at a time."""
+    """Rotate the first half // 16 * 16 pairs of a head, 16 at a time."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         x, cos, sin, half, out = arguments
@@ -106,7 +109,7 @@ def _copy_vectors(typing: Any, x: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def copy_floats(x: int, count: int, out: int) -> None:
-    """Copy `count` float32 from address x to address out; they do not overlap."""
+    """Copy `count` float32 from address x to address out; the ranges must not overlap."""
     _copy_vectors(x, count // LANES, out)
     for i in range(count // LANES * LANES, count):
         store_f32(out + 4 * i, load_f32(x + 4 * i))
@@ -114,10 +117,15 @@ def copy_floats(x: int, count: int, out: int) -> None:
 
 @kernel
 def rotate_head(x: int, cos: int, sin: int, half: int, dim: int, out: int) -> None:
-    """Rotate the pairs (i, i + half) of the first 2 * half of `dim` float32 at address x; copy the
-    rest.
+    """Rotate the pairs (i, i + half) of one head; copy channels from 2 * half on.
 
-    cos, sin: addresses of float32 [half], the token's rows of the tables. x and out do not overlap.
+    Args:
+        x: address of float32 [dim].
+        cos: address of float32 [half], the token's row of the table.
+        sin: address of float32 [half].
+        half: rotary pairs.
+        dim: channels of the head.
+        out: address of float32 [dim], written; must not overlap `x`.
     """
     _rotate_vectors(x, cos, sin, half, out)
     for i in range(half // LANES * LANES, half):

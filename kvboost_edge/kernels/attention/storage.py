@@ -1,7 +1,6 @@
-"""Storage dtypes, and the kernels that move keys and values: write by slot, copy of blocks, merge
-of partial results.
+"""KV storage dtypes, and kernels that write KV to slots, copy blocks and merge partial results.
 
-bfloat16 has no NumPy dtype: its arrays are uint16 bit patterns.
+NumPy has no bfloat16: its arrays are uint16 bit patterns.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ STORAGE_DTYPES: dict[str, npt.DTypeLike] = {
 
 
 def to_storage(values: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """float32 -> float32, float16 or uint16 (bfloat16 bits), nearest, ties to even; NaN stays
-    NaN.
+    """Convert float32 to float32, float16 or uint16 (bfloat16 bits).
+
+    It rounds to nearest, ties to even; NaN stays NaN.
     """
     if np.dtype(dtype) != np.uint16:
         with np.errstate(over="ignore"):
@@ -52,7 +52,7 @@ def to_storage(values: Floats, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def from_storage(stored: npt.NDArray[Any]) -> Floats:
-    """float32, float16 or uint16 (bfloat16 bits) -> float32, exact."""
+    """Convert float32, float16 or uint16 (bfloat16 bits) to float32, exactly."""
     if stored.dtype != np.uint16:
         return stored.astype(np.float32)
     return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -68,7 +68,14 @@ def _store(
     block_size: int,
     kind: int,
 ) -> None:
-    """key_pool, value_pool: addresses."""
+    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots.
+
+    Args:
+        key_pool: address of the pool's keys.
+        value_pool: address of the pool's values.
+        slots: int64 [num_tokens].
+        kind: KIND_F32, KIND_F16 or KIND_BF16.
+    """
     num_heads = keys.shape[1]
     head_dim = keys.shape[2]
     size = 4 if kind == KIND_F32 else 2
@@ -87,10 +94,16 @@ def _store(
 def write_kv(
     keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
-    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block *
-    block_size + offset).
+    """Store keys and values in a pool.
 
-    ConfigError where the shapes do not fit the pool; slots are trusted.
+    Args:
+        keys: float32 [num_tokens, num_kv_heads, head_dim].
+        values: float32 [num_tokens, num_kv_heads, head_dim].
+        pool: KV of one layer, written.
+        slot_mapping: int64 [num_tokens], block * block_size + offset; trusted.
+
+    Raises:
+        ConfigError: the shapes do not fit the pool.
     """
     kind = storage_kind(pool)
     _, num_heads, head_dim, block_size = pool.keys.shape
@@ -113,7 +126,7 @@ def write_kv(
 
 @kernel
 def _copy(pool: npt.NDArray[np.uint8], ops: npt.NDArray[np.int64]) -> None:
-    """pool: uint8 [num_blocks, bytes]; ops: int64 [num_ops, 2]."""
+    """Copy blocks of `pool`, uint8 [num_blocks, bytes]; `ops` is int64 [num_ops, 2]: (src, dst)."""
     for op in range(ops.shape[0]):
         src = ops[op, 0]
         dst = ops[op, 1]
@@ -155,11 +168,18 @@ def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse:
 
 
 def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
-    """Attention over the union of two disjoint sets of keys from the results over each: v [...,
-    dim], s = lse [...].
+    """Merge attention results over two disjoint sets of keys.
 
-    An lse of -inf stands for an empty set, whose v is not looked at; two empty sets give 0 and
-    -inf. float32.
+    An lse of -inf marks an empty set, whose v is ignored. Two empty sets give 0 and -inf.
+
+    Args:
+        v_a: float32 [..., dim], result over the first set.
+        s_a: float32 [...], log-sum-exp over the first set.
+        v_b: float32 [..., dim], result over the second set.
+        s_b: float32 [...], log-sum-exp over the second set.
+
+    Returns:
+        (v, lse) over the union, float32.
     """
     out = np.empty(v_a.shape, dtype=np.float32)
     lse = np.empty(s_a.shape, dtype=np.float32)

@@ -1,14 +1,14 @@
-"""What a thread does in a paged attention call: it takes units, attends their partitions, and
-merges them.
+"""Work units of paged attention: threads take them, attend to their partitions and merge them.
 
-Work unit: the query rows of one item (a tile of a sequence's query tokens, times the heads of a kv
-head) on one kv head. Its tokens are walked in partitions of 512 at absolute positions; each
-partition is a softmax of its own and the partitions are merged in order. So a row's bits depend on
-its own sequence and position only. Keys that were computed at other positions stay as they are: the
-query rows of a unit over them are rotated to where they would have been there.
+A unit is the query rows of one item (a tile of a sequence's query tokens x the query heads of a KV
+head) for one KV head. Its tokens are walked in partitions of 512 at absolute positions. Each
+partition has its own softmax state, and states merge in order. So a row's bits depend only on its
+sequence and position.
 
-Inside, float32 buffers are byte addresses: no bounds or wraparound code, and little for the
-compiler to look at.
+KV computed at other positions stays unchanged: the unit's query rows are rotated back by the
+segment's delta instead.
+
+Float32 buffers are passed as byte addresses: no bounds checks, no wraparound code, less IR.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOWEST = np.float32(-np.inf)
 
 @kernel
 def after(address: int, floats: int) -> int:
-    """The next cache line after `floats` floats at an aligned address."""
+    """Return the address of the next cache line after `floats` floats at an aligned address."""
     return address + (floats + LANES - 1) // LANES * LANES * 4
 
 
@@ -57,7 +57,7 @@ def clear_state(shape: AttentionShape, num_rows: int, state: int) -> None:
 
 @kernel
 def merge_partition(shape: AttentionShape, num_rows: int, merged: int, state: int) -> None:
-    """Merge a later partition's state into the merged state."""
+    """Merge a later partition's softmax state into the merged state."""
     dim = shape.padded_dim
     maxima = 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
@@ -75,13 +75,13 @@ def merge_partition(shape: AttentionShape, num_rows: int, merged: int, state: in
 
 @kernel
 def _first_row(job: Job, item: Item) -> Any:
-    """First query row of an item in the flat batch."""
+    """Return the first query row of an item in the flat batch."""
     return load_i32(job.cu_seqlens_q + 4 * item.sequence) + item.first_row
 
 
 @kernel
 def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
-    """Copy an item's query rows, scaled; what fills up the last 4 rows is 0."""
+    """Copy an item's query rows, scaled; rows that pad the last 4 become 0."""
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim
@@ -100,12 +100,8 @@ def _take_queries(job: Job, item: Item, head: int, query: int) -> None:
 
 @kernel
 def _turn_queries(job: Job, turn: RotationPointers, item: Item, unit: Unit) -> None:
-    """Take a unit's query rows, scaled, as they are at positions so far back as its keys were
-    computed.
-
-    They are rotated once, from before rotation: turning the others back would apply a rope's factor
-    twice.
-    """
+    """Copy a unit's query rows, scaled, rotated to the positions of its keys' computation."""
+    # From queries before RoPE: rotating the others back would apply RoPE's factor twice.
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim
@@ -164,7 +160,7 @@ def _open_unit(job: Job, item: Item, head: int, scratch: int) -> Unit:
 
 @kernel
 def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
-    """Add the sinks, divide, and write the unit's rows of out and lse."""
+    """Add the sinks to the denominator, divide, and write the unit's rows of `out` and `lse`."""
     shape = job.shape
     heads = shape.heads_per_kv
     dim = shape.head_dim
@@ -189,19 +185,19 @@ def _store_rows(job: Job, unit: Unit, item: Item, merged: int) -> None:
 
 
 def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> Any:
-    """The kernel `loop(job, turn, whole)` of this name: take units of the `Job` until none is left.
+    """Return the kernel `loop(job, turn, whole)`, which takes units of the job until none is left.
 
-    What differs from call to call is in three kernels, which get `whole`, the job with all that
-    belongs to it:
+    A unit of a split tile is one partition, whose state goes to `partials`. The thread that
+    finishes the tile's last partition merges all of them, in order.
 
-    lay_out(whole, unit)                                    what a unit needs beside a `Unit`
-    attend_partition(whole, unit, more, partition, state)   softmax of the unit's rows over one
-                                                            partition, into a state
-    add_last(whole, unit, more, merged, state)              what is merged after all partitions;
-                                                            state: to work in
-
-    A unit of a split tile is one partition, whose state goes to `partials`; the thread that
-    finishes the tile's last one merges all of them, in order.
+    Args:
+        name: the kernel's name.
+        lay_out: kernel (whole, unit) -> more: buffers that a unit needs in addition to a `Unit`.
+            `whole` is the job with all that belongs to its KV format.
+        attend_partition: kernel (whole, unit, more, partition, state): softmax state of the unit's
+            rows over one partition.
+        add_last: kernel (whole, unit, more, merged, state): merges tokens that come after all
+            partitions; `state` is scratch.
     """
 
     @named_kernel(name)
@@ -249,8 +245,8 @@ def unit_loop(name: str, lay_out: Any, attend_partition: Any, add_last: Any) -> 
                         )
             if last:
                 if item.delta != 0:
-                    # What is merged last are keys of this pass: the rows as they were before they
-                    # were turned.
+                    # The tokens merged last are in the segment of this pass: they need the queries
+                    # as rotated for their own positions.
                     _take_queries(job, item, head, unit.query)
                 add_last(whole, unit, more, merged, own_state)
                 _store_rows(job, unit, item, merged)
