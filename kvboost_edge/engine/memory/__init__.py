@@ -1,1 +1,1 @@
-"""Memory: selection of runner and formats, pool sizing, the memory check and the memory report."""
+"""Memory: runner and format selection, pool sizing, the memory check and the memory report."""

@@ -60,18 +60,17 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryCheck:
-    """Bytes of memory.
+    """The memory that a model needs and the memory that is available. All sizes are in bytes.
 
     Attributes:
-        info: what the runner will say of itself.
-        available: memory that can be had before the weights are loaded; beside: what they leave of
-            it.
-        pool: of keys and values, as it will be made; states: of the slots beside it, and of rows
-            for drafts.
-        shortage: what is to be said where those leave room for fewer drafts than there would be; ""
-            elsewhere.
-        refusal: why the engine refuses to start, with the arithmetic; "" where it fits.
-        overhead: of the process, in addition to all these; None without `max_memory`.
+        info: The planned runner's description.
+        available: Available memory before the weights are loaded.
+        beside: Available memory after the weights are loaded.
+        pool: The planned KV pool.
+        states: The planned recurrent state slots, with the rows for draft tokens.
+        shortage: A message if there is room for fewer draft tokens than wanted; else "".
+        refusal: The error of the engine's start, with the arithmetic; "" if the model fits.
+        overhead: Further memory of the process; None without `max_memory`.
     """
 
     info: RunnerInfo
@@ -85,17 +84,17 @@ class MemoryCheck:
 
     @property
     def needed(self) -> int:
-        """Weights, pool and states, and a runner's copies of what runs."""
+        """Weights, pool, recurrent state and the runner's copies of running sequences' KV."""
         return self.info.weight_bytes + (2 if self.info.copies_kv else 1) * self.pool + self.states
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that the pool holds, roughly; 0 where nothing is stored."""
+        """Approximate number of tokens that the pool holds; 0 without a KV cache."""
         spec = self.info.kv_spec
         return self.pool // spec.bytes_per_block * spec.block_size if spec.bytes_per_block else 0
 
     def check(self) -> None:
-        """CapacityError where it does not fit."""
+        """Raise CapacityError if the model does not fit."""
         if self.refusal:
             raise CapacityError(self.refusal)
 
@@ -108,13 +107,16 @@ def plan_fit(
     available: int,
     overhead: Overhead | None = None,
 ) -> MemoryCheck:
-    """Weights and pool against so much memory. The pool is judged ahead where weights are packed
-    first, which takes long, and where the runner's copies take as much again; where torch loads the
-    weights it is when it did, and knows exactly what it stores. What weights take on a CUDA device
-    is not known ahead, and nothing is refused. overhead: measured where `max_memory` bounds the
-    process.
+    """Compare the memory of weights and pool with the available memory.
 
-    ConfigError for options that do not go with the model's states, or with its having none.
+    The weights of a CUDA device are not checked: their size is not known before loading.
+
+    Args:
+        available: Available memory in bytes before the weights are loaded.
+        overhead: Measured overhead if `max_memory` bounds the process.
+
+    Raises:
+        ConfigError: An option does not fit a model with or without recurrent state.
     """
     info = planned_info(checkpoint, config, selected, summary)
     check_options(config, info)
@@ -131,6 +133,8 @@ def plan_fit(
             check_process(config, info, overhead, packing, formats)
         if is_known:
             check_weights_fit(info.weight_bytes, available)
+        # Packing weights takes long, and a runner's copies double the pool, so the pool is checked
+        # now. The torch runner checks it after loading, when it knows exactly what it stores.
         if (selected.runner.weights or info.copies_kv) and info.stores_kv:
             plan_states(config, info, plan_num_blocks(config, info, beside), beside)
     except CapacityError as error:
@@ -139,7 +143,7 @@ def plan_fit(
             _check_files(checkpoint, selected.runner.weights)
     if info.stores_kv:
         pool = planned_pool_bytes(config, info.kv_spec, info.max_context, beside)
-        with contextlib.suppress(CapacityError):  # of max_state_bytes, which is the refusal then
+        with contextlib.suppress(CapacityError):  # then `refusal` is set
             states = planned_states(config, info, beside)
     state_room = 0 if states is None else state_bytes(info, states)
     shortage = drafts_shortage(config, info, states)
@@ -153,9 +157,7 @@ def _packing_bytes(
     info: RunnerInfo,
     summary: WeightSummary,
 ) -> int:
-    """Return the memory that packing takes, with the weights where they stay in memory; 0 where
-    they are packed already.
-    """
+    """Return the bytes that packing takes, with weights that stay in memory; 0 if packed already."""
     weights = selected.runner.weights
     place = packed_place(checkpoint, weights, summary.files, config.num_threads)
     if place.is_there:
@@ -165,8 +167,9 @@ def _packing_bytes(
 
 
 def _check_files(checkpoint: Checkpoint, weights: str) -> None:
-    """ModelFormatError where the files are not what the config says: a size that is wrong there
-    reads as memory that lacks.
+    """Raise ModelFormatError if the files contradict the config.
+
+    A wrong size in the config would otherwise be reported as a lack of memory.
     """
     plan = checkpoint.plan(weights)
     with checkpoint.open_source() as source:
@@ -174,8 +177,12 @@ def _check_files(checkpoint: Checkpoint, weights: str) -> None:
 
 
 class PlannedMemory(NamedTuple):
-    """Bytes that weights, pool, states and a runner's copies of a model will take, the device
-    where, and whether it keeps states.
+    """The memory that a model would take.
+
+    Attributes:
+        nbytes: Bytes of weights, pool, recurrent state and the runner's copies.
+        device: The device that holds them.
+        has_states: True for a hybrid or recurrent model.
     """
 
     nbytes: int
@@ -184,8 +191,10 @@ class PlannedMemory(NamedTuple):
 
 
 def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemory:
-    """What a model would take if it were loaded now; its files are looked at, and nothing is
-    loaded. A hub's model is fetched. Raises what loading it would, but for memory that lacks.
+    """Return the memory that a model would take if it were loaded now.
+
+    A model on a hub is downloaded. Nothing is loaded. Raises the errors of loading it, except for a
+    lack of memory.
     """
     path = locate_model(
         path_or_id,
@@ -204,25 +213,26 @@ def planned_memory(path_or_id: str | Path, config: EngineConfig) -> PlannedMemor
 
 
 def format_bytes(checkpoint: Checkpoint) -> Mapping[str, int]:
-    """Bytes of the packed weights by each format that the native runner can pack this model in."""
+    """Return the bytes of the packed weights in each format that the model can be packed in."""
     found = {}
     for weights in ((STORED,) if checkpoint.is_quantized else ()) + WEIGHT_FORMATS:
         try:
             found[weights] = checkpoint.packed_bytes(weights)
         except KVBoostError:
-            continue  # no format of this model, as the choice of the runner says
+            continue  # the runner selection reports why
     return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """Where packed weights are kept, and what packing them takes.
+    """The location of packed weights, and the cost of packing them.
 
     Attributes:
-        path: of the file; None: in memory alone, because it was asked for.
-        is_there: whether they are packed already.
-        free: bytes of room on that disk.
-        peak: bytes of memory at most that packing takes beside the weights themselves.
+        path: The file, or its directory before the weight files have been hashed; None if packed
+            weights are kept in memory only (`pack_cache=False`).
+        is_there: True if the weights are packed already.
+        free: Free bytes on that disk.
+        peak: Most bytes of memory that packing takes in addition to the weights.
     """
 
     path: Path | None
@@ -234,8 +244,11 @@ class PackedPlace:
 def packed_place(
     checkpoint: Checkpoint, weights: str, files: Sequence[Path], num_threads: int | None = None
 ) -> PackedPlace:
-    """Of a model in a format; files: of its weights. They are not read: of files that nobody has
-    read through yet nothing is packed.
+    """Return the location of a model's packed weights in a format.
+
+    Args:
+        files: The weight files. They are not read: files that have never been hashed count as not
+            packed.
     """
     peak = packing_bytes(num_threads or default_num_threads())
     if checkpoint.cache_dir == NO_CACHE:

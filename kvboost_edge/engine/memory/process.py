@@ -1,4 +1,4 @@
-"""The bound of the whole process (`max_memory`): weights, measured overhead, pool and states."""
+"""The memory limit of the whole process (`max_memory`)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = [
     "room_in_process",
 ]
 
-_LEAST_ADVISED_CONTEXT = 256  # tokens; a shorter one is not worth a start
-_RESIDENT_SPREAD = 4 << 20  # the measured overhead differs by less from one start to the next
-_HISTORY_SHARE = 16  # of what weights and overhead leave, the draft history takes a sixteenth
-_MOST_HISTORY_BYTES = 128 << 20  # and not more than it ever does
+_LEAST_ADVISED_CONTEXT = 256  # tokens; the error does not advise a shorter context
+_RESIDENT_SPREAD = 4 << 20  # measured overhead varies by less between starts
+_HISTORY_SHARE = 16  # the draft history gets 1/16 of the memory after weights and overhead
+_MOST_HISTORY_BYTES = 128 << 20
 
 
 class Overhead(NamedTuple):
-    """Bytes of the process in addition to weights, pool and states.
+    """Memory of the process in addition to weights, pool and recurrent state, in bytes.
 
     Attributes:
-        resident: measured: interpreter, packages, machine code, tokenizer.
-        buffers: known, of passes at their largest; they are resident once such passes ran.
+        resident: Measured: interpreter, packages, machine code, tokenizer.
+        buffers: Computed: buffers of the largest passes. They become resident once such passes run.
     """
 
     resident: int
@@ -53,9 +53,8 @@ class Overhead(NamedTuple):
         return self.resident + self.buffers
 
     def measured_again(self, weights: Iterable[Region]) -> Overhead:
-        """Return it as of now, without what is resident of the weights; never less than before,
-        as machine code that was given back may return.
-        """
+        """Return the overhead as of now, without resident weights; never less than before."""
+        # Machine code that was unmapped may be mapped again.
         resident = process_rss() - (resident_bytes(weights) or 0)
         return self._replace(resident=max(self.resident, resident))
 
@@ -63,9 +62,9 @@ class Overhead(NamedTuple):
 def measured_overhead(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection
 ) -> Overhead | None:
-    """Measure the process before the weights are loaded; None without `max_memory`. The machine
-    code of the model's passes is loaded first. ConfigError where the runner's buffers are not
-    known.
+    """Measure the process before the weights are loaded; None without `max_memory`.
+
+    Raises ConfigError if the runner's buffers are unknown.
     """
     if config.max_memory is None:
         return None
@@ -77,13 +76,14 @@ def measured_overhead(
         )
     from kvboost_edge.runners.native.runner import load_kernels
 
-    give_back()  # what reading the tokenizer left
+    give_back()  # memory that reading the tokenizer left
+    # Count the machine code of the model's passes.
     load_kernels(checkpoint, selected.runner.weights, config.kv_bits)
     return Overhead(process_rss(), pass_bytes(checkpoint, config, selected))
 
 
 def pass_bytes(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> int:
-    """Return the bytes of the buffers of the largest pass; 0 where they are not known."""
+    """Return the bytes of the largest pass's buffers; 0 if unknown."""
     if selected.runner.name != "native":
         return 0
     from kvboost_edge.runners.native.buffers import largest_bytes
@@ -95,8 +95,10 @@ def pass_bytes(checkpoint: Checkpoint, config: EngineConfig, selected: Selection
 def room_in_process(
     config: EngineConfig, weight_bytes: int, beside: int, overhead: Overhead | None
 ) -> int:
-    """Return the memory for pool and states: `beside`, the machine's after the weights, or the rest
-    of `max_memory`, if that is less.
+    """Return the bytes for pool and recurrent state.
+
+    Args:
+        beside: Available memory of the machine after the weights; an upper limit.
     """
     if overhead is None:
         return beside
@@ -105,14 +107,14 @@ def room_in_process(
 
 
 def most_history_bytes(config: EngineConfig, bound: int | None) -> int:
-    """Return the most that the draft history takes; bound: as `history_bytes` has it."""
+    """Return the largest size of the draft history in bytes; `bound` is `history_bytes`'s result."""
     if config.speculation == "off":
         return 0
     return _MOST_HISTORY_BYTES if bound is None else bound
 
 
 def history_bytes(config: EngineConfig, weight_bytes: int, overhead: Overhead | None) -> int | None:
-    """Return the bound of the draft history; None: the default."""
+    """Return the limit of the draft history in bytes; None for the default."""
     if overhead is None:
         return None
     return _history(max(0, _rest(config, weight_bytes, overhead)))
@@ -125,12 +127,13 @@ def check_process(
     packing: int = 0,
     formats: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
-    """Raise CapacityError, with the arithmetic, where `max_memory` does not hold weights, overhead
-    and the pool that was asked for, or one context.
+    """Raise CapacityError, with the arithmetic, if `max_memory` is too small.
+
+    It must hold weights, overhead, and the requested pool or one context.
 
     Args:
-        packing: bytes that packing the weights takes, before there are buffers and a pool.
-        formats: returns the bytes of the weights by each format that they can be packed in.
+        packing: Bytes that packing the weights takes, before buffers and pool exist.
+        formats: Returns the bytes of the weights in each format that they can be packed in.
     """
     if overhead is None:
         return
@@ -174,8 +177,9 @@ def check_process(
 
 
 def _smaller_weights(current: int, missing: int, formats: Mapping[str, int]) -> str:
-    """Name the format to choose instead of weights of `current` bytes: the largest that saves the
-    missing bytes, else the smallest; "" if none is smaller.
+    """Return advice to use smaller weights than `current` bytes; "" if no format is smaller.
+
+    It names the largest format that saves the missing bytes, else the smallest.
     """
     sizes = {count: name for name, count in formats.items() if count < current}
     if not sizes:
@@ -186,7 +190,7 @@ def _smaller_weights(current: int, missing: int, formats: Mapping[str, int]) -> 
 
 
 def _context(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> int:
-    """Return the longest context whose smallest pool fits; 0 if it is too short to be of use."""
+    """Return the longest context whose smallest pool fits; 0 if it is too short to advise."""
     rest = _rest(config, info.weight_bytes, overhead) - _RESIDENT_SPREAD
     block_size = info.kv_spec.block_size
 
@@ -200,7 +204,7 @@ def _context(config: EngineConfig, info: RunnerInfo, overhead: Overhead) -> int:
 
 
 def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tuple[int, int, int]:
-    """Return bytes of the smallest pool, of its states, and of both with bookkeeping and drafts."""
+    """Return the bytes of the smallest pool, its states, and both with bookkeeping and drafts."""
     spec = info.kv_spec
     if not info.stores_kv:
         return 0, 0, 0
@@ -213,7 +217,7 @@ def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tu
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     pool = num_blocks * spec.bytes_per_block + num_open * open_bytes
     room = pool + num_blocks * BLOCK_BOOKKEEPING
-    if not is_sized:  # as the pool is cut from what is left
+    if not is_sized:  # `_left_for_pool` rounds down
         room += 2 * (spec.bytes_per_block + BLOCK_BOOKKEEPING) + open_bytes
     states = config.max_state_bytes or least_state_bytes(config, spec)
     if states and not is_sized and config.max_state_bytes is None:
@@ -224,7 +228,7 @@ def _least_room(config: EngineConfig, info: RunnerInfo, *, is_sized: bool) -> tu
 
 
 def _rest(config: EngineConfig, weight_bytes: int, overhead: Overhead) -> int:
-    """Bytes that weights and overhead leave; below 0 where they do not fit."""
+    """Return the bytes after weights and overhead; negative if they do not fit."""
     return shared_out(config.max_memory or 0) - weight_bytes - overhead.nbytes
 
 
@@ -233,5 +237,5 @@ def _history(rest: int) -> int:
 
 
 def _mb_up(num_bytes: int) -> str:
-    """Write a size that holds so many bytes, as an option takes it."""
+    """Format a size as an option takes it, rounded up."""
     return f"{-(-num_bytes // 10**6)}MB"

@@ -1,4 +1,4 @@
-"""The memory report: weights, pool and the rest, checked before anything is allocated."""
+"""Pool sizing, checked before anything is allocated, and the memory report."""
 
 from __future__ import annotations
 
@@ -28,32 +28,38 @@ __all__ = [
     "planned_pool_bytes",
 ]
 
-_POOL_SHARE = 4  # without a given size the pool takes at most a quarter of the available memory
-_CONTEXTS = (
-    16  # and at most so many whole contexts, where the number of sequences is not given either
-)
-LEAST_STATES = 4  # slots, and so many more for each sequence: it writes one, may read another
-STATES_PER_SEQUENCE = 2
-# Allowed for the bookkeeping of a block in Python objects; an empty block has 138 bytes of it.
+_POOL_SHARE = 4  # by default the pool takes at most 1/4 of the available memory
+_CONTEXTS = 16  # and at most this many whole contexts, unless max_num_seqs is given
+LEAST_STATES = 4  # slots of recurrent state in addition to those of the sequences
+STATES_PER_SEQUENCE = 2  # a sequence writes one and may read another
+# Bytes of Python objects per block, with a margin; an empty block has 138.
 BLOCK_BOOKKEEPING = 1024
 _TOKENS_PER_SEQUENCE = 512
 _MOST_SEQUENCES = 64
-_COUNTED_TIMES = (
-    100  # a count of pages stands for so many times as long as it took: 9 ms for a gigabyte
-)
+# A page count is reused for this many times as long as it took: 9 ms per gigabyte.
+_COUNTED_TIMES = 100
 
 
 class MemoryLedger:
-    """Bytes by owner. weight_bytes, pool_bytes and state_bytes are reserved, copied_bytes are of
-    keys and values that the runner holds beside the pool; `other_bytes` is what is resident beside
-    all these: the interpreter and its packages (numba and its compiler foremost), compiled kernels,
-    the tokenizer, activations, what drafts are guessed from (`TenantHistory` bounds it), the
-    vocabulary of a grammar's parsers (75 MB for 151,000 tokens).
+    """The memory of the process in bytes, by owner.
 
-    Weights that were mapped and not yet read, and pages of the pool never written, are not
-    resident: they are counted page by page where the system tells (Linux), in at most 1% of the
-    time. Elsewhere, and for weights and pools of torch, both are taken as resident, so that
-    `other_bytes` is too small until they are.
+    `other_bytes` is resident memory of no other owner: the interpreter and its packages (mainly
+    Numba and its compiler), compiled kernels, tokenizer, activations, the draft history (limited by
+    `TenantHistory`), and the vocabulary of grammar parsers (75 MB for 151,000 tokens).
+
+    On Linux, resident pages of mapped weights and of the pool are counted, in at most 1% of the
+    time. Elsewhere, and for torch, weights and pool count as fully resident. Until they are,
+    `other_bytes` is too small.
+
+    Args:
+        weight_bytes: Size of the weights.
+        pool_bytes: Size of the KV pool.
+        regions: Returns the current memory regions of weights, pool and recurrent state; an empty
+            sequence if unknown.
+        copied: Returns the current bytes of the runner's copies of KV.
+        state_bytes: Size of the recurrent state slots.
+        buffer_bytes: Size of the buffers of the largest pass and of the draft history, as far as
+            known.
     """
 
     def __init__(
@@ -65,10 +71,6 @@ class MemoryLedger:
         state_bytes: int = 0,
         buffer_bytes: int = 0,
     ) -> None:
-        """regions: where weights, pool and states lie in this process's memory as of now; empty:
-        not known. copied: bytes of the runner's copies as of now. buffer_bytes: of the largest
-        pass and of the draft history, as far as known.
-        """
         self._buffer_bytes = buffer_bytes
         self.weight_bytes = weight_bytes
         self.pool_bytes = pool_bytes
@@ -79,8 +81,10 @@ class MemoryLedger:
         self._counted_until = -math.inf
 
     def snapshot(self) -> dict[str, int]:
-        """weight_bytes, pool_bytes, state_bytes, copied_bytes, buffer_bytes, other_bytes,
-        process_rss_bytes, process_peak_bytes as of now.
+        """Return the current figures.
+
+        The keys are weight_bytes, pool_bytes, state_bytes, copied_bytes, buffer_bytes, other_bytes,
+        process_rss_bytes and process_peak_bytes.
         """
         rss = process_rss()
         copied = self._copied()
@@ -109,7 +113,7 @@ class MemoryLedger:
 
 
 def check_weights_fit(weight_bytes: int, available: int) -> None:
-    """CapacityError if weights about to be loaded exceed the available memory."""
+    """Raise CapacityError if the weights exceed the available memory."""
     if weight_bytes > available:
         raise CapacityError(
             f"the weights take {gb(weight_bytes)}, {gb(available)} of memory are available; use "
@@ -119,20 +123,25 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
 
 
 def memory_beside(available: int, weight_bytes: int) -> int:
-    """What is left for a pool of the memory that was available before the weights were loaded.
-    Weights of a mapped file go on counting as available once they are: a pool made of that would
-    drive them out again and again.
-    """
+    """Return the bytes that weights leave of the memory available before they were loaded."""
+    # Mapped weights still count as available after loading. A pool of that size would evict them
+    # from the page cache again and again.
     return max(0, available - weight_bytes)
 
 
 def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> int:
-    """Blocks of the pool. `available` is memory beside the weights, see `memory_beside`.
+    """Return the number of blocks of the pool.
 
-    The smallest size that the config gives, else min(25% of the available memory, context x
-    max_num_seqs, 16 where that is None), at least one block. The buffers of open blocks that a
-    quantized pool needs come out of the same bytes. Raises CapacityError when the budget holds no
-    block or the pool does not fit, with the copies of a runner that has such.
+    The smallest size that the config gives; by default min(25% of the available memory, context x
+    max_num_seqs), or 16 contexts without max_num_seqs. The buffers of open blocks of a quantized
+    pool are part of that size.
+
+    Args:
+        available: Memory in bytes after the weights, see `memory_beside`.
+
+    Raises:
+        CapacityError: The configured size holds no block, or the pool does not fit, including the
+            runner's copies.
     """
     spec = info.kv_spec
     num_blocks = _wanted_blocks(config, spec, info.max_context, available)
@@ -162,33 +171,33 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
 
 
 def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
-    """Bytes the pool would take of so much memory; nothing is refused."""
+    """Return the bytes of the pool for this much available memory, without checking that they fit."""
     num_blocks = planned_blocks(config, spec, max_context, available)
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     return num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
 
 
 def planned_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
-    """Blocks the pool would have of so much memory; nothing is refused."""
+    """Return the blocks of the pool for this much available memory, without checking that they fit."""
     return max(1, _wanted_blocks(config, spec, max_context, available))
 
 
 def most_sequences(config: EngineConfig, num_blocks: int, block_size: int) -> int:
-    """Sequences that run together on a pool of that size."""
+    """Return the number of sequences that run together on a pool of this size."""
     if config.max_num_seqs is not None:
         return config.max_num_seqs
     return max(1, min(_MOST_SEQUENCES, num_blocks * block_size // _TOKENS_PER_SEQUENCE))
 
 
 def num_open_blocks(config: EngineConfig, num_blocks: int, block_size: int) -> int:
-    """Blocks that may be partly written at a time: one for each sequence and one to spare."""
+    """Return the most blocks that are partly filled: one for each sequence and a spare one."""
     return most_sequences(config, num_blocks, block_size) + 1
 
 
 def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
     counted = config.counted_blocks
     whole = -(-max_context // spec.block_size) * (config.max_num_seqs or _CONTEXTS)
-    if not spec.bytes_per_block:  # blocks are bookkeeping alone
+    if not spec.bytes_per_block:  # blocks without KV are only bookkeeping
         return whole if counted is None else counted
     if counted is None:
         return _affordable_blocks(config, spec, whole, available)
@@ -198,17 +207,15 @@ def _wanted_blocks(config: EngineConfig, spec: KVSpec, max_context: int, availab
 
 
 def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available: int) -> int:
-    """Return the blocks that max_cache_bytes holds; without it those of a share of the available
-    memory, at most `whole`.
-    """
+    """Return the blocks of a pool whose number is not given, at most `whole` by default."""
     if config.max_cache_bytes is not None:
         budget = config.max_cache_bytes
     elif config.max_memory is not None:
         budget = _left_for_pool(config, spec, available)
     else:
         budget = shared_out(available) // _POOL_SHARE
-    # Of a budget all of which were blocks: at least as many sequences as will run beside the
-    # buffers of open ones.
+    # The number of open blocks depends on the number of blocks. Computing it from the whole budget
+    # gives at least as many as will be needed.
     gross = budget // spec.bytes_per_block
     num_open = num_open_blocks(
         config, gross if config.max_cache_bytes else min(gross, whole), spec.block_size
@@ -218,15 +225,13 @@ def _affordable_blocks(config: EngineConfig, spec: KVSpec, whole: int, available
 
 
 def least_state_bytes(config: EngineConfig, spec: KVSpec) -> int:
-    """Return the bytes of the fewest slots of states; 0 where there are none."""
+    """Return the bytes of the fewest slots of recurrent state; 0 if the model has none."""
     num_slots = LEAST_STATES + STATES_PER_SEQUENCE * (config.max_num_seqs or 1)
     return num_slots * spec.bytes_per_state
 
 
 def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
-    """Return the bytes that the pool may take of the memory for pool and states under
-    `max_memory`, without the bookkeeping of its blocks.
-    """
+    """Return the bytes of the pool under `max_memory`, without its recurrent state and bookkeeping."""
     if config.max_state_bytes is not None:
         available -= config.max_state_bytes
     elif spec.states:
@@ -236,5 +241,5 @@ def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
 
 
 def gb(num_bytes: int) -> str:
-    """Write a size for an error, in GB or MB."""
+    """Format a size for an error, in GB or MB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

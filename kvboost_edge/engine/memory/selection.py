@@ -34,23 +34,24 @@ __all__ = [
 ]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ANY = 1 << 60  # bytes: more than any machine has
+_ANY = 1 << 60  # bytes; more than any machine has
 _SHAPE = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 class Selection(NamedTuple):
-    """The path a model takes. `backend.reason` and `runner.reason` are sentences for people."""
+    """The selected backend and runner. Each has a `reason`, a sentence to show to users."""
 
     backend: BackendChoice
     runner: RunnerChoice
 
 
 def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
-    """Decide; nothing is loaded, and torch is asked for its devices only where the torch runner is
-    taken.
+    """Select backend, runner and weight format. Nothing is loaded.
 
-    Raises ConfigError, ModelFormatError or BackendUnavailable where what was asked for cannot be
-    had.
+    Raises:
+        ConfigError: The options do not go together or do not fit the model.
+        ModelFormatError: The model's files are not supported.
+        BackendUnavailable: A requested backend cannot run here.
     """
     model = ModelTraits(
         checkpoint.config,
@@ -69,7 +70,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
     if is_auto and plan.AUTO_BACKEND_REASON:
         backend = dataclasses.replace(backend, reason=plan.AUTO_BACKEND_REASON)
     available = min(available_bytes(), config.max_memory or _ANY)
-    # The format is chosen for the pool of the same size on a machine with as much memory.
+    # Weights are chosen as without max_memory on a machine with that much memory.
     unbound = dataclasses.replace(config, max_memory=None)
 
     def plan_pool(kv_spec: KVSpec, max_context: int) -> int:
@@ -87,7 +88,7 @@ def select_path(checkpoint: Checkpoint, config: EngineConfig) -> Selection:
 def planned_info(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, summary: WeightSummary
 ) -> RunnerInfo:
-    """What the runner will say of itself, as far as it concerns memory; nothing is loaded."""
+    """Return the memory-related part of the runner's description, without loading anything."""
     device = selected.backend.device
     runner = selected.runner
     stores_kv = not attends_both_ways(checkpoint.config)
@@ -110,9 +111,7 @@ def planned_info(
 def planned_kv_spec(
     checkpoint: Checkpoint, config: EngineConfig, runner: str, weights: str, device: str
 ) -> KVSpec:
-    """How keys and values would be stored by the runner of that name, beside weights of that
-    format.
-    """
+    """Return how the named runner would store KV, with weights of that format."""
     fields = checkpoint.config
     if runner == "onnx":
         return onnx_kv_spec(checkpoint.past_layout(), config.block_size)
@@ -127,12 +126,12 @@ def planned_kv_spec(
 
 
 def bounded_context(max_context: int, config: EngineConfig) -> int:
-    """Return the longest sequence in tokens that the engine takes of a model with this context."""
+    """Return the longest sequence in tokens that the engine accepts for a model with this context."""
     return min(max_context, config.max_model_len or max_context)
 
 
 def usable_context(fields: Mapping[str, Any]) -> int:
-    """Longest sequence in tokens that the model takes."""
+    """Return the longest sequence in tokens that the model takes."""
     length = context_length(fields)
     pinned = pinned_context(fields)
     return length if pinned is None else min(length, pinned.length)
@@ -141,7 +140,7 @@ def usable_context(fields: Mapping[str, Any]) -> int:
 def loaded_bytes(
     checkpoint: Checkpoint, summary: WeightSummary, selected: RunnerChoice, dtype: str, device: str
 ) -> int:
-    """Bytes the weights will take: packed, or in the dtype of the compute on that device."""
+    """Return the bytes of the weights, packed or in the compute dtype on that device."""
     if selected.weights:
         return checkpoint.packed_bytes(selected.weights)
     if selected.name == "onnx":
@@ -151,8 +150,9 @@ def loaded_bytes(
 
 
 def available_on(device: str) -> int:
-    """Memory that can be had now where weights and pool will live; Apple GPUs share the machine's,
-    up to a limit of their own.
+    """Return the bytes of memory available on a device.
+
+    Apple GPUs share the machine's memory up to a limit of their own.
     """
     if device.startswith("cuda"):
         import torch

@@ -1,4 +1,4 @@
-"""The budget of recurrent state: number of slots, and of sequences that run together."""
+"""The budget of recurrent state: the number of slots, and of sequences that run together."""
 
 from __future__ import annotations
 
@@ -30,23 +30,31 @@ __all__ = [
     "states_refusal",
 ]
 
-_POOL_SHARE = 4  # without a given size states take a quarter of what keys and values do
-_WANTED_SEQUENCES = 4  # where their number is not given: not fewer, as long as there is memory
-_ANY = 1 << 60  # bytes: more than any machine has
-_SMALL = 2  # a state of at most so many blocks' bytes is kept behind every block
+_POOL_SHARE = 4  # by default recurrent state takes 1/4 of the KV pool's bytes
+_WANTED_SEQUENCES = 4  # by default at least this many, if memory allows
+_ANY = 1 << 60  # bytes; more than any machine has
+_SMALL = 2  # a state of at most this many blocks' bytes is kept after every block
 
 
 def plan_states(
     config: EngineConfig, info: RunnerInfo, num_blocks: int, available: int
 ) -> tuple[StateSizes | None, int]:
-    """(slots of states beside a pool of `num_blocks` blocks, None where the model keeps none;
-    sequences that run together). `available` is the memory that pool and states share.
+    """Return the slots of recurrent state, and the number of sequences that run together.
 
-    Given by max_state_bytes, in which what drafts bring to states has its room too; else a quarter
-    of the pool's bytes, and 4 + 2 x max_num_seqs slots at least, with that room beside them. Drafts
-    that nobody asked for are as many as there is room for: what fits without any is not refused.
-    Raises ConfigError for max_state_bytes where there are no states, CapacityError where the slots
-    do not suffice for the sequences, or do not fit.
+    The slots get max_state_bytes, including the rows for draft tokens. By default they get a
+    quarter of the pool's bytes, but at least 4 + 2 x max_num_seqs slots, plus the rows for draft
+    tokens. Unless draft tokens were requested, their number shrinks to fit, down to 0.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        available: Bytes of memory for pool and recurrent state.
+
+    Returns:
+        The sizes, None for a model without recurrent state; and the number of sequences.
+
+    Raises:
+        ConfigError: max_state_bytes is given for a model without recurrent state.
+        CapacityError: The slots are too few for the sequences, or do not fit.
     """
     check_options(config, info)
     if not info.kv_spec.states:
@@ -62,7 +70,7 @@ def plan_states(
 
 
 def _draft_rows(config: EngineConfig) -> Iterable[int]:
-    """How many rows of drafts to make; the next number is for where that finds no room."""
+    """Return the numbers of draft rows to try, largest first."""
     if config.speculation == "off":
         return (0,)
     if asks_for_drafts(config):
@@ -71,9 +79,7 @@ def _draft_rows(config: EngineConfig) -> Iterable[int]:
 
 
 def asks_for_drafts(config: EngineConfig) -> bool:
-    """Whether there are to be drafts however little room states leave: else they are as many as
-    fit, or none.
-    """
+    """Return whether draft tokens were requested, so that their number must not shrink to fit."""
     return config.speculation == "on" or (
         config.speculation != "off" and config.max_draft_tokens is not None
     )
@@ -81,7 +87,7 @@ def asks_for_drafts(config: EngineConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Room:
-    """What a pool of so many blocks and its states may take of `available` bytes."""
+    """The memory that a pool of `num_blocks` blocks and its recurrent state may take."""
 
     config: EngineConfig
     spec: KVSpec
@@ -96,9 +102,7 @@ class _Room:
         )
 
     def shared_out(self, num_draft_rows: int) -> tuple[StateSizes, int]:
-        """Beside so many rows of drafts: slots, and sequences that run together. Nothing is
-        refused.
-        """
+        """Return slots and sequences for this many draft rows, without checking that they fit."""
         config = self.config
         size = self.spec.bytes_per_state
         draft_bytes = num_draft_rows * self.spec.bytes_per_draft
@@ -123,7 +127,7 @@ class _Room:
         ), num_seqs
 
     def refusal(self, sizes: StateSizes, num_seqs: int) -> str:
-        """Why these slots do not suffice or do not fit, with the arithmetic; "" where they do."""
+        """Return why these slots are too few or do not fit, with the arithmetic; "" if they do."""
         given = self.config.max_state_bytes
         size = self.spec.bytes_per_state
         num_slots = sizes.num_slots
@@ -150,8 +154,9 @@ class _Room:
 
 
 def planned_states(config: EngineConfig, info: RunnerInfo, available: int) -> StateSizes | None:
-    """What `plan_states` would make of so much memory. What does not fit is not refused, as others
-    may leave; else it raises as that does.
+    """Return the sizes that `plan_states` would choose for this much available memory.
+
+    A lack of memory is not an error here, because another model may be unloaded first.
     """
     num_blocks = planned_blocks(config, info.kv_spec, info.max_context, available)
     try:
@@ -161,7 +166,7 @@ def planned_states(config: EngineConfig, info: RunnerInfo, available: int) -> St
 
 
 def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
-    """Bytes of slots, and of what drafts bring to them."""
+    """Return the bytes of the slots and of the rows for draft tokens."""
     return (
         sizes.num_slots * info.kv_spec.bytes_per_state
         + sizes.num_draft_rows * info.kv_spec.bytes_per_draft
@@ -169,8 +174,9 @@ def state_bytes(info: RunnerInfo, sizes: StateSizes) -> int:
 
 
 def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | None) -> int:
-    """Most tokens guessed ahead in a step for a request that asks for no number; with states all
-    requests together, and 0 where they leave no room for any.
+    """Return the most draft tokens per step of a request that sets no limit.
+
+    With recurrent state it is the limit of all requests together; 0 if memory has no room for any.
     """
     return (
         (config.max_draft_tokens or DEFAULT_DRAFT_TOKENS)
@@ -180,9 +186,7 @@ def most_draft_tokens(config: EngineConfig, states: StateSizes | TableStates | N
 
 
 def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | None) -> str:
-    """What is to be said where states leave room for fewer drafts than there would be; ""
-    elsewhere.
-    """
+    """Return a message if there is room for fewer draft tokens than wanted; else ""."""
     wanted = max(_draft_rows(config))
     if sizes is None or sizes.num_draft_rows == wanted:
         return ""
@@ -193,9 +197,7 @@ def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | 
 
 
 def states_refusal(info: RunnerInfo) -> str | None:
-    """Why what a model computed cannot be used at other positions because of its states; None: it
-    keeps none.
-    """
+    """Return why recurrent state prevents reuse at other positions; None without recurrent state."""
     if not info.kv_spec.states:
         return None
     return (
@@ -215,7 +217,7 @@ def _more_room(config: EngineConfig) -> str:
 
 
 def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str | None:
-    """Why nothing can be guessed ahead by a request; None: it can."""
+    """Return why requests cannot use speculative decoding; None if they can."""
     if states is None or states.num_draft_rows:
         return None
     if config.speculation == "off":
@@ -231,7 +233,7 @@ def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str
 
 
 def check_options(config: EngineConfig, info: RunnerInfo) -> None:
-    """ConfigError for options that are about states where there are none."""
+    """Raise ConfigError for options of recurrent state if the model has none."""
     if config.max_state_bytes is not None and not info.kv_spec.states:
         raise ConfigError(
             f"max_state_bytes={config.max_state_bytes} has no effect: the model has no layer with "
