@@ -1,6 +1,4 @@
-"""What the manager knows of how blocks were used: what came again tells the eviction policy what is
-worth keeping.
-"""
+"""Usage of blocks, from which the eviction policy learns which blocks are worth keeping."""
 
 from __future__ import annotations
 
@@ -12,17 +10,17 @@ __all__ = ["Uses"]
 
 
 class Uses:
-    """Three facts of each block, from when it is handed out until it is handed out again.
+    """Usage of each block, from the time it is handed out until it is handed out again.
 
-    A block was used again once a prompt found it in the cache. So were, from the beginning, the
-    blocks of a chain that goes on where a published one ended: that is the next turn of a
-    conversation. A chain that branches off inside another one, or shares nothing, is new: most of
-    those that read one document each under a common head are.
+    A block counts as used again once a prompt has matched it. The blocks of a chain that continues
+    at the end of a published chain count from the start: this is the next turn of a conversation. A
+    chain that branches off inside another chain, or shares nothing, is new. Most such chains are
+    single documents under a common system prompt.
 
     Attributes:
         again: 1 for each block that was used again.
-        retained: blocks that are to outlive the others of their owner, and until when, by the
-            caller's clock. With a block all before it in its chain are retained, at least as long.
+        retained: block -> time until which it is evicted after its owner's other blocks, by the
+            caller's clock. All blocks before it in its chain are retained at least as long.
     """
 
     __slots__ = ("_followed", "again", "retained")
@@ -30,30 +28,32 @@ class Uses:
     def __init__(self, num_blocks: int) -> None:
         self.again = bytearray(num_blocks)
         self.retained: dict[int, float] = {}
-        self._followed = bytearray(num_blocks)  # a block after it was published
+        self._followed = bytearray(num_blocks)  # 1: a block after it in the chain was published
 
     def rank(self, block_id: int) -> int:
-        """What the block is for the eviction policy: used ONCE, AGAIN, or RETAINED."""
+        """Return the block's rank in the eviction order: ONCE, AGAIN or RETAINED."""
         return RETAINED if block_id in self.retained else self.again[block_id]
 
     def matched(self, block_ids: Sequence[int]) -> bool:
-        """A prompt found these blocks, a chain from its head; whether it found the chain's end."""
+        """Mark the blocks of a prefix match as used again; return whether it reached the chain's
+        end.
+        """
         self.mark(block_ids)
         return bool(block_ids) and not self._followed[block_ids[-1]]
 
     def follow(self, block_ids: Sequence[int]) -> None:
-        """Blocks after these were published."""
+        """Record that blocks after these were published."""
         for block_id in block_ids:
             self._followed[block_id] = 1
 
     def mark(self, block_ids: Sequence[int]) -> None:
-        """These blocks count as used again."""
+        """Mark blocks as used again."""
         again = self.again
         for block_id in block_ids:
             again[block_id] = 1
 
     def forget(self, block_ids: Sequence[int]) -> None:
-        """Blocks are handed out for other content."""
+        """Forget the usage of blocks that are handed out for other content."""
         again = self.again
         followed = self._followed
         for block_id in block_ids:

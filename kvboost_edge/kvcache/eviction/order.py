@@ -1,31 +1,33 @@
-"""In which order cached things are given up, whatever they are: blocks of the pool, records of a
-tier.
+"""Eviction order of cached entries: a segmented LRU with an adaptive share.
 
-One rule: the least recently used goes first, and of what was used once only a share is kept. Two
-lines make it, both oldest first: what was used once, and what was used again. While the first is
-longer than its share its oldest entry goes, else the oldest of both. The share is learnt, between a
-tenth of the capacity, where it begins, and all of it (plain LRU): it grows when something is missed
-that was given up after one use, and shrinks when something is missed that had been used again, in
-steps that weigh up how often each kind is given up. So what is read once and never again flushes
-nothing, not even at first, and where all comes again later it is LRU soon.
+The adaptation follows ARC (Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
+FAST 2003).
 
-A third line holds what is retained: it goes after all else of its owner, again the least recently
-used first. An owner retains no more entries than its floor (below), the others count as used again:
-so retaining decides which of an owner's entries are the last to go and takes nothing from those
-that others are sure of.
+An entry is a block of the pool or a record of a tier. There are three queues, each with the oldest
+entry first:
 
-An order may have a recency window: the entries of an owner that were put or used last, at most so
-many, go like what is retained. One that leaves the window counts as used just then, once or again
-as before.
+- Entries used once. The oldest is evicted first while the queue is longer than its share. - Entries
+used again. Otherwise the oldest entry of these two queues is evicted. - Retained entries. An
+owner's retained entries are evicted after its other entries. At most as many as its floor are
+retained; the others count as used again.
 
-Entries of one chain are put tail first, and whatever uses an entry uses all before it in its chain:
-so an ancestor is never given up before its descendants.
+The share starts at a tenth of the capacity and can grow to all of it, which is plain LRU. It grows
+when a missed entry was evicted after one use, and shrinks when the entry had been used again. Data
+that is read only once therefore never flushes the cache. Workloads in which all data returns later
+quickly reach plain LRU.
 
-Owners share the capacity: half of it is divided evenly among those that have entries, and below
-that floor nobody's entries go to others while there are more. Where all are at their floors age
-decides, whoever retains. The time to put, use or give up an entry does not grow with their number,
-and by the logarithm with that of the owners; an owner's first entry, and its last, costs a look at
-every owner, and so does giving up what is retained.
+An optional recency window treats the latest entries of each owner like retained ones. An entry that
+leaves the window counts as used at that moment, once or again as before.
+
+Half of the capacity is divided evenly among the owners that have entries. This part is the floor of
+an owner. Entries within it are not evicted for other owners while any owner exceeds its floor. If
+none does, the oldest entry is evicted, retained or not.
+
+Entries of a chain are added from tail to head, and each use of an entry also uses its ancestors. An
+ancestor is therefore never evicted before its descendants.
+
+To add, use or evict an entry takes O(log owners). It takes O(owners) for an owner's first and last
+entry, and for the eviction of retained entries.
 """
 
 from __future__ import annotations
@@ -40,18 +42,17 @@ from typing import Generic, TypeVar
 __all__ = ["AGAIN", "ONCE", "RETAINED", "CachedOrder"]
 
 ONCE, AGAIN, RETAINED = range(3)
-"""What an entry is: used once, used again, or retained."""
+"""Usage rank of an entry: used once, used again, or retained."""
 
 K = TypeVar("K", bound=Hashable)
 
 _NEVER = sys.maxsize
-_LEAST_SHARE = (
-    10  # a tenth of the capacity stays for what was used once, so that a second use can come
-)
+# A tenth of the capacity is left for entries used once, so that a second use can happen.
+_LEAST_SHARE = 10
 
 
 class _Queue(OrderedDict[K, int]):
-    """One owner's entries of one line: key -> when it was used, oldest first."""
+    """Entries of one owner in one line: key -> time of the last use, oldest first."""
 
     def __init__(self, line: _Line[K], owner: bytes) -> None:
         super().__init__()
@@ -60,19 +61,19 @@ class _Queue(OrderedDict[K, int]):
 
     @property
     def first(self) -> int:
-        """When its oldest entry was used."""
+        """Time at which the oldest entry was used."""
         return next(iter(self.values()))
 
 
 class _Line(Generic[K]):
-    """The queues of all owners, of what was used once, of what was used again or of what is
-    retained.
+    """Queues of all owners for one usage rank.
 
     Attributes:
-        heap: for each listed owner the time of its oldest entry, or an earlier one, which is
-            corrected as it comes up.
-        listed: the owners in the heap; one that has no more than the floor falls out, `enlist`
-            brings it back.
+        heap: (time, owner) for each listed owner. The time is that of its oldest entry or earlier,
+            and is corrected when it reaches the top.
+        listed: owners in the heap. An owner within its floor is removed; `enlist` adds it again.
+        length: entries of all queues.
+        queues: queues by owner.
     """
 
     __slots__ = ("heap", "length", "listed", "queues")
@@ -84,15 +85,15 @@ class _Line(Generic[K]):
         self.length = 0
 
     def enlist(self, owner: bytes) -> None:
-        """Let what the owner has here be found by `oldest`."""
+        """Add an owner with entries to the heap."""
         queue = self.queues.get(owner)
         if queue and owner not in self.listed:
             self.listed.add(owner)
             heapq.heappush(self.heap, (queue.first, owner))
 
     def oldest(self, counts: dict[bytes, int], floor: int) -> _Queue[K] | None:
-        """Of the listed owners that have more than `floor` entries in all, the queue with the
-        oldest one.
+        """Return the queue with the oldest entry, among listed owners with more than `floor`
+        entries.
         """
         heap = self.heap
         while heap:
@@ -109,27 +110,29 @@ class _Line(Generic[K]):
         return None
 
     def behind_first(self) -> int:
-        """A time before which no owner but the first of the heap has an entry here."""
+        """Return a time before which only the first owner of the heap has entries."""
         return min([stamp for stamp, _ in self.heap[1:3]], default=_NEVER)
 
 
 _Run = tuple[_Queue[K], int, int]
-"""What may be given up without asking again: of a queue, what was used before a time, at most so
-many entries.
+"""Entries that can be evicted in one go: a queue, the time before which they were used, and their
+greatest number.
 """
 
 
 class CachedOrder(Generic[K]):
-    """Entries of several owners, see the head of the file.
+    """Eviction order of entries of several owners, as described in the module docstring.
 
-    Example, capacity 12, owners a and b have 5 entries each, all used once: the floor is 12 // 2 //
-    2 = 3. If c takes 6 it gets the oldest ones, but no more than two of either; of the last two it
-    needs nobody is above the floor, so they are the oldest of all.
+    Example with capacity 12: owners a and b have 5 entries each, all used once, and the floor is 12
+    // 2 // 2 = 3. If c takes 6 entries, the first four are the oldest ones, but at most two of each
+    owner. No owner then exceeds its floor, so the last two are the oldest of all.
+
+    Args:
+        capacity: most entries.
+        window: size of each owner's recency window, in entries. At most the floor is evicted last.
 
     Attributes:
-        once_share: entries used once that are kept; the others go before anything that was used
-            again.
-        window: entries of each owner in its recency window, of which at most its floor go last.
+        once_share: entries used once that are kept. More than these are evicted before all others.
     """
 
     __slots__ = (
@@ -153,19 +156,18 @@ class CachedOrder(Generic[K]):
         self._capacity = capacity
         self.once_share = capacity // _LEAST_SHARE
         self._window = window
-        # Of each owner the entries in the window, oldest first: ONCE or AGAIN, for when they leave.
+        # Entries in each owner's window, oldest first: ONCE or AGAIN, their rank when they leave.
         self._recent: dict[bytes, OrderedDict[K, int]] = {}
         self._once: _Line[K] = _Line()
         self._again: _Line[K] = _Line()
-        self._retained: _Line[K] = (
-            _Line()
-        )  # its heap is not used: there are few to look at, and seldom
+        # The heap of this line is not used: evictions of retained entries are rare.
+        self._retained: _Line[K] = _Line()
         self._lines = (self._once, self._again, self._retained)
         self._where: dict[K, _Queue[K]] = {}
-        self._counts: dict[bytes, int] = {}  # entries of each owner that has any
+        self._counts: dict[bytes, int] = {}  # number of entries by owner, at least 1
         self._floor = capacity // 2
-        self._kept = 0  # entries of all owners up to their floors
-        self._given_up = [0, 0]  # lately, after one use and after more
+        self._kept = 0  # entries of all owners within their floors
+        self._given_up = [0, 0]  # recent evictions after one use, and after more
         self._stamps = itertools.count()
 
     def __len__(self) -> int:
@@ -175,9 +177,7 @@ class CachedOrder(Generic[K]):
         return key in self._where
 
     def put(self, key: K, owner: bytes, *, again: int = ONCE) -> None:
-        """An entry that is not there was used just now, for the first time (ONCE) or not (AGAIN),
-        or is RETAINED.
-        """
+        """Add an entry as used now, with rank ONCE, AGAIN or RETAINED."""
         if self._window and again != RETAINED:
             self._recent.setdefault(owner, OrderedDict())[key] = again
             again = RETAINED
@@ -188,7 +188,7 @@ class CachedOrder(Generic[K]):
             self._divide()
         elif count <= self._floor:
             self._kept += 1
-        if count == self._floor + 1:  # its other queue may have fallen out of the list before
+        if count == self._floor + 1:  # its queues may have left the heaps while it was below
             self._once.enlist(owner)
             self._again.enlist(owner)
         elif count > self._floor and again != RETAINED and owner not in line.listed:
@@ -206,9 +206,7 @@ class CachedOrder(Generic[K]):
         return queue
 
     def _trim(self, queue: _Queue[K]) -> None:
-        """Release the least recently used entries that an owner retains beyond its floor, and those
-        beyond its recency window.
-        """
+        """Release an owner's least recently used entries beyond its floor or its recency window."""
         while len(queue) > self._floor:
             self._settle(next(iter(queue)))
         recent = self._recent.get(queue.owner, ())
@@ -216,15 +214,13 @@ class CachedOrder(Generic[K]):
             self._settle(next(iter(recent)))
 
     def demote(self, key: K) -> None:
-        """An entry that is retained counts as used again just now; any other stays what and where
-        it is.
-        """
+        """Turn a retained entry into one used again now; leave any other entry as it is."""
         queue = self._where[key]
         if queue.line is self._retained and key not in self._recent.get(queue.owner, ()):
             self._settle(key)
 
     def _settle(self, key: K) -> None:
-        """Let an entry that is retained, or in the window, count as used just now."""
+        """Move an entry that is retained, or in the window, to its other line, as used now."""
         owner = self._where[key].owner
         line = self._lines[self._leave_window(owner, key)]
         del self._where[key][key]
@@ -234,19 +230,19 @@ class CachedOrder(Generic[K]):
             line.enlist(owner)
 
     def _leave_window(self, owner: bytes, key: K) -> int:
-        """Take an entry out of the window; return what it is without it, ONCE or AGAIN."""
+        """Remove an entry from the window; return its rank without it, ONCE or AGAIN."""
         recent = self._recent.get(owner)
         return AGAIN if recent is None else recent.pop(key, AGAIN)
 
     def remove(self, key: K) -> None:
-        """An entry leaves, for use or for good; KeyError if it is not there."""
+        """Remove an entry; raise KeyError for an unknown key."""
         queue = self._where.pop(key)
         del queue[key]
         self._leave_window(queue.owner, key)
         self._left(queue, 1)
 
     def refresh(self, key: K) -> None:
-        """An entry counts as used just now; KeyError if it is not there."""
+        """Mark an entry as used now; raise KeyError for an unknown key."""
         queue = self._where[key]
         if self._window and queue.line is not self._retained:
             del queue[key]
@@ -262,7 +258,7 @@ class CachedOrder(Generic[K]):
             recent.move_to_end(key)
 
     def take(self, count: int, owner: bytes) -> list[K]:
-        """Give up `count` entries for an owner, those to go first; no more than there are."""
+        """Evict `count` entries for an owner, at most all, and return them in eviction order."""
         count = min(count, len(self._where))
         if len(self._counts) == 1 and owner in self._counts:
             return self._take_own(count, owner)
@@ -270,20 +266,20 @@ class CachedOrder(Generic[K]):
         for floor in (self._floor, 0):
             if len(taken) == count:
                 break
-            if not floor:  # nobody has more than the floor: all are found again
+            if not floor:  # no owner exceeds its floor, so the heaps are empty by now
                 self._enlist_all()
             while len(taken) < count and (run := self._next_run(owner, floor)) is not None:
                 taken += self._give_up(run, count - len(taken))
         return taken
 
     def missed(self, *, once: int, again: int) -> None:
-        """So many entries were wanted that are gone, given up after one use or after more.
-
-        What is seldom given up, and then wanted, counts for more: by the root of how many times
-        more seldom. By the whole ratio (the rule of ARC) the share follows a few misses too far:
-        1.4% fewer hits than LRU's on a trace in which what was used once comes again later; without
-        it a scan is not noticed in a small pool (3% more hits than LRU's instead of 20%).
+        """Adapt the share to misses of entries evicted after one use (`once`) or after more
+        (`again`).
         """
+        # A miss counts for more if evictions of its kind are rarer, by the root of their ratio. The
+        # whole ratio (ARC's rule) follows a few misses too far: on a trace whose once-used entries
+        # return later it hits 1.4% less than LRU. Without the ratio a small pool does not notice a
+        # scan (3% more hits than LRU instead of 20%).
         of_once, of_again = (max(1, number) for number in self._given_up)
         step = once * max(1.0, (of_again / of_once) ** 0.5) - again * max(
             1.0, (of_once / of_again) ** 0.5
@@ -292,13 +288,14 @@ class CachedOrder(Generic[K]):
         self.once_share = min(self._capacity, max(least, self.once_share + round(step)))
 
     def protected(self, owner: bytes) -> int:
-        """Entries that this owner gets only when there are no others: those of the others up to
-        their floors.
+        """Return the number of other owners' entries within their floors.
+
+        This owner gets them only as a last resort.
         """
         return self._kept - min(self._counts.get(owner, 0), self._floor)
 
     def oldest_first(self) -> list[K]:
-        """The order in which all would go if nobody had a floor and nothing came meanwhile."""
+        """Return the order of eviction if no owner had a floor and no entry were added or used."""
         once, again, retained = (
             sorted(
                 ((stamp, key) for queue in line.queues.values() for key, stamp in queue.items()),
@@ -315,7 +312,7 @@ class CachedOrder(Generic[K]):
         return found + [key for _, key in reversed(retained)]
 
     def _take_own(self, count: int, owner: bytes) -> list[K]:
-        """The same where all is the owner's: the usual case, with nobody to compare with."""
+        """Evict entries while their only owner takes them: the common case, without comparisons."""
         once, again, retained = (
             line.queues.get(owner) or _Queue(line, owner) for line in self._lines
         )
@@ -334,7 +331,7 @@ class CachedOrder(Generic[K]):
         return taken
 
     def _next_run(self, owner: bytes, floor: int) -> _Run[K] | None:
-        """Whose oldest entries go next: of those above the floor, or the asking owner's own."""
+        """Return the next entries to evict, of the owner itself or of owners above the floor."""
         once = self._oldest(self._once, owner, floor)
         if once is not None and self._once.length > self.once_share:
             queue, until, number = once
@@ -349,7 +346,7 @@ class CachedOrder(Generic[K]):
         return again[0], min(again[1], once[0].first), again[2]
 
     def _oldest(self, line: _Line[K], owner: bytes, floor: int) -> _Run[K] | None:
-        """The same of one line."""
+        """Return the next entries to evict from one line."""
         if not line.length:
             return None
         own = line.queues.get(owner)
@@ -365,8 +362,10 @@ class CachedOrder(Generic[K]):
         return found, until, self._counts[found.owner] - floor
 
     def _last_run(self, runs: list[_Run[K]], owner: bytes, floor: int) -> _Run[K] | None:
-        """The same where what is retained may go: of owners that have nothing else. `runs` are
-        those of the others.
+        """Return the next entries to evict when retained ones may be among them.
+
+        An owner's retained entries qualify once it has no others. `runs` holds the entries of the
+        other lines.
         """
         for queue in self._retained.queues.values():
             count = self._counts[queue.owner]
@@ -396,12 +395,12 @@ class CachedOrder(Generic[K]):
             return
         given_up = self._given_up
         given_up[queue.line is not self._once] += number
-        if given_up[0] + given_up[1] > self._capacity:  # what was long ago counts for less and less
+        if given_up[0] + given_up[1] > self._capacity:  # older evictions count for less
             given_up[:] = [given_up[0] // 2, given_up[1] // 2]
         self._left(queue, number)
 
     def _left(self, queue: _Queue[K], number: int) -> None:
-        """So many entries of a queue are gone."""
+        """Account for `number` entries that left a queue."""
         owner = queue.owner
         floor = self._floor
         queue.line.length -= number
@@ -417,7 +416,7 @@ class CachedOrder(Generic[K]):
         self._divide()
 
     def _divide(self) -> None:
-        """The number of owners changed, and so the floor."""
+        """Recompute the floor after the number of owners changed."""
         floor = self._capacity // 2 // max(1, len(self._counts))
         self._kept = sum(min(count, floor) for count in self._counts.values())
         if floor < self._floor:

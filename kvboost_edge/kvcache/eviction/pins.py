@@ -1,6 +1,7 @@
-"""Pins: prompts whose blocks stay in the pool, whatever else comes, until they are let go or their
-time is over. Beside them what is retained: blocks that go after all others of their owner, and yet
-go when somebody needs the room.
+"""Pinned and retained prompts.
+
+The blocks of a pinned prompt stay in the pool until it is unpinned or its time is over. Retained
+blocks are evicted after all other blocks of their owner, but they are evicted when room is needed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 
 __all__ = ["Pins"]
 
-_BETWEEN_LOOKS = 1.0  # seconds: what is retained is looked through no more often
+_BETWEEN_LOOKS = 1.0  # least seconds between two scans for ended retention
 
 
 class _Pin(NamedTuple):
-    """One pinned prompt: its full blocks, whose they are when they go back, when it ends (None:
-    never by itself).
+    """One pinned prompt.
+
+    Attributes:
+        block_ids: its full blocks.
+        owner: owner of the blocks once they are unpinned.
+        until: time at which the pin ends; None: only by a call.
     """
 
     block_ids: list[int]
@@ -32,17 +37,27 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """The pins of one pool. A pinned block has one reference of the pool's, however many pins share
-    it; it stays published, and whoever would write into it gets a copy.
+    """Pins of one pool.
 
-    A pin is known by its root and tokens: nobody can end, renew or see the pins of another root. At
-    most half of the pool can be pinned, so that the floors of the tenants, which are the other
-    half, are never touched. Of that bound an owner may have a share (1: all of it). Where the
-    shares add up to 1 whether a pin is refused, and what the refusal says, depends on the owner's
-    own pins alone.
+    A pinned block has one reference of the pool, no matter how many pins share it. It stays
+    published, and a table that writes into it gets a copy. A pin is identified by root and tokens,
+    so a caller can end, renew or see only pins of its own root.
+
+    At most half of the pool can be pinned; the other half holds the tenants' floors. An owner may
+    be limited to a share of that bound. If the shares add up to at most 1, refusals depend only on
+    the owner's own pins and reveal nothing about other tenants.
+
+    Args:
+        pool: the block pool.
+        index: the prefix index.
+        uses: usage of the blocks.
+        block_size: tokens of a block.
+        hash_fn: chain hash.
+        max_blocks: most pinned blocks, at most half the pool. None: half the pool.
 
     Attributes:
-        num_ended: counts pins that are over.
+        max_blocks: most pinned blocks.
+        num_ended: counter of ended pins.
     """
 
     def __init__(
@@ -67,38 +82,41 @@ class Pins:
         self._uses = uses
         self._block_size = block_size
         self._hash_fn = hash_fn
-        # By the serial of the last block, which says all of the prefix and is never reused.
+        # By the serial of the last block, which identifies the whole prefix and is never reused.
         self._pins: dict[int, _Pin] = {}
-        self._counts: dict[int, int] = {}  # pinned block -> pins that have it
-        self._owners: dict[int, bytes] = {}  # pinned block -> whose it is
+        self._counts: dict[int, int] = {}  # pinned block -> number of pins
+        self._owners: dict[int, bytes] = {}  # pinned block -> owner
         self._soonest: float | None = None
-        self._next_look = math.inf  # when something may be retained no more
+        self._next_look = math.inf  # next time at which retention may end
 
     def __len__(self) -> int:
         return len(self._pins)
 
     @property
     def num_blocks(self) -> int:
-        """Pinned blocks, each once."""
+        """Number of pinned blocks, without repeats."""
         return len(self._counts)
 
     @property
     def num_retained(self) -> int:
-        """Blocks that are retained, those in use included."""
+        """Number of retained blocks, referenced ones included."""
         return len(self._uses.retained)
 
     @property
     def next_end(self) -> float | None:
-        """When the next pin ends by itself."""
+        """Time at which the next pin ends, or None."""
         return self._soonest
 
     def num_owned(self, owner: bytes) -> int:
-        """Pinned blocks of one owner. May be asked from any thread, as a guess."""
+        """Return the number of pinned blocks of one owner; approximate from other threads."""
         return list(self._owners.values()).count(owner)
 
     def check_size(self, num_tokens: int, share: float = 1.0) -> None:
-        """RequestError for a prompt without a full block, CapacityError for one that its owner, who
-        has this share of the bound, could not pin even as the only one.
+        """Check that a prompt can be pinned if its owner, with this share, has no other pins.
+
+        Raises:
+            RequestError: the prompt has no full block.
+            CapacityError: the prompt exceeds the owner's share of the bound.
         """
         num_full = num_tokens // self._block_size
         if not num_full:
@@ -118,14 +136,19 @@ class Pins:
         until: float | None = None,
         share: float = 1.0,
     ) -> int:
-        """Pin the full blocks of a prompt that is in the cache, and return how many it has.
+        """Pin the full blocks of a cached prompt; return their number.
 
         Args:
-            until: when it ends by itself, by the caller's clock; a prompt that is pinned already
-                gets this end.
-            share: the part of the bound that its owner's pins may take, in (0, 1] Raises what
-                `check_size` does, and CapacityError if other pins leave too little or blocks are
-                not in the cache.
+            token_ids: the prompt.
+            root: root hash of its chain.
+            owner: owner of the pin.
+            until: time at which the pin ends, by the caller's clock. A prompt that is already
+                pinned gets this end.
+            share: part of the bound that its owner's pins may take, in (0, 1].
+
+        Raises:
+            RequestError: the prompt has no full block.
+            CapacityError: other pins leave too little room, or blocks are not cached.
         """
         self.check_size(len(token_ids), share)
         num_full = len(token_ids) // self._block_size
@@ -151,8 +174,9 @@ class Pins:
         return num_full
 
     def end(self, token_ids: Sequence[int], root: bytes) -> int:
-        """End the pin of exactly this prompt's full blocks; how many of them are pinned no more, 0
-        without such a pin. What other pins share stays.
+        """End the pin of exactly this prompt; return how many blocks are no longer pinned.
+
+        Blocks of other pins stay pinned. The result is 0 if there is no such pin.
         """
         num_full = len(token_ids) // self._block_size
         match = self._match(token_ids, root)
@@ -164,9 +188,7 @@ class Pins:
         return before - self.num_blocks
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is over, and a second later at most what is retained no
-        longer.
-        """
+        """End the pins whose time is over, and retention that ended, at most a second late."""
         if now >= self._next_look:
             self._end_retained(now)
         if self._soonest is None or now < self._soonest:
@@ -181,13 +203,19 @@ class Pins:
         self._find_soonest()
 
     def published(self, token_ids: Sequence[int], root: bytes) -> list[int]:
-        """Blocks of the longest prefix that is published."""
+        """Return the blocks of the longest published prefix."""
         return self._match(token_ids, root).block_ids
 
     def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
-        """Let published blocks, a chain from its head, outlive all others of their owner, until a
-        time; one that is retained longer stays so. They are no less free for that: nobody waits for
-        them, and nothing fails.
+        """Evict these published blocks after all others of their owner, until a time.
+
+        Blocks that are retained for longer stay so. Retained blocks still count as free: no request
+        waits for them or fails because of them.
+
+        Args:
+            block_ids: blocks of a chain from its head.
+            owner: owner of the blocks.
+            until: end of the retention, by the caller's clock.
         """
         self._uses.mark(block_ids)
         retained = self._uses.retained
@@ -197,15 +225,11 @@ class Pins:
         self._next_look = min(self._next_look, until)
 
     def num_of(self, token_ids: Sequence[int], root: bytes) -> int:
-        """Pinned blocks that a prompt begins with. Changes nothing; may be asked from any thread,
-        as a guess.
-        """
+        """Return how many leading blocks of a prompt are pinned; approximate from other threads."""
         return sum(block_id in self._counts for block_id in self._match(token_ids, root).block_ids)
 
     def check(self) -> None:
-        """Recount the pinned blocks and compare them with the pool's and the index; CacheCorruption
-        on a difference.
-        """
+        """Recount the pinned blocks; raise CacheCorruption if pool or index disagree."""
         counted: dict[int, int] = {}
         for serial, pin in self._pins.items():
             last = self._index.entry(pin.block_ids[-1])
@@ -231,7 +255,7 @@ class Pins:
         pin = self._pins.pop(serial)
         self._uses.mark(pin.block_ids)
         rank = self._uses.rank
-        for block_id in reversed(pin.block_ids):  # tail first, as all that is freed
+        for block_id in reversed(pin.block_ids):  # last block first, as in `KVCacheManager.free`
             self._counts[block_id] -= 1
             if not self._counts[block_id]:
                 del self._counts[block_id], self._owners[block_id]
@@ -239,20 +263,17 @@ class Pins:
         self.num_ended += 1
 
     def _end_retained(self, now: float) -> None:
-        """What is retained no longer counts as used again just now, the end of a chain before its
-        beginning.
-        """
+        """End the retention of blocks whose time is over, so that they count as used again now."""
         retained = self._uses.retained
         over = [block_id for block_id, until in retained.items() if until <= now]
+        # Last block first: LRU then evicts a chain from its end.
         for block_id in sorted(over, key=self._serial_of, reverse=True):
             del retained[block_id]
             self._pool.demote(block_id)
         self._next_look = max(min(retained.values(), default=math.inf), now + _BETWEEN_LOOKS)
 
     def _serial_of(self, block_id: int) -> int:
-        """Greater for a block than for those before it in its chain; one that is being rewritten
-        has none.
-        """
+        """Return a number that increases along a chain; 0 for a block that is being rewritten."""
         entry = self._index.entry(block_id)
         return 0 if entry is None else entry.serial
 
@@ -262,14 +283,13 @@ class Pins:
         )
 
     def _most(self, share: float) -> int:
-        """Blocks of a share of the bound; what a third of 9 lost in floating point is no block
-        less.
-        """
+        """Return the number of blocks in a share of the bound."""
+        # The small number undoes rounding: a third of 9 blocks is 3, not 2.
         return int(self.max_blocks * share + 1e-6)
 
     def _refusal(self, num_blocks: int, share: float) -> str:
-        # Says nothing of how many are pinned: they may be other tenants'. Nor, where tenants have
-        # shares, of all that is shared out: that would tell how many tenants there are.
+        # The message omits the number of pinned blocks, which may belong to other tenants. If
+        # tenants have shares it also omits the total, which would reveal the number of tenants.
         bound = (
             f"of the {self._pool.num_blocks} in the pool at most "
             f"max_pinned_blocks={self.max_blocks} are"

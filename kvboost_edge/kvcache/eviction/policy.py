@@ -1,14 +1,10 @@
-"""Which free block is handed out next, as an object: the pool keeps counts, the policy keeps the
-order.
+"""Eviction policies: the order in which free blocks are handed out.
 
-A block is with the policy from the moment nobody references it until it is handed out or shared
-again. Two rules make the order of `LeastRecentlyUsed`:
+The pool keeps reference counts and the policy keeps the order. A block belongs to the policy from
+its last release until it is handed out or shared again. `LeastRecentlyUsed` follows two rules:
 
-1. A released block whose content may still be matched goes to the back: it lives longest.
-2. A released block with nothing to match goes to the front: it is handed out before anything cached
-  is lost.
-
-Why not a deque: a shared prefix leaves the middle of the order, O(1) here and O(n) there.
+1. A released block that can still be matched goes to the back, to live longest. 2. A released block
+that cannot be matched goes to the front, to be reused before cached blocks.
 """
 
 from __future__ import annotations
@@ -23,63 +19,68 @@ __all__ = ["EvictionPolicy", "LeastRecentlyUsed", "TenantFloors"]
 
 
 class EvictionPolicy(Protocol):
-    """The order of free blocks. The pool alone calls it, with ids it has checked, each free block
-    once.
+    """Order of the free blocks.
+
+    Only the pool calls it, with ids that it has checked. Each free block is in the order once.
     """
 
     def __len__(self) -> int:
-        """Free blocks."""
+        """Return the number of free blocks."""
         ...
 
     def __contains__(self, block_id: object) -> bool:
-        """Whether a block is among the free ones."""
+        """Return whether a block is free."""
         ...
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = ..., again: int = ...) -> None:
-        """A block was released by its last holder; `matchable`: its content can still be found, by
-        `owner`; `again`: it was used ONCE or AGAIN, or is RETAINED, see `CachedOrder`.
+        """Add a block that its last holder released.
+
+        Args:
+            block_id: the block.
+            matchable: its content can still be matched.
+            owner: owner of the content.
+            again: its usage rank, ONCE, AGAIN or RETAINED, see `CachedOrder`.
         """
         ...
 
     def remove(self, block_id: int) -> None:
-        """A free block is shared again."""
+        """Remove a free block that is shared again."""
         ...
 
     def refresh(self, block_id: int) -> None:
-        """A free block counts as used just now."""
+        """Mark a free block as used now."""
         ...
 
     def demote(self, block_id: int) -> None:
-        """A free block is retained no longer."""
+        """End the retention of a free block."""
         ...
 
     def take(self, count: int, owner: bytes = ...) -> list[int]:
-        """Hand out `count` blocks to an owner, not more than there are, those to be evicted
-        first.
+        """Hand out `count` blocks to an owner in eviction order. At most `len(self)` may be asked
+        for.
         """
         ...
 
     def protected(self, owner: bytes) -> int:
-        """Free blocks that this owner gets only when there are no others."""
+        """Return the number of free blocks that this owner gets only as a last resort."""
         ...
 
     def order(self) -> list[int]:
-        """The free blocks, the next one to be handed out first. Changes nothing."""
+        """Return the free blocks in eviction order. Changes nothing."""
         ...
 
     def missed(self, *, once: int, again: int) -> None:
-        """A prompt lacks so many blocks that were cached and handed out: after one use, after
-        more.
-        """
+        """Learn from misses of blocks evicted after one use (`once`) or after more (`again`)."""
         ...
 
 
 class LeastRecentlyUsed:
-    """One ordered dict is the free list and the LRU."""
+    """Free list and LRU order in one ordered dict."""
 
     __slots__ = ("_order",)
 
     def __init__(self, block_ids: Iterable[int]) -> None:
+        # A deque would need O(n) to remove a shared block from the middle; this takes O(1).
         self._order: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
 
     def __len__(self) -> int:
@@ -89,54 +90,56 @@ class LeastRecentlyUsed:
         return block_id in self._order
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = ONCE) -> None:
-        """To the back if matchable, else to the front."""
+        """Add a block at the back if it can be matched, else at the front."""
         self._order[block_id] = None
         if not matchable:
             self._order.move_to_end(block_id, last=False)
 
     def remove(self, block_id: int) -> None:
-        """Out of the order."""
+        """Remove a block from the order."""
         del self._order[block_id]
 
     def refresh(self, block_id: int) -> None:
-        """To the back."""
+        """Move a block to the back."""
         self._order.move_to_end(block_id)
 
     def demote(self, block_id: int) -> None:
-        """It retains nothing."""
+        """Do nothing: this policy has no retention."""
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """From the front, whoever asks."""
+        """Hand out blocks from the front, for any owner."""
         pop = self._order.popitem
         return [pop(last=False)[0] for _ in range(count)]
 
     def protected(self, owner: bytes) -> int:
-        """None."""
+        """Return 0: this policy protects no owner."""
         return 0
 
     def order(self) -> list[int]:
-        """Front to back."""
+        """Return the blocks from front to back."""
         return list(self._order)
 
     def missed(self, *, once: int, again: int) -> None:
-        """It learns nothing."""
+        """Do nothing: this policy does not learn."""
 
 
 class TenantFloors:
-    """First what nobody can match, then the cached blocks in a `CachedOrder`: the least recently
-    used first, of those used once only a share, what is retained last, and nobody's to others below
-    a floor while there are more.
+    """Eviction policy with a guaranteed share for each tenant, on top of a `CachedOrder`.
 
-    With one owner, and as long as nothing was used again or retained, it is `LeastRecentlyUsed`.
-    `window`: cached blocks of each owner that were used last and go last, see `CachedOrder`.
+    Blocks that cannot be matched are handed out first, then cached blocks in the order of
+    `CachedOrder`. With one owner, and until a block is used again or retained, it behaves like
+    `LeastRecentlyUsed`.
+
+    Args:
+        block_ids: all blocks of the pool.
+        window: cached blocks in the recency window of each owner, see `CachedOrder`.
     """
 
     __slots__ = ("_cached", "_plain")
 
     def __init__(self, block_ids: Iterable[int], window: int = 0) -> None:
-        self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(
-            block_ids
-        )  # nothing to match, handed out first
+        # Blocks that cannot be matched, handed out first.
+        self._plain: OrderedDict[int, None] = OrderedDict.fromkeys(block_ids)
         self._cached: CachedOrder[int] = CachedOrder(len(self._plain), window)
 
     def __len__(self) -> int:
@@ -146,7 +149,7 @@ class TenantFloors:
         return block_id in self._cached or block_id in self._plain
 
     def put(self, block_id: int, *, matchable: bool, owner: bytes = b"", again: int = ONCE) -> None:
-        """Behind all that its owner has cached if matchable, else before everything."""
+        """Add a block to the cached ones if it can be matched, else in front of all blocks."""
         if matchable:
             self._cached.put(block_id, owner, again=again)
             return
@@ -154,37 +157,37 @@ class TenantFloors:
         self._plain.move_to_end(block_id, last=False)
 
     def remove(self, block_id: int) -> None:
-        """Out of whatever holds it."""
+        """Remove a block from the order."""
         if block_id in self._plain:
             del self._plain[block_id]
         else:
             self._cached.remove(block_id)
 
     def refresh(self, block_id: int) -> None:
-        """To the back."""
+        """Mark a block as used now."""
         if block_id in self._plain:
             self._plain.move_to_end(block_id)
         else:
             self._cached.refresh(block_id)
 
     def demote(self, block_id: int) -> None:
-        """From the blocks that go last to those used again."""
+        """Turn a retained block into one that was used again."""
         if block_id in self._cached:
             self._cached.demote(block_id)
 
     def take(self, count: int, owner: bytes = b"") -> list[int]:
-        """What nobody can match; then what of the cached goes first."""
+        """Hand out blocks that cannot be matched, then cached blocks in eviction order."""
         taken = [self._plain.popitem(last=False)[0] for _ in range(min(count, len(self._plain)))]
         return taken + self._cached.take(count - len(taken), owner) if len(taken) < count else taken
 
     def protected(self, owner: bytes) -> int:
-        """Blocks of the others up to their floors."""
+        """Return the number of cached blocks of other owners that are within their floors."""
         return self._cached.protected(owner)
 
     def missed(self, *, once: int, again: int) -> None:
-        """The share of what was used once follows."""
+        """Adapt the share of blocks used once."""
         self._cached.missed(once=once, again=again)
 
     def order(self) -> list[int]:
-        """What nobody can match, then the cached ones: the order while nobody is at its floor."""
+        """Return the eviction order while no owner is at its floor."""
         return [*self._plain, *self._cached.oldest_first()]

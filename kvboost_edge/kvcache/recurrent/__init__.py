@@ -1,3 +1,3 @@
-"""Recurrent state of hybrid models: slots, snapshots, and where snapshots are taken."""
+"""Recurrent state of hybrid models: slots, snapshots, and the positions of snapshots."""
 
 from __future__ import annotations

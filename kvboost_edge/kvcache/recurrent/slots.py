@@ -1,9 +1,9 @@
-"""The slots that hold states: who has a reference on each, and which of them are snapshots.
-Integers only.
+"""Slots for recurrent state: reference counts, snapshots and their eviction, in integers only.
 
-A state is what a layer without keys and values keeps of all tokens before. A *snapshot* is the
-state behind the last token of a published block: whoever shares the blocks up to there goes on from
-it. It never changes, and it goes with its block, or before it, when its slot is needed.
+A recurrent layer keeps a fixed-size state of all tokens before the current one. A snapshot is the
+state after the last token of a published block. A sequence that shares the blocks up to there
+continues from it. A snapshot never changes. It ends with its block, or earlier when its slot is
+needed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ JUNCTION = "junction"
 HINT = "hint"
 BACKBONE = "backbone"
 
-# Why a state was kept -> its class: those of a higher one count as used later than they were, see
-# `StateSlots`.
+# Reason of a snapshot -> its class. Snapshots of a higher class count as used later than they were,
+# see `StateSlots`.
 REASONS = {BACKBONE: 0, PROMPT: 1, JUNCTION: 2, HINT: 2, ANSWER: 3}
 
 
 class _Snapshot(NamedTuple):
-    """The published block whose end it stands behind, why it was kept, and whose it is."""
+    """Snapshot in a slot.
+
+    Attributes:
+        block_id: published block after which it was taken.
+        reason: kind of snapshot, a key of `REASONS`.
+        owner: tenant that it belongs to.
+    """
 
     block_id: int
     reason: str
@@ -45,9 +51,7 @@ class _Snapshot(NamedTuple):
 
 
 class SnapshotWatcher(Protocol):
-    """Who is told of every snapshot that comes and goes, by its block, at once, in the thread that
-    keeps them.
-    """
+    """Receiver of new and dropped snapshots, called at once in the thread that changes them."""
 
     def kept(self, block_id: int) -> None: ...
 
@@ -55,25 +59,31 @@ class SnapshotWatcher(Protocol):
 
 
 class StateSlots:
-    """Slots 0 .. num_slots-1, all free at first. A slot that somebody references is never handed
-    out; of the snapshots nobody reads the one that was used longest ago goes first.
+    """Slots 0 to num_slots - 1, all free at first.
 
-    Age is counted in snapshots made or read, without those of a backbone, of which there may be one
-    behind every block, and without an answer's that only move on with it. Who goes on from one also
-    uses the first at a junction or border before it, behind what more conversations begin with. The
-    ends of prompts count as younger than a backbone, which is for what nobody foresaw, by as many
-    as there are slots: the same prompt may come again, and one whose answer is written differently
-    goes on from there. Junctions and message borders, behind what several prompts begin with, by
-    twice as many, and the ends of answers, where a conversation goes on, by three times. Nothing
-    stays for ever. benchmarks/simulators/snapshots.py compares.
+    A referenced slot is never reused. Among snapshots that no sequence reads, the least recently
+    used one is evicted first. Its age is counted in snapshots taken or read. Checkpoints, and
+    snapshots that move along with a growing answer, do not count.
 
-    Snapshots have owners. To keep a state none is taken from another owner who holds no more than
-    its part, which is half the slots divided by all owners; so nobody's flood leaves others without
-    any.
+    Some kinds count as used more recently than they were, by a multiple of `num_slots`:
 
-    Attributes:
-        pinned: blocks that are pinned: while they are no more than half the slots, their snapshots
-            go only to running sequences, and last.
+        kind                              bonus   reason
+        periodic checkpoint                   0   for unforeseen branches
+        end of a prompt                       1   the prompt may repeat, or its answer may be edited
+        branch point, message boundary        2   several prompts share the text before it
+        end of an answer                      3   the conversation continues here
+
+    No bonus lasts forever. A read also uses the first branch point or message boundary before it,
+    which more conversations share. `benchmarks/simulators/snapshots.py` compares alternatives.
+
+    Each owner is guaranteed half of the slots divided by the number of owners. A new snapshot never
+    evicts one of another owner within this share, so a flood of requests leaves other tenants their
+    snapshots.
+
+    Args:
+        num_slots: number of slots.
+        pinned: pinned blocks, a live view. While they are at most half the slots, their snapshots
+            are evicted last, and only for running sequences.
     """
 
     __slots__ = (
@@ -97,82 +107,87 @@ class StateSlots:
         self._free = list(range(num_slots - 1, -1, -1))
         self._snapshots: dict[int, _Snapshot] = {}  # by slot
         self._by_block: dict[int, int] = {}
-        # By class: slot -> when it was used last, the longest ago first.
+        # By class: slot -> time of the last use, oldest first.
         self._queues: tuple[OrderedDict[int, int], ...] = tuple(
             OrderedDict() for _ in set(REASONS.values())
         )
-        self._num_idle = 0  # snapshots that nobody reads
-        self._read: set[int] = set()  # those that somebody read
+        self._num_idle = 0  # snapshots that no sequence reads
+        self._read: set[int] = set()  # slots of snapshots that a sequence has read
         self._num_owned: Counter[bytes] = Counter()  # snapshots by owner
         self._clock = 0
         self._pinned = pinned
         self._watchers: list[SnapshotWatcher] = []
 
     def watch(self, watcher: SnapshotWatcher) -> None:
-        """Tell it of all snapshots there are, and of every change from here on."""
+        """Report all existing snapshots to a watcher, and every change from now on."""
         for block_id in self._by_block:
             watcher.kept(block_id)
         self._watchers.append(watcher)
 
     @property
     def num_slots(self) -> int:
-        """Slots, in any state."""
+        """Number of slots."""
         return len(self._refs)
 
     @property
     def num_used(self) -> int:
-        """Slots that hold a snapshot or a running sequence's state."""
+        """Number of slots that hold a snapshot or the state of a running sequence."""
         return len(self._refs) - len(self._free)
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing."""
+        """Number of empty slots."""
         return len(self._free)
 
     @property
     def num_available(self) -> int:
-        """Slots that a running sequence could get now: free ones, and snapshots that nobody
-        reads.
+        """Number of slots that a running sequence can get: empty ones and snapshots without
+        readers.
         """
         return len(self._free) + self._num_idle
 
     def free_ids(self) -> list[int]:
-        """Slots that hold nothing."""
+        """Return the empty slots."""
         return self._free.copy()
 
     def counts(self) -> dict[str, int]:
-        """Snapshots by the reason they were kept for; every reason is there."""
+        """Return the number of snapshots for every reason."""
         found = dict.fromkeys(REASONS, 0)
         for snapshot in list(self._snapshots.values()):
             found[snapshot.reason] += 1
         return found
 
     def of_block(self, block_id: int) -> int | None:
-        """The slot of the snapshot behind a published block."""
+        """Return the slot of the snapshot after a published block, or None."""
         return self._by_block.get(block_id)
 
     def snapshots(self) -> dict[int, int]:
-        """Block -> slot, of all snapshots."""
+        """Return the slots of all snapshots by block id."""
         return dict(self._by_block)
 
     def is_own(self, slot: int) -> bool:
-        """Whether whoever references the slot may write into it: nobody else does, and it is no
-        snapshot.
+        """Return whether the slot has a single reference and is not a snapshot, so it may be
+        written.
         """
         return self._refs[slot] == 1 and slot not in self._snapshots
 
     def is_passed(self, block_id: int) -> bool:
-        """Whether a block's snapshot is of an answer that went on, and nobody went on from it."""
+        """Return whether a block's snapshot is of an answer and was never read."""
         slot = self._by_block.get(block_id)
         return (
             slot is not None and self._snapshots[slot].reason == ANSWER and slot not in self._read
         )
 
     def take(self, reason: str | None = None, owner: bytes = b"") -> int | None:
-        """A slot, with one reference: for an owner's running sequence, or to keep a state of its
-        for some reason. The oldest snapshot makes room, one of another owner's part or pinned only
-        for who runs, where no other goes; for a state that is to be kept only if it counts as older
-        than that will. None: there is none.
+        """Return a slot with one reference, or None.
+
+        If no slot is empty, the oldest snapshot is evicted. A running sequence may also evict
+        pinned snapshots, and those within another owner's share, if there are no others. A new
+        snapshot evicts an old one only if that counts as older.
+
+        Args:
+            reason: reason of the new snapshot; None for the state of a running sequence.
+            owner: tenant that the slot is for.
         """
         if not self._free:
             victim = self._victim(owner, spares=True)
@@ -188,7 +203,7 @@ class StateSlots:
         return slot
 
     def share(self, slot: int) -> None:
-        """One more reference on a slot that has some; a snapshot is used by it."""
+        """Add a reference to a slot that has some. This counts as a use of a snapshot."""
         if not self._refs[slot]:
             raise CacheCorruption(f"slot {slot} of states is shared and holds nothing")
         if slot in self._snapshots:
@@ -197,8 +212,10 @@ class StateSlots:
         self.hold(slot)
 
     def use_first(self, block_ids: Iterable[int]) -> None:
-        """By a prompt that has these blocks in common with others: the first snapshot at a junction
-        or border.
+        """Mark the first snapshot at a branch point or message boundary as used.
+
+        Args:
+            block_ids: blocks that a prompt shares with others.
         """
         for block_id in block_ids:
             slot = self._by_block.get(block_id)
@@ -207,15 +224,15 @@ class StateSlots:
                 return
 
     def hold(self, slot: int) -> None:
-        """The same of who goes on from what it has just kept itself, which is no use of a
-        snapshot.
+        """Add a reference without counting a use: a table continues from a snapshot that it just
+        took.
         """
         if slot in self._snapshots:
             self._num_idle -= self._refs[slot] == 1
         self._refs[slot] += 1
 
     def release(self, slot: int) -> None:
-        """One reference less; without any the slot is free."""
+        """Drop a reference; the last one empties the slot."""
         if not self._refs[slot]:
             raise CacheCorruption(f"slot {slot} of states is released and holds nothing")
         self._refs[slot] -= 1
@@ -227,9 +244,18 @@ class StateSlots:
     def attach(
         self, slot: int, block_id: int, reason: str, owner: bytes = b"", *, moved: bool = False
     ) -> bool:
-        """Make a slot of the caller's the snapshot behind a published block; its reference goes
-        along. `moved`: it stands for one before it, nobody else's grows older. Where there is one
-        already that one stays, and counts as kept for the better reason: False.
+        """Make an own slot the snapshot after a published block, and return True.
+
+        If the block already has a snapshot, that one stays with the better of both reasons. The
+        slot is then released, and the result is False.
+
+        Args:
+            slot: slot that only the caller references. The snapshot takes over the reference.
+            block_id: published block.
+            reason: reason of the snapshot.
+            owner: tenant that it belongs to.
+            moved: it replaces an earlier snapshot of the same answer, so the other snapshots do not
+                age.
         """
         known = self._by_block.get(block_id)
         if known is not None:
@@ -251,15 +277,13 @@ class StateSlots:
         return True
 
     def demote(self, block_id: int) -> None:
-        """A block's snapshot was an answer's, which is longer now: it counts as one of a
-        backbone.
-        """
+        """Turn the snapshot of an answer that has grown since into a checkpoint."""
         slot = self._by_block.get(block_id)
         if slot is not None:
             self._give_reason(slot, BACKBONE)
 
     def drop(self, block_id: int) -> None:
-        """The block is forgotten, or its snapshot not wanted: who still reads it keeps the slot."""
+        """Drop the snapshot of a block. A table that still reads it keeps the slot."""
         slot = self._by_block.pop(block_id, None)
         if slot is not None:
             snapshot = self._snapshots.pop(slot)
@@ -274,8 +298,10 @@ class StateSlots:
                 watcher.dropped(block_id)
 
     def check(self, references: Iterable[int]) -> None:
-        """Recount from `references`, one slot for each that a table holds; CacheCorruption on any
-        difference.
+        """Recount all references and snapshots; raise CacheCorruption on any difference.
+
+        Args:
+            references: one slot for each reference that a table holds.
         """
         counted = [0] * self.num_slots
         for slot in (*references, *self._by_block.values()):
@@ -325,13 +351,14 @@ class StateSlots:
         return REASONS[reason] * self.num_slots
 
     def _age_of(self, slot: int) -> int:
-        """When it counts as used."""
+        """Return the time at which a snapshot counts as used."""
         reason = self._snapshots[slot].reason
         return self._queues[REASONS[reason]][slot] + self._grace(reason)
 
     def _victim(self, owner: bytes, *, spares: bool) -> int | None:
-        """The snapshot that goes first, of those that nobody reads, to make room for one of an
-        owner's.
+        """Return the unread snapshot that is evicted next for an owner, or None.
+
+        With `spares`, pinned snapshots and those within other owners' shares are excluded.
         """
         if not self._num_idle:
             return None
@@ -346,14 +373,13 @@ class StateSlots:
             slot = next(iter(queue))
             if self._refs[slot] == 1 and not is_spared(self._snapshots[slot]):
                 return slot
-            queue[slot] = (
-                self._clock
-            )  # somebody reads it, or it is spared: it would be in the way of the next look too
+            # It is in use or spared. Move it to the end so that the next search does not meet it.
+            queue[slot] = self._clock
             queue.move_to_end(slot)
         return None
 
     def _spared_from(self, owner: bytes) -> Callable[[_Snapshot], bool]:
-        """Which snapshots do not go for one of this owner's."""
+        """Return a function that says whether a snapshot is spared from this owner."""
         part = self.num_slots // (2 * (len(self._num_owned) + (owner not in self._num_owned)))
         pinned = self._pinned
         if (

@@ -1,12 +1,10 @@
-"""The states of the sequences that tables belong to: which slot a pass reads and writes, and where
-a snapshot is kept.
+"""Recurrent state of block tables: the slots that a pass reads and writes, and snapshots.
 
-Keys and values can be taken up behind any token; a state only where it was kept. A table whose
-model has layers with states shares the blocks up to the deepest snapshot. Its first pass reads that
-snapshot and writes a slot of the table's own, every later one reads and writes that slot. Where a
-pass ends at a place to be kept, the slot it wrote becomes the snapshot, and the next pass reads
-that and writes another one. A snapshot never changes, and only those inside a pass are written
-beside the table's own state.
+Attention can continue after any cached token, but a recurrent layer only from a snapshot. A table
+of a hybrid model therefore shares blocks up to the deepest snapshot. Its first pass reads that
+snapshot and writes a slot of the table's own; later passes read and write that slot. If a pass ends
+where a snapshot is wanted, its slot becomes the snapshot, and the next pass reads it and writes
+another slot. Snapshots inside a pass are written in addition to the table's own state.
 """
 
 from __future__ import annotations
@@ -40,17 +38,19 @@ __all__ = [
 ]
 
 
-_BACKBONE_SHARE = 8  # a backbone of more than one in so many slots is thinned
-_EVERY_BLOCK_SHARE = 2  # so is one behind every block
-_HINT_SHARE = 4  # hints may be so many at most, and two in any case
+_BACKBONE_SHARE = 8  # a prompt's checkpoints are thinned out beyond 1/8 of the slots
+_EVERY_BLOCK_SHARE = 2  # checkpoints after every block: beyond 1/2 of the slots
+_HINT_SHARE = 4  # a prompt's message boundaries take at most 1/4 of the slots, or two
 
 
 def backbone_points(
     start: int, stop: int, step: int, num_slots: int, *, small: bool
 ) -> Iterable[int]:
-    """Positions of a prompt's backbone in (start, stop), every `step` tokens. Where those are many,
-    only those at doubling distances from the end: a prompt that branches off late finds one near.
-    Of small states, kept behind every block, as many as may be, at equal distances.
+    """Return the positions of a prompt's periodic checkpoints in (start, stop).
+
+    They are `step` tokens apart. If that takes too many slots, only the first one and those at
+    doubling distances from the end are kept, so a prompt that diverges late finds one nearby. Small
+    states are kept after every block, and thinned to equal distances.
     """
     every = range((start // step + 1) * step, stop, step)
     if small:
@@ -61,23 +61,31 @@ def backbone_points(
 
 
 def hint_points(hints: Sequence[int], num_slots: int) -> Sequence[int]:
-    """Which of the message borders ahead, ascending, are kept: the first, which stands behind the
-    system message of a new conversation, and of many the last ones at doubling distances.
+    """Return the message boundaries at which snapshots are kept, from those ahead in ascending
+    order.
+
+    The first one, which follows the system message of a new conversation, is always kept. Of many
+    others the last ones at doubling distances are kept.
     """
     most = max(2, num_slots // _HINT_SHARE)
     return hints if len(hints) <= most else sorted({hints[0], *_doubling(hints)[: most - 1]})
 
 
 def _doubling(points: Sequence[int]) -> list[int]:
-    """The last one, the one before, the fourth from the end, the eighth ..."""
+    """Return the last point, the second to last, the fourth, the eighth and so on."""
     return [points[-(1 << n)] for n in range(len(points).bit_length())]
 
 
 class StateSizes(NamedTuple):
-    """num_slots       states that there is room for
-    interval        tokens between the snapshots of a prompt's backbone
-    every_block     a state is no larger than a few blocks: one is kept behind each
-    num_draft_rows  guessed tokens of a pass that there is room for what they bring to states
+    """Sizes for recurrent state.
+
+    Attributes:
+        num_slots: number of state slots.
+        interval: tokens between the periodic checkpoints of a prompt.
+        every_block: keep a snapshot after every block, because a state is no larger than a few
+            blocks.
+        num_draft_rows: most draft tokens of a pass, over all sequences, whose state updates can be
+            stored.
     """
 
     num_slots: int
@@ -87,10 +95,14 @@ class StateSizes(NamedTuple):
 
 
 class PassSlots(NamedTuple):
-    """What a pass does with one table's state: the slot it reads (-1: zeros), the one it writes,
-    and (rows, slot) for each state inside the pass that is kept, behind so many rows. keeps: so is
-    the one behind its last row, in the slot that it writes, an answer's where there is another one
-    by then.
+    """Slots that a forward pass uses for the state of one table.
+
+    Attributes:
+        read: slot to read; -1 for a state of zeros.
+        write: slot to write.
+        saves: (rows, slot) for each snapshot inside the pass, taken after that many rows.
+        keeps: the written state becomes a snapshot too. For an answer this needs another free slot
+            at commit.
     """
 
     read: int
@@ -101,22 +113,21 @@ class PassSlots(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _State:
-    """Of one table. Each slot named here is one reference.
+    """Recurrent state of one table. Each slot named here holds one reference.
 
     Attributes:
-        slot: holds the state behind `position` tokens; -1: the zeros before the first.
-        following: where the next pass writes, if not into `slot`, which is a snapshot then; -1:
-            none was taken.
-        wanted: position -> why a snapshot is to be kept there.
-        known: tokens known when the table was opened: what comes behind is the answer.
-        planned: the position behind the pass that runs, None: none runs.
-        saves: (position, slot, reason) of that pass; a slot at its end is for the pass after it,
-            -1: is taken then.
-        tail: (block, serial of its entry) with the snapshot of the answer so far, None: none.
-        replayed: tokens whose keys and values are there, and which are computed again for their
-            state.
-        awaited: blocks come from elsewhere, without a state, until that behind the last one comes
-            too.
+        slot: slot with the state after `position` tokens; -1: zeros before the first token.
+        position: tokens that the state covers.
+        following: slot that the next pass writes, if `slot` is a snapshot; -1: none was taken.
+        wanted: position -> reason for a snapshot there.
+        known: number of tokens when the table was opened. Later tokens are the answer.
+        planned: position at the end of the running pass; None if no pass runs.
+        saves: (position, slot, reason) of the snapshots of that pass. A slot at its end is for the
+            next pass; -1: it is taken at commit.
+        tail: (block, serial of its entry) with the snapshot of the answer so far, or None.
+        replayed: tokens that are recomputed only for their state, because their KV is cached.
+        awaited: blocks are being loaded without a state, until the state after the last one
+            arrives.
     """
 
     slot: int = -1
@@ -139,7 +150,9 @@ class _State:
 
 
 class NoTableStates:
-    """The recurrent state of models that have none: every table has room, and nothing is kept."""
+    """Null object for models without recurrent layers: every table has room, and no snapshot is
+    kept.
+    """
 
     slots = None
     num_draft_rows = sys.maxsize
@@ -177,13 +190,19 @@ class NoTableStates:
 
 
 class TableStates:
-    """The states of one manager's tables; `pinned` as in `StateSlots`.
+    """Recurrent state of one manager's tables.
+
+    Args:
+        sizes: sizes for recurrent state.
+        block_size: tokens of a block.
+        index: the prefix index.
+        pinned: pinned blocks, see `StateSlots`.
 
     Attributes:
-        num_replayed: tokens computed again though their keys and values were there, since the
-            start.
-        num_released: counts tables' references that ended: while it stands, who found no slot finds
-            none.
+        slots: the slots.
+        num_replayed: tokens recomputed only for their state since the start.
+        num_released: counter of released references. While it is unchanged, a table that found no
+            slot will not find any.
     """
 
     def __init__(
@@ -196,29 +215,28 @@ class TableStates:
         self._states: dict[int, _State] = {}
         self._kept: dict[int, None] = {}
         self.num_replayed = self.num_released = 0
-        index.watch(
-            self
-        )  # before anybody else: of a snapshot's end others are told before its block's
+        # The first watcher: others are notified of a snapshot's end before that of its block.
+        index.watch(self)
 
     @property
     def num_draft_rows(self) -> int:
-        """Most tokens that a pass may be given as guesses, all sequences together."""
+        """Most draft tokens of a pass, over all sequences."""
         return self._sizes.num_draft_rows
 
-    # What the index tells.
+    # Watcher of the prefix index.
 
     def entered(self, block_id: int, entry: object) -> None:
-        """A block is published: whatever was said of it before is over by now."""
+        """Ignore a published block: it cannot have a snapshot yet."""
 
     def left(self, block_id: int) -> None:
-        """A block can be found no more, nor can its state."""
+        """Drop the snapshot of a block that is no longer published."""
         self.slots.drop(block_id)
         self._kept.pop(block_id, None)
 
-    # A table's life.
+    # State of a table, from open to free.
 
     def deepest(self, block_ids: Sequence[int]) -> int:
-        """How many blocks of a published prefix lie before its deepest snapshot."""
+        """Return how many blocks of a published prefix precede its deepest snapshot."""
         of_block = self.slots.of_block
         return next(
             (n for n in range(len(block_ids), 0, -1) if of_block(block_ids[n - 1]) is not None), 0
@@ -227,8 +245,13 @@ class TableStates:
     def open(
         self, table: BlockTable, num_tokens: int, match: PrefixMatch | None, hints: Iterable[int]
     ) -> None:
-        """A table was opened for so many tokens on a match that ends with a snapshot, which it
-        reads; None: on none.
+        """Set up the state of a new table and choose the positions of its snapshots.
+
+        Args:
+            table: the new table.
+            num_tokens: tokens of the prompt.
+            match: shared prefix, whose last block has a snapshot; None if nothing was looked up.
+            hints: positions of message boundaries.
         """
         state = self._states[table._serial] = _State(known=num_tokens)
         size = self._size
@@ -247,8 +270,8 @@ class TableStates:
                 state.position = len(match.block_ids) * size
             state.replayed = match.beyond * size
         wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
-        # The same prompt again is served up to the block of its last token, one that goes on with
-        # all full blocks.
+        # If this prompt repeats, it is served up to the block with its last token. A prompt that
+        # extends it is served all full blocks.
         ends = {max(num_tokens - 1, 0) // size * size, num_tokens // size * size}
         borders = sorted(
             {position // size * size for position in hints if position <= num_tokens} - ends
@@ -268,8 +291,8 @@ class TableStates:
         return backbone_points(start, stop, step, self._sizes.num_slots, small=small)
 
     def ask(self, table: BlockTable, index: int) -> None:
-        """Another prompt has this table's blocks up to `index` in common: the state behind that is
-        wanted.
+        """Request a snapshot after block `index`, which another prompt has in common with this
+        table.
         """
         state = self._states[table._serial]
         position = (index + 1) * self._size
@@ -280,12 +303,14 @@ class TableStates:
             state.wanted[position] = JUNCTION
 
     def has_room(self, table: BlockTable) -> bool:
-        """Whether the table has a slot to write into, or one can be had."""
+        """Return whether the table has a slot to write, or can get one."""
         return self._has_own(self._states[table._serial]) or self.slots.num_available > 0
 
     def prepare(self, table: BlockTable) -> None:
-        """Take the slot that the table's next pass writes, unless it has one; CapacityError where
-        none can be had.
+        """Take the slot that the table's next pass writes, unless it has one.
+
+        Raises:
+            CapacityError: all slots belong to running sequences.
         """
         state = self._states[table._serial]
         if self._has_own(state):
@@ -304,8 +329,9 @@ class TableStates:
         return state.following >= 0 or (state.slot >= 0 and self.slots.is_own(state.slot))
 
     def plan(self, table: BlockTable, start: int, stop: int) -> PassSlots:
-        """The slots of a pass over tokens start .. stop - 1. It ends with `commit`, or with `free`
-        if it failed.
+        """Return the slots of a pass over tokens start to stop - 1.
+
+        The pass ends with `commit`, or with `free` if it failed.
         """
         state = self._states[table._serial]
         if state.planned is not None or state.position != start or stop <= start:
@@ -319,8 +345,8 @@ class TableStates:
             )
         state.planned = stop
         if table._publishes:
-            # The deepest first: where slots lack, a message border takes none from the prompt's
-            # end. A backbone last.
+            # Deepest first, checkpoints last: if slots are scarce, a message boundary must not take
+            # the slot of the prompt's end.
             points = self._save_points(state, start, stop).items()
             for position, reason in sorted(
                 points, key=lambda point: (point[1] != BACKBONE, point[0]), reverse=True
@@ -334,8 +360,10 @@ class TableStates:
         return PassSlots(state.slot, write, inside, keeps=len(inside) < len(state.saves))
 
     def _save_points(self, state: _State, start: int, stop: int) -> dict[int, str]:
-        """Where in (start, stop] the state is to be kept, and why: of an answer behind its last
-        full block, of small states behind the others too, as a backbone.
+        """Return the positions in (start, stop] at which to take snapshots, with their reasons.
+
+        An answer has one after its last full block. Small states also get checkpoints after its
+        other blocks.
         """
         found = {
             position: why for position, why in state.wanted.items() if start < position <= stop
@@ -352,17 +380,16 @@ class TableStates:
         return found
 
     def _save(self, table: BlockTable, state: _State, position: int, reason: str) -> None:
-        """Keep the state there if a slot can be had; nobody waits for one."""
+        """Reserve a slot for a snapshot at a position; skip the snapshot if there is no slot."""
         if reason == ANSWER:
-            if (
-                position == state.planned
-            ):  # the pass needs no slot for it: one is taken when the old snapshot goes
+            # At the end of the pass: `commit` takes a slot once the old snapshot is dropped.
+            if position == state.planned:
                 state.saves.append((position, -1, reason))
                 return
-            # Drafts that were right run over the block's end. Where no slot is free the old
-            # snapshot's is taken before the new one is there: else somebody else's would go, for
-            # each answer that runs, to hold two for a moment. One that the pass itself reads would
-            # leave no slot.
+            # Inside the pass: accepted draft tokens cross the end of a block. If no slot is free,
+            # drop the answer's old snapshot now. Otherwise each running answer would evict a
+            # snapshot of another request just to hold two of its own for a moment. If the pass
+            # reads the old snapshot, dropping it would not free its slot.
             if (
                 not self.slots.num_free
                 and state.tail is not None
@@ -374,8 +401,10 @@ class TableStates:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """A table was opened that computes nothing: blocks come from elsewhere, and then the state
-        behind one of all it has. Until then the deepest that is here stays.
+        """Set up a table that computes nothing: its blocks are loaded, then the state after one of
+        them.
+
+        Until that state arrives, the deepest snapshot in the pool is held.
         """
         state = self._states[table._serial] = _State(
             position=table.num_computed_tokens, awaited=True
@@ -387,10 +416,19 @@ class TableStates:
             state.slot = slot
 
     def arrive(self, table: BlockTable, num_blocks: int, write: Callable[[int], None]) -> None:
-        """The awaited state came, behind so many of the table's blocks, all of which are there:
-        `write` puts it into a slot; CapacityError where none can be had. Where that or `write`
-        raises, the table waits on. One behind the last block is the table's; another is a snapshot
-        for whoever opens a table next, and this one has none.
+        """Store the loaded state after the first `num_blocks` blocks of a waiting table.
+
+        The state after the last block becomes the table's own. Any other becomes a snapshot for
+        tables that are opened later, and this table keeps none. If this raises, the table still
+        waits.
+
+        Args:
+            table: table that waits; its first `num_blocks` blocks are loaded.
+            num_blocks: number of blocks before the state.
+            write: writes the state to the given slot.
+
+        Raises:
+            CapacityError: no slot is available.
         """
         state = self._states[table._serial]
         position = num_blocks * self._size
@@ -414,22 +452,23 @@ class TableStates:
             self.slots.attach(slot, block_id, PROMPT, table.owner)
 
     def _move_on(self, state: _State) -> None:
-        """Into the slot that was taken, if one was."""
+        """Continue in the slot that was taken, if any."""
         if state.following >= 0:
             self._release(state.slot)
             state.slot = state.following
             state.following = -1
 
     def drain_kept(self) -> list[int]:
-        """Blocks with a snapshot that was kept since the last call, but for those of a backbone;
-        some may be gone.
+        """Return blocks that got a snapshot since the last call, checkpoints excluded.
+
+        Some of the snapshots may be dropped already.
         """
         kept = self._kept
         self._kept = {}
         return list(kept)
 
     def commit(self, table: BlockTable, num_computed: int) -> None:
-        """The pass is over and its blocks are published: so are the snapshots behind them."""
+        """End a pass: its blocks are published, and its snapshots become available."""
         state = self._states[table._serial]
         if state.awaited:
             state.position = num_computed
@@ -469,13 +508,11 @@ class TableStates:
             if taken is None:
                 return
             slot = taken
-        if is_own:  # the slot that was taken is where the table goes on
+        if is_own:  # the written slot becomes the snapshot; continue in the new one
             state.following = slot
             slot = state.slot
-        if reason not in (
-            BACKBONE,
-            ANSWER,
-        ):  # of an answer the last one goes to tiers, when it ends
+        # Tiers store no checkpoints, and only the last snapshot of an answer, when it ends.
+        if reason not in (BACKBONE, ANSWER):
             self._kept[block_id] = None
         is_new = self.slots.attach(slot, block_id, reason, table.owner, moved=moved)
         if is_own:
@@ -485,8 +522,10 @@ class TableStates:
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
     def _pass_tail(self, state: _State) -> None:
-        """Of an answer one snapshot is enough, the last; the one before stays if others went on
-        from it, and where it is small as one of a backbone.
+        """Drop the snapshot of an answer that has grown since, unless other tables continued from
+        it.
+
+        A small state is kept as a checkpoint instead.
         """
         if state.tail is not None:
             block_id, serial = state.tail
@@ -499,7 +538,7 @@ class TableStates:
             state.tail = None
 
     def _keep_tail(self, state: _State) -> None:
-        """Of an answer that ended: its snapshot moves no more."""
+        """Mark the last snapshot of a finished answer for the tiers."""
         if state.tail is not None:
             block_id, serial = state.tail
             entry = self._index.entry(block_id)
@@ -511,7 +550,7 @@ class TableStates:
                 self._kept[block_id] = None
 
     def fork(self, table: BlockTable, child: BlockTable) -> None:
-        """A second table goes on from where this one is."""
+        """Set up the state of a second table that continues from this one."""
         state = self._states[table._serial]
         if state.planned is not None:
             raise CacheCorruption("a table is forked while its state is being computed")
@@ -523,8 +562,10 @@ class TableStates:
         )
 
     def free(self, table: BlockTable) -> None:
-        """Give a table's slots back. A state that stands behind a published block is kept there:
-        the same sequence goes on from it if it was preempted. That of a pass that failed is not.
+        """Release a table's slots.
+
+        A state after a published block is kept as a snapshot, so that a preempted sequence can
+        continue from it. The state of a failed pass is not kept.
         """
         state = self._states.pop(table._serial)
         slot = state.slot
@@ -554,16 +595,16 @@ class TableStates:
             self.num_released += 1
 
     def unwritten(self) -> list[int]:
-        """Slots that hold nothing yet: free ones, and those that a table's first pass will
-        write.
-        """
+        """Return the slots without content: free ones, and those that a next pass will write."""
         return self.slots.free_ids() + [
             one.following for one in self._states.values() if one.following >= 0
         ]
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Recompute the references from all live tables, and look each snapshot's block up;
-        CacheCorruption on any difference.
+        """Recompute all references from the live tables, and look up the block of each snapshot.
+
+        Raises:
+            CacheCorruption: something contradicts the recorded values.
         """
         tables = list(tables)
         if {table._serial for table in tables} != set(self._states):
