@@ -245,8 +245,8 @@ FAULTS = faults(
     (
         "state: an answer's goes before the next one is there",
         _TABLES,
-        "        if reason == ANSWER:\n            if (\n",
-        ("        if reason == ANSWER:\n            self._pass_tail(state)\n            if (\n"),
+        "            if position == state.planned:\n",
+        "            self._pass_tail(state)\n            if position == state.planned:\n",
         _OF_TABLES,
     ),
     (
