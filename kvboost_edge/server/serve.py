@@ -142,7 +142,7 @@ class DrainingServer(uvicorn.Server):
         await self._state.models.close()
 
     def _cut_off(self) -> None:
-        """Abort the connections whose clients have not sent their request or not read their answer."""
+        """Abort connections whose client has not sent its request or not read its answer."""
         connections = list(self.server_state.connections)
         if connections:
             log_facts(logging.WARNING, "connections cut off", count=len(connections))

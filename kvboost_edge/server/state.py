@@ -61,7 +61,10 @@ class Shared:
 
 
 class EngineLeases:
-    """Count of uses of a model's engine other than requests, used by the event loop's thread only."""
+    """Count of uses of a model's engine other than requests.
+
+    Only the event loop's thread uses it.
+    """
 
     def __init__(self) -> None:
         self._count = 0

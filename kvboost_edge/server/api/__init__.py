@@ -1,1 +1,1 @@
-"""OpenAI's API: routes, schemas with their bounds, responses."""
+"""The HTTP API: routes, request schemas and their bounds, responses."""

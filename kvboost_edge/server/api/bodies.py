@@ -1,11 +1,10 @@
-"""Reading JSON bodies: what is no JSON, or far more of it than a request needs, is refused before
-it costs anything.
+"""Parsing and validation of JSON bodies, with early refusal of invalid and excessive ones.
 
-Long bodies are read and validated in one worker thread, one after the other. Python reads JSON
-without letting another thread run: the event loop waits for one body at most, not for as many as
-came. The table of bounds says how many values, containers and strings one may hold, and integers
-are short, because the time to read one grows with the square of its digits. Validation stops at the
-first error.
+- Long bodies are parsed and validated in one worker thread, one at a time. Python parses JSON
+  without releasing the GIL, so the event loop waits for one body at most.
+- The table of bounds limits the numbers of values, containers and strings of a body.
+- Integers are limited in digits, because parsing time grows with the square of the digits.
+- Validation stops at the first error.
 """
 
 from __future__ import annotations
@@ -27,18 +26,20 @@ from kvboost_edge.server.models.server import server_of
 
 __all__ = ["JsonRoute", "parse_json"]
 
-_SHORT = 1 << 14  # bytes; reading as many takes a fraction of a millisecond
+_SHORT = 1 << 14  # bytes; parsing them takes a fraction of a millisecond
 _JSON = (b"content-type", b"application/json")
 _MOST_DIGITS = 20  # of an integer
-_KEPT_DIGITS = 40  # of a longer one, which no field allows: the error names the field
+# Digits that are kept of a longer integer. No field allows that many, so the error names the field.
+_KEPT_DIGITS = 40
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _TOO_LONG = b"0" * (_MOST_DIGITS + 1)
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body by `parse_json`, whatever the Content-Type says: `curl -d` names
-    a form's. (A page of another site, which could send such a body without being asked first, is
-    refused by its Origin.)
+    """A route that parses its body with `parse_json`, whatever the Content-Type.
+
+    `curl -d` sends the type of a form. A page of another site could send such a body without a CORS
+    preflight; its Origin is refused.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -96,13 +97,17 @@ def _reader() -> ThreadPoolExecutor:
 
 
 def parse_json(body: bytes) -> tuple[Any, ApiError | None]:
-    """Return the value in a body, and the error of an integer with too many digits, if it has one:
-    the error of the field that holds it comes first. Raises ApiError 400 for a body that is not
-    JSON, or holds more values than the table of bounds allows.
+    """Parse a body, and check the number of its values first.
 
-    Values are counted by what separates them; the same characters inside of texts count too.
-    Strings, which names of fields are among, are counted by their quotes: inside of a text a quote
-    has a backslash and does not count.
+    Values are counted by separators, which also count inside strings. Strings, including field
+    names, are counted by quotes; an escaped quote inside a string does not count.
+
+    Returns:
+        The value, and the error of an integer with too many digits or None. A field error takes
+            precedence over it.
+
+    Raises:
+        ApiError: the body is not JSON, or holds more values than the table of bounds allows (400).
     """
     containers = body.count(b"[") + body.count(b"{")
     quotes = body.count(b'"')
@@ -116,26 +121,30 @@ def parse_json(body: bytes) -> tuple[Any, ApiError | None]:
         if count > limit:
             message = f"the body holds {count} {what}; at most {limit} are read; send less at once"
             raise ApiError(400, message, code="request_too_large")
-    # UTF-16 and UTF-32 have zeros between the digits. Each integer is looked at only where one may
-    # be long, in a text perhaps: that takes twice the time.
+    # UTF-16 and UTF-32 have zero bytes between the digits. Checking each integer doubles the time,
+    # so it is done only if one may be long. Digits in a string count here too.
     may_be_long = b"\0" in body or _TOO_LONG in body.translate(_AS_ZEROS)
     integers = _Integers()
     try:
         value = json.loads(body, parse_int=integers.read if may_be_long else None)
-    except (ValueError, RecursionError) as error:  # bad UTF-8, nesting
+    except (ValueError, RecursionError) as error:  # also invalid UTF-8 or deep nesting
         raise _not_json(_reason(error)) from error
     too_long = f"an integer has more than {_MOST_DIGITS} digits"
     return value, _not_json(too_long) if integers.has_long else None
 
 
 class _Integers:
-    """Reads the integers of a body; `has_long` once one had too many digits."""
+    """Parser of a body's integers.
+
+    Attributes:
+        has_long: an integer had too many digits.
+    """
 
     def __init__(self) -> None:
         self.has_long = False
 
     def read(self, digits: str) -> int:
-        """Return the integer, of a long one its beginning."""
+        """Return the integer; only the first digits of a long one."""
         self.has_long = self.has_long or len(digits.lstrip("-")) > _MOST_DIGITS
         return int(digits[:_KEPT_DIGITS])
 
@@ -145,7 +154,7 @@ def _not_json(reason: str) -> ApiError:
 
 
 def _reason(error: Exception) -> str:
-    """Why, without a word of what was sent."""
+    """Return the reason without any of the client's input."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos}"
     if isinstance(error, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""The one table of bounds: every number and every count that a client may send. Schemas and their
-tests read it.
+"""The table of bounds of every number and count in a request.
 
-What depends on the loaded model (its context, its vocabulary) is checked where the model is known.
+Schemas and their tests use it. Limits that depend on the loaded model (context, vocabulary) are
+checked where the model is known.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ __all__ = ["BOUNDS", "COUNTS", "Bound", "bounded", "counted"]
 
 
 class Bound(NamedTuple):
-    """A number's range, both ends allowed unless `open_low`; `integer` refuses fractions."""
+    """Range of a number.
+
+    Attributes:
+        low: lower end.
+        high: upper end, included.
+        integer: fractions are refused.
+        open_low: `low` is excluded.
+    """
 
     low: float
     high: float
@@ -25,7 +32,7 @@ class Bound(NamedTuple):
     open_low: bool = False
 
     def describe(self) -> str:
-        """The range as people write it, such as "(0, 1]" or "0..20"."""
+        """Return the range as text, such as "(0, 1]" or "0..20"."""
         if self.integer:
             return f"{self.low:g}..{int(self.high)}"
         return f"{'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
@@ -45,11 +52,11 @@ BOUNDS: dict[str, Bound] = {
     "best_of": Bound(1, 128),
     "max_tokens": Bound(0, 2**24),
     "max_completion_tokens": Bound(1, 2**24),
-    "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: as far as the context goes
+    "num_predict": Bound(-2, 2**24),  # Ollama's; -1 and -2: up to the context
     "num_ctx": Bound(1, 2**24),
-    "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; below 0: for ever
-    "call_index": Bound(0, 2**16),  # of a call in a message, as Ollama's clients send it back
-    "listed": Bound(1, 100),  # entries of a list that is read page by page
+    "keep_alive": Bound(-(2**63), MAX_KEEP_ALIVE, integer=False),  # seconds; negative: forever
+    "call_index": Bound(0, 2**16),  # of a call in a message from Ollama's clients
+    "listed": Bound(1, 100),  # entries of one page of a list
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),
@@ -65,32 +72,29 @@ BOUNDS: dict[str, Bound] = {
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
 }
-"""Numbers. "logit_bias" bounds its values, "token_id" each id in prompts, stop_token_ids and
-tokens, "template_number" the numbers in chat_template_kwargs.
+"""Ranges of numbers, by field.
+
+"logit_bias" bounds the values of that field, "token_id" each id in prompts, stop_token_ids and
+tokens, "template_number" each number in chat_template_kwargs.
 """
 
 COUNTS: dict[str, Bound] = {
     "prompts": Bound(1, 256),
     "prompt_tokens": Bound(1, 2**18),
-    "sequences": Bound(1, 256),  # prompts x best_of, all computed at once
-    "logprob_entries": Bound(
-        0, 2**19
-    ),  # tokens of an answer x (log probabilities of each + 1); some 40 bytes each
+    "sequences": Bound(1, 256),  # prompts x best_of, computed together
+    # Tokens of an answer x (log probabilities of each + 1), about 40 bytes each.
+    "logprob_entries": Bound(0, 2**19),
     "messages": Bound(1, 10_000),
-    "continued": Bound(0, 20_000),  # items of all the responses that one continues
+    "continued": Bound(0, 20_000),  # items of all responses that a response continues
     "documents": Bound(1, 256),
     "inputs": Bound(1, 2048),  # OpenAI's
     "reranked": Bound(1, 1024),
-    "text": Bound(0, 2**20),  # characters of one text; a tokenizer reads as many in about a second
-    "tokens": Bound(0, 2**18),  # to turn back into text
-    "pieces": Bound(0, 2**16),  # tokens that /tokenize shows one by one
-    "json_values": Bound(
-        0, 5 * 2**16
-    ),  # in a body; reading as many takes some 30 ms, in which nothing else runs
-    "json_containers": Bound(0, 2**18),  # lists and objects among them, which cost more
-    "json_strings": Bound(
-        0, 2**16
-    ),  # strings among them and names of fields, which cost more still
+    "text": Bound(0, 2**20),  # characters of one text; tokenizing them takes about a second
+    "tokens": Bound(0, 2**18),  # of /detokenize
+    "pieces": Bound(0, 2**16),  # tokens that /tokenize returns one by one
+    "json_values": Bound(0, 5 * 2**16),  # in a body; parsing blocks all threads for about 30 ms
+    "json_containers": Bound(0, 2**18),  # lists and objects, which cost more
+    "json_strings": Bound(0, 2**16),  # strings and field names, which cost most
     "parts": Bound(1, 10_000),
     "role": Bound(1, 64),
     "tools": Bound(0, 512),
@@ -109,16 +113,16 @@ COUNTS: dict[str, Bound] = {
     "template_text": Bound(0, 4096),
     "model": Bound(1, 1024),
     "cache_marks": Bound(0, 4),  # cache_control in one of Anthropic's bodies
-    "label": Bound(0, 1024),  # user and other neutral texts
+    "label": Bound(0, 1024),  # user and other ignored texts
     "metadata": Bound(0, 16),
     "metadata_name": Bound(1, 64),
     "metadata_value": Bound(0, 512),
 }
-"""Lengths: entries of a list, characters of a string."""
+"""Ranges of lengths: entries of a list, characters of a string."""
 
 
 def bounded(name: str) -> Any:
-    """The pydantic constraints of a number."""
+    """Return the pydantic constraints of a number."""
     bound = BOUNDS[name]
     cast = int if bound.integer else float
     low = cast(bound.low)
@@ -129,6 +133,6 @@ def bounded(name: str) -> Any:
 
 
 def counted(name: str) -> Any:
-    """The pydantic constraints of a length."""
+    """Return the pydantic constraints of a length."""
     bound = COUNTS[name]
     return Field(min_length=int(bound.low), max_length=int(bound.high))

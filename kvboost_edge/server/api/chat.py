@@ -1,4 +1,4 @@
-"""Chats: messages in, choices with messages out, as /v1/chat/completions has them."""
+"""Chat requests and their choices, as in /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ from kvboost_edge.text.turns.reader import TurnReader
 
 __all__ = ["RenderedChat", "encode_asked", "ranges_to_drop"]
 
-_ANSWER_SHARE = (
-    8  # of the context: what an answer without a limit must have room for when turns are left out
-)
-_AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = (
-    weakref.WeakKeyDictionary()
-)  # that of an unloaded model goes
+# An eighth of the context is left for an answer without a limit when turns are dropped.
+_ANSWER_SHARE = 8
+# Weak, so that the entry of an unloaded model disappears.
+_AROUND: weakref.WeakKeyDictionary[Tokenizer, int] = weakref.WeakKeyDictionary()
 
 
 def ranges_to_drop(
     roles: Sequence[str], sizes: Sequence[int], num_tokens: int, limit: int
 ) -> list[range]:
-    """Which messages to leave out of a prompt of `num_tokens` where `limit` fit: what to try, the
-    fewest first.
+    """Return the ranges of messages to try leaving out of a long prompt, shortest first.
 
-    roles, sizes: of each message; its size in tokens, about, which must not depend on the other
-    messages.
+    System messages at the beginning and the last turn (from the last user message on) are always
+    kept. The tokens to drop are a multiple of half the limit.
 
-    System messages at the beginning and the last turn, from the last message of the user on, always
-    stay. How much goes is a multiple of half the limit: while a conversation grows by as much, the
-    same turns go, and what is left begins alike.
+    Args:
+        roles: role of each message.
+        sizes: approximate tokens of each message, independent of the other messages.
+        num_tokens: tokens of the whole prompt.
+        limit: tokens that fit.
     """
     head = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), 0)
     begins = [at for at in range(head, len(roles)) if roles[at] == "user"]
-    ends = begins[1:]  # where what is kept may begin
+    ends = begins[1:]  # candidates for the first message to keep
     if not ends:
         return []
     before = [0, *accumulate(sizes)]
     gone = {end: before[end] - before[head] for end in ends}
+    # Large steps keep the prefix stable: the same turns are dropped until the conversation has
+    # grown by a whole step.
     step = max(1, limit // 2)
     least = -(-(num_tokens - limit) // step) * step
     most = gone[ends[-1]] + step
@@ -72,7 +73,10 @@ def ranges_to_drop(
 
 
 class RenderedChat(RenderedRequest):
-    """A chat request. ApiError for fields that do not go together."""
+    """A chat request, ready to run.
+
+    Creating it raises ApiError for fields that contradict each other.
+    """
 
     wire_names = WireNames("chatcmpl", "chat.completion", "chat.completion.chunk")
     renders = True
@@ -130,8 +134,9 @@ class RenderedChat(RenderedRequest):
         return EncodedPrompt(ids, asked=asked, dropped=len(body.messages) - len(messages))
 
     def _fitting(self, prompt: EncodedPrompt, answers: KeptAnswers) -> EncodedPrompt:
-        """Return the prompt, or one without its oldest turns that leaves room for an answer; the
-        smallest where none does.
+        """Return the prompt, without its oldest turns if it leaves no room for an answer.
+
+        If no prompt is short enough, the shortest is returned.
         """
         context = self.state.engine.runner_info.max_context
         pool = self.state.admission.pool_tokens
@@ -151,7 +156,7 @@ class RenderedChat(RenderedRequest):
 
 
 def _tokens_around(tokenizer: Tokenizer) -> int:
-    """Tokens that the template writes around a message, about."""
+    """Return the approximate number of tokens that the template adds to a message."""
     found = _AROUND.get(tokenizer)
     if found is None:
         found = _AROUND[tokenizer] = _counted_around(tokenizer)
@@ -177,8 +182,10 @@ def encode_asked(
     *,
     continues: bool = False,
 ) -> tuple[list[int], PromptInputs]:
-    """Token ids of messages with the tools and variables of a body, as the model is asked; slow for
-    long ones.
+    """Return the token ids of messages with the tools and variables of a body, after normalization.
+
+    Slow for long messages. The second result describes the normalized inputs for cache-miss
+    reports.
     """
     plain = [message.for_template() for message in messages]
     tokenizer = state.engine.tokenizer
@@ -198,9 +205,7 @@ def encode_asked(
 
 
 class ChatChoice:
-    """One choice of a chat answer; `texts` is None unless log probabilities are asked for, `reader`
-    where the answer is text alone.
-    """
+    """Writer of one choice of a chat answer."""
 
     def __init__(
         self,
@@ -211,6 +216,15 @@ class ChatChoice:
         *,
         with_ids: bool,
     ) -> None:
+        """Create a writer.
+
+        Args:
+            index: number of the choice.
+            tokenizer: tokenizer of the model.
+            texts: texts of tokens; None unless log probabilities are requested.
+            reader: parser of reasoning and tool calls; None for plain text.
+            with_ids: the choice shows its token ids.
+        """
         self._index = index
         self._codec = tokenizer.codec
         self._texts = texts
@@ -219,7 +233,7 @@ class ChatChoice:
         self._offsets = OffsetCounter(tokenizer, 0)
         self._shown = 0
         self._ids: list[int] = []
-        self._logprobs: list[tuple[int, TokenLogprobs]] = []  # where the token begins in the text
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []  # with offsets in the text
 
     def whole(self, result: GenerationResult) -> ChatChoiceAnswer:
         message: ChatMessageAnswer = {
@@ -275,17 +289,18 @@ class ChatChoice:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the answer that are reasoning; known once it is closed."""
+        """Reasoning tokens of the answer, known once the choice is closed."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def _add(self, token: TokenLogprobs) -> None:
-        """Keep a token that text may come of: EOS is none, and never shown."""
+        """Keep the log probabilities of a token unless it has no text, such as EOS."""
         if self._texts is not None and self._codec.has_text(token.token_id, True):
             self._logprobs.append((self._offsets.add(token.token_id), token))
 
     def _tokens_of_text(self) -> list[TokenLogprobs]:
-        """Those that begin in the text shown; others wait, or belong to the stop string that was
-        cut off.
+        """Remove and return the tokens that begin in the text shown so far.
+
+        The other tokens are pending, or belong to a stop string that was cut off.
         """
         tokens = [token for start, token in self._logprobs if start < self._shown]
         del self._logprobs[: len(tokens)]

@@ -1,6 +1,4 @@
-"""What a body asks for against what this server has: its model, its context and pool, its
-tenants.
-"""
+"""Checks of a request against the server: model, context, pool and tenants."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ __all__ = [
 T = TypeVar("T")
 
 ModelParam = Annotated[str | None, Query(max_length=256)]
-"""Which model a route without a body looks at."""
+"""Query parameter with the name of the model."""
 
 
 def answered(
@@ -47,8 +45,13 @@ def answered(
     work: Callable[[ModelState, Send], Awaitable[None]],
     keep_alive: float | None = None,
 ) -> Answer:
-    """The answer that `work` sends, with the model that the body names, which stays loaded
-    meanwhile; keep_alive: how long afterwards, see `Models.lease`.
+    """Return the response that `work` sends, with the named model kept loaded meanwhile.
+
+    Args:
+        request: the HTTP request.
+        model: name of the model; None for the first one.
+        work: sends the response.
+        keep_alive: seconds that the model stays loaded afterwards, see `Models.lease`.
     """
 
     async def whole(send: Send) -> None:
@@ -60,8 +63,10 @@ def answered(
 
 
 def served_model(request: Request, name: str | None) -> ServedModel:
-    """The model of this name; None: the first one. ApiError 404 for a model that is not served
-    here.
+    """Return the model of this name, or the first one for None.
+
+    Raises:
+        ApiError: the model is not served here (404).
     """
     models = server_of(request).models
     served = models.find(name)
@@ -73,7 +78,11 @@ def served_model(request: Request, name: str | None) -> ServedModel:
 
 
 def loaded_model(request: Request, name: str | None) -> ModelState:
-    """The same for who looks at it only: ApiError 503 where it is not loaded."""
+    """Return the state of a loaded model, without loading it.
+
+    Raises:
+        ApiError: the model is not served here (404) or not loaded (503).
+    """
     served = served_model(request, name)
     if served.state is None:
         message = (
@@ -89,8 +98,10 @@ def loaded_model(request: Request, name: str | None) -> ModelState:
 
 
 async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
-    """What `work` finds out of the model's engine, beside the event loop; it is not unloaded
-    meanwhile. EngineStopped or NoReplica (503) where it has stopped.
+    """Run `work` in a worker thread, with the model's engine kept open meanwhile.
+
+    Raises:
+        EngineStopped, NoReplica: the engine has stopped (503).
     """
     try:
         with state.looks.begin():
@@ -104,12 +115,14 @@ async def looked_up(state: ModelState, work: Callable[[], T]) -> T:
 def room_for(
     state: ModelState, num_prompt_tokens: int, param: str, wanted: int | None, wanted_param: str
 ) -> int:
-    """New tokens a prompt may have: `wanted`, or (None) all that context and pool leave. ApiError
-    400 if it has no room; 0 wanted tokens need none.
+    """Return the number of new tokens for a prompt: `wanted`, or all that fit if it is None.
+
+    Raises:
+        ApiError: the context or the pool has too little room (400). A `wanted` of 0 needs none.
     """
     context = state.engine.runner_info.max_context
     pool = state.admission.pool_tokens
-    # The last token's keys and values are never computed.
+    # The KV of the last token is never computed.
     room = min(context, pool + 1) - num_prompt_tokens
     limit = f"the model's context is {context} tokens and the cache holds {pool}"
     if room < (0 if wanted == 0 else 1):
@@ -129,8 +142,12 @@ def room_for(
 
 
 def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
-    """ApiError 400 where the tokens of an answer, all its sequences and echoed prompts, have too
-    many log probabilities to write down.
+    """Raise ApiError 400 if an answer would hold too many log probabilities.
+
+    Args:
+        num_tokens: tokens of all sequences, including echoed prompts.
+        logprobs: alternatives of each token; None without log probabilities.
+        param: name of the field.
     """
     limit = int(COUNTS["logprob_entries"].high)
     total = 0 if logprobs is None else num_tokens * (logprobs + 1)
@@ -144,18 +161,18 @@ def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
 
 
 def most_with_logprobs(num_sequences: int, logprobs: int) -> int:
-    """New tokens of each sequence that `check_logprobs` lets pass: the most of an answer without a
-    limit of its own.
-    """
+    """Return the most new tokens of each sequence that `check_logprobs` accepts."""
     return int(COUNTS["logprob_entries"].high) // (num_sequences * (logprobs + 1))
 
 
 def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
-    """Return the mode of a request: its own, or the server's default; with cache_prompt=true one
-    that uses the cache.
+    """Return the mode of a request: its own, or the server's default.
 
-    ApiError 400 for reuse at other positions where the engine cannot do that, and for options of
-    such reuse in another mode.
+    With cache_prompt=true, a default of baseline becomes prefix_cache.
+
+    Raises:
+        ApiError: the engine cannot reuse KV at other positions, or options for such reuse are given
+            in another mode (400).
     """
     mode = body.mode or state.mode
     if body.mode is None and body.cache_prompt and mode is GenerationMode.BASELINE:
@@ -175,12 +192,14 @@ def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
 
 
 def check_priority(state: ModelState, priority: int | None) -> int:
-    """The priority to run with, 0 for None. ApiError 400 for one below 0 where there are several
-    API keys: it would go before the requests of other tenants. Above 0 a request lets others go
-    first, and that anybody may.
+    """Return the priority of a request, 0 by default.
+
+    Raises:
+        ApiError: the priority is negative and there are several API keys (400).
     """
     if priority is None:
         return 0
+    # A negative priority would run before the requests of other tenants.
     if priority < 0 and len(state.settings.all_keys) > 1:
         message = (
             f"priority={priority} would go before other tenants; with several API keys it must be "

@@ -1,6 +1,4 @@
-"""/v1/completions: text or token ids in, choices with text out; echo, best_of and log probabilities
-of the prompt.
-"""
+"""Requests of /v1/completions and their choices: echo, best_of, log probabilities of the prompt."""
 
 from __future__ import annotations
 
@@ -33,15 +31,21 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class RenderedCompletion(RenderedRequest):
-    """A completion request. ApiError for fields that do not go together.
+    """A completion request, ready to run.
 
-    Attributes:
-        fills: without a limit the answer may fill the context.
+    Creating it raises ApiError for fields that contradict each other.
     """
 
     wire_names = WireNames("cmpl", "text_completion", "text_completion")
 
     def __init__(self, state: ModelState, body: CompletionRequest, *, fills: bool = False) -> None:
+        """Create a request.
+
+        Args:
+            state: the model.
+            body: the body of the request.
+            fills: without max_tokens, the answer may fill the context.
+        """
         body.check_together()
         body.check_vocabulary(state.engine.runner_info.vocab_size)
         self.body = body
@@ -116,7 +120,7 @@ def _encode(
 def _best(
     results: Sequence[GenerationResult], per_prompt: int, keep: int
 ) -> list[GenerationResult]:
-    """Of each prompt the sequences with the highest mean log probability, the best first."""
+    """Return the `keep` sequences of each prompt with the highest mean log probability, best first."""
     chosen: list[GenerationResult] = []
     for first in range(0, len(results), per_prompt):
         chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[
@@ -131,11 +135,9 @@ def _mean_logprob(result: GenerationResult) -> float:
 
 
 class CompletionChoice:
-    """One choice of a completion; `echo` is the prompt to begin with, `texts` None unless log
-    probabilities are asked for.
-    """
+    """Writer of one choice of a completion."""
 
-    num_reasoning_tokens = 0  # a completion is text alone
+    num_reasoning_tokens = 0  # completions are plain text
 
     def __init__(
         self,
@@ -146,6 +148,15 @@ class CompletionChoice:
         *,
         with_ids: bool,
     ) -> None:
+        """Create a writer.
+
+        Args:
+            index: number of the choice.
+            echo: prompt to begin with; None without `echo`.
+            tokenizer: tokenizer of the model.
+            texts: texts of tokens; None unless log probabilities are requested.
+            with_ids: the choice shows its token ids.
+        """
         self._index = index
         self._echo = echo
         self._tokenizer = tokenizer
@@ -197,8 +208,8 @@ class CompletionChoice:
         if not event.text:
             return None
         self._shown += len(event.text)
-        # A token that begins in text held back, which a stop string may still cut off, waits: so
-        # does its offset.
+        # A token that begins in withheld text, which a stop string may still cut off, is withheld
+        # too, with its offset.
         count = (
             len(self._ids)
             if self._texts is None
@@ -210,7 +221,7 @@ class CompletionChoice:
         return self._flush("", len(self._ids), result.finish_reason)
 
     def _flush(self, text: str, count: int, reason: str | None) -> dict[str, Any]:
-        """A piece with `text` and the first `count` tokens that wait."""
+        """Return a piece with `text` and the first `count` pending tokens."""
         ids = self._ids[:count]
         tokens = self._logprobs[:count]
         starts = self._starts[:count]
@@ -231,7 +242,7 @@ class CompletionChoice:
     def _prompt_offsets(self) -> list[int]:
         if self._echo is None:
             return []
-        # A text's own special tokens, such as BOS, are no part of the text.
+        # Special tokens that the tokenizer added, such as BOS, are not part of the text.
         counter = OffsetCounter(self._tokenizer, 0, skip_special=self._echo.from_text)
         return [
             min(counter.add(token_id), len(self._echo.text)) for token_id in self._echo.token_ids

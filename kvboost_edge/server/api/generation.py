@@ -1,6 +1,4 @@
-"""The course of a generating request, the same for every API: admit, run, answer whole or as a
-stream.
-"""
+"""Life of a generating request in every API: admission, run, whole or streamed answer."""
 
 from __future__ import annotations
 
@@ -33,33 +31,33 @@ from kvboost_edge.server.work.streams import EventStream, send_json
 
 __all__ = ["AnswerWriter", "respond", "watched"]
 
-_PROGRESS_SECONDS = 0.5  # between two looks at a prompt that is being read
-# Clients, and proxies before them, give up a stream that is silent for half a minute or more.
+_PROGRESS_SECONDS = 0.5  # interval of progress events
+# Clients and proxies abandon a stream that is silent for half a minute or more.
 _PING_SECONDS = 10.0
-_FEW_TOKENS = 2000  # as many are taken apart in some 10 ms
+_FEW_TOKENS = 2000  # parsing this many takes about 10 ms
 
 
 class AnswerWriter(Protocol):
-    """Writes the answer of one request in the shape of an API, whole or as a stream.
+    """Writer of one request's answer in the format of an API, whole or as a stream.
 
-    Of a stream: `events`, then `begin` once the request runs, then for each sequence `open` before
-    its first token, `push` for each token and `close` with its result, and `end` after the last.
-    All of them add to the stream only; it is flushed in between, and unless the request asks for
-    progress nothing before a first token or an end.
+    Calls for a stream, in order: `events`; `begin` once the request runs; for each sequence `open`
+    before its first token, `push` for each token and `close` with its result; and `end`. They only
+    add to the stream, which is flushed in between. Unless the request asks for progress, nothing is
+    flushed before the first token or the end.
     """
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        """The JSON of the answer; may run in a worker thread."""
+        """Return the JSON of the answer; may run in a worker thread."""
         ...
 
     def events(self, send: Send) -> EventStream:
-        """What a stream is written to."""
+        """Return the stream to write to."""
         ...
 
     def begin(self, run: Running) -> None: ...
 
     def wait(self, index: int, progress: Progress) -> None:
-        """Say before `open`, where the request asks for it, how far a prompt is."""
+        """Report the progress of a prompt before `open`, if the request asks for it."""
         ...
 
     async def open(self, index: int) -> None: ...
@@ -71,21 +69,19 @@ class AnswerWriter(Protocol):
     def end(self) -> None: ...
 
     def explain(self, diagnosis: Diagnosis) -> None:
-        """Take what became of the first prompt, where the request asks for it, before the end is
-        written.
-        """
+        """Take the cache-miss report of the first prompt, before the end is written."""
         ...
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the answer that are reasoning; known once it is written."""
+        """Reasoning tokens of the answer, known once it is written."""
         ...
 
 
 async def respond(
     request: Request, send: Send, rendered: RenderedRequest, writer: AnswerWriter
 ) -> None:
-    """Do the work and send the answer. Raises only while nothing was sent."""
+    """Run the request and send the answer; raise only while nothing was sent."""
     if rendered.streams:
         await _respond_stream(request, rendered, writer, writer.events(send))
         return
@@ -102,8 +98,8 @@ async def respond(
             or results[0].logprobs is not None
             or results[0].generated_tokens > _FEW_TOKENS
         ):
-            # Ten thousands of tokens take a while to write down with their alternatives, or to take
-            # apart.
+            # Parsing tens of thousands of tokens, or writing their log probabilities, takes a
+            # while.
             body = await off_loop(lambda: writer.whole(run, results))
         else:
             body = writer.whole(run, results)
@@ -137,8 +133,9 @@ async def _respond_stream(
 async def watched(
     request: Request, admission: Admission, engine_request: EngineRequest, run: Running
 ) -> AsyncGenerator[Running]:
-    """The same with the doctor's eye on the first prompt; one that does not end inside is left to
-    it.
+    """Record the cache use of the first prompt for cache-miss reports.
+
+    If the request does not end inside the block, the tracker waits for it.
     """
     prompt = run.prompts[0]
     doctor = state_of(request).doctor
@@ -164,7 +161,7 @@ def _reasoned(writer: AnswerWriter, run: Running) -> None:
 async def _diagnosed(
     rendered: RenderedRequest, writer: AnswerWriter, run: Running, result: GenerationResult
 ) -> None:
-    """Record what became of the first prompt, and explain it where the request asks for it."""
+    """Record the result of the first prompt, and explain it if the request asks for that."""
     assert run.watch is not None
     run.watch.finish(result)
     explained = run.watch.explained() if rendered.explains else None
@@ -185,14 +182,11 @@ async def _stream(
     every = _PING_SECONDS if rendered.pings else None
     if rendered.reports_progress:
         every = _PROGRESS_SECONDS
-    prompts = range(
-        0, num_open, run.per_prompt
-    )  # of the sequences of a prompt the first one computes it
+    prompts = range(0, num_open, run.per_prompt)  # a prompt's first sequence computes it
     async with aclosing(merged(run.handles, every=every, followed=prompts)) as batches:
         async for batch in batches:
-            latest = {
-                index: item for index, item in batch if isinstance(item, Progress)
-            }  # a slow reader gets that
+            # A slow reader gets only the latest progress.
+            latest = {index: item for index, item in batch if isinstance(item, Progress)}
             for index, item in batch:
                 if isinstance(item, Progress):
                     if index not in opened and latest[index] is item:

@@ -1,6 +1,4 @@
-"""Log probabilities in OpenAI's two shapes: lists side by side for completions, one object per
-token for chat.
-"""
+"""Log probabilities in OpenAI's formats: parallel lists for completions, objects for chat."""
 
 from __future__ import annotations
 
@@ -19,21 +17,19 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["OffsetCounter", "TokenTexts", "chat_logprobs", "completion_logprobs"]
 
-# JSON has no minus infinity; OpenAI's API writes this for a token of probability 0.
+# JSON has no minus infinity. OpenAI's API returns this value for a token of probability 0.
 _LOWEST = -9999.0
 
 
 class TokenTexts:
-    """Tokens as OpenAI's API shows them. Remembers those it has seen; one object serves one
-    request.
-    """
+    """Cache of token texts as OpenAI's API shows them, for one request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes | None] = {}
 
     def raw(self, token_id: int) -> bytes | None:
-        """The token's bytes; None for one that has bytes only together with its neighbours."""
+        """Return the token's bytes; None if they depend on neighbouring tokens."""
         if token_id not in self._bytes:
             codec = self._tokenizer.codec
             if codec.stream_kind is StreamKind.BYTES:
@@ -45,15 +41,16 @@ class TokenTexts:
         return self._bytes[token_id]
 
     def text(self, token_id: int) -> str:
-        """The token's text, with U+FFFD for half a character."""
+        """Return the token's text, with U+FFFD for an incomplete character."""
         raw = self.raw(token_id)
         if raw is None:
             return self._tokenizer.decode([token_id], skip_special_tokens=False)
         return raw.decode("utf-8", "replace")
 
     def key(self, token_id: int) -> str:
-        """The token's text where it must tell tokens apart: half a character is written
-        `bytes:\\xe2\\x80`.
+        """Return a text that identifies the token.
+
+        Incomplete characters are written as `bytes:\\xe2\\x80`.
         """
         raw = self.raw(token_id)
         if raw is None:
@@ -65,21 +62,29 @@ class TokenTexts:
 
 
 class OffsetCounter:
-    """Where tokens begin in a text, in characters; the first one begins at `start`."""
+    """Counter of the offsets of tokens in a text, in characters."""
 
     def __init__(self, tokenizer: Tokenizer, start: int, *, skip_special: bool = True) -> None:
+        """Create a counter.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            start: offset of the first token.
+            skip_special: special tokens have no text.
+        """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special)
         self._position = start
 
     def add(self, token_id: int) -> int:
-        """Where this token begins. The characters of a token are known once they are complete."""
+        """Return the offset of the next token."""
+        # The characters of a token are counted once they are complete.
         position = self._position
         self._position += len(self._detokenizer.push(token_id))
         return position
 
 
 def chat_logprobs(texts: TokenTexts, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """`logprobs` of a chat choice."""
+    """Return `logprobs` of a chat choice."""
     content: list[ChatTokenAndOthers] = []
     for token in tokens:
         top = [_chat_token(texts, token_id, logprob) for token_id, logprob in token.top]
@@ -93,9 +98,7 @@ def completion_logprobs(
     tokens: Sequence[TokenLogprobs | None],
     offsets: Sequence[int],
 ) -> CompletionLogprobs:
-    """`logprobs` of a completion choice; an entry is None where nothing predicts the token, at a
-    prompt's first.
-    """
+    """Return `logprobs` of a completion choice; the entry of a prompt's first token is None."""
     return {
         "tokens": [texts.key(token_id) for token_id in ids],
         "token_logprobs": [None if token is None else _finite(token.logprob) for token in tokens],
@@ -114,7 +117,7 @@ def _chat_token(texts: TokenTexts, token_id: int, logprob: float) -> ChatToken:
 
 
 def _top(texts: TokenTexts, token: TokenLogprobs) -> dict[str, float]:
-    """The most likely tokens and the one that was taken."""
+    """Return the most likely tokens and the sampled one."""
     pairs = {texts.key(token_id): _finite(logprob) for token_id, logprob in reversed(token.top)}
     shown = dict(reversed(pairs.items()))
     shown.setdefault(texts.key(token.token_id), _finite(token.logprob))

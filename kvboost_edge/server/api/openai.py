@@ -1,6 +1,4 @@
-"""Writes the answers of OpenAI's completions and chat completions: choices in one object, or in
-chunks.
-"""
+"""Writer of OpenAI's completions and chat completions: one object, or chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ Json = dict[str, Any]
 
 
 class OpenAIWriter:
-    """Implements `AnswerWriter`."""
+    """`AnswerWriter` for OpenAI's completions and chat completions."""
 
     def __init__(self, rendered: RenderedRequest) -> None:
         self._rendered = rendered
@@ -41,7 +39,7 @@ class OpenAIWriter:
         self._results: dict[int, GenerationResult] = {}
 
     def explain(self, diagnosis: Diagnosis) -> None:
-        """Say in the answer what became of its first prompt."""
+        """Show the report on the first prompt in the answer."""
         self._diagnosis = diagnosis
 
     @property
@@ -49,8 +47,7 @@ class OpenAIWriter:
         return self._num_reasoning
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        # One choice after the other, each as bytes at once: with their log probabilities they are
-        # large.
+        # Encode each choice before the next one is made: with log probabilities they are large.
         writers = [
             (self._rendered.choice(index, run), result)
             for index, result in enumerate(self._rendered.chosen(results))
@@ -76,7 +73,7 @@ class OpenAIWriter:
         self._stream.chunk([self._choices[index].waiting()], prompt_progress=progress_of(progress))
 
     async def open(self, index: int) -> None:
-        """The log probabilities of a prompt are written beside the loop."""
+        """Write the first chunk of a choice; long prompt log probabilities are written in a thread."""
         assert self._run is not None
         choice = self._choices[index]
         prompt_logprobs = self._run.handles[index].prompt_logprobs
@@ -99,7 +96,7 @@ class OpenAIWriter:
         self._results[index] = result
         closing = self._choices[index].close(result)
         if len(self._results) == len(self._choices) and not self._include_usage:
-            figures = self._all_figures()  # usage is for those who ask for it
+            figures = self._all_figures()  # without usage, which was not requested
             self._stream.chunk([closing], timings=figures["timings"], kvboost=figures["kvboost"])
         else:
             self._stream.chunk([closing])
@@ -116,7 +113,7 @@ class OpenAIWriter:
     def _figures(
         self, results: Sequence[GenerationResult], run: Running, choices: Sequence[ChoiceWriter]
     ) -> Figures:
-        """Return usage, timings and kvboost."""
+        """Return usage, timings and the `kvboost` member."""
         self._num_reasoning = reasoning = sum(choice.num_reasoning_tokens for choice in choices)
         spent = costs(results, run.per_prompt, run.tokenize_ms, run.prompts[0].dropped, run.cause)
         if self._diagnosis is not None:
@@ -125,7 +122,7 @@ class OpenAIWriter:
         return {"usage": usage_of(results, run.per_prompt, reasoning, mode), **spent}
 
     def _head(self, kind: str) -> ChunkHead:
-        """Return the members that an answer, and every chunk of one, begins with."""
+        """Return the first members of an answer and of each chunk."""
         state = self._rendered.state
         info = state.engine.runner_info
         described = (

@@ -1,6 +1,4 @@
-"""From what clients send, text or messages, to token ids; and before that, about how many they will
-be.
-"""
+"""Encoding of texts and messages to token ids, and estimates of their size."""
 
 from __future__ import annotations
 
@@ -30,26 +28,28 @@ _TEMPLATE_CHARACTERS = 16
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens this is, never 0."""
+    """Return the approximate number of tokens of a text, at least 1."""
     return len(text) // _CHARACTERS_PER_TOKEN + 1
 
 
 def estimate_messages(
     messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None
 ) -> int:
-    """About how many tokens these are."""
+    """Return the approximate number of tokens of messages and tools."""
     sizes = [message.size // _CHARACTERS_PER_TOKEN + 1 + _TEMPLATE_TOKENS for message in messages]
     return size_of_tools(tools) // _CHARACTERS_PER_TOKEN + sum(sizes)
 
 
 def size_of(messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None = None) -> int:
-    """Characters to read, with those the template may add."""
+    """Return the characters to tokenize, including those that the template adds."""
     return size_of_tools(tools) + sum(message.size + _TEMPLATE_CHARACTERS for message in messages)
 
 
 def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:
-    """Token ids of a text; slow for long ones. ApiError names the field of a text that makes
-    none.
+    """Return the token ids of a text; slow for long texts.
+
+    Raises:
+        ApiError: the text yields no token; names the field (400).
     """
     try:
         ids = tokenizer.encode(text, add_special_tokens)
@@ -70,8 +70,10 @@ def encode_messages(
     continue_final: bool = False,
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
-    """Token ids of messages by the model's template; slow for long ones. ApiError for what the
-    template refuses.
+    """Return the token ids of messages by the model's chat template; slow for long messages.
+
+    Raises:
+        ApiError: the template refuses the messages (400).
     """
     return encode_plain(
         tokenizer,
@@ -94,7 +96,7 @@ def encode_plain(
     continue_final: bool = False,
     find_answer: FindAnswer | None = None,
 ) -> list[int]:
-    """The same of messages as templates know them."""
+    """Return the token ids of messages in the format of chat templates, see `encode_messages`."""
     plain, described = offered(tokenizer, messages, tools, find_answer)
     try:
         ids = tokenizer.encode_chat(

@@ -1,4 +1,4 @@
-"""A generating request that is ready to run: the body of any API, in the engine's terms."""
+"""A generating request of any API, in the engine's terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PromptLogprobs = Sequence[TokenLogprobs | None] | None
 
 
 class ChoiceWriter(Protocol):
-    """Writes one choice of an answer, either whole, or piece by piece."""
+    """Writer of one choice of an answer, whole or in pieces."""
 
     def whole(self, result: GenerationResult) -> Mapping[str, Any]: ...
 
@@ -30,28 +30,35 @@ class ChoiceWriter(Protocol):
         ...
 
     def opening(self, prompt_logprobs: PromptLogprobs) -> Json | None:
-        """Return what a stream shows before the first token, if anything."""
+        """Return the piece of a stream before the first token, or None."""
         ...
 
     def push(self, event: TokenEvent) -> Json | None:
-        """Return the next piece; None while there is no text to show. What belongs to the token
-        waits for it.
+        """Return the next piece, or None while there is no text to show.
+
+        Data of a withheld token is withheld with it.
         """
         ...
 
     def close(self, result: GenerationResult) -> Json:
-        """Return the last piece, with the reason of the end."""
+        """Return the last piece, with the finish reason."""
         ...
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the answer that are reasoning; known once it is whole or closed."""
+        """Reasoning tokens of the answer, known once it is whole or closed."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WireNames:
-    """Names of an OpenAI answer, whole and in chunks."""
+    """Names in an OpenAI answer.
+
+    Attributes:
+        id_prefix: prefix of the id.
+        kind: value of `object` in a whole answer.
+        chunk_kind: value of `object` in a chunk.
+    """
 
     id_prefix: str
     kind: str
@@ -59,17 +66,18 @@ class WireNames:
 
 
 class RenderedRequest(EngineRequest):
-    """A generating request of any API, ready to run. Subclasses say how OpenAI's APIs write its
-    choices; the other APIs have writers of their own.
+    """A generating request of any API, ready to run.
+
+    Subclasses make the writers of choices for OpenAI's APIs; the other APIs have writers of their
+    own.
 
     Attributes:
-        estimate: tokens it may hold, estimated before tokenization.
+        estimate: tokens of prompt and output, estimated before tokenization.
         streams: the answer is a stream.
         include_usage: the stream ends with a chunk of usage.
-        explains: the answer says what became of the first prompt.
-        reports_progress: a stream says how far its prompts are, twice a second until they are
-            computed.
-        pings: otherwise it gives a sign of life now and then until there is a token.
+        explains: the answer contains a cache-miss report on the first prompt.
+        reports_progress: the stream reports the progress of its prompts twice a second.
+        pings: without progress reports, the stream sends a ping now and then until the first token.
     """
 
     wire_names: ClassVar[WireNames]

@@ -1,6 +1,4 @@
-"""One assistant's turn taken apart while it comes: what the APIs build on that answer in blocks,
-not in choices.
-"""
+"""Parsing of one assistant turn while it arrives, for the APIs that answer in blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +19,12 @@ __all__ = ["TurnWriter"]
 
 
 class TurnWriter(ABC):
-    """An `AnswerWriter` of requests with one sequence. Subclasses say how a turn is written whole,
-    and what a stream shows when it opens, of its parts, and when it closes.
+    """An `AnswerWriter` of requests with one sequence.
+
+    Subclasses write whole turns, and the start, parts and end of a streamed turn.
 
     Attributes:
-        message: what was said so far.
+        message: the message so far.
         run: the running request.
     """
 
@@ -37,23 +36,23 @@ class TurnWriter(ABC):
 
     @abstractmethod
     def written(self, result: GenerationResult, reason: str) -> bytes:
-        """The JSON of the whole answer, whose turn is in `message`."""
+        """Return the JSON of the whole answer, whose turn is in `message`."""
 
     @abstractmethod
     def opened(self) -> None:
-        """A stream begins."""
+        """Write the start of a stream."""
 
     @abstractmethod
     def told(self, parts: Sequence[Part]) -> None:
-        """Parts that were added to the message."""
+        """Write parts that were added to the message."""
 
     @abstractmethod
     def closed(self, result: GenerationResult, reason: str) -> None:
-        """The turn is complete."""
+        """Write the end of the turn."""
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the answer that are reasoning; known once it is complete."""
+        """Reasoning tokens of the answer, known once it is complete."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
@@ -75,9 +74,8 @@ class TurnWriter(ABC):
             self._reader = TurnReader(turn, tokenizer, self._stop, run.answers.keep)
             self.message = self._reader.message
 
-    # For APIs that have room for it.
     def wait(self, index: int, progress: Progress) -> None:  # noqa: B027
-        """Nothing is said of a prompt that is being read."""
+        """Ignore the progress of a prompt; APIs that can report it override this."""
 
     async def open(self, index: int) -> None:
         self.opened()
@@ -96,17 +94,17 @@ class TurnWriter(ABC):
             self.told(parts)
         self.closed(result, self._reason(result))
 
-    def end(self) -> None:  # noqa: B027 - all is said in `closed`
-        """Nothing is left to say."""
+    def end(self) -> None:  # noqa: B027
+        """Do nothing; `closed` has written the end."""
 
-    def explain(self, diagnosis: Diagnosis) -> None:  # noqa: B027 - these APIs have no field for it
-        """Cache-miss reports are not shown."""
+    def explain(self, diagnosis: Diagnosis) -> None:  # noqa: B027
+        """Ignore the cache-miss report, for which these APIs have no field."""
 
     def _finish(self, result: GenerationResult) -> list[Part]:
         return [] if self._reader is None else self._reader.close()
 
     def _reason(self, result: GenerationResult) -> str:
-        """ "stop", "length" or "tool_calls"."""
+        """Return "stop", "length" or "tool_calls"."""
         return (
             result.finish_reason
             if self._reader is None
@@ -114,5 +112,5 @@ class TurnWriter(ABC):
         )
 
     def calls(self) -> list[dict[str, Any]]:
-        """The calls of the message: id, and function with name and arguments (JSON text)."""
+        """Return the tool calls of the message: id, and function with name and arguments (JSON)."""
         return self.message.calls

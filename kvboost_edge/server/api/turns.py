@@ -1,7 +1,6 @@
-"""What the answers to a chat are made of: what tools bind them to, and whether they begin with
-reasoning.
+"""Format of the answers to a chat: grammar of tool calls, structured output, reasoning.
 
-How a model marks these is found from its chat template, see text/turns/.
+The markers of a model are detected from its chat template, see text/turns/.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from kvboost_edge.text.turns.replay import find_calls
 
 __all__ = ["named_by_field", "offered", "turn_of"]
 
-# Of a schema that a call without markers has to fit; the compiler takes 0.2 s for the largest.
+# Limits of a schema for checking a call without markers; the compiler takes 0.2 s for the largest.
 _MOST_JUDGED_CHARS = 1 << 16
 _MOST_JUDGED_MEMBERS = 1 << 10
-_TAIL_TOKENS = 64  # of a prompt: what its template writes in front of an answer
+_TAIL_TOKENS = 64  # of a prompt: text of the template before an answer
 
 Json = dict[str, Any]
 
@@ -39,8 +38,12 @@ def offered(
     tools: list[Json] | None,
     find_answer: FindAnswer | None,
 ) -> tuple[list[Json], list[Json] | None]:
-    """Messages and tools as the chat template takes them; where it knows none, they are told in
-    words. ApiError where it writes calls in a way that is not known here.
+    """Return messages and tools for the chat template.
+
+    If the template does not show tools, the messages describe them instead.
+
+    Raises:
+        ApiError: the template writes tool calls in an unknown format (400).
     """
     if not tools and not any(
         message["role"] == "tool" or "tool_calls" in message for message in messages
@@ -53,7 +56,7 @@ def offered(
 
 
 def _as_written(tokenizer: Tokenizer, message: Json, find_answer: FindAnswer | None) -> Json:
-    """A message with calls as the model's own text, where its ids are kept."""
+    """Return a message with calls as the model's own text, if its token ids are stored."""
     ids = None if find_answer is None else find_calls(message, find_answer)
     return message if ids is None else {"role": "assistant", "content": tokenizer.decode(ids)}
 
@@ -69,7 +72,7 @@ def _takes_system(tokenizer: Tokenizer) -> bool:
 
 
 def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) -> Turn | None:
-    """What the answers to a rendered chat are made of; None: text alone."""
+    """Return the format of the answers to a rendered chat; None for plain text."""
     format = tokenizer.turn_format
     tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
     reasoning = "closed" if body.continues else format.reasoning_after(tail)
@@ -101,7 +104,7 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     takes_bare_calls = (
         choice.mode == "auto"
         and answer is None
-        and not body.continues  # the message began in the prompt
+        and not body.continues  # the beginning of the message is in the prompt
         and calls.wraps_objects
     )
     return Turn(
@@ -115,9 +118,8 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
 
 
 def _fit(tool: Tool, arguments: Json) -> bool:
-    """Return whether these arguments fit the tool's schema; False for a large schema, because this
-    runs on the event loop.
-    """
+    """Return whether arguments fit the tool's schema; False for a large schema."""
+    # This runs on the event loop, so it must be fast.
     text = json.dumps(tool.parameters)
     if len(text) > _MOST_JUDGED_CHARS or text.count(":") > _MOST_JUDGED_MEMBERS:
         return False
@@ -127,9 +129,9 @@ def _fit(tool: Tool, arguments: Json) -> bool:
 def _plain_turn(
     tokenizer: Tokenizer, format: TurnFormat, reasoning: str, fits: Mapping[str, Any]
 ) -> Turn | None:
-    """Without tools: a JSON schema binds behind the reasoning, any other form from the first token
-    on.
-    """
+    """Return the format of an answer without tools."""
+    # A JSON schema constrains the text after the reasoning; other formats apply from the first
+    # token.
     schema = _object_schema(fits)
     if reasoning == "closed" or (fits and schema is None):
         return None
@@ -142,13 +144,13 @@ def _plain_turn(
 
 
 def _object_schema(fits: Mapping[str, Any]) -> Json | None:
-    """The JSON schema in it that can stand in a grammar."""
+    """Return the JSON schema that can be part of a grammar, or None."""
     schema = schema_of(fits["json_schema"]) if "json_schema" in fits else None
     return schema if isinstance(schema, dict) else None
 
 
 def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
-    """What the engine says of a grammar that was made of tools, as an error of that field."""
+    """Return the engine's error about a grammar made of tools as an error of the field `tools`."""
     about, _, message = str(error).partition(" ")
     if not body.tools or about not in ("grammar", "json_schema"):
         return error
@@ -158,8 +160,10 @@ def named_by_field(error: RequestError, body: ChatRequest) -> Exception:
 
 
 def _calls_of(tokenizer: Tokenizer) -> CallFormat:
-    """How the model is to write calls: as its chat template has them, or in general terms where
-    that has none. ApiError where it has them in a way that is not known here.
+    """Return the format of tool calls: the chat template's, or a generic one if it has none.
+
+    Raises:
+        ApiError: the template writes tool calls in an unknown format (400).
     """
     format = tokenizer.turn_format
     if not format.shows_tools:

@@ -1,6 +1,4 @@
-"""What a request cost: OpenAI's `usage`, llama.cpp's `timings`, and where the cached tokens came
-from.
-"""
+"""Figures of a request: OpenAI's `usage`, llama.cpp's `timings` and our `kvboost`."""
 
 from __future__ import annotations
 
@@ -21,12 +19,18 @@ def usage_of(
     reasoning_tokens: int = 0,
     default_mode: GenerationMode = GenerationMode.PREFIX_CACHE,
 ) -> Usage:
-    """OpenAI's usage of all sequences, `per_prompt` of them for each prompt, prompt by prompt.
+    """Return OpenAI's usage of all sequences.
 
-    A prompt counts once however many sequences continue it; its cached tokens are what the cache
-    held before the request itself filled it, so the least of its sequences; what was shared at
-    other positions is not among them. Every generated token counts, of unchosen sequences too;
-    `reasoning_tokens` of them are reasoning. `default_mode` is the server's.
+    A prompt counts once, however many sequences continue it. Its cached tokens are the smallest
+    number among its sequences, because later ones find blocks that this request computed. Tokens
+    reused at other positions do not count as cached. Generated tokens of all sequences count, also
+    of those not chosen by best_of.
+
+    Args:
+        results: results of all sequences, prompt by prompt.
+        per_prompt: sequences of each prompt.
+        reasoning_tokens: generated tokens that are reasoning.
+        default_mode: default mode of the server.
     """
     firsts = first_comers(results, per_prompt)
     prompt = sum(result.prompt_tokens for result in firsts)
@@ -49,8 +53,9 @@ def usage_of(
 def approximate_label(
     results: Sequence[GenerationResult], default_mode: GenerationMode
 ) -> bool | None:
-    """Return the member `approximate` of a usage; None: it is left out, as the answer is exact and
-    the server's default mode too.
+    """Return the value of `approximate` in a usage; None to leave it out.
+
+    It is left out if the answer and the server's default mode are exact.
     """
     if any(result.approximate for result in results):
         return True
@@ -64,14 +69,20 @@ def costs(
     dropped: int = 0,
     cause: str = "",
 ) -> Spent:
-    """The `timings` and `kvboost` members of an answer; `dropped` messages were left out of the
-    prompt. `cause` comes from the report on the first prompt; "": the engine's own reason.
-    `miss_reason` equals it, and is "" for "none".
+    """Return the `timings` and `kvboost` members of an answer.
 
-    All times are wall-clock milliseconds. Those of `kvboost` are of the sequence that took longest
-    and add up to its total_ms, from the complete request to the last token; ttft_ms is the first
-    token of any sequence. Where one of them is approximate the answer is; of each prompt the
-    sequence counts that shared most at other positions.
+    All times are wall-clock milliseconds. Those of `kvboost` belong to the slowest sequence and add
+    up to its total_ms, from the complete request to the last token. ttft_ms is the first token of
+    any sequence. The answer is approximate if any sequence is. For each prompt, the sequence with
+    the most tokens reused at other positions counts.
+
+    Args:
+        results: results of all sequences, prompt by prompt.
+        per_prompt: sequences of each prompt.
+        tokenize_ms: milliseconds spent on encoding.
+        dropped: messages left out of the prompt.
+        cause: cause in the report on the first prompt; "" for the engine's own reason.
+            `miss_reason` equals it, and is "" for "none".
     """
     firsts = first_comers(results, per_prompt)
     shared = [
@@ -80,7 +91,7 @@ def costs(
     ]
     slowest = max(results, key=lambda result: result.total_ms)
     cause = cause or next((result.miss_reason for result in firsts if result.miss_reason), "none")
-    # Before the engine's queue it waited for the batch window, or for a thread.
+    # Includes the wait for the batch window, or for a thread, before the engine's queue.
     waited = slowest.queue_ms + max(0.0, slowest.tokenize_ms - tokenize_ms)
     return {
         "timings": _timings(results, firsts),
@@ -114,9 +125,7 @@ def costs(
 
 
 def progress_of(progress: Progress) -> dict[str, Any]:
-    """llama.cpp's figures of a prompt that is being read, and how many milliseconds are left until
-    the first token.
-    """
+    """Return llama.cpp's progress of a prompt, and the milliseconds left until the first token."""
     left = progress.seconds_left
     return {
         "total": progress.total,
@@ -128,7 +137,7 @@ def progress_of(progress: Progress) -> dict[str, Any]:
 
 
 def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[GenerationResult]:
-    """Return of each prompt the sequence that found the least in the cache."""
+    """Return, for each prompt, the sequence with the fewest cached tokens."""
     return [
         min(group, key=lambda result: result.exact_cached_tokens)
         for group in _groups(results, per_prompt)
@@ -138,7 +147,7 @@ def first_comers(results: Sequence[GenerationResult], per_prompt: int) -> list[G
 def _groups(
     results: Sequence[GenerationResult], per_prompt: int
 ) -> list[Sequence[GenerationResult]]:
-    """The sequences of each prompt."""
+    """Return the sequences of each prompt."""
     return [results[first : first + per_prompt] for first in range(0, len(results), per_prompt)]
 
 
@@ -151,10 +160,11 @@ def _by_tier(results: Sequence[GenerationResult]) -> dict[str, int]:
 
 
 def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationResult]) -> Timings:
-    """llama.cpp's figures. The prompt's are those of `usage`: each prompt once, as its first
-    sequence met it; prompt_n were computed, cache_n were not, and what was shared at other
-    positions is in neither. predicted_n counts all sequences. prompt_ms and predicted_ms are the
-    longest of them, so with several sequences, which are computed side by side, the speeds are
+    """Return llama.cpp's timings.
+
+    Each prompt counts once, as in `usage_of`: prompt_n tokens were computed, cache_n cached. Tokens
+    reused at other positions are in neither. predicted_n counts all sequences. prompt_ms and
+    predicted_ms are those of the slowest sequence. Sequences run in parallel, so the speeds are
     those of all together.
     """
     cached = sum(result.exact_cached_tokens for result in firsts)
@@ -178,5 +188,5 @@ def _timings(results: Sequence[GenerationResult], firsts: Sequence[GenerationRes
 
 
 def _ratio(amount: float, of: float) -> float:
-    """amount / of, 0 where there is nothing to divide by: JSON has no infinity."""
+    """Return amount / of; 0 for a zero divisor, because JSON has no infinity."""
     return round(amount / of, 3) if of > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Response bodies of /v1/embeddings (OpenAI's shape) and /v1/rerank (Cohere's)."""
+"""Response bodies of /v1/embeddings (OpenAI's format) and /v1/rerank (Cohere's)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def embedding_answer(
     *,
     as_base64: bool,
 ) -> bytearray:
-    """Write an `EmbeddingAnswer` of vectors [num_inputs, dimensions], each as a list or as base64.
+    """Encode an `EmbeddingAnswer` of vectors [num_inputs, dimensions], each as a list or base64.
 
-    For worker threads: the numbers are written, and memory is taken, vector by vector, and between
-    two vectors other threads run.
+    For worker threads: vectors are encoded one at a time, so other threads run in between and
+    memory grows gradually.
     """
     body = bytearray(b'{"object":"list","data":[')
     for index, row in enumerate(vectors):
@@ -49,8 +49,14 @@ def rerank_answer(
     top_n: int,
     results: Sequence[GenerationResult],
 ) -> RerankAnswer:
-    """The `top_n` best, the best first and equal ones in their order; with their texts if these are
-    given.
+    """Return the `top_n` best documents, best first, equal ones in their order.
+
+    Args:
+        model: name of the model.
+        scores: score of each document.
+        texts: texts to include; None to leave them out.
+        top_n: number of documents to return.
+        results: results of the engine, for the usage.
     """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
     ranked: list[Ranked] = [{"index": index, "relevance_score": scores[index]} for index in order]
