@@ -1,1 +1,1 @@
-"""Quantized KV: layout, writing, and integer attention."""
+"""Quantized KV cache: layout, quantization, and integer attention."""

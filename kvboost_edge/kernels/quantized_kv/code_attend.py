@@ -1,9 +1,9 @@
-"""Paged attention on quantized blocks: full blocks in integers, each query's own block in float16.
+"""Paged attention over quantized blocks, in integers; a query's own block in float16.
 
-Units, partitions, tiles and their merging are those of attention on floats. A row sees the
-quantized tokens up to the beginning of its own block, partition by partition; then, as a part of
-its own that is merged last, the float16 copy of that block. So a row's bits depend on its own
-sequence and position, not on which blocks a pass happens to fill.
+Units, partitions, tiles and their merging are those of float attention (attention/units.py). A row
+attends to the codes before its own block, partition by partition. The float16 copy of its own
+block is merged last. So a row's bits depend on its sequence and position, not on the blocks that a
+pass completes.
 """
 
 from __future__ import annotations
@@ -54,13 +54,16 @@ _OWN_1 = values_strip[1]
 
 
 class CodedCall(NamedTuple):
-    """A call on a quantized pool.
+    """Arguments of a call on a quantized pool.
 
     Attributes:
-        plain: its pool is that of the own blocks (float16), its block tables are theirs.
+        plain: call whose pool is the float16 copies of own blocks, and whose block tables locate
+            them.
         codes: address of uint8 [num_blocks, num_kv_heads, layout.nbytes].
-        block_tables: int32 [num_seqs, max_blocks] of the quantized blocks.
-        first: int32 [num_seqs]: position of slot 0 of the first block in a row of the own blocks'
+        layout: sizes and offsets of the codes of one block and KV head.
+        block_tables: int32 [num_seqs, max_blocks], tables of the quantized blocks.
+        max_blocks: columns of block_tables.
+        first: int32 [num_seqs], position of slot 0 of the first block in a row of the own blocks'
             tables.
     """
 
@@ -73,7 +76,7 @@ class CodedCall(NamedTuple):
 
 
 class CodedJob(NamedTuple):
-    """A CodedCall as addresses; codes: 0 where the pool is not quantized."""
+    """A CodedCall with addresses instead of arrays; `codes` is 0 if the pool is not quantized."""
 
     plain: Job
     codes: int
@@ -84,14 +87,22 @@ class CodedJob(NamedTuple):
 
 
 class _Coded(NamedTuple):
-    """Where a unit keeps what quantized tiles need, byte addresses.
+    """Scratch of a unit for quantized tiles; byte addresses.
 
-    rows, units  float32 [padded_rows / 4, dim / 16, 4, 16], see `fold_rows`;  row_steps float32
-                 [padded_rows]
-    zeros, steps float32 [4 strips, dim];  tops float32 [4 strips];  scales, middles float32 [64]
-    planes       int8 [dim / 16, 4 strips, 4, 32];  dots float32 [4 strips, 4]
-    weight_codes uint8 [4, 64];  numbers float32 [3, 4];  blank bytes of 0, as many as a strip of
-                                 codes
+    Attributes:
+        rows: float32 [padded_rows / 4, dim / 16, 4, 16], queries; see `fold_rows`.
+        units: float32 like `rows`, queries divided by their largest; see `divide_row`.
+        row_steps: float32 [padded_rows], size of 1 in `units`.
+        zeros: float32 [4 strips, dim], key zeros.
+        steps: float32 [4 strips, dim], key steps divided by the strip's largest.
+        tops: float32 [4 strips], largest key step.
+        scales: float32 [64], value scales.
+        middles: float32 [64], value middles.
+        planes: int8 [dim / 16, 4 strips, 4, 32], integer queries.
+        dots: float32 [4 strips, 4], query . zeros.
+        weight_codes: uint8 [4, 64], quantized softmax weights.
+        numbers: float32 [3, 4]: rescale, factor and shift of each row.
+        blank: zero bytes, as many as a strip of codes has.
     """
 
     rows: int
@@ -110,9 +121,8 @@ class _Coded(NamedTuple):
 
 
 def coded_scratch_floats(padded_rows: int, dim: int) -> int:
-    """Floats of scratch a thread needs beside that of attention on floats, `_lay_out`'s sections
-    rounded up.
-    """
+    """Return the floats of scratch per thread, in addition to those of float attention."""
+    # The sections of `_lay_out`, rounded up.
     sections = (
         2 * padded_rows * dim,
         padded_rows,
@@ -127,7 +137,7 @@ def coded_scratch_floats(padded_rows: int, dim: int) -> int:
 
 @kernel
 def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
-    """Lay out the scratch behind the tile table and prepare the unit's query rows."""
+    """Lay out the scratch after the tile table and prepare the unit's query rows."""
     shape = job.plain.shape
     dim = job.layout.dim
     rows = after(unit.table + 8 * 6 * STRIPS, 0)
@@ -173,9 +183,7 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
 def _place_coded(
     job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int
 ) -> None:
-    """Fill column `strip` of the tile table for the 16 tokens at `position` and decode what belongs
-    to their block.
-    """
+    """Fill a column of the tile table for 16 tokens at `position`; decode their scales."""
     layout = job.layout
     at = unit.table + 8 * strip
     zeros = coded.zeros + 4 * strip * layout.dim
@@ -217,9 +225,8 @@ def _codes_at(job: CodedJob, unit: Unit, position: int) -> Any:
 
 @kernel
 def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
-    """Ask for a part of the tile after the next; all of it at once would hold up the work on this
-    one.
-    """
+    """Prefetch a quarter of the tile after the next one."""
+    # In parts between computations: all at once would stall this tile.
     few = unit.num_rows <= ROWS
     size = job.layout.nbytes
     strip, half = (part, 0) if few else (part // 2, part % 2)
@@ -232,17 +239,16 @@ def _ask_ahead(job: CodedJob, unit: Unit, start: int, part: int) -> None:
 
 @kernel
 def _own_start(unit: Unit, position: int, size: int) -> Any:
-    """The token from which on a query at this position sees no codes: its own block's first, or the
-    end of the part.
+    """Return the end of the codes that a query at this position attends to.
+
+    It is the beginning of the query's own block, or the end of the segment.
     """
     return unit.whole if unit.whole > 0 else position // size * size
 
 
 @kernel
 def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
-    """Add the 64 tokens at `start`, whose places are in the tile table, to the running state of all
-    rows.
-    """
+    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows."""
     shape = job.plain.shape
     layout = job.layout
     dim = layout.dim
@@ -322,7 +328,7 @@ def _add_values(layout: CodeLayout, unit: Unit, coded: _Coded, out: int) -> None
 
 @kernel
 def _attend_partition(job: CodedJob, unit: Unit, coded: _Coded, partition: int, state: int) -> None:
-    """Softmax of the unit's rows over the quantized tokens of one partition, into a state."""
+    """Compute the softmax state of the unit's rows over the codes of one partition."""
     clear_state(job.plain.shape, unit.num_rows, state)
     size = job.layout.block_size
     start = max(unit.low, partition * PARTITION) // TILE * TILE
@@ -337,10 +343,14 @@ def _attend_partition(job: CodedJob, unit: Unit, coded: _Coded, partition: int, 
 
 @kernel
 def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
-    """Add the 64 tokens at `start`, counted from the first own block, to the rows whose own block
-    holds them.
+    """Add the 64 tokens at `start` to the rows whose own block holds them.
 
-    ones: address of float32 [4], all 1
+    Args:
+        job: the call on the float16 copies.
+        unit: the rows, with positions counted from the first own block.
+        start: first token, counted from the first own block.
+        state: address of the softmax state.
+        ones: address of float32 [4], all 1.
     """
     shape = job.shape
     dim = shape.padded_dim
@@ -383,7 +393,7 @@ def _own_tile(job: Job, unit: Unit, start: int, state: int, ones: int) -> None:
 
 @kernel
 def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
-    """Softmax of the unit's rows over their own blocks, into a state."""
+    """Compute the softmax state of the unit's rows over their own blocks."""
     fill(coded.dots, ROWS, np.float32(1.0))
     shape = job.plain.shape
     size = shape.block_size
@@ -416,7 +426,7 @@ def _attend_own(job: CodedJob, unit: Unit, coded: _Coded, state: int) -> None:
         while start < min(block + size, high):
             for strip in range(STRIPS):
                 at = start + strip * LANES
-                # A tile ends with its block: what follows is another block's business.
+                # A tile ends with its block: the next block belongs to other rows.
                 place_strip(job.plain, own, strip, at if at < block + size else high, False)
             _own_tile(job.plain, own, start, state, coded.dots)
             start += TILE
@@ -435,8 +445,9 @@ attend_coded_units = unit_loop("attend_coded_units", _lay_out, _attend_partition
 
 @kernel
 def attend_coded(call: CodedCall) -> None:
-    """Take units until none is left. Every thread of a team runs this on the same call; a late one
-    returns at once.
+    """Take units until none is left.
+
+    Every thread of a team runs this on the same call. A thread that starts late returns at once.
     """
     job = addresses_of(CodedJob, call)
     attend_coded_units(job.plain, addresses_of(RotationPointers, call.plain), job)

@@ -1,9 +1,7 @@
-"""The integer dot product of attention on quantized blocks: 16 sums of 4 products of an unsigned
-and a signed byte.
+"""Integer dot product of attention over codes: 16 sums of 4 products of unsigned x signed bytes.
 
-Both operands use their full range (codes up to 255, bytes from -128 to 127), so pairs of products
-do not fit 16 bits: beside the VNNI forms and ARM's dot product there is only that of plain widening
-multiply-adds, for AVX2 too. All give equal integers.
+Built around `vpdpbusd` (AVX512-VNNI, AVX-VNNI) and `sdot` (ARM dotprod); otherwise widening
+multiply-adds. All variants give equal integers.
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ from numba.core import cgutils
 from kvboost_edge.kernels.integers import V16I, dot_form, emit_byte_halves, emit_pair_sums
 from kvboost_edge.kernels.vectors import LANES
 
+# There is no `vpmaddubsw` variant for AVX2: both operands use their full range (0 to 255 and -128
+# to 127), so a pair of products does not fit 16 bits.
 __all__ = ["coded_dot_form", "emit_dot"]
 
 _I8 = ir.IntType(8)
@@ -32,14 +32,15 @@ Builder = Any
 
 
 def coded_dot_form() -> str:
-    """ "vnni512", "vnni256", "neon" or "plain": the form that kernels of this process use."""
+    """Return the dot-product variant of this process: "vnni512", "vnni256", "neon" or "plain"."""
     form = dot_form()
     return form if form in ("vnni512", "vnni256", "neon") else "plain"
 
 
 def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """sums[lane] + the products of the lane's 4 unsigned and 4 signed bytes; all three are <16 x
-    i32>.
+    """Return sums[lane] + the dot product of the lane's 4 unsigned and 4 signed bytes.
+
+    All three operands are <16 x i32>.
     """
     if form == "vnni512":
         kind = ir.FunctionType(V16I, [V16I, _V64B, _V64B])
@@ -67,9 +68,8 @@ def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Valu
 
 
 def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Both operands of sdot are signed: 128 is taken off the codes, and twice 64 of every signed
-    byte put back.
-    """
+    """Emit `sdot`, whose operands are both signed."""
+    # 128 is subtracted from the codes; adding 64 times the signed bytes twice compensates.
     kind = ir.FunctionType(_V4I, [_V4I, _V16B, _V16B])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.aarch64.neon.sdot.v4i32.v16i8")
     centred = b.bitcast(b.xor(b.bitcast(unsigned, _V64B), ir.Constant(_V64B, [-128] * 64)), V16I)
@@ -91,17 +91,15 @@ def _dot_quarters(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Va
 
 
 def _dot_plain(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
-    """Bytes 0 and 2 of each lane, then 1 and 3, as 16-bit numbers: widening multiply-adds of
-    pairs.
-    """
+    """Emit 16-bit multiplications of bytes 0 and 2 of each lane, then of bytes 1 and 3."""
     halves = zip(
         emit_byte_halves(b, unsigned, signed=False),
         emit_byte_halves(b, signed, signed=True),
         strict=True,
     )
     if b.module.triple.startswith(("aarch64", "arm64")):
-        # A product fits 16 bits, 255 * -128 = -32,640, and ARM adds neighbours into 32: 45
-        # instructions instead of 78.
+        # A product fits 16 bits (255 * -128 = -32,640), and `saddlp` adds neighbours into 32 bits:
+        # 45 instructions instead of 78.
         for x, y in halves:
             sums = b.add(sums, emit_pair_sums(b, b.mul(x, y)))
         return sums

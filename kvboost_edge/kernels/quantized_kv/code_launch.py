@@ -1,4 +1,4 @@
-"""`paged_attention_coded`: buffers and threads around the attention kernel of quantized blocks."""
+"""Entry point of paged attention over quantized KV: checks, buffers and threads."""
 
 from __future__ import annotations
 
@@ -44,19 +44,26 @@ def paged_attention_coded(
     plan: WorkPlan | None = None,
     turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
-    """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
-    ConfigError for options that look ahead.
+    """Compute causal attention over quantized blocks and float16 copies of own blocks.
+
+    Block ids and lengths are trusted.
 
     Args:
         queries: float32 [num_tokens, num_q_heads, head_dim].
         codes: uint8 [num_blocks, num_kv_heads, layout.nbytes], C-contiguous.
-        workspace: None: one thread and buffers of its own.
-        plan: the batch's `plan_work` for these head counts and this window, if it is known already.
-        turning: for a batch that has parts with a delta; ConfigError where such a batch comes
-            without.
+        layout: sizes and offsets of the codes of one block and KV head.
+        batch: query rows and block tables of each sequence.
+        own: float16 copies of the blocks that the pass writes.
+        options: softmax scale, window, softcap, sinks.
+        workspace: threads and buffers; None: one thread with buffers of its own.
+        plan: result of `plan_work` for this batch, these head counts and this window, if known.
+        turning: queries before RoPE; required if the batch has segments with a delta.
 
-    Returns (out float32 like queries, lse float32 [num_tokens, num_q_heads]). Block ids and lengths
-    are trusted.
+    Returns:
+        (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
+
+    Raises:
+        ConfigError: shapes do not fit, `turning` is missing, or `options.ahead` is set.
     """
     if options.ahead:
         raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")

@@ -1,21 +1,22 @@
-"""Where the bytes of a quantized block lie: one run of codes and scales for each block and kv head.
+"""Byte layout of a quantized block: one run of codes and scales per block and KV head.
 
-Of a block of `block` tokens and `dim` channels (padded to 16); every section starts at a multiple
-of 64 bytes:
+A block has `block` tokens and `dim` channels (padded to 16). Sections start at multiples of 64
+bytes, in this order:
 
-    key codes      uint8 [dim / 4][block][4]   a quad is 4 channels; key = zero + step * code, code
-                   in 0..top
-    key zeros      float16 [dim]               the smallest key of a channel in this block
-    key steps      uint8 [dim]                 of a channel: 5 bits of exponent, 3 of mantissa, see
-                   STEP_BIAS
-    value codes    int8 [block / 4][dim][4]    a quad is 4 tokens; 8 bits: value = scale * code,
-                   code in -127..127
-    value scales   float16 [block]             of a token
-    value middles  float16 [block]             4 bits only: value = middle + scale * (code - 8),
-                   code in 0..15
+ section        type and shape              content
+ key codes      uint8 [dim / 4][block][4]   key = zero + step * code, code in 0..top
+ key zeros      float16 [dim]               smallest key of the channel in this block
+ key steps      uint8 [dim]                 step of the channel: 5 bits exponent, 3 bits mantissa
+ value codes    int8 [block / 4][dim][4]    8 bits: value = scale * code, code in -127..127
+ value scales   float16 [block]             scale of the token
+ value middles  float16 [block]             4 bits: value = middle + scale * (code - 8), 0..15
 
-`top` is 255 or 15. With 4 bits two quads share a row of bytes: the low nibbles are quad 2j, the
-high ones quad 2j + 1. Integers only; this module imports nothing.
+A quad, the last axis, is 4 channels of a key or 4 tokens of a value: the 4 bytes of one lane that
+`vpdpbusd` and `sdot` multiply and add. `top` is 255 or 15. With 4 bits, two quads share bytes:
+quad 2j in the low nibbles, quad 2j + 1 in the high ones. Keys per channel and values per token, as
+in KIVI (Liu et al., 2024).
+
+This module imports no kernel.
 """
 
 from __future__ import annotations
@@ -25,15 +26,27 @@ from typing import NamedTuple
 __all__ = ["BIT_PAIRS", "STEP_BIAS", "CodeLayout", "code_layout"]
 
 BIT_PAIRS = ((8, 8), (8, 4), (4, 8), (4, 4))
-"""(bits of keys, bits of values) that a quantized pool can have."""
+"""Supported (bits of keys, bits of values) of a quantized pool."""
 STEP_BIAS = 18
-"""A key step's byte b stands for 2^(b // 8 - STEP_BIAS) * (1 + b % 8 / 8)."""
+"""A key step's byte b encodes 2^(b // 8 - STEP_BIAS) * (1 + b % 8 / 8)."""
 _LINE = 64
 
 
 class CodeLayout(NamedTuple):
-    """Sizes and byte offsets of the codes of one block and kv head; `dim`: channels, padded. Key
-    codes start at 0.
+    """Sizes and byte offsets of the codes of one block and KV head; key codes start at 0.
+
+    Attributes:
+        block_size: tokens of a block.
+        head_dim: channels of a head.
+        dim: head_dim rounded up to a multiple of 16.
+        k_bits: bits of keys, 8 or 4.
+        v_bits: bits of values, 8 or 4.
+        key_zeros: offset of the section.
+        key_steps: offset of the section.
+        values: offset of the value codes.
+        value_scales: offset of the section.
+        value_middles: offset of the section, present with 4 bits only.
+        nbytes: bytes in total, a multiple of 64.
     """
 
     block_size: int
@@ -50,8 +63,12 @@ class CodeLayout(NamedTuple):
 
 
 def code_layout(block_size: int, head_dim: int, bits: tuple[int, int]) -> CodeLayout:
-    """Where the codes of one block and kv head lie. `bits` is one of BIT_PAIRS, block_size a
-    multiple of 16.
+    """Return the layout of one block and KV head.
+
+    Args:
+        block_size: tokens, a multiple of 16.
+        head_dim: channels.
+        bits: (bits of keys, bits of values), one of BIT_PAIRS.
     """
     k_bits, v_bits = bits
     dim = _up(head_dim, 16)

@@ -1,9 +1,8 @@
-"""What attention on quantized blocks does beside its tiles: a block's scales and the query rows,
-ready for integers.
+"""Queries and block scales of attention over codes, prepared for integer dot products.
 
-A query meets a block's keys as `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. The products
-q * step become integers of two signed bytes, `256 * high + low`, so two dot products of bytes give
-their sum with the codes exactly.
+The score of a query and a key is `sum(q[d] * step[d] * code[d]) + sum(q[d] * zero[d])`. The
+products q * step are rounded to `256 * high + low`, two signed bytes. So two dot products of bytes
+give their exact sum with the codes.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ __all__ = [
 ]
 
 Q_TOP = 32512.0  # 127 * 256: a query's integers fit two signed bytes
-TINY = 1e-30  # keeps a division by the largest of nothing but zeros finite
-ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+TINY = 1e-30  # avoids a division by 0 if all numbers are 0
+ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits of the mantissa
 LINE = 64
 I8 = ir.IntType(8)
 _I16 = ir.IntType(16)
@@ -70,22 +69,22 @@ Builder = Any
 
 
 def emit_int(value: int) -> ir.Constant:
-    """An i64 constant."""
+    """Return an i64 constant."""
     return ir.Constant(I64, value)
 
 
 def float_lanes(value: float) -> ir.Constant:
-    """The same float in 16 lanes."""
+    """Return a float32 constant in 16 lanes."""
     return ir.Constant(V16, [value] * LANES)
 
 
 def int_lanes(value: int) -> ir.Constant:
-    """The same i32 in 16 lanes."""
+    """Return an i32 constant in 16 lanes."""
     return ir.Constant(V16I, [value] * LANES)
 
 
 def emit_load_i32(b: Builder, address: Value) -> Value:
-    """Four bytes as an i32."""
+    """Load four bytes as an i32."""
     return b.load(b.inttoptr(address, ir.PointerType()), align=4, typ=_I32)
 
 
@@ -99,7 +98,7 @@ def emit_store_codes(b: Builder, codes: Value, address: Value) -> None:
 
 
 def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
-    """Variables that start with a value."""
+    """Return `count` variables initialized with a value."""
     slots = [cgutils.alloca_once(b, start.type) for _ in range(count)]
     for slot in slots:
         b.store(start, slot)
@@ -107,7 +106,7 @@ def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
 
 
 def _spread_max(b: Builder, x: Value) -> Value:
-    """The largest lane in every lane."""
+    """Return the largest lane in every lane."""
     for step in (8, 4, 2, 1):
         x = emit_max(b, x, emit_shuffle(b, x, x, [lane ^ step for lane in range(LANES)]))
     return x
@@ -121,8 +120,14 @@ def _first(b: Builder, x: Value) -> Value:
 def decode_keys(
     typing: Any, zeros: Any, steps: Any, dim: Any, out_zeros: Any, out_steps: Any
 ) -> Any:
-    """A block's key zeros and steps as float32 [dim] each, steps divided by the largest of them,
-    which is returned.
+    """Decode a block's key zeros and steps; return the largest step.
+
+    Args:
+        zeros: address of float16 [dim].
+        steps: address of uint8 [dim]; see code_layout.STEP_BIAS.
+        dim: channels, a multiple of 16.
+        out_zeros: address of float32 [dim], written.
+        out_steps: address of float32 [dim], written: steps divided by the largest.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -152,11 +157,16 @@ def decode_keys(
 
 @intrinsic
 def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
-    """out = row * (Q_TOP / largest |row|), float32 [dim]; returns what 1 of `out` is in units of
-    `row`.
+    """Scale a query row to integers' range: out = row * (Q_TOP / largest |row|).
 
-    Both are addresses of the first 16 channels; the next 16 lie ROWS * 16 floats further, see
-    `fold_rows`.
+    Args:
+        out: address of float32 [dim], written.
+        row: address of float32 [dim]. In both, the next 16 channels are ROWS * 16 floats further;
+            see `fold_rows`.
+        dim: channels, a multiple of 16.
+
+    Returns:
+        The size of 1 in `out`, in units of `row`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -179,15 +189,17 @@ def divide_row(typing: Any, out: Any, row: Any, dim: Any) -> Any:
 
 
 def plane_offset(row: int, strip: int, plane: int, quad: int) -> int:
-    """Where 4 channels of a query's integers lie among those of 16 channels; plane 0: high bytes,
-    1: low bytes.
+    """Return the offset of 4 channels among the integers of 16 channels of a query.
+
+    Plane 0 holds the high bytes, plane 1 the low bytes.
     """
     return (strip * ROWS + row) * 2 * LANES + quad // 2 * LANES + plane * 8 + quad % 2 * 4
 
 
 def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
-    """Store the integers of two rows for one strip, <16 x i32> each with 128 added, as
-    `plane_offset` has it.
+    """Store the integers of two rows for one strip, ordered by `plane_offset`.
+
+    Each is <16 x i32> with 128 added.
     """
     words = ir.VectorType(_I16, 2 * LANES)
     low_halves = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(0, 4 * LANES, 2)))
@@ -209,12 +221,14 @@ def _emit_planes(b: Builder, numbers: Sequence[Value], place: Value) -> None:
 def fold_rows(
     typing: Any, rows: Any, units: Any, dim: Any, zeros: Any, steps: Any, planes: Any, dots: Any
 ) -> Any:
-    """Four query rows for the keys of the tile's four strips.
+    """Fold the key steps and zeros of the tile's four strips into four query rows.
 
     Args:
-        rows: address of float32 [dim / 16, 4 rows, 16]: the queries; units: the same divided, see
-            `divide_row`.
-        zeros, steps: float32 [4 strips, dim], see `decode_keys`.
+        rows: address of float32 [dim / 16, 4 rows, 16], the queries.
+        units: address of float32 like `rows`, the queries scaled by `divide_row`.
+        dim: channels, a multiple of 16.
+        zeros: address of float32 [4 strips, dim]; see `decode_keys`.
+        steps: address of float32 [4 strips, dim]; see `decode_keys`.
         planes: address of int8 [dim / 16, 4 strips, 4 rows, 32], written: high and low bytes of
             round(unit * step).
         dots: address of float32 [4 strips, 4 rows], written: query . zeros.
@@ -241,8 +255,8 @@ def fold_rows(
                 for row in range(ROWS):
                     slot = sums[strip * ROWS + row]
                     b.store(emit_fma(b, queries[row], zero, b.load(slot)), slot)
-                # 128 more, so that the upper byte is the nearest multiple of 256 and the lower one
-                # what is left + 128.
+                # With 128 added, the upper byte is the nearest multiple of 256 and the lower byte
+                # is the rest + 128.
                 numbers = [
                     b.bitcast(emit_fma(b, unit, step, float_lanes(ROUNDER + 128.0)), V16I)
                     for unit in integers
@@ -268,7 +282,7 @@ def fold_rows(
 
 @intrinsic
 def prefetch_lines(typing: Any, address: Any, num_bytes: Any) -> Any:
-    """Ask for the cache lines of `num_bytes` bytes from an address on."""
+    """Prefetch the cache lines of `num_bytes` bytes at an address."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         address, num_bytes = arguments

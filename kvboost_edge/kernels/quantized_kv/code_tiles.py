@@ -1,11 +1,17 @@
-"""Microkernels of attention on quantized blocks: four query rows against one tile of 64 tokens, in
-integers.
+"""Integer attention microkernels: four query rows x one tile of 64 tokens of codes.
 
-A tile is four strips of 16 tokens, each inside one block (see code_layout.py). The tile table,
-int64 [4, 4] in memory, one column a strip: address of the strip's key codes, bytes from one row of
-quads to the next, address of its value codes, bytes from one row to the next. Query rows come as
-integers, see code_rows.py; weights times value scales become one unsigned byte, relative to the
-row's largest in the tile.
+A tile is four strips of 16 tokens, each inside one block (see code_layout.py). A tile table, int64
+[4, 4] in memory with one column per strip, locates them:
+
+ row  content
+   0  address of the key codes
+   1  bytes from one row of key quads to the next
+   2  address of the value codes
+   3  bytes from one row of value quads to the next
+
+Query rows are integers of two bytes (code_rows.py). Softmax weights times value scales become one
+unsigned byte, relative to the row's largest in the tile. Both products are `vpdpbusd` or `sdot`
+(code_dot.py).
 """
 
 from __future__ import annotations
@@ -51,9 +57,9 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["coded_scores", "coded_values", "weigh_rows"]
 
-_PAIRS = LANES // 8  # of quads in 16 channels or tokens
-# What four rows meet at once, so that the sums stay in registers: 32 of 512 bits, or 16 of half and
-# less.
+_PAIRS = LANES // 8  # pairs of quads in 16 channels or tokens
+# Strips, planes and vectors that four rows are multiplied with at once, so that the sums stay in
+# registers: 32 of 512 bits, or 16 of 256 bits or less.
 _STRIPS_AT_ONCE, _PLANES_AT_ONCE, _VECTORS_AT_ONCE = (
     (2, 2, 4) if coded_dot_form() == "vnni512" else (1, 1, 1)
 )
@@ -63,7 +69,7 @@ Builder = Any
 
 
 def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
-    """The larger of two that are not negative, or NaN: as integers a NaN is the largest."""
+    """Return the larger of two non-negative numbers, or NaN: as an integer, NaN is the largest."""
     x = b.bitcast(x, V16I)
     y = b.bitcast(y, V16I)
     return b.bitcast(b.select(b.icmp_unsigned(">", x, y), x, y), V16)
@@ -74,7 +80,7 @@ def _column(b: Builder, table: Value, row: int, strip: int) -> Value:
 
 
 def _quads(b: Builder, bits: int, address: Value, step: Value) -> list[Value]:
-    """Two quads of unsigned codes from an address on, <16 x i32> each."""
+    """Load two quads of unsigned codes from an address, <16 x i32> each."""
     first = emit_load_bytes(b, address)
     if bits == 8:
         return [first, emit_load_bytes(b, b.add(address, step))]
@@ -83,7 +89,7 @@ def _quads(b: Builder, bits: int, address: Value, step: Value) -> list[Value]:
 
 
 def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
-    """Some strips and planes of the query after the other: those whose sums the registers hold."""
+    """Emit scores in groups of strips and query planes whose sums fit the registers."""
     planes, table, dim, tops, row_steps, dots, scores = arguments
     place = emit_scratch(b, ROWS * 2 * _STRIPS_AT_ONCE * LINE)
     with emit_loop(b, emit_int(STRIPS // _STRIPS_AT_ONCE)) as part:
@@ -112,8 +118,9 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], bits: int) -> None:
 
 
 def _emit_strip_sums(b: Builder, arguments: Sequence[Value], bits: int) -> None:
-    """Integer sums of a tile table's first strips and a query's first planes, into int32 [4,
-    strips, 2, 16].
+    """Emit integer sums of a tile's next strips and a query's next planes.
+
+    They are stored as int32 [4, strips, 2, 16].
     """
     planes, table, dim, out = arguments
     form = coded_dot_form()
@@ -158,13 +165,16 @@ def _coded_scores(bits: int) -> Any:
         dots: Any,
         scores: Any,
     ) -> Any:
-        """Scores, float32 [4, 64], of four rows against the tile's 64 tokens.
+        """Compute the scores of four rows for the tile's 64 tokens.
 
         Args:
-            planes: int8 [dim / 16, 4 strips, 4, 32] and dots, float32 [4 strips, 4], see
-                `fold_rows`.
-            tops: float32 [4 strips]: largest key step of each strip; steps: float32 [4], see
-                `divide_row`.
+            planes: address of int8 [dim / 16, 4 strips, 4, 32]; see `fold_rows`.
+            table: address of the tile table.
+            dim: channels, a multiple of 16.
+            tops: address of float32 [4 strips], largest key step of each strip.
+            steps: address of float32 [4]; see `divide_row`.
+            dots: address of float32 [4 strips, 4]; see `fold_rows`.
+            scores: address of float32 [4, 64], written.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -183,12 +193,15 @@ coded_scores = {bits: _coded_scores(bits) for bits in (8, 4)}
 def weigh_rows(
     typing: Any, weights: Any, scales: Any, middles: Any, codes: Any, factors: Any, shifts: Any
 ) -> Any:
-    """Four rows of weights times value scales, as unsigned bytes.
+    """Quantize four rows of softmax weights times value scales to unsigned bytes.
 
-    weights         address of float32 [4, 64]
-    scales, middles float32 [64]; looked at where the weight is not 0. middles: 0 for none
-    codes           uint8 [4, 64], written: round(weight * scale / factor)
-    factors, shifts float32 [4], written: what a code of 1 is; sum of weight * middle
+    Args:
+        weights: address of float32 [4, 64].
+        scales: address of float32 [64]; ignored where the weight is 0.
+        middles: address of float32 [64], ignored where the weight is 0; 0: none.
+        codes: address of uint8 [4, 64], written: round(weight * scale / factor).
+        factors: address of float32 [4], written: size of 1 in `codes`.
+        shifts: address of float32 [4], written: sum of weight * middle.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -291,14 +304,15 @@ def _coded_values(bits: int, num_vectors: int) -> Any:
     def values(
         typing: Any, codes: Any, table: Any, channel: Any, numbers: Any, out: Any, row_bytes: Any
     ) -> Any:
-        """out[row] = out[row] * rescale + shift + factor * sum over the tile's tokens of weight
-        code * value code.
+        """Set out[row] = out[row] * rescale + shift + factor * sum of weight code * value code.
 
         Args:
-            codes: address of uint8 [4, 64], see `weigh_rows`.
-            channel: first of the panel's channels.
+            codes: address of uint8 [4, 64]; see `weigh_rows`.
+            table: address of the tile table.
+            channel: first channel of the panel.
             numbers: address of float32 [3, 4]: rescale, factor and shift of each row.
-            out: address of float32 [4, row_bytes / 4], updated in the panel's columns.
+            out: address of float32 [4, row_bytes / 4]; the panel's columns are updated.
+            row_bytes: bytes of a row of `out`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

@@ -1,5 +1,6 @@
-"""Quantizing full blocks: float16 buffers to codes (see code_layout.py), with the rounding steps of
-reference/quantized_kv.py.
+"""Quantization of full KV blocks: float16 buffers to codes (layout in code_layout.py).
+
+Rounding is that of reference/quantized_kv.py, step by step.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from kvboost_edge.kernels.vectors import (
 
 __all__ = ["quantize_block", "quantize_blocks"]
 
-_ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low mantissa bits
+_ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer in the low bits of the mantissa
 _ROUNDER_BITS = 0x4B400000
-# Half a float16's smallest step and more, so that a scale never rounds below what it must hold.
+# More than half of float16's smallest step, and of its precision: a scale never rounds down below
+# the value that it must cover.
 _SCALE_FLOOR = 6e-8
 _SCALE_SLACK = 1.0 + 2.0**-10
 _QUAD = 4
@@ -76,9 +78,10 @@ def _smallest(b: Builder, x: Value, y: Value) -> Value:
 def _fold(
     b: Builder, rows: Value, row_bytes: Value, vectors: Value, start: Any, combine: Any
 ) -> Value:
-    """Fold each of four rows of 16 * vectors floats; lanes 4 r to 4 r + 3 hold row r's result.
+    """Fold each of four rows of 16 * vectors floats; lanes 4r to 4r + 3 hold row r's result.
 
-    `start(x)` turns a vector into what is combined."""
+    `start(x)` maps a loaded vector to the operand of `combine`.
+    """
     slots = [cgutils.alloca_once(b, V16) for _ in range(_QUAD)]
     at = [b.add(rows, b.mul(row_bytes, _int(row))) for row in range(_QUAD)]
     for row, slot in enumerate(slots):
@@ -93,7 +96,7 @@ def _fold(
 
 
 def _broken(b: Builder, rows: Value, row_bytes: Value, vectors: Value) -> Value:
-    """0 for each of four rows, NaN where a number in it is not finite."""
+    """Return 0 for each of four rows, or NaN if a number in it is not finite."""
     return _fold(
         b, rows, row_bytes, vectors, lambda x: b.fmul(x, _floats(0.0)), lambda b, x, y: b.fadd(x, y)
     )
@@ -104,7 +107,7 @@ def _own(b: Builder, x: Value, row: int) -> Value:
 
 
 def _four(b: Builder, x: Value) -> Value:
-    """Lanes 0, 4, 8 and 12."""
+    """Return lanes 0, 4, 8 and 12."""
     undefined = ir.Constant(x.type, ir.Undefined)
     return b.shuffle_vector(x, undefined, ir.Constant(ir.VectorType(_I32, _QUAD), [0, 4, 8, 12]))
 
@@ -114,7 +117,7 @@ def _store_any(b: Builder, value: Value, address: Value) -> None:
 
 
 def _codes(b: Builder, scaled: Value, low: int, high: int, add: int) -> Value:
-    """round(scaled) between low and high, plus `add`, as an unsigned byte in an i32."""
+    """Return round(scaled), clipped to [low, high], plus `add`, as an unsigned byte in an i32."""
     bits = b.bitcast(b.fadd(scaled, _floats(_ROUNDER)), V16I)
     code = b.sub(bits, _ints(_ROUNDER_BITS))
     code = b.select(b.icmp_signed("<", code, _ints(low)), _ints(low), code)
@@ -123,9 +126,7 @@ def _codes(b: Builder, scaled: Value, low: int, high: int, add: int) -> Value:
 
 
 def _store_quad(b: Builder, codes: Sequence[Value], place: Value, shift: Value, bits: int) -> None:
-    """Four codes of each lane side by side; with 4 bits into the low or high nibbles, beside what
-    is there.
-    """
+    """Store four codes as bytes of each lane; with 4 bits, or them into nibbles at `shift`."""
     joined = codes[0]
     for index in range(1, _QUAD):
         joined = b.or_(joined, b.shl(codes[index], _ints(8 * index)))
@@ -144,8 +145,15 @@ def _encode_keys(bits: int) -> Any:
     def encode(
         typing: Any, keys: Any, size: Any, codes: Any, shift: Any, zeros: Any, steps: Any
     ) -> Any:
-        """One quad of channels: keys float32 [4, size] -> a row of codes, 4 zeros and 4 step bytes,
-        all at addresses. With 4 bits the codes join what is there, `shift` (0 or 4) bits up.
+        """Quantize one quad of channels.
+
+        Args:
+            keys: address of float32 [4, size].
+            size: tokens of the block, a multiple of 16.
+            codes: address of a row of codes; with 4 bits they are or-ed into it.
+            shift: 0 or 4: the bits by which 4-bit codes are shifted.
+            zeros: address of float16 [4], written.
+            steps: address of uint8 [4], written.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -182,8 +190,9 @@ def _encode_keys(bits: int) -> Any:
 def _value_scales(
     b: Builder, bits: int, values: Value, row_bytes: Value, vectors: Value
 ) -> tuple[Value, Value]:
-    """Scales and middles of four tokens (lanes 4 r), as float32 that float16 holds; 8 bits have no
-    middles.
+    """Return scales and middles of four tokens (in lanes 4r), float32 values that float16 holds.
+
+    With 8 bits, the middles are 0.
     """
 
     def short(x: Value) -> Value:
@@ -216,9 +225,17 @@ def _encode_values(bits: int) -> Any:
         scales: Any,
         middles: Any,
     ) -> Any:
-        """One quad of tokens: values float32 [4, dim] -> a row of codes, 4 scales and (4 bits) 4
-        middles, at addresses. Channels from head_dim on repeat others and get code 0. `shift` as in
-        `_encode_keys`.
+        """Quantize one quad of tokens.
+
+        Args:
+            values: address of float32 [4, dim]; channels from head_dim on repeat others and get
+                code 0.
+            dim: padded channels, a multiple of 16.
+            head_dim: channels.
+            codes: address of a row of codes; with 4 bits they are or-ed into it.
+            shift: 0 or 4: the bits by which 4-bit codes are shifted.
+            scales: address of float16 [4], written.
+            middles: address of float16 [4], written with 4 bits.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -257,7 +274,14 @@ _VALUES_4 = _encode_values(4)
 
 @kernel
 def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """keys: address of float16 [head_dim, block]; stage: of float32 [dim, block]."""
+    """Quantize the keys of one block and head.
+
+    Args:
+        keys: address of float16 [head_dim, block].
+        stage: address of float32 [dim, block], scratch.
+        out: address of the block's codes.
+        layout: sizes and offsets.
+    """
     size = layout.block_size
     for start in range(0, size, LANES):
         for channel in range(layout.head_dim):
@@ -276,7 +300,14 @@ def _quantize_keys(keys: int, stage: int, out: int, layout: CodeLayout) -> None:
 
 @kernel
 def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """values: address of float16 [block, head_dim]; stage: of float32 [block, dim]."""
+    """Quantize the values of one block and head.
+
+    Args:
+        values: address of float16 [block, head_dim].
+        stage: address of float32 [block, dim], scratch.
+        out: address of the block's codes.
+        layout: sizes and offsets.
+    """
     size = layout.block_size
     dim = layout.dim
     head_dim = layout.head_dim
@@ -305,10 +336,14 @@ def _quantize_values(values: int, stage: int, out: int, layout: CodeLayout) -> N
 
 @kernel
 def quantize_block(keys: int, values: int, stage: int, out: int, layout: CodeLayout) -> None:
-    """One block of one head: float16 keys [head_dim, block] and values [block, head_dim] -> codes;
-    all addresses.
+    """Quantize one block of one KV head.
 
-    stage: float32 [dim * block]
+    Args:
+        keys: address of float16 [head_dim, block].
+        values: address of float16 [block, head_dim].
+        stage: address of float32 [dim * block], scratch.
+        out: address of uint8 [layout.nbytes], written.
+        layout: sizes and offsets.
     """
     fill(out, layout.nbytes // 4, np.float32(0.0))
     _quantize_keys(keys, stage, out, layout)
@@ -325,7 +360,17 @@ def _quantize(
     num_heads: int,
     stage: npt.NDArray[np.float32],
 ) -> None:
-    """keys, values, codes: addresses of the arrays. pairs: int64 [n, 2]."""
+    """Quantize blocks of all KV heads.
+
+    Args:
+        keys: address of float16 [blocks, num_heads, head_dim, block].
+        values: address of float16 [blocks, num_heads, block, head_dim].
+        pairs: int64 [n, 2], (source, target) blocks.
+        codes: address of uint8 [num_blocks, num_heads, layout.nbytes], written.
+        layout: sizes and offsets.
+        num_heads: KV heads.
+        stage: float32 [dim * block], scratch.
+    """
     block_bytes = 2 * layout.head_dim * layout.block_size
     at = address_of(stage)
     for pair in range(pairs.shape[0]):
@@ -338,10 +383,14 @@ def _quantize(
 def quantize_blocks(
     own: KVPool, sources: Longs, codes: npt.NDArray[np.uint8], targets: Longs, layout: CodeLayout
 ) -> None:
-    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks,
-    num_kv_heads, bytes].
+    """Quantize float16 blocks into a quantized pool. Block numbers are trusted.
 
-    Block numbers are trusted.
+    Args:
+        own: float16 buffers.
+        sources: int64 [n], blocks of `own`.
+        codes: uint8 [num_blocks, num_kv_heads, layout.nbytes], written.
+        targets: int64 [n], blocks of `codes`.
+        layout: sizes and offsets.
     """
     pairs = np.stack([sources, targets], axis=1)
     stage = aligned_empty((layout.dim * layout.block_size,), np.float32)
