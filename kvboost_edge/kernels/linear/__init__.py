@@ -1,1 +1,1 @@
-"""Matrix products over packed, quantized weights."""
+"""Linear layers: matrix products over packed, quantized weights."""

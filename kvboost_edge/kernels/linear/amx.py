@@ -1,15 +1,16 @@
-"""The microkernel for Intel's AMX: two tiles of 16 output rows against a panel of many tokens, on
-tile registers.
+"""AMX microkernel: two tiles of 16 output rows x a panel of 32 tokens (16 with fine codes).
 
-What a tile register calls B, 8 rows of 16 x 4 signed bytes, is a group of a weight tile as it is
-stored, less the offset; A, 16 rows of 32 bytes, are 16 tokens of a panel, or 16 tokens' bytes of
-one plane of a fine one. One multiplication gives the 16 x 16 exact sums of a group, which take the
-same float epilogue as everywhere.
+Built around `tdpbssd`. Operand B, 8 rows of 16 x 4 signed bytes, is a group of a weight tile as it
+is stored, minus the offset. Operand A, 16 rows of 32 bytes, is 16 tokens of a panel, or the bytes
+of one plane of 16 tokens with fine codes. One multiplication gives the exact 16 x 16 sums of a
+group, which then take the common float epilogue.
 
-A group, or a part of one that has scales of its own (half the rows of B, half the bytes of A), is
-one turn of a loop in which three things go on at once: its tiles are multiplied, the sums of the
-part before are added in floats, and the weights of the next part are unpacked. Each reads what was
-written a turn ago: a tile cannot be loaded, nor its sums read, soon after they were stored.
+The loop is software-pipelined. A turn processes a group, or half a group if halves have their own
+scales (half the rows of B, half the bytes of A). It multiplies this part's tiles, adds the
+previous part's sums in float32, and unpacks the next part's weights. Each step reads data stored
+one turn earlier, because tile loads and stores have a long latency.
+
+AMX code has run on an emulator only and has never been timed; see docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -53,14 +54,13 @@ _POINTER = ir.PointerType()
 _LINE = 64
 _TILES = 2
 _QUADS = GROUP // 4
-# Tile registers: sums of a weight tile with the first and the second half of a cell's rows, those
-# halves, weights.
+# Tile registers: sums of each weight tile with the first and the second half of a cell's rows,
+# those halves, weights.
 _SUMS = ((0, 1), (2, 3))
 _ROWS = (4, 5)
 _WEIGHTS = (6, 7)
-_CELL_ROWS = 2 * LANES  # tokens times planes
-# One lot of memory on the stack, in bytes: sums of a group, sums in floats, weights of two groups,
-# configuration.
+_CELL_ROWS = 2 * LANES  # tokens x planes
+# Scratch on the stack, in bytes: sums of a group, float sums, weights of two groups, configuration.
 _SUMS_AT = 0
 _FLOATS_AT = _TILES * _CELL_ROWS * _LINE
 _WEIGHTS_AT = 2 * _FLOATS_AT
@@ -70,8 +70,9 @@ _SCRATCH = _CONFIG_AT + _LINE
 
 
 def _configuration(quads: int) -> ir.Constant:
-    """Palette 1; rows and bytes a row of each tile register, see Intel's manual of LDTILECFG.
-    quads: of a part.
+    """Return the operand of LDTILECFG (palette 1) for parts of `quads` quads.
+
+    It holds rows and bytes per row of each tile register; see Intel's manual.
     """
     text = bytearray(_LINE)
     text[0] = 1
@@ -86,7 +87,7 @@ def _configuration(quads: int) -> ir.Constant:
 
 
 def _call(b: Builder, name: str, *arguments: Value) -> None:
-    """A tile instruction; Python's ints are numbers of tile registers."""
+    """Emit a tile instruction; Python ints are numbers of tile registers."""
     values = [ir.Constant(_I8, value) if isinstance(value, int) else value for value in arguments]
     kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
     b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), values)
@@ -97,8 +98,14 @@ def _on_tile(b: Builder, name: str, number: int, address: Value, step: int) -> N
 
 
 class _Source(NamedTuple):
-    """Addresses of what a panel is multiplied from: of each tile's weights, scales, minima; of the
-    panel itself. And what each tile's codes are looked up in, if in a table.
+    """Addresses of the operands of a panel's multiplication.
+
+    Attributes:
+        weights: codes of each tile.
+        scales: scales of each tile.
+        minima: minima of each tile.
+        panel: cells of the tokens.
+        tables: lookup table of each tile's codes, or None.
     """
 
     weights: Sequence[Value]
@@ -109,9 +116,7 @@ class _Source(NamedTuple):
 
 
 class AmxTiles(IntTiles):
-    """Emits two tiles of a kind against MATRIX_TOKENS tokens, or MATRIX_FINE_TOKENS with codes in
-    two planes.
-    """
+    """Emitter of two tiles x MATRIX_TOKENS tokens, or MATRIX_FINE_TOKENS with fine codes."""
 
     def __init__(self, kind: int, fine: bool) -> None:
         super().__init__(kind, _TILES, MATRIX_FINE_TOKENS if fine else MATRIX_TOKENS, fine, "amx")
@@ -123,7 +128,7 @@ class AmxTiles(IntTiles):
         b.store(_configuration(self.quads), config, align=_LINE)
         _call(b, "ldtilecfg", config)
         super().emit(b, tile, panel, target)
-        # Tiles in their first state cost nothing when threads are switched.
+        # Released tiles need not be saved at a context switch.
         _call(b, "tilerelease")
 
     def _at(self, b: Builder, offset: int) -> Value:
@@ -164,17 +169,17 @@ class AmxTiles(IntTiles):
         self._emit_target(b, target)
 
     def _line(self, b: Builder, offset: int, index: Value) -> Value:
-        """Address of a line of the scratch memory, counted from `offset` bytes on."""
+        """Return the address of a 64-byte line of the scratch, counted from `offset` bytes."""
         return b.add(self._at(b, offset), b.mul(index, int_constant(_LINE)))
 
     def _turn(self, b: Builder, part: Value) -> Value:
-        """Address of the unpacked weights of a part."""
+        """Return the address of a part's unpacked weights."""
         return b.add(
             self._at(b, _WEIGHTS_AT), b.mul(b.and_(part, int_constant(1)), int_constant(_TURN))
         )
 
     def _unpack(self, b: Builder, tile: Tile, source: _Source, part: Value) -> None:
-        """Weights of a part as signed bytes, less their offset."""
+        """Unpack a part's weights to signed bytes, minus their offset."""
         dot = GroupDot(b, self.kind, self.form)
         out = self._turn(b, part)
         size = int_constant(self.group_bytes // self.parts)
@@ -188,7 +193,7 @@ class AmxTiles(IntTiles):
                     b.store(dot.prepare(quad), b.inttoptr(line, _POINTER), align=_LINE)
 
     def _here(self, b: Builder, source: _Source, part: Value) -> Value:
-        """Address of the cell that a part is in."""
+        """Return the address of the cell that holds a part."""
         group = part if self.parts == 1 else b.udiv(part, int_constant(self.parts))
         return b.add(source.panel, b.mul(group, int_constant(self.cell)))
 
@@ -219,7 +224,7 @@ class AmxTiles(IntTiles):
             _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)
 
     def _add_sums(self, b: Builder, source: _Source, part: Value, t: int) -> None:
-        """The float epilogue of a part for one weight tile; see `IntTiles._epilogue`."""
+        """Add a part's sums for one weight tile by the float epilogue; see `IntTiles._epilogue`."""
         here = self._here(b, source, part)
         scales = emit_scales(b, self.format, source.scales[t], source.minima[t], part)
         sums_at = [
@@ -241,11 +246,10 @@ class AmxTiles(IntTiles):
                 )
 
     def _emit_target(self, b: Builder, target: Target) -> None:
-        """As `emit_target` in weight_tiles.py, row by row."""
+        """Store the results row by row, as `emit_target` does."""
         factors = emit_splat(b, target.factor)
         zero = int_constant(0)
-        # Without a bias minus zero is added: that changes no number, not even a zero of either
-        # sign.
+        # -0.0 replaces a missing bias: adding it changes no number, not even the sign of a zero.
         biases = [cgutils.alloca_once(b, V16) for _ in range(_TILES)]
         for t, slot in enumerate(biases):
             b.store(ir.Constant(V16, [-0.0] * LANES), slot)
@@ -259,8 +263,8 @@ class AmxTiles(IntTiles):
             for adds, branch in zip((True, False), branches, strict=True):
                 with branch, cgutils.for_range(b, int_constant(self.tokens), intp=I64) as loop:
                     at = b.add(target.out, b.mul(loop.index, target.out_step))
-                    # Both are read before one is written: without a second tile both write the same
-                    # to one place.
+                    # Read both before writing one: without a second tile, both write the same
+                    # numbers to one place.
                     results = []
                     places = [
                         b.add(at, b.mul(target.tile_step, int_constant(t))) for t in range(_TILES)
@@ -279,8 +283,12 @@ class AmxTiles(IntTiles):
 def _amx_tile(kind: int, fine: bool) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """tile: `Tile` of pairs; panel: address of the tokens' panel, see panel.py; target:
-        `Target`.
+        """Multiply pairs of weight tiles with a panel.
+
+        Args:
+            tile: `Tile` of pairs.
+            panel: address of the tokens' panel; see panel.py.
+            target: `Target`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:

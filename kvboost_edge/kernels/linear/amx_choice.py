@@ -1,10 +1,8 @@
-"""Whether this process multiplies long prompts with Intel's AMX: what the system allows, and what a
-trial shows.
+"""Decision whether this process uses AMX for long prompts.
 
-Kernels are compiled for AMX where the processor names it. They are used only if the system gives
-this process tile registers, if they give the results of AVX512-VNNI bit for bit here and now, and
-if they are not slower: a hypervisor may show instructions that it does not run well. Results are
-the same either way.
+Kernels are compiled for AMX if the processor has it. They are used only if the system grants tile
+registers, the results equal AVX512-VNNI bit for bit, and they are not slower: a hypervisor may
+report instructions that it runs badly. Results are the same either way.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ _LOG = logging.getLogger(__name__)
 _ARCH_PRCTL = 158
 _REQUEST = 0x1023
 _TILE_DATA = 18
-# 896 inputs, 32 outputs, 192 tokens, some 15 us each time; the quickest round of each counts.
+# 896 inputs, 32 outputs, 192 tokens: about 15 us per call. The fastest round of each variant
+# counts.
 _GROUPS = 28
 _PANELS = 6
 _TIMES = 8
@@ -57,7 +56,12 @@ _VNNI_INT4, _VNNI_INT8 = (
 
 
 class AmxChoice(NamedTuple):
-    """used: whether AMX multiplies; reason: why, or why not, for people."""
+    """The decision on AMX.
+
+    Attributes:
+        used: True if AMX is used.
+        reason: why, or why not, for logs and reports.
+    """
 
     used: bool
     reason: str
@@ -65,8 +69,9 @@ class AmxChoice(NamedTuple):
 
 @functools.cache
 def amx_choice() -> AmxChoice:
-    """Decided once per process, by a trial of a few milliseconds, after two kernels are compiled or
-    loaded.
+    """Decide once per process, by a trial of a few milliseconds.
+
+    The trial's two kernels are compiled or loaded first.
     """
     if not has_tile_registers():
         return AmxChoice(False, "kernels are compiled without AMX")
@@ -77,12 +82,12 @@ def amx_choice() -> AmxChoice:
 
 
 def linear_path() -> str:
-    """The form of the linear kernels that runs: as `dot_form`, or "amx+vnni512"."""
+    """Return the variant of the linear kernels: a `dot_form`, or "amx+vnni512"."""
     return f"amx+{dot_form()}" if amx_choice().used else dot_form()
 
 
 def _ask_for_tiles() -> str:
-    """Ask the system for tile registers; why it refuses, or ""."""
+    """Request tile registers from the system; return "" or the reason for a refusal."""
     if sys.platform != "linux":
         return f"tile registers are asked for on Linux only, not on {sys.platform}"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -118,11 +123,11 @@ trial_entries = (
     if has_tile_registers()
     else []
 )
-"""What `amx_choice` runs."""
+"""Kernels of the trial."""
 
 
 class _Trial:
-    """Random tokens and weights of a kind, multiplied by a kernel in panels of `size` tokens."""
+    """Random tokens and weights, multiplied by a kernel in panels of `size` tokens."""
 
     def __init__(self, name: str, function: Any, size: int) -> None:
         rng = np.random.default_rng(0)
@@ -154,7 +159,7 @@ class _Trial:
         self._kind = FORMATS[name].kind
 
     def result(self) -> npt.NDArray[np.float32]:
-        """float32 [tokens, 32]."""
+        """Run once and return the outputs, float32 [tokens, 32]."""
         self.run(1)
         return self._out
 
@@ -165,7 +170,7 @@ class _Trial:
 def _panel(
     codes: npt.NDArray[np.int8], scales: npt.NDArray[np.float32], offset: int, size: int
 ) -> npt.NDArray[Any]:
-    """Cells of panels of `size` tokens as panel.py describes them, [panels, groups]."""
+    """Return panels of `size` tokens, [panels, groups] cells; see panel.py."""
     cell = np.dtype(
         [("codes", np.int8, (size, GROUP)), ("terms", np.int32, size), ("scales", np.float32, size)]
     )
@@ -184,7 +189,7 @@ def _try() -> AmxChoice:
         if amx.result().tobytes() != vnni.result().tobytes():
             _LOG.warning("AMX of this machine gives other results than AVX512-VNNI: it is not used")
             return AmxChoice(False, "it gives other results than AVX512-VNNI here")
-    # Of the last kind, int4: most models have nothing else.
+    # The last format, int4, is timed: most models have nothing else.
     amx_s, vnni_s = (
         min(times)
         for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)
@@ -197,7 +202,7 @@ def _try() -> AmxChoice:
 
 
 def _seconds(trial: _Trial) -> float:
-    """Seconds of one multiplication."""
+    """Return the seconds of one multiplication."""
     started = time.perf_counter()
     trial.run(_TIMES)
     return (time.perf_counter() - started) / _TIMES

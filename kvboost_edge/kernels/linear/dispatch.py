@@ -1,6 +1,4 @@
-"""A tile or two of weights against a panel of tokens: of each kind of weights one entry, which
-chooses the microkernel by the number of tokens.
-"""
+"""Dispatch of linear kernels: one entry per weight format selects a microkernel by token count."""
 
 from __future__ import annotations
 
@@ -36,15 +34,15 @@ __all__ = ["TARGET_TYPE", "float_rows", "int_panel", "ladders"]
 
 _MOST = SMALL_TOKENS[-1]
 _MOST_FINE = FINE_TOKENS[-1]
-# Numbers of tokens that take two tiles at once.
+# Panel sizes that are multiplied with two tiles at once; 0: none.
 _PAIR, _FINE_PAIR = (WIDE_TOKENS, WIDE_FINE_TOKENS) if TILES_AT_ONCE == 2 else (0, 0)
 _HAS_AMX = has_tile_registers()
 
 
 def _int_ladder(kind: int) -> Any:
-    """The kernel that calls a kind's microkernel for n tokens; a form that lacks a size has another
-    in its place, which is never called, nor compiled: the conditions that say so are constants.
-    """
+    """Return the kernel that calls a format's microkernel for n tokens."""
+    # A variant that lacks a size has another in its place. It is never called or compiled, because
+    # the conditions are constants.
     amx = amx_tile[kind, False]
     fine_amx = amx_tile[kind, True]
     wide = int_tile[kind, TILES_AT_ONCE, WIDE_TOKENS, False]
@@ -86,7 +84,7 @@ def _int_ladder(kind: int) -> Any:
 
 
 def _float_ladder(kind: int) -> Any:
-    """As `_int_ladder`, for rows of float32."""
+    """Return the kernel that calls a float format's microkernel for n rows of float32."""
     one, two, four, eight = (float_tile[kind, tokens] for tokens in FLOAT_TOKENS)
 
     @named_kernel(f"float_ladder_{kind}")
@@ -115,13 +113,15 @@ ladders = {
     else KernelEntry(_int_ladder(kind), *_INT_ARGUMENTS)
     for kind, form in FORMAT_OF.items()
 }
-"""Kind of weights -> the kernel that multiplies with them, to be called by one of:"""
+"""Weight format number -> dispatching kernel, called through `int_panel` or `float_rows`."""
 
 int_panel = caller(*_INT_ARGUMENTS)
-"""(n, fine, tile, panel, target): a tile, or two where n tokens take two at once, against a panel
-of n tokens.
+"""Call `ladders[kind]` with (n, fine, tile, panel, target): tiles x a panel of n tokens.
+
+It is one tile, or two if panels of n tokens take two at once.
 """
 float_rows = caller(*_FLOAT_ARGUMENTS)
-"""(n, tile, inputs, step, target): a tile of float weights against n = 1, 2, 4 or 8 rows of float32
-at address `inputs`, `step` bytes apart.
+"""Call `ladders[kind]` with (n, tile, inputs, step, target) for a tile of float weights.
+
+`inputs` is the address of n = 1, 2, 4 or 8 rows of float32, `step` bytes apart.
 """

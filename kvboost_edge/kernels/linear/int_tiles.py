@@ -1,9 +1,11 @@
-"""Microkernels of integer weights: one or two tiles of 16 output rows against a panel of a few
-tokens.
+"""Microkernels of integer weights: one or two tiles of 16 output rows x a panel of few tokens.
 
-A lane is an output row, so there is no horizontal sum. The sum over a group of 32 inputs is exact,
-and groups are added in order by one float epilogue: an output depends on its own row and token
-only, not on how many tokens or tiles share the call.
+Built around the dot product of weight_dot.py (`vpdpbusd`, `vpmaddubsw` or `sdot`). A lane is an
+output row, so there is no horizontal sum. The sum over a group of 32 inputs is an exact integer,
+and one float epilogue adds the groups in order. So an output depends on its row and token only,
+not on the tokens or tiles of the call.
+
+Decode (1 token) is bound by reading the weights from memory, prefill by the rate of dot products.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ __all__ = [
 _QUADS = GROUP // 4
 _LINE = 64
 _PAGE = 4096
-_WHOLE = 2  # the seed of a whole group, behind those of its halves
+_WHOLE = 2  # index of the seed of a whole group, after those of its halves
 AHEAD = 8192
-"""Bytes ahead of the reading point; measured from DRAM, where 4 and 16 KB did the same and 1 KB or
-none did worse.
+"""Prefetch distance in bytes. Measured from DRAM: 4 and 16 KB perform the same, 1 KB or no prefetch
+worse.
 """
 
 Value = Any
@@ -69,16 +71,20 @@ _I32 = ir.IntType(32)
 
 
 class Tile(NamedTuple):
-    """Where the weights of a run of tiles are.
+    """Addresses of the weights of a run of tiles.
 
     Attributes:
-        weights, scales, minima: addresses: quads or floats, 16 float16 a group, likewise; of
-            formats with blocks or a table see weight_formats.py.
-        weights_step, scales_step, minima_step: bytes from one tile's to the next tile's.
-        groups: groups of 32 inputs, or inputs for float formats.
-        runs: tiles, or pairs of tiles where a microkernel takes two at once; float formats: 1.
-        panel_step: 0; or the runs are panels against one tile (or pair), this the bytes from one to
-            the next.
+        weights: address of the codes in quads, or of floats.
+        scales: address of float16 [groups, 16]; for block formats see weight_formats.py.
+        minima: address of float16 [groups, 16]; for formats with blocks or a table see
+            weight_formats.py.
+        weights_step: bytes from one tile's weights to the next tile's.
+        scales_step: bytes from one tile's scales to the next tile's.
+        minima_step: bytes from one tile's minima to the next tile's.
+        groups: groups of 32 inputs; for float formats, inputs.
+        runs: tiles, or pairs of tiles if the microkernel takes two; for float formats 1.
+        panel_step: 0; otherwise the runs are panels for one tile (or pair), and this is the bytes
+            from one panel to the next.
     """
 
     weights: int
@@ -93,13 +99,16 @@ class Tile(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where results go: out = factor * (result + bias), or out += that where `add` is not 0.
+    """Destination of results: out = factor * (result + bias); out += that if `add` is not 0.
 
     Attributes:
-        out, out_step: address of float32 [tokens, 16], bytes from one token to the next.
-        tile_step: bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0: a pair that
-            is one tile twice.
-        bias: address of float32 [16] (the next tile's follow `tile_step` bytes behind), or 0.
+        out: address of float32 [tokens, 16].
+        out_step: bytes from one token to the next.
+        tile_step: bytes to the next tile's outputs; 0 with a `Tile` whose steps are 0, a pair of
+            the same tile.
+        bias: address of float32 [16], or 0. The next tile's bias follows after `tile_step` bytes.
+        add: not 0: add to `out`.
+        factor: float32 factor.
     """
 
     out: int
@@ -111,7 +120,7 @@ class Target(NamedTuple):
 
 
 def emit_place(b: Builder, address: Value, index: Value, size: int, offset: int = 0) -> Value:
-    """address + index * size + offset."""
+    """Return address + index * size + offset."""
     return b.add(b.add(address, b.mul(index, int_constant(size))), int_constant(offset))
 
 
@@ -124,7 +133,7 @@ def splat_f32_at(b: Builder, address: Value) -> Value:
 
 
 def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
-    """Variables that start with a value."""
+    """Return `count` variables initialized with a value."""
     slots = [cgutils.alloca_once(b, start.type) for _ in range(count)]
     for slot in slots:
         b.store(start, slot)
@@ -132,20 +141,18 @@ def emit_slots(b: Builder, start: Value, count: int) -> list[Value]:
 
 
 def emit_zeros(b: Builder, count: int) -> list[Value]:
-    """Variables of 16 floats, 0 at first."""
+    """Return `count` variables of 16 float32, initialized with 0."""
     return emit_slots(b, ir.Constant(V16, [0.0] * LANES), count)
 
 
 def _place(b: Builder, target: Target, tile: int, token: int) -> Value:
-    """Address of a tile's 16 outputs for a token."""
+    """Return the address of a tile's 16 outputs for a token."""
     at = b.add(target.out, b.mul(target.tile_step, int_constant(tile)))
     return b.add(at, b.mul(target.out_step, int_constant(token)))
 
 
 def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> None:
-    """Add the bias, then store, or add to what is there: out = out + factor * result.
-    sums[tile][token].
-    """
+    """Add the bias to sums[tile][token], then store them or add them to the outputs."""
     factors = emit_splat(b, target.factor)
     zero = int_constant(0)
     for tile, slots in enumerate(sums):
@@ -165,8 +172,8 @@ def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> 
     ]
     with b.if_else(b.icmp_signed("!=", target.add, zero)) as (adds, stores):
         with adds:
-            # All are read before any is written: without a second tile both write the same numbers
-            # to one place.
+            # Read all before writing any: without a second tile, both write the same numbers to one
+            # place.
             results = [
                 emit_fma(b, b.load(slot), factors, emit_load(b, V16, place)) for slot, place in flat
             ]
@@ -178,10 +185,14 @@ def emit_target(b: Builder, sums: Sequence[Sequence[Value]], target: Target) -> 
 
 
 class IntTiles:
-    """Emits `tiles` tiles of a kind against a panel of `tokens` tokens; `fine`: 16-bit codes in two
-    planes of bytes.
+    """Emitter of `tiles` tiles x a panel of `tokens` tokens.
 
-    form: of the dot product; None for the one that kernels of this process use.
+    Args:
+        kind: number of the weight format.
+        tiles: 1 or 2.
+        tokens: tokens of the panel.
+        fine: 16-bit activation codes, in two planes of bytes.
+        form: variant of the dot product; None: that of this process.
     """
 
     def __init__(
@@ -195,13 +206,14 @@ class IntTiles:
         self.form = form
         self.group_bytes = self.format.group_bytes
         self.planes = 2 if fine else 1
-        # A part of a group has its own scales and its own sums.
+        # A part of a group (half of it, or all) has its own scales and sums.
         self.parts = self.format.parts
         self.quads = _QUADS // self.parts
         self.cell = tokens * bytes_of_cell(fine, kind)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """All runs: between two of them there is no call, and memory is kept busy."""
+        """Emit the loop over all runs."""
+        # One loop, without calls between runs, keeps memory reads going.
         over_tokens = b.icmp_signed("!=", tile.panel_step, int_constant(0))
         with emit_loop(b, tile.runs) as run:
             index = b.select(over_tokens, int_constant(0), b.mul(run, int_constant(self.tiles)))
@@ -258,8 +270,9 @@ class IntTiles:
     def _prefetch(
         self, b: Builder, tile: Tile, places: Sequence[Value], scales: Sequence[Value]
     ) -> None:
-        """Ask for the weights read a while later: of one tile a fixed distance on, of two the next
-        two's same group.
+        """Prefetch weights and scales that are read later.
+
+        With one tile, the distance is fixed. With two, it is the same group of the next two tiles.
         """
         ahead = int_constant(AHEAD)
         scales_ahead = int_constant(AHEAD * SCALE_BYTES // self.group_bytes)
@@ -276,7 +289,7 @@ class IntTiles:
         return b.add(here, int_constant(self.tokens * GROUP * self.planes + 4 * token))
 
     def _seed(self, b: Builder, here: Value, token: int, part: int) -> Value:
-        """Address of minus the offset times the sum of the codes."""
+        """Return the address of -(offset * sum of the codes), the dot product's initial value."""
         term = self._term(b, here, token)
         if not self.format.shares_panel:
             return term
@@ -285,7 +298,7 @@ class IntTiles:
         return b.add(term, int_constant(4 * self.tokens * (2 + part)))
 
     def _table(self, b: Builder, minima: Value) -> Value | None:
-        """What codes are looked up in, as `GroupDot` takes it."""
+        """Return the lookup table in the form that `GroupDot` takes, or None."""
         if not self.format.table:
             return None
         return emit_table(b, minima, signed=not GroupDot(b, self.kind, self.form).seeded)
@@ -293,7 +306,7 @@ class IntTiles:
     def _load_pair(
         self, b: Builder, at: Value, pair: int, table: Value | None
     ) -> tuple[Value, Value]:
-        """Two quads, as `emit_load_pair`, looked up where there is a table."""
+        """Load two quads as `emit_load_pair` does, looked up in the table if there is one."""
         if table is None:
             return emit_load_pair(b, self.format, at, pair)
         return emit_table_pair(b, GroupDot(b, self.kind, self.form).form, table, at, pair)
@@ -306,7 +319,7 @@ class IntTiles:
         part: int,
         tables: Sequence[Value | None],
     ) -> list[list[Value]]:
-        """The integer sums of a part of a group, [tile][token]."""
+        """Return the integer sums of a part of a group, [tile][token]."""
         dot = GroupDot(b, self.kind, self.form)
         zero = ir.Constant(V16I, [0] * LANES)
         places = [
@@ -317,7 +330,7 @@ class IntTiles:
             seeds = [
                 splat_i32_at(b, self._seed(b, here, token, part)) for token in range(self.tokens)
             ]
-        # The last plane carries the seed: a fine code is FINE_BASE * the first plane + the second.
+        # The seed is in the last plane: a fine code is FINE_BASE * first + second.
         starts = [[zero] * self.tokens, seeds] if self.fine else [seeds]
         states = [
             [[dot.start(seed) for seed in plane] for plane in starts] for _ in range(self.tiles)
@@ -352,7 +365,7 @@ class IntTiles:
         return result
 
     def _joined(self, b: Builder, planes: Sequence[Value]) -> Value:
-        """FINE_BASE * first + second, where there are two planes."""
+        """Return FINE_BASE * first + second for two planes; otherwise the only plane."""
         if not self.fine:
             return planes[0]
         shifted = b.shl(planes[0], ir.Constant(V16I, [(FINE_BASE + 1).bit_length() - 1] * LANES))
@@ -377,10 +390,15 @@ class IntTiles:
     def _epilogue(
         self, b: Builder, dots: Value, term: Value, scales: tuple[Value, Value | None], sums: Value
     ) -> Value:
-        """The float epilogue, the only one there is; `reference.linear.linear_int` says the same in
-        NumPy.
+        """Add a part's sums to the outputs: the only float epilogue of integer weights.
 
-        term: address of the token's term, scales: of 16 rows, and their minima, or None.
+        `reference.linear.linear_int` is the same in NumPy.
+
+        Args:
+            dots: integer sums of 16 rows for a token.
+            term: address of the token's term; its scale follows.
+            scales: scales of 16 rows, and their minima or None.
+            sums: outputs so far.
         """
         half, low = scales
         scale = splat_f32_at(b, b.add(term, int_constant(4 * self.tokens)))

@@ -1,8 +1,6 @@
-"""Blocks of 256 weights as GGUF files hold them, Q4_K, Q5_K and Q6_K, into tiles of the block
-kinds: every bit is kept.
+"""Repacking of GGUF blocks of 256 weights (Q4_K, Q5_K, Q6_K) into tiles, without loss.
 
-A block's codes are taken as 64 words of four; where they and their scales go is said in
-weight_formats.py.
+A block's codes are handled as 64 words of four codes. The target layout is in weight_formats.py.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _BITS = per_kind("bits")
 _PARTS = per_kind("parts")
 _QUADS = GROUP // 4
 _BLOCK_QUADS = BLOCK_WEIGHTS // 4
-# words of a block
+# Word offsets in a block.
 _HIGH_Q5K = 16 // 4
 _LOW_Q5K = 48 // 4
 _LOW_Q4K = 16 // 4
@@ -51,7 +49,15 @@ Words = npt.NDArray[np.uint32]
 
 
 def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
-    """Pack rows of whole blocks, uint8 [rows, bytes of a row], as the file holds them."""
+    """Pack rows of whole blocks.
+
+    Args:
+        blocks: uint8 [rows, bytes of a row], as in the file.
+        name: a weight format with blocks.
+
+    Raises:
+        ConfigError: the rows are not whole blocks.
+    """
     rows, width = blocks.shape
     form = FORMATS[name]
     nbytes = form.block_bytes
@@ -71,8 +77,7 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
 def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Halves) -> None:
     rows = blocks.shape[0]
     count = blocks.shape[1] // nbytes
-    # Word w of lane l is at w * LANES + l: whatever is done to a word is done to sixteen rows side
-    # by side.
+    # Word w of lane l is at w * LANES + l: each operation on a word handles 16 rows at once.
     words = np.zeros((nbytes + 3) // 4 * LANES, np.uint32)
     codes = np.zeros(_BLOCK_QUADS * LANES, np.uint32)
     bits = _BITS[kind]
@@ -115,7 +120,7 @@ def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, mini
 
 @kernel
 def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
-    """A block's bytes as words of one lane; half a word at its end is its lower half."""
+    """Read a block's bytes as words of one lane; a half word at the end becomes a low half."""
     for w in range(nbytes // 4):
         words[w * LANES + lane] = np.uint32(load_i32(at + 4 * w))
     if nbytes % 4:
@@ -124,8 +129,10 @@ def _read_words(at: int, nbytes: int, words: Words, lane: int) -> None:
 
 @kernel
 def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
-    """Q4_K and Q5_K: of each 32 bytes the low nibbles are a group, the high ones the next; bit g of
-    32 bytes before them is bit 4 of group g.
+    """Unpack the codes of Q4_K and Q5_K.
+
+    The low nibbles of each 32 bytes are a group, the high nibbles the next one. In Q5_K, bit g of
+    the 32 bytes before them is bit 4 of group g.
     """
     start = _LOW_Q5K if kind == _Q5K else _LOW_Q4K
     for pair in range(BLOCK_GROUPS // 2):
@@ -142,8 +149,10 @@ def _codes_of_pairs(words: Words, codes: Words, kind: int) -> None:
 
 @kernel
 def _codes_q6k(words: Words, codes: Words) -> None:
-    """Q6_K: of each 64 bytes the low nibbles are two groups, the high ones the next two; each 32
-    bytes behind hold bits 4 and 5 of four groups.
+    """Unpack the codes of Q6_K.
+
+    The low nibbles of each 64 bytes are two groups, the high nibbles the next two. Each 32 bytes
+    after them hold bits 4 and 5 of four groups.
     """
     for half in range(2):
         for i in range(2 * _QUADS * LANES):
@@ -160,7 +169,7 @@ def _codes_q6k(words: Words, codes: Words) -> None:
 
 @kernel
 def _scales_of_groups(words: Words, scales: Bytes, at: int) -> None:
-    """The 6-bit scales and minima of Q4_K and Q5_K, words 1 to 3 of a block, one byte each."""
+    """Unpack the 6-bit scales and minima of Q4_K and Q5_K (words 1 to 3) to one byte each."""
     for group in range(BLOCK_GROUPS):
         shift = np.uint32(8 * (group % 4))
         for lane in range(LANES):
@@ -198,4 +207,4 @@ _HALVES = types.Array(types.uint16, 1, "C")
 blocks_entry = KernelEntry(
     _pack, types.Array(types.uint8, 2, "C"), types.int64, types.int64, _WORDS, _BYTES, _HALVES
 )
-"""What `pack_blocks` runs."""
+"""The kernel of `pack_blocks`, to compile ahead of time."""

@@ -1,10 +1,9 @@
-"""Groups of 32 weights of 16 rows to codes, scale and minimum with the least squared error, a lane
-a row.
+"""Quantization of groups of 32 weights by least squares, 16 rows at a time (a lane is a row).
 
-Nothing but the weights is looked at. Of several first scales (and minima) each is refined in turn:
-round the weights to codes, fit the scale to the codes by least squares, round it to float16, and
-again; of all that was seen the best stays. Codes always belong to the scale as stored.
-reference/weights.py holds the same in NumPy.
+It uses only the weights, no calibration data. From each of several initial scales (and minima) it
+iterates: round the weights to codes, fit the scale to the codes by least squares, round it to
+float16. The codes and scale of the smallest error win. Errors are measured with the scale as
+stored. reference/weights.py is the same in NumPy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Builder = Any
 
 class _Sums(NamedTuple):
     error: Value  # sum of (w - stored w)^2
-    code: Value  # sums of q, q * q and w * q
+    code: Value  # sum of q; then sums of q * q and w * q
     square: Value
     product: Value
 
@@ -60,13 +59,13 @@ def _slot(b: Builder, value: Value | float) -> Value:
 
 
 def _half(b: Builder, x: Value) -> Value:
-    """x rounded to float16, within its finite range."""
+    """Round to float16, clipped to its finite range."""
     inside = emit_max(b, _min(b, x, _splat(_HALF_MAX)), _splat(-_HALF_MAX))
     return b.fpext(b.fptrunc(inside, _VHALF), V16)
 
 
 def _divide(b: Builder, x: Value, y: Value, otherwise: Value) -> Value:
-    """x / y where y is not 0."""
+    """Return x / y, or `otherwise` where y is 0."""
     nonzero = b.fcmp_ordered("!=", y, _splat(0.0))
     return b.select(nonzero, b.fdiv(x, b.select(nonzero, y, _splat(1.0))), otherwise)
 
@@ -103,7 +102,7 @@ def _evaluate(
 
 
 class _Extent(NamedTuple):
-    largest: Value  # the weight of the greatest magnitude, the first of several
+    largest: Value  # first weight of the largest magnitude
     low: Value
     high: Value
     total: Value
@@ -134,8 +133,9 @@ def _extent(b: Builder, at: Value, count: Value) -> _Extent:
 def _fitted(
     b: Builder, sums: _Sums, extent: _Extent, scale: Value, count: Value, minima: bool
 ) -> tuple[Value, Value | None]:
-    """The scale, and the minimum, of least squared error for the codes; the scale stays where they
-    do not say.
+    """Return the scale, and the minimum, of least squared error for the codes.
+
+    The scale is unchanged where the codes do not determine it.
     """
     if not minima:
         return _divide(b, sums.product, sums.square, scale), None
@@ -163,7 +163,7 @@ def _first(
 
 
 class _Best(NamedTuple):
-    """Slots of what was best so far, and of what is looked at now."""
+    """Slots of the best result so far and of the next candidate."""
 
     error: Value
     scale: Value
@@ -198,7 +198,7 @@ def _search(b: Builder, form: WeightFormat, at: Value, count: Value, extent: _Ex
 
 
 def _store_codes(b: Builder, form: WeightFormat, at: Value, best: _Best, out: Value) -> None:
-    """Codes in quads: byte 4 * row + i of a line is the code of input i of a quad."""
+    """Store codes in quads: byte 4 * row + i of a line is the code of input i of a quad."""
     scale = b.load(best.scale)
     minimum = b.load(best.minimum) if form.minima else None
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
@@ -235,13 +235,15 @@ def _fit_group(form: WeightFormat) -> Any:
     def fit(
         typing: Any, values: Any, count: Any, codes: Any, scales: Any, minima: Any, totals: Any
     ) -> Any:
-        """Fit one group of 16 rows.
+        """Quantize one group of 16 rows.
 
         Args:
-            values: address of float32 [32, 16], 0 from input `count` (1..32) on.
-            codes: address of the group's lines; scales, minima: addresses of 16 float16.
-            totals: address of float32 [2, 16], to which the squared error and the squared weights
-                are added.
+            values: address of float32 [32, 16], 0 from input `count` on.
+            count: inputs of the group, 1 to 32.
+            codes: address of the group's lines, written.
+            scales: address of float16 [16], written.
+            minima: address of float16 [16], written if the format has minima.
+            totals: address of float32 [2, 16]; squared error and squared weights are added.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -262,4 +264,4 @@ def _fit_group(form: WeightFormat) -> Any:
 
 
 fit_group = {name: _fit_group(form) for name, form in FORMATS.items() if form.fit is not None}
-"""Format -> the intrinsic that fits a group."""
+"""Format name -> the intrinsic that quantizes a group."""

@@ -1,21 +1,21 @@
-"""How quantized tokens lie in memory for the linear kernels: panels of a few tokens, group by
-group.
+"""Layout of quantized activations for the linear kernels: panels of a few tokens.
 
-The tokens of a pass are cut into panels; a panel of n tokens has one cell per group of 32 inputs:
+A panel of n tokens has one cell per group of 32 inputs:
 
-    int8 codes [n][32] | 4 bytes per token: the term | float32 scale per token
+ section  type and shape            content
+ codes    int8 [n][32]              fine: [2][n][32], a code is FINE_BASE * first + second
+ terms    int32 or float32 [n]      depends on the weight format, see below
+ scales   float32 [n]               scale of the token in this group
+ seeds    int32 [3][n]              only for formats with blocks or a table
 
-A fine cell has two planes of codes, [2][n][32]: a code is FINE_BASE * first + second. The term is
-what the kernel needs beside the codes, and depends on the kind of the weights that will read it:
-minus the offset of the stored weights times the sum of the codes, int32; for formats with minima
-minus that sum times the scale, float32.
+The term is -(offset * sum of the codes), int32. For formats with minima it is -(scale * sum of the
+codes), float32.
 
-Formats with blocks or a table share a form, so that matrices of different ones can read one panel:
-the term is that of formats with minima, and after the scales follow the seeds, int32 [3][n]: minus
-HALF_OFFSET times the sum of each token's first 16 codes, and of its last 16; and minus TABLE_OFFSET
-times the sum of all 32.
+Matrices of different formats with blocks or a table can read one panel. Its term is that of
+formats with minima. Its seeds are -HALF_OFFSET times the sum of the first 16 codes and of the last
+16, and -TABLE_OFFSET times the sum of all 32.
 
-The panels' sizes depend on the number of tokens and on the machine; results do not depend on them.
+Sizes of panels depend on the number of tokens and on the machine. Results do not.
 """
 
 from __future__ import annotations
@@ -48,23 +48,25 @@ __all__ = [
 ]
 
 FINE_BASE = 255
-"""Codes of a fine plane stay within +-127, as those of a coarse one, because the base is odd."""
+"""Odd, so that bytes of both planes stay within +-127, as coarse codes do."""
 COARSE_BYTES = GROUP + 8
 FINE_BYTES = 2 * GROUP + 8
 SEED_BYTES = 12
-"""Of a token's seeds in a cell."""
+"""Bytes of a token's seeds in a cell."""
 LARGEST_CELL = FINE_BYTES + SEED_BYTES
 _SHARES_PANEL = per_kind("shares_panel")
 
 
 class _Shapes(NamedTuple):
-    """Tokens that a microkernel of a form takes; measured, see benchmarks/bench/bench_linear.py.
+    """Token counts of a variant's microkernels, measured with benchmarks/bench/bench_linear.py.
 
     Attributes:
-        small, fine: sizes of panels against one tile, coarse and fine.
-        wide, wide_fine: the size where there are more tokens than the largest of `small`, against
-            `tiles` tiles.
-        unpacked: sizes, and whether fine, that take weights unpacked beforehand (see unpacked.py).
+        small: panel sizes for one tile.
+        fine: panel sizes for one tile, with fine codes.
+        wide: panel size, if there are more tokens than the largest of `small`, for `tiles` tiles.
+        wide_fine: as `wide`, with fine codes.
+        tiles: tiles at once in wide panels.
+        unpacked: (size, fine) of panels that use weights unpacked beforehand; see unpacked.py.
     """
 
     small: tuple[int, ...]
@@ -75,9 +77,9 @@ class _Shapes(NamedTuple):
     unpacked: tuple[tuple[int, bool], ...] = ()
 
 
-# 512-bit registers hold 6 tokens x 2 tiles of sums twice over (integers and floats; fine: 3 tokens,
-# three times over) and the weights of a quad. With 16 registers of half the size, more than this
-# spills.
+# 512-bit registers hold the integer and float sums of 6 tokens x 2 tiles and the weights of a quad
+# (3 tokens with fine codes, which have three sums each). With 16 registers of 256 bits, larger
+# panels spill.
 _SHAPES = {
     "vnni512": _Shapes((1, 2, 4, 8), (1, 2, 4), 6, 3, 2),
     "vnni256": _Shapes((1, 2, 4), (1, 2), 4, 2, 1),
@@ -88,23 +90,28 @@ _SHAPES = {
 SMALL_TOKENS, FINE_TOKENS, WIDE_TOKENS, WIDE_FINE_TOKENS, TILES_AT_ONCE, UNPACKED = _SHAPES[
     dot_form()
 ]
-# Panels for tile registers, see amx.py; where there are none, no panel is as large as this.
+# Panels for AMX, see amx.py; without it, no panel reaches these sizes.
 MATRIX_TOKENS, MATRIX_FINE_TOKENS = (32, 16) if has_tile_registers() else (1 << 30, 1 << 30)
 
 
 def bytes_of_cell(fine: int, kind: int) -> int:
-    """Bytes that a token takes in a cell for weights of a kind."""
+    """Return the bytes of one token in a cell for a weight format."""
     return (FINE_BYTES if fine != 0 else COARSE_BYTES) + SEED_BYTES * int(_SHARES_PANEL[kind])
 
 
 cell_bytes = kernel(bytes_of_cell)
-"""The same inside kernels."""
+"""`bytes_of_cell` as a kernel."""
 
 
 @kernel
 def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
-    """Tokens in the next panel, where `left` of `total` tokens are not yet in one; matrix: whether
-    (not 0) panels may be as large as tile registers take.
+    """Return the tokens of the next panel.
+
+    Args:
+        left: tokens that are not in a panel yet.
+        total: tokens of the pass.
+        fine: not 0: fine codes.
+        matrix: not 0: panels may have AMX sizes.
     """
     if total <= SMALL_TOKENS[-1]:
         largest = FINE_TOKENS[-1] if fine != 0 else SMALL_TOKENS[-1]
@@ -121,7 +128,7 @@ def panel_tokens(left: int, total: int, fine: int, matrix: int) -> int:
 
 @kernel
 def takes_pair(size: int, fine: int) -> bool:
-    """Whether a panel of so many tokens goes against two tiles at once."""
+    """Return whether a panel of this size is multiplied with two tiles at once."""
     wide, most = (
         (WIDE_FINE_TOKENS, MATRIX_FINE_TOKENS) if fine != 0 else (WIDE_TOKENS, MATRIX_TOKENS)
     )
@@ -130,7 +137,7 @@ def takes_pair(size: int, fine: int) -> bool:
 
 @kernel
 def token_place(token: int, total: int, fine: int, matrix: int) -> Any:
-    """(first token of the panel a token is in, tokens of that panel)."""
+    """Return (first token of the panel that holds a token, tokens of that panel)."""
     first = 0
     if total > SMALL_TOKENS[-1]:
         largest = panel_tokens(total, total, fine, matrix)

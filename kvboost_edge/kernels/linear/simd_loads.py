@@ -1,4 +1,4 @@
-"""Loads of codes and scales in the layout of weight_formats.py."""
+"""Loads of codes and scales in the layouts of weight_formats.py."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from kvboost_edge.kernels.vectors import KIND_F16, LANES, V16, emit_load_as_f32
 __all__ = ["emit_load_pair", "emit_scales", "emit_table", "emit_table_pair"]
 
 _LINE = 64
-_LINES = GROUP // 8  # of nibbles in a group
+_LINES = GROUP // 8  # lines of nibbles in a group
 
 _V16B, _V32B, _V64B = (ir.VectorType(ir.IntType(8), count) for count in (16, 32, 64))
 
 
 class _Lookup(NamedTuple):
-    """An instruction that looks up bytes in a table of 16: its name, the parts of 64 bytes it
-    takes, their type.
+    """An instruction that looks up bytes in a table of 16.
+
+    Attributes:
+        name: LLVM name of the intrinsic.
+        parts: calls for 64 bytes.
+        type: operand type of one call.
     """
 
     name: str
@@ -41,7 +45,7 @@ class _Lookup(NamedTuple):
     type: ir.Type
 
 
-# By form of the dot product.
+# Keys are variants of the dot product.
 _LOOKUPS = {
     "vnni512": _Lookup("llvm.x86.avx512.pshuf.b.512", 1, _V64B),
     "amx": _Lookup("llvm.x86.avx512.pshuf.b.512", 1, _V64B),
@@ -61,8 +65,14 @@ def _at(b: Builder, address: Value, index: Value, size: int) -> Value:
 
 
 def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tuple[Value, Value]:
-    """Quads 2 * pair and 2 * pair + 1 of a group, or of the part of one at address `at`, as
-    unsigned bytes, <16 x i32> each. Of formats with a table see `emit_table_pair`.
+    """Load quads 2 * pair and 2 * pair + 1 as unsigned bytes, <16 x i32> each.
+
+    For formats with a table, see `emit_table_pair`.
+
+    Args:
+        form: the weight format.
+        at: address of a group, or of a part of it.
+        pair: index of the pair.
     """
     if form.bits == 8:
         first = b.add(at, int_constant(2 * _LINE * pair))
@@ -80,8 +90,9 @@ def emit_load_pair(b: Builder, form: WeightFormat, at: Value, pair: int) -> tupl
 
 
 def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
-    """The table of a tile, 16 bytes at an address, four times over, <64 x i8>; with TABLE_OFFSET
-    added if not `signed`.
+    """Load a tile's table, 16 bytes, four times over as <64 x i8>.
+
+    TABLE_OFFSET is added if not `signed`.
     """
     table = b.load(b.inttoptr(address, ir.PointerType()), align=1, typ=_V16B)
     if not signed:
@@ -94,17 +105,21 @@ def emit_table(b: Builder, address: Value, *, signed: bool) -> Value:
 def emit_table_pair(
     b: Builder, form: str, table: Value, at: Value, pair: int
 ) -> tuple[Value, Value]:
-    """As `emit_load_pair`: what codes stand for in a table (see `emit_table`), bytes, <16 x i32>.
+    """Load two quads as `emit_load_pair` does and look their codes up; bytes, <16 x i32> each.
 
-    form: of the dot product, which says with what instruction bytes are looked up.
+    Args:
+        form: variant of the dot product, which selects the lookup instruction.
+        table: the table, from `emit_table`.
+        at: address of a group.
+        pair: index of the pair.
     """
     both = b.bitcast(emit_load_bytes(b, b.add(at, int_constant(_LINE * pair))), _V64B)
     mask = ir.Constant(_V64B, [15] * 64)
     four = ir.Constant(_V64B, [4] * 64)
     found = _lookup_of(b, form)
     if found is _PERMUTE:
-        # It looks at 6 bits of a byte, and the table is there four times: the bits above a code do
-        # not matter.
+        # `vpermb` uses 6 bits of an index and the table is there four times: the bits above a code
+        # are ignored.
         low = both
         high = b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
     else:
@@ -121,7 +136,7 @@ def emit_table_pair(
 
 
 def _lookup_of(b: Builder, form: str) -> _Lookup | None:
-    """The instruction that looks up bytes; None where there is none."""
+    """Return the byte lookup instruction, or None."""
     if form in ("vnni512", "amx") and has_byte_permute():
         return _PERMUTE
     if form == "plain":
@@ -132,9 +147,7 @@ def _lookup_of(b: Builder, form: str) -> _Lookup | None:
 
 
 def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
-    """Looked up by the bits of the codes, one after the other: half as many bytes are left each
-    time.
-    """
+    """Look codes up without an instruction: select by each bit, halving the candidates."""
     orders = [ir.Constant(ir.VectorType(ir.IntType(32), 64), [code] * 64) for code in range(16)]
     left = [b.shuffle_vector(table, table, order) for order in orders]
     for bit in (8, 4, 2, 1):
@@ -146,7 +159,7 @@ def _emit_selected(b: Builder, table: Value, codes: Value) -> Value:
 
 
 def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
-    """The bits of a quad's codes above their nibbles, where they stand in the codes."""
+    """Return the bits of a quad's codes above their nibbles, shifted into place."""
     shift = high_shift(bits, quad)
     byte = (1 << bits) - 16
     by = ir.Constant(V16I, [abs(shift)] * LANES)
@@ -157,8 +170,13 @@ def _emit_above(b: Builder, bits: int, plane: Value, quad: int) -> Value:
 def emit_scales(
     b: Builder, form: WeightFormat, scales: Value, minima: Value, part: Value
 ) -> tuple[Value, Value | None]:
-    """Scales of 16 rows, and their minima or None, as float32; `part`: of how many parts of groups
-    those of the tile at addresses `scales` and `minima` come before.
+    """Load scales of 16 rows, and their minima or None, as float32.
+
+    Args:
+        form: the weight format.
+        scales: address of the tile's scales.
+        minima: address of the tile's minima.
+        part: index of the part, counted over the tile's groups.
     """
     if not form.block_bytes:
         low = (
@@ -180,7 +198,7 @@ def emit_scales(
 
 
 def _emit_bytes_as_f32(b: Builder, address: Value, *, signed: bool) -> Value:
-    """16 bytes as float32."""
+    """Load 16 bytes as float32."""
     loaded = b.load(
         b.inttoptr(address, ir.PointerType()), align=1, typ=ir.VectorType(ir.IntType(8), LANES)
     )

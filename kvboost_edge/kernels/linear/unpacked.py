@@ -1,9 +1,8 @@
-"""Microkernel for many tokens on AVX2: a tile's weights are unpacked once, a few groups at a time,
-for all panels.
+"""AVX2 microkernel for many tokens: unpacked weights of a tile serve up to 32 panels.
 
-Sixteen registers of half a cache line hold the sums of 16 rows and 4 tokens in 16 bits, and the
-weights of two quads. They do so only while no loop is unrolled: the compiler hoists what it can and
-keeps the rest on the stack.
+Built around `vpmaddubsw`. Sixteen 256-bit registers hold the 16-bit sums of 16 rows x 4 tokens and
+the weights of two quads. Groups of a tile are unpacked into the L1 cache and multiplied with up to
+32 panels.
 """
 
 from __future__ import annotations
@@ -32,7 +31,9 @@ __all__ = ["UnpackedTiles"]
 
 _LINE = 64
 _QUADS = GROUP // 4
-# What a pass holds stays in the first cache: 18 KB with the sums of 4 tokens a panel.
+# Buffers of a round stay in the L1 cache: 18 KB, including the sums of 4 tokens per panel.
+# Loops are not unrolled (`emit_loop`): otherwise LLVM hoists loads and spills the rest to the
+# stack.
 _GROUPS = 16
 _PANELS = 32
 
@@ -45,12 +46,11 @@ def _lesser(b: Builder, x: Value, y: Value) -> Value:
 
 
 class _Places(NamedTuple):
-    """Byte addresses on the stack: what is unpacked of some groups of a tile, and the sums of some
-    panels.
+    """Stack addresses of unpacked groups of a tile and of the sums of some panels.
 
     Attributes:
-        codes (uint8 [groups][8 quads][64];): scales float32 [groups][parts, and one for
-            minima][16].
+        codes: uint8 [groups][8 quads][64].
+        scales: float32 [groups][parts, and one for minima][16].
         sums: float32 [panels][tokens][16].
     """
 
@@ -60,16 +60,14 @@ class _Places(NamedTuple):
 
 
 class UnpackedTiles(IntTiles):
-    """`IntTiles` for one tile at a time, form "avx2"."""
+    """`IntTiles` for one tile at a time, variant "avx2"."""
 
     def __init__(self, kind: int, tokens: int, fine: bool) -> None:
         super().__init__(kind, 1, tokens, fine, "avx2")
         self.scale_bytes = _LINE * (self.parts + self.format.minima)
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
-        """All runs: a tile after the other, each against one panel, or one tile against panels,
-        some at a time.
-        """
+        """Emit the loop over all runs: tiles with one panel each, or one tile with many panels."""
         places = _Places(
             emit_scratch(b, _GROUPS * _QUADS * _LINE),
             emit_scratch(b, _GROUPS * self.scale_bytes),
@@ -103,7 +101,7 @@ class UnpackedTiles(IntTiles):
     def _emit_panels(
         self, b: Builder, tile: Tile, panel: Value, count: Value, target: Target, places: _Places
     ) -> None:
-        """`count` panels against a tile."""
+        """Multiply `count` panels with a tile."""
         lines = b.mul(count, int_constant(self.tokens))
         with emit_loop(b, lines) as line:
             emit_store(b, ir.Constant(V16, [0.0] * LANES), emit_place(b, places.sums, line, _LINE))
@@ -126,7 +124,7 @@ class UnpackedTiles(IntTiles):
             )
 
     def _unpack(self, b: Builder, tile: Tile, first: Value, group: Value, places: _Places) -> None:
-        """Group `first + group` of a tile into place `group`."""
+        """Unpack group `first + group` of a tile into slot `group`."""
         number = b.add(first, group)
         weights = emit_place(b, tile.weights, number, self.group_bytes)
         scales = emit_place(b, tile.scales, number, SCALE_BYTES)
@@ -137,7 +135,7 @@ class UnpackedTiles(IntTiles):
         with emit_loop(b, int_constant(self.parts)) as part:
             at = emit_place(b, weights, part, self.group_bytes // self.parts)
             place = emit_place(b, codes, part, _LINE * self.quads)
-            # Where all pairs are stored alike they are a loop, which is quicker to compile.
+            # A loop over pairs that are stored alike is faster to compile.
             alike = self.format.bits in (4, 8)
             pairs = self.quads // 2
             with emit_loop(b, int_constant(pairs if alike else 1)) as pair:
@@ -156,7 +154,7 @@ class UnpackedTiles(IntTiles):
     def _add_unpacked(
         self, b: Builder, group: Value, panel: Value, sums: Value, places: _Places
     ) -> None:
-        """The group at place `group` against the panel whose cells start at `panel`."""
+        """Multiply the group in slot `group` with the panel whose cells start at `panel`."""
         floats = emit_place(b, places.scales, group, self.scale_bytes)
         codes = emit_place(b, places.codes, group, _QUADS * _LINE)
         here = emit_place(b, panel, group, self.cell)
@@ -176,7 +174,7 @@ class UnpackedTiles(IntTiles):
                 emit_store(b, result, place)
 
     def _unpacked_dots(self, b: Builder, here: Value, codes: Value, part: Value) -> list[Value]:
-        """The integer sums of a part of a group, [token]."""
+        """Return the integer sums of a part of a group, [token]."""
         dot = GroupDot(b, self.kind, self.form)
         count = self.planes * self.tokens
         codes = emit_place(b, codes, part, _LINE * self.quads)
@@ -213,8 +211,10 @@ class UnpackedTiles(IntTiles):
     def _add_pair(
         self, b: Builder, dot: GroupDot, sums: Sequence[Value], codes: Value, here: Value
     ) -> list[Value]:
-        """The sums, [planes * tokens], and the products of two quads at `codes` with the tokens'
-        codes from `here`.
+        """Add the products of two quads at `codes` and the tokens' codes at `here`.
+
+        Returns:
+            The updated sums, [planes * tokens].
         """
         sums = list(sums)
         for half in range(2):

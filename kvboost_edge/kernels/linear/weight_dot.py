@@ -1,10 +1,13 @@
-"""The integer dot product of the linear kernels: 16 sums of 4 products of a stored and a signed
-byte.
+"""Integer dot product of the linear kernels: 16 sums of 4 products of weights and codes.
 
-Five forms that give the same integers. Which one is compiled is decided by the feature flags that
-Numba compiles for: 512-bit VNNI, 256-bit VNNI, AVX2, the dot product instruction of ARM, and plain
-vectors. A form first prepares the weights of a quad, once for all tokens, and turns the running
-state into sums when a group of 32 inputs is complete.
+The variant follows from the feature flags that Numba compiles for. All give equal integers:
+
+ variant  instruction
+ vnni512  vpdpbusd, 512 bits
+ vnni256  vpdpbusd, 256 bits
+ avx2     vpmaddubsw; int8 weights: with vpsignb and vpmaddwd
+ neon     sdot
+ plain    16-bit multiply-adds of plain vectors
 """
 
 from __future__ import annotations
@@ -43,8 +46,12 @@ Builder = Any
 
 
 class _Short(NamedTuple):
-    """Sums in 16 bits, <32 x i16>, of so many quads; `wide`: those of quads before, <16 x i32>, or
-    None.
+    """Sums in 16 bits that are widened before they can overflow.
+
+    Attributes:
+        wide: sums of previous quads, <16 x i32>, or None.
+        sums: sums of the last quads, <32 x i16>.
+        quads: number of those quads.
     """
 
     wide: Value | None
@@ -53,30 +60,33 @@ class _Short(NamedTuple):
 
 
 class GroupDot:
-    """How one group of 32 inputs, or a part of it, is summed, for weights of a kind, in one of the
-    forms.
+    """Emitter of the dot product of one group of 32 inputs, or a part of it.
 
-    start(seed)            the state of a group; seed: <16 x i32>, minus the offset times the sum of
-                           the token's codes
-    prepare(quad)          4 stored bytes of each row, <16 x i32>, made ready for any number of
-                           tokens
-    add(state, quad, x)    plus the products of a prepared quad with the token's 4 codes, <16 x i32>
-                           in every lane
-    sums(state, seed)      the exact sums of (weight - offset) * code, <16 x i32>
-    seeded                 whether weights are summed as they are stored, so that the seed belongs
-                           to the sums
+    Use `start`, then for each quad `prepare` and `add`, then `sums`. For sums in a machine loop,
+    start with `zero`, call `add_to` for up to `quads_at_once` quads, and then `widened`. The
+    caller adds the seed there if `seeded`.
+
+    Args:
+        b: builder.
+        kind: number of the weight format.
+        form: variant; None: that of this process.
+
+    Attributes:
+        form: the variant.
+        seeded: True if weights are summed as stored, so that the seed belongs to the sums.
     """
 
     def __init__(self, b: Builder, kind: int, form: str | None = None) -> None:
         self._b = b
         self._format = FORMAT_OF[kind]
         self.form = form or dot_form()
-        # Which forms sum codes of less than 8 bits in 16 bits, and of how many quads: all 8 of a
-        # group of 4-bit codes, at most 8 * 2 * 15 * 127 = 30,480; 4 and 2 of 5- and 6-bit codes.
+        # Variants "avx2" and "plain" sum codes of less than 8 bits in 16 bits. All 8 quads of a
+        # group of 4-bit codes fit: at most 8 * 2 * 15 * 127 = 30,480. Of 5- and 6-bit codes, 4 and
+        # 2 quads fit.
         self._short = self.form in ("avx2", "plain") and not self._format.is_wide
         self._quads = _SHORT_MOST // (2 * ((1 << self._format.bits) - 1) * 127)
-        # Which forms sum weights as they are stored, so that the seed is in the sums. Codes of 6
-        # bits are signed bytes.
+        # These variants sum weights as stored. `sdot` takes 6-bit codes because they are valid
+        # signed bytes.
         self.seeded = (
             self.form in ("vnni512", "vnni256")
             or self._short
@@ -84,15 +94,21 @@ class GroupDot:
         )
 
     def start(self, seed: Value) -> Any:
+        """Return the initial state of a group.
+
+        Args:
+            seed: <16 x i32>, -(offset * sum of the token's codes).
+        """
         if self._short:
             return _Short(None, ir.Constant(_V32S, [0] * 32), 0)
         return seed if self.seeded else ir.Constant(V16I, [0] * LANES)
 
     def prepare(self, quad: Value) -> Any:
+        """Prepare 4 stored bytes of each row, <16 x i32>, for any number of tokens."""
         b = self._b
         if self.seeded:
             return quad if self.form != "plain" else emit_byte_halves(b, quad, signed=False)
-        # Bytes of a table are signed, but where weights are summed as they are stored.
+        # Table entries are signed bytes, except in seeded variants.
         offset = 0 if self._format.table else self._format.offset
         signed = b.bitcast(
             b.sub(b.bitcast(quad, _V64B), ir.Constant(_V64B, [offset - 256 * (offset > 127)] * 64)),
@@ -102,14 +118,15 @@ class GroupDot:
             return emit_byte_halves(b, signed, signed=True)
         if self.form != "avx2":
             return signed
-        # 255 * 127 twice would not fit vpmaddubsw's 16 bits: it multiplies the magnitude, and the
-        # token gets the sign.
+        # Two products of 255 * 127 do not fit the 16 bits of `vpmaddubsw`. So it multiplies
+        # magnitudes, and `vpsignb` moves the sign to the token's codes.
         wide = b.bitcast(signed, _V64B)
         zeros = ir.Constant(_V64B, [0] * 64)
         magnitude = b.select(b.icmp_signed("<", wide, zeros), b.sub(zeros, wide), wide)
         return b.bitcast(magnitude, V16I), signed
 
     def add(self, state: Any, quad: Any, x: Value) -> Any:
+        """Add the products of a prepared quad and the token's 4 codes (equal lanes of <16 x i32>)."""
         b = self._b
         if self._short:
             if state.quads == self._quads:
@@ -132,9 +149,9 @@ class GroupDot:
         return self._add_plain(state, quad, x)
 
     def _add_short(self, sums: Value, quad: Any, x: Value) -> Value:
-        """Sums of two products each, in 16 bits. On ARM a program's kernels are 17,400 instructions
-        so, with 32-bit products 68,400 and 4 times as long in the code generator.
-        """
+        """Add products in 16 bits, as sums of two."""
+        # On ARM without `sdot`, a program's kernels have 17,400 instructions this way. With 32-bit
+        # products they have 68,400, and code generation takes 4 times as long.
         b = self._b
         if self.form == "avx2":
             return b.add(
@@ -149,26 +166,28 @@ class GroupDot:
         pairs = self._pairs(state.sums)
         return pairs if state.wide is None else self._b.add(state.wide, pairs)
 
-    # The same in steps, for sums in loops of the machine: a sum starts as `zero`, takes
-    # `quads_at_once` quads by `add_to`, and is `widened` to <16 x i32>. The seed is to be added
-    # where sums are `seeded`.
+    # Stepwise variant, for sums in machine loops.
 
     @property
     def zero(self) -> ir.Constant:
+        """Initial sums for `add_to`."""
         return ir.Constant(_V32S, [0] * 32) if self._short else ir.Constant(V16I, [0] * LANES)
 
     @property
     def quads_at_once(self) -> int:
+        """Quads that `add_to` may add before `widened`."""
         return self._quads if self._short else GROUP // 4
 
     def add_to(self, sums: Value, quad: Any, x: Value) -> Value:
+        """Add a prepared quad's products to sums that started as `zero`."""
         return self._add_short(sums, quad, x) if self._short else self.add(sums, quad, x)
 
     def widened(self, sums: Value) -> Value:
+        """Convert the sums of `add_to` to <16 x i32>."""
         return self._pairs(sums) if self._short else sums
 
     def _add_avx2(self, state: Value, quad: Any, x: Value) -> Value:
-        """int8: sums of two products, at most 2 * 128 * 127, fit 16 bits."""
+        """Add the products of int8 weights; a sum of two, at most 2 * 128 * 127, fits 16 bits."""
         b = self._b
         magnitude, signed = quad
         turned = b.bitcast(
@@ -180,7 +199,7 @@ class GroupDot:
         return b.add(state, self._pairs(products))
 
     def _pairs(self, products: Value) -> Value:
-        """Sums of neighbouring 16-bit numbers, <16 x i32>."""
+        """Add neighbouring 16-bit numbers into <16 x i32>."""
         if self.form == "plain":
             return emit_pair_sums(self._b, products)
         ones = ir.Constant(_V32S, [1] * 32)
@@ -189,13 +208,14 @@ class GroupDot:
         )
 
     def _add_plain(self, state: Value, quad: Any, x: Value) -> Value:
-        """Products and sums of two stay in 16 bits, as in the form for AVX2."""
+        """Add products with plain vectors; a sum of two fits 16 bits, as with AVX2."""
         b = self._b
         (low, high) = quad
         (first, second) = emit_byte_halves(b, x, signed=True)
         return b.add(state, self._pairs(b.add(b.mul(low, first), b.mul(high, second))))
 
     def sums(self, state: Any, seed: Value) -> Value:
+        """Return the exact sums of (weight - offset) * code, <16 x i32>."""
         if self._short:
             return self._b.add(self._widened(state), seed)
         return state

@@ -1,28 +1,29 @@
-"""The formats of packed weights, and their layout in memory. What differs between formats is said
-in `FORMATS` alone: kernels, packing and plans are derived from it.
+"""Formats of packed weights and their layout; kernels, packing and plans derive from `FORMATS`.
 
-A row is cut into groups of 32 inputs, of which each has a scale. A stored weight is
+A row has groups of 32 inputs, each with a scale. A weight is one of
 
-    scale * code - minimum           where the format has minima
-    scale * (code - offset)
-    scale * table[code]              where it has a table
+ scale * (code - offset)
+ scale * code - minimum           format with minima
+ scale * table[code]              format with a table
 
-Tiles are 16 rows; a quad is 4 inputs of 16 rows, a line of 64 bytes. Codes of 8 bits: 8 lines for a
-group, a quad each. Others: lines of two quads, the low nibbles quad 2j, the high ones quad 2j + 1;
-then, of codes of more than 4 bits, a line with the bits above the nibbles, quad k in the (bits - 4)
-bits from (4 + (bits - 4) * k) % 8 on of a byte. Where the two halves of a group have scales of
-their own (`parts`), each half has its lines of nibbles and then its line of the bits above.
+Tiles are 16 rows. A quad is 4 inputs of 16 rows: a line of 64 bytes, whose 4 bytes of a lane are
+the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one per quad. Other codes
+have lines of two quads: quad 2j in the low nibbles, quad 2j + 1 in the high ones.
 
-Scales are float16 [tile][group][16], and minima likewise. Formats with blocks of 256 inputs have 32
-bytes of scales a group, and float16 numbers for every 8 groups where others have minima:
+Codes of more than 4 bits have one more line per part with the bits above the nibbles. Quad k has
+the (bits - 4) bits from bit (4 + (bits - 4) * k) % 8 of a byte. In formats with two `parts`, each
+half of a group has its own scales, lines of nibbles and line of high bits.
 
-    with minima   uint8 scales [16], uint8 minima [16]   float16 d [16], dmin [16]
-                  weight: d * scale * code - dmin * minimum
-    two parts     int8 scales [2][16], one a half        float16 d [16]
-                  weight: d * scale * (code - offset)
+Scales are float16 [tile][group][16], and so are minima. Block formats (256 inputs per block) have
+32 bytes of scales per group, and float16 numbers per 8 groups instead of minima:
 
-The products of d and a scale, and of dmin and a minimum, are exact in float32. A table is 16 signed
-bytes, once for each tile where others have minima: rows of one matrix may have different tables.
+ with minima   uint8 scales [16], uint8 minima [16]   float16 d [16], dmin [16]
+               weight: d * scale * code - dmin * minimum
+ two parts     int8 scales [2][16], one per half      float16 d [16]
+               weight: d * scale * (code - offset)
+
+The products d * scale and dmin * minimum are exact in float32. A table is 16 signed bytes per tile
+instead of minima: rows of one matrix may have different tables.
 """
 
 from __future__ import annotations
@@ -58,27 +59,25 @@ __all__ = [
 GROUP = 32
 _BLOCK_LOG = 3
 BLOCK_GROUPS = 1 << _BLOCK_LOG
-"""Groups of a block of 256 inputs."""
+"""Groups per block of 256 inputs."""
 SCALE_BYTES = 2 * LANES
-"""Bytes of a group's scales, of every quantized format."""
+"""Bytes of a group's scales in every quantized format."""
 TABLE_BYTES = 16
-"""Bytes of a tile's table."""
+"""Bytes of a tile's lookup table."""
 HALF_OFFSET = 32
 TABLE_OFFSET = 128
-"""Offsets of formats with two parts and of those with a table: their panels have seeds for these,
-see panel.py.
-"""
+"""Offsets of formats with two parts and with a table. Panels have seeds for these; see panel.py."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuantizationFit:
-    """How floats are fitted to a format.
+    """Parameters of fitting floats to a format; see least_squares.py.
 
     Attributes:
-        deltas: first scales: symmetric -largest / (offset + delta), where largest is the signed
-            weight of the greatest magnitude, so that it takes the code without a twin; with a
-            minimum (max - min) / (highest code + delta).
-        rounds: times each of them is rounded and fitted.
+        deltas: offsets of the initial scales. Symmetric: -largest / (offset + delta), where
+            `largest` is the signed weight of the largest magnitude, so that it gets the code that
+            has no counterpart. With minima: (max - min) / (highest code + delta).
+        rounds: iterations per initial scale.
     """
 
     deltas: tuple[float, ...]
@@ -90,15 +89,16 @@ class WeightFormat:
     """A format of packed weights.
 
     Attributes:
+        name: the format's name.
         kind: its number in kernels, below 16.
-        bits: of a stored code; 16 and 32: floats.
+        bits: bits of a stored code; 16 and 32: floats.
         offset: added to signed weights, so that codes are unsigned.
-        parts: of a group with scales of their own.
-        minima: whether a scaled code has a minimum taken off; such codes have no offset.
-        table: whether codes are looked up in a table.
-        block_bytes: of a block of 256 inputs in a file; 0: scales are float16.
-        fit: how floats are fitted; None: weights come from files that hold them already.
-        exact_in: other formats in which every weight keeps its value.
+        parts: parts of a group that have their own scales, 1 or 2.
+        minima: True if a minimum is subtracted from the scaled code; such codes have no offset.
+        table: True if codes are looked up in a table.
+        block_bytes: bytes of a block of 256 inputs in the file; 0: scales are float16.
+        fit: how floats are quantized; None: weights come only from files in this format.
+        exact_in: other formats that hold every weight exactly.
     """
 
     name: str
@@ -118,66 +118,66 @@ class WeightFormat:
 
     @property
     def packs_floats(self) -> bool:
-        """Whether float weights can be packed in it."""
+        """True if float weights can be packed in this format."""
         return self.is_float or self.fit is not None
 
     @property
     def is_wide(self) -> bool:
-        """Whether unpacked weights are bytes of any value."""
+        """True if unpacked weights use all values of a byte."""
         return self.bits == 8 or self.table
 
     @property
     def shares_panel(self) -> bool:
-        """Whether its matrices read panels with seeds: those of all these formats read one."""
+        """True if its matrices read panels with seeds, which all such formats share."""
         return self.block_bytes > 0 or self.table
 
     @property
     def lowest(self) -> int:
-        """The lowest code, without the offset."""
+        """Lowest code, without the offset."""
         return -self.offset
 
     @property
     def highest(self) -> int:
-        """The highest code, without the offset."""
+        """Highest code, without the offset."""
         return (1 << self.bits) - 1 - self.offset
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of a weight that it can hold: scales and minima must be finite
-        float16, and bfloat16 rounds what is above its largest number to infinity.
-        """
+        """Largest magnitude of a weight that the format holds."""
+        # Scales and minima must be finite float16. bfloat16 rounds numbers above its largest to
+        # infinity.
         if self.bits == 16:
             return float.fromhex("0x1.fep127")
-        if self.fit is None:  # what a file holds
+        if self.fit is None:  # values of a file
             return float(np.finfo(np.float32).max)
         return 65504.0 if self.minima else 65504.0 * self.highest
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of the codes of a group."""
+        """Bytes of a group's codes."""
         return GROUP * LANES * self.bits // 8
 
     @property
     def minima_size(self) -> int:
-        """Bytes of 16 rows in the place of minima."""
+        """Bytes of 16 rows' minima, block scales or table."""
         if self.table:
             return TABLE_BYTES
         return 2 * LANES * (self.minima + (self.block_bytes > 0))
 
     @property
     def minima_log(self) -> int:
-        """The binary logarithm of how many groups they are for; of a table it is all."""
+        """Binary logarithm of the groups that share these bytes; 62 (all groups) for a table."""
         if self.table:
             return 62
         return _BLOCK_LOG if self.block_bytes else 0
 
     def minima_bytes(self, groups: int) -> int:
-        """Bytes of what a tile has in the place of minima."""
+        """Return the bytes of a tile's minima, block scales or table."""
         return -(-groups >> self.minima_log) * self.minima_size
 
 
 # From narrow to wide: a matrix of several tensors takes the first format that holds all of them.
-# More first scales or rounds of a fit lower the error by less than 1% of itself.
+# More initial scales or rounds reduce the error by less than 1%.
 FORMATS = {
     form.name: form
     for form in (
@@ -211,9 +211,9 @@ FORMATS = {
         WeightFormat("f32", kind=KIND_F32, bits=32),
     )
 }
-"""By name."""
+"""Formats by name."""
 FORMAT_OF = {form.kind: form for form in FORMATS.values()}
-"""By kind."""
+"""Formats by number."""
 INT_KINDS = tuple(kind for kind, form in FORMAT_OF.items() if not form.is_float)
 
 
@@ -229,23 +229,24 @@ _MINIMA_LOG = per_kind("minima_log")
 
 
 def high_shift(bits: int, quad: int) -> Any:
-    """How far right the bits above a quad's nibbles are shifted to stand above them; negative: to
-    the left. `quad`: of the group, or of a part of it.
+    """Return the right shift that moves a quad's high bits above its nibbles; negative: left.
+
+    `quad` counts in the group, or in the part.
     """
     return (4 + (bits - 4) * quad) % 8 - 4
 
 
 @kernel
 def group_bytes(kind: int) -> Any:
-    """Bytes of the codes of a group."""
+    """Return the bytes of a group's codes."""
     return _GROUP_BYTES[kind]
 
 
 @kernel
 def minima_bytes(kind: int, groups: int) -> Any:
-    """Bytes of what a tile has in the place of minima."""
+    """Return the bytes of a tile's minima, block scales or table."""
     return -(-groups >> _MINIMA_LOG[kind]) * _MINIMA_SIZE[kind]
 
 
 high_shift_kernel = kernel(high_shift)
-"""The same inside kernels."""
+"""`high_shift` as a kernel."""

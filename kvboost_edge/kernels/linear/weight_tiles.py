@@ -1,7 +1,7 @@
-"""Microkernels of the linear layers as intrinsics, by kind of weights and number of tokens.
+"""Microkernels of the linear layers as intrinsics, by weight format and number of tokens.
 
-Integer weights: see int_tiles.py; on AVX2 for many tokens unpacked.py. Float weights, here: one fma
-chain per output in input order. Either way an output depends on its own row and token only.
+Integer weights: int_tiles.py, and unpacked.py for many tokens on AVX2. Float weights are here: one
+fma chain per output, in input order. Either way an output depends on its row and token only.
 """
 
 from __future__ import annotations
@@ -85,7 +85,13 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
 
     @intrinsic
     def tile(typing: Any, tile: Any, panel: Any, target: Any) -> Any:
-        """tile: `Tile`; panel: address of the tokens' panel, see panel.py; target: `Target`."""
+        """Multiply weight tiles with a panel.
+
+        Args:
+            tile: `Tile`.
+            panel: address of the tokens' panel; see panel.py.
+            target: `Target`.
+        """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
             emitter.emit(
@@ -104,8 +110,13 @@ def _int_tile(kind: int, tiles: int, tokens: int, fine: bool) -> Any:
 def _float_tile(kind: int, tokens: int) -> Any:
     @intrinsic
     def tile(typing: Any, tile: Any, inputs: Any, step: Any, target: Any) -> Any:
-        """tile: `Tile` of floats [inputs, 16]; inputs: address of float32 [tokens, inputs], `step`
-        bytes a token.
+        """Multiply a tile of float weights with rows of float32.
+
+        Args:
+            tile: `Tile` of floats [inputs, 16].
+            inputs: address of float32 [tokens, inputs].
+            step: bytes from one token to the next.
+            target: `Target`.
         """
 
         def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -126,7 +137,7 @@ _SHAPES |= {(TILES_AT_ONCE, WIDE_TOKENS, False), (TILES_AT_ONCE, WIDE_FINE_TOKEN
 int_tile = {
     (kind, *shape): _int_tile(kind, *shape) for kind in INT_KINDS for shape in sorted(_SHAPES)
 }
-"""(kind, tiles, tokens, fine) -> microkernel."""
+"""(format number, tiles, tokens, fine) -> microkernel."""
 float_tile = {
     (kind, tokens): _float_tile(kind, tokens)
     for kind in (KIND_F32, KIND_BF16)

@@ -1,5 +1,6 @@
-"""Matrices in the formats of weight_formats.py: floats that are quantized, and codes that a file
-holds, packed in tiles.
+"""Packing of matrices in tiles: floats are quantized, codes of a file are repacked.
+
+The layout is in weight_formats.py.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ Words = npt.NDArray[np.uint32]
 
 
 class PackedRows(NamedTuple):
-    """Packed rows as bytes, of the lengths `packed_sizes` says; empty where the format has none.
+    """Packed rows as bytes; lengths as in `packed_sizes`, 0 for sections the format lacks.
 
-    error, energy: sums of (weight - stored weight)^2 and of weight^2; 0 for what is stored exactly.
+    Attributes:
+        codes: codes, or floats.
+        scales: scales.
+        minima: minima, block scales or tables.
+        error: sum of (weight - stored weight)^2; 0 if stored exactly.
+        energy: sum of weight^2; 0 if stored exactly.
     """
 
     codes: Bytes
@@ -63,9 +69,7 @@ class PackedRows(NamedTuple):
 
 
 def packed_sizes(rows: int, inputs: int, name: str) -> tuple[int, int, int]:
-    """Return the bytes of the packed codes (or floats), of the scales and of the minima of a matrix
-    [rows, inputs] in a format.
-    """
+    """Return the bytes of codes (or floats), scales and minima of a matrix [rows, inputs]."""
     if name not in FORMATS:
         raise ConfigError(f"weight format {name!r} is not one of {sorted(FORMATS)}")
     form = FORMATS[name]
@@ -81,8 +85,14 @@ def packed_sizes(rows: int, inputs: int, name: str) -> tuple[int, int, int]:
 
 
 def pack_rows(weights: Floats, name: str) -> PackedRows:
-    """Pack float32 [rows, inputs] of finite weights no larger than the format's `largest`.
-    ConfigError for a format that only files hold.
+    """Pack float32 [rows, inputs].
+
+    Args:
+        weights: finite, with magnitudes up to the format's `largest`.
+        name: weight format.
+
+    Raises:
+        ConfigError: floats cannot be packed in this format.
     """
     form = FORMATS[name]
     if not form.packs_floats:
@@ -104,13 +114,17 @@ def pack_codes(
     name: str,
     table: npt.NDArray[np.int8] | None = None,
 ) -> PackedRows:
-    """Pack rows that are quantized already, as they are. ConfigError where they do not fit the
-    format.
+    """Pack rows that are already quantized, unchanged.
 
     Args:
-        codes: uint8 [rows, inputs], with the format's offset in them.
-        scales, minima: float16 [rows, groups].
-        table: the weights int8 [16] that codes stand for.
+        codes: uint8 [rows, inputs], including the format's offset.
+        scales: float16 [rows, groups].
+        minima: float16 [rows, groups], or None.
+        name: weight format.
+        table: int8 [16], the values of codes; only for formats with a table.
+
+    Raises:
+        ConfigError: the arrays do not fit the format.
     """
     rows, inputs = codes.shape
     form = FORMATS[name]
@@ -158,9 +172,7 @@ def _empty(rows: int, inputs: int, name: str) -> PackedRows:
 
 
 def _fitting(form: WeightFormat) -> Any:
-    """Return the kernel that quantizes all rows; it returns the squared error and the squared
-    weights in all.
-    """
+    """Return the kernel that quantizes all rows and returns the sums of squared errors and weights."""
     fit = fit_group[form.name]
     group_bytes = form.group_bytes
 
@@ -211,9 +223,7 @@ _fit_rows = {name: _fitting(FORMATS[name]) for name in fit_group}
 
 @kernel
 def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]:
-    """Tiles [input][16] of float32 or bfloat16; the squared error and the squared weights in
-    all.
-    """
+    """Store tiles [input][16] of float32 or bfloat16; return sums of squared errors and weights."""
     rows, inputs = weights.shape
     size = 4 if kind == KIND_F32 else 2
     source = address_of(weights)
@@ -237,11 +247,15 @@ def _store_floats(weights: Floats, out: Bytes, kind: int) -> tuple[float, float]
 
 @kernel
 def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at: int) -> None:
-    """Lay out quads of a group, or of a part of it, from word `at` on.
+    """Store quads of a group, or of a part of it, as lines.
 
     Args:
-        codes: words of four codes of one row: word w of lane l at w * LANES + l, from w = `first`
-            on.
+        codes: words of four codes of a row; word w of lane l is at w * LANES + l.
+        first: first word w.
+        quads: quads to store.
+        bits: bits of a code, 4 to 8.
+        out: words, written.
+        at: first word to write.
     """
     if bits == 8:
         for index in range(quads * LANES):
@@ -267,7 +281,7 @@ def store_lines(codes: Words, first: int, quads: int, bits: int, out: Words, at:
 
 @kernel
 def _store_words(words: Words, out: Words, bits: int) -> None:
-    """words: uint32 [rows, inputs / 4], four codes of a row each."""
+    """Store `words`, uint32 [rows, inputs / 4] of four codes each, as tiles."""
     rows, count = words.shape
     quads = GROUP // 4
     codes = np.zeros(quads * LANES, np.uint32)
@@ -287,9 +301,9 @@ fit_entries = {
     name: KernelEntry(fit_rows, _FLOATS, _BYTES, _BYTES, _BYTES)
     for name, fit_rows in _fit_rows.items()
 }
-"""Format -> what `pack_rows` runs for it."""
+"""Format name -> the kernel that `pack_rows` runs for it."""
 floats_entry = KernelEntry(_store_floats, _FLOATS, _BYTES, types.int64)
 codes_entry = KernelEntry(
     _store_words, types.Array(types.uint32, 2, "C"), types.Array(types.uint32, 1, "C"), types.int64
 )
-"""What `pack_rows` runs for floats, and what `pack_codes` runs."""
+"""The kernels of `pack_rows` for floats and of `pack_codes`."""
