@@ -157,7 +157,7 @@ def _packing_bytes(
     info: RunnerInfo,
     summary: WeightSummary,
 ) -> int:
-    """Return the bytes that packing takes, with weights that stay in memory; 0 if packed already."""
+    """Return the bytes that packing takes, with weights kept in memory; 0 if packed already."""
     weights = selected.runner.weights
     place = packed_place(checkpoint, weights, summary.files, config.num_threads)
     if place.is_there:

@@ -107,7 +107,7 @@ def room_in_process(
 
 
 def most_history_bytes(config: EngineConfig, bound: int | None) -> int:
-    """Return the largest size of the draft history in bytes; `bound` is `history_bytes`'s result."""
+    """Return the largest size of the draft history in bytes; `bound` is from `history_bytes`."""
     if config.speculation == "off":
         return 0
     return _MOST_HISTORY_BYTES if bound is None else bound

@@ -171,14 +171,14 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
 
 
 def planned_pool_bytes(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
-    """Return the bytes of the pool for this much available memory, without checking that they fit."""
+    """Return the planned bytes of the pool, without checking that they fit."""
     num_blocks = planned_blocks(config, spec, max_context, available)
     num_open = num_open_blocks(config, num_blocks, spec.block_size)
     return num_blocks * spec.bytes_per_block + num_open * spec.bytes_per_open_block
 
 
 def planned_blocks(config: EngineConfig, spec: KVSpec, max_context: int, available: int) -> int:
-    """Return the blocks of the pool for this much available memory, without checking that they fit."""
+    """Return the planned number of blocks, without checking that they fit."""
     return max(1, _wanted_blocks(config, spec, max_context, available))
 
 
@@ -231,7 +231,7 @@ def least_state_bytes(config: EngineConfig, spec: KVSpec) -> int:
 
 
 def _left_for_pool(config: EngineConfig, spec: KVSpec, available: int) -> int:
-    """Return the bytes of the pool under `max_memory`, without its recurrent state and bookkeeping."""
+    """Return the bytes of the pool under `max_memory`, without state and bookkeeping."""
     if config.max_state_bytes is not None:
         available -= config.max_state_bytes
     elif spec.states:

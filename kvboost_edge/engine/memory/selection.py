@@ -126,7 +126,7 @@ def planned_kv_spec(
 
 
 def bounded_context(max_context: int, config: EngineConfig) -> int:
-    """Return the longest sequence in tokens that the engine accepts for a model with this context."""
+    """Return the longest sequence that the engine accepts for a model's context, in tokens."""
     return min(max_context, config.max_model_len or max_context)
 
 

@@ -197,7 +197,7 @@ def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | 
 
 
 def states_refusal(info: RunnerInfo) -> str | None:
-    """Return why recurrent state prevents reuse at other positions; None without recurrent state."""
+    """Return why recurrent state prevents reuse at other positions; None if there is none."""
     if not info.kv_spec.states:
         return None
     return (

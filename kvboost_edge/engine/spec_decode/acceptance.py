@@ -1,9 +1,9 @@
 """Accepted draft tokens on their way into the recurrent state of hybrid models.
 
-What a pass was given as a guess no slot has seen: it leaves the state behind the last certain token
-of each sequence, and apart from that what its drafts bring to a state. Once it is known which of
-them are right the states take those in. So a slot never holds a wrong guess, and between two steps
-it holds the state of exactly the tokens that are computed.
+A pass does not write draft tokens into a recurrent state. It leaves the state after each sequence's
+last certain token, and keeps the draft tokens' inputs to the state separately. Once the accepted
+tokens are known, the state advances over those inputs. A slot therefore never holds a rejected
+token, and between two steps it holds the state of exactly the computed tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["AcceptedDrafts", "End"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """Of a sequence: why it is done, or what failed."""
+    """The end of a sequence: the finish reason, or the error that ended it."""
 
     sequence: Sequence
     reason: str = ""
@@ -33,9 +33,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the runner has to do: the arguments of `Runner.accept_drafts`, and whose drafts they
-    are.
-    """
+    """The arguments of `Runner.accept_drafts`, and the sequences whose draft tokens they are."""
 
     layout: BatchLayout
     accepted: npt.NDArray[np.int32]
@@ -44,23 +42,26 @@ class _Turn:
 
 
 class AcceptedDrafts:
-    """Of one pass after another: `commit` for each sequence of it, then `plan`, where that says so
-    `take_in`, and `ends`. Where the model keeps no states nothing is left to do.
+    """Advances recurrent state over the accepted draft tokens of each pass.
 
-    `take_in` reads and writes memory as a pass does, and nothing of the bookkeeping: as long as it
-    takes anybody may read that, and reset the cache.
+    After a pass: `commit` for each sequence, `plan`, `take_in` if `plan` returned True, and `ends`.
+    Models without recurrent state skip `take_in`.
+
+    `take_in` reads and writes KV and state memory like a pass, but no bookkeeping. Other threads
+    may read the bookkeeping or reset the cache while it runs.
     """
 
     def __init__(self, runner: Runner, manager: KVCacheManager) -> None:
         self._runner = runner
         self._manager = manager
-        self._waiting: dict[int, str] = {}  # by a sequence's number: why it ends then, if it does
+        self._waiting: dict[int, str] = {}  # finish reason ("" if it goes on) by sequence index
         self._turn: _Turn | None = None
         self._error: Exception | None = None
 
     def commit(self, work: ScheduledTokens[Sequence], reason: str | None) -> str | None:
-        """Commit what is computed; with states and right drafts only what is certain, and then the
-        sequence must not end yet: None instead of the reason that it ends for.
+        """Commit the computed blocks of a sequence; return the reason if it ends now.
+
+        A sequence whose recurrent state has accepted draft tokens to take in ends later, by `ends`.
         """
         sequence = work.sequence
         if self._manager.states is None or sequence.num_computed_tokens <= work.certain_stop:
@@ -71,7 +72,7 @@ class AcceptedDrafts:
         return None
 
     def plan(self, works: list[ScheduledTokens[Sequence]], layout: BatchLayout) -> bool:
-        """Which slots what waits of the pass of these works goes to; whether anything does."""
+        """Plan the state slots for `take_in`; return whether there is anything to take in."""
         states = self._manager.states
         if states is None or not self._waiting:
             return False
@@ -94,16 +95,17 @@ class AcceptedDrafts:
         return True
 
     def take_in(self) -> None:
-        """Let the states take that in."""
-        assert self._turn is not None  # there is a plan
+        """Advance the recurrent state over the accepted draft tokens."""
+        assert self._turn is not None  # `plan` returned True
         try:
             self._runner.accept_drafts(self._turn.layout, self._turn.accepted, self._turn.slots)
         except Exception as error:
             self._error = error
 
     def ends(self) -> list[End]:
-        """Commit what was taken in; who ends with it. An error of the runner ends all whose drafts
-        they are, and is none to those that were done with them.
+        """Commit the sequences of `take_in`, and return those that end.
+
+        An error of the runner ends all of its sequences, except those that were finished anyway.
         """
         if self._turn is None:
             return []

@@ -1,9 +1,9 @@
-"""Draft tokens by prompt lookup: what followed the last tokens where they occurred before.
+"""Draft tokens by prompt lookup: the tokens that followed an earlier occurrence of the last ones.
 
-They are looked for in the request itself (a suffix automaton), and in what its tenant asked and was
-answered lately (a ring). After Oliaro et al., "SuffixDecoding" (2024), and Saxena, "Prompt Lookup
-Decoding" (2023). How many tokens are tried is a matter of cost: a pass of few rows is bound by
-reading the weights once, see `_COSTS`.
+Earlier occurrences are found in the request itself (a suffix automaton) and in its tenant's recent
+prompts and answers (a ring buffer). After Oliaro et al., "SuffixDecoding" (2024), and Saxena,
+"Prompt Lookup Decoding" (2023). The number of draft tokens depends on their cost: reading the
+weights dominates a pass of few rows, see `_COSTS`.
 """
 
 from __future__ import annotations
@@ -40,43 +40,49 @@ from kvboost_edge.kernels.suffix_automaton import (
 
 __all__ = ["DraftProposal", "Drafter", "TenantHistory", "most_drafted", "prepare_drafts"]
 
-_LEAST_MATCH = 3  # tokens: shorter ends of a text stand in it by chance
-_ASTRAY = 3  # drafts in a row of which nothing was right: what was followed so far ends there
-_LONGEST_TAIL = 64  # tokens that are compared with the ring: a longer match says no more
-_LEAST_ROOM = 1024  # tokens an automaton begins with
+_LEAST_MATCH = 3  # tokens; shorter matches are often chance
+_ASTRAY = 3  # drafts in a row without an accepted token, after which their source is dropped
+_LONGEST_TAIL = 64  # tokens that are compared with the ring
+_LEAST_ROOM = 1024  # initial capacity of an automaton in tokens
 _RING = "ring"
-_RING_TOKENS = 1 << 17  # 1.6 MB a tenant
+_RING_TOKENS = 1 << 17  # 1.6 MB per tenant
 _MOST_RING_BYTES = 2 << 20
 _MOST_TENANTS = 32
-_MOST_AUTOMATA_BYTES = 64 << 20  # of all sequences of an engine: texts of 350,000 to 700,000 tokens
+_MOST_AUTOMATA_BYTES = 64 << 20  # all sequences of an engine: 350,000 to 700,000 tokens
 
-# The time of a pass by its rows, in terms of one row: bench_speculation.py, a 0.5B model of 4 bits
-# on two AVX512-VNNI cores. Of 135M 8 rows are 2.7, where passes of one kind follow one another
-# (benchmarks/LOG.md). There are kernels for 2, 4 and 8 rows; from 12 on the arithmetic decides.
+# The time of a pass by its number of rows, relative to one row: bench_speculation.py, a 0.5B model
+# with 4-bit weights on two AVX512-VNNI cores. With 135M parameters 8 rows cost 2.7 if passes follow
+# one another directly (benchmarks/LOG.md). Kernels exist for 2, 4 and 8 rows; from 12 rows on
+# passes are compute-bound.
 _COSTS = (
     *((1, 1.0), (2, 1.08), (3, 1.35), (4, 1.17), (6, 1.64), (8, 1.56)),
     *((12, 2.54), (16, 3.28), (24, 4.31), (32, 5.57), (48, 7.85), (64, 10.23)),
 )
-_LEVELS = (0, 1, 3, 7, 15, 31, 63)  # most drafts of a sequence that are weighed
+_LEVELS = (0, 1, 3, 7, 15, 31, 63)  # numbers of draft tokens per sequence to choose from
 _LEAST_GAIN = 1.02
 
-_MEMORY = 0.8  # of earlier steps' outcomes in the next estimate
-# Of outcomes, by each step without a draft: what failed once is tried again some 30 tokens later.
+_MEMORY = 0.8  # weight of earlier outcomes after a step with a draft
+# Weight of earlier outcomes after a step without one: a source that failed is tried again after
+# some 30 tokens.
 _FADING = 0.97
-_PRIOR = 2.0  # drafts that the length of a match counts for
+_PRIOR = 2.0  # weight of the match length in the estimate, in drafts
 
 
 @functools.cache
 def prepare_drafts() -> None:
-    """Compile what drafts need in a process beside this one, unless its machine code is on disk.
-    BackendUnavailable with what the compiler said.
+    """Compile the drafting kernels in a separate process, unless their machine code is on disk.
+
+    Raises BackendUnavailable with the compiler's message if that fails.
     """
     compile_ahead([extend_entry, append_entry, find_entry], 1)
 
 
 class DraftProposal(NamedTuple):
-    """token_ids: proposed after a sequence's last token. chance: that one of them is right when
-    those before are.
+    """Draft tokens for a sequence.
+
+    Attributes:
+        token_ids: Tokens proposed after the sequence's last token.
+        chance: Estimated probability that a token is accepted if all before it are.
     """
 
     token_ids: list[int]
@@ -84,9 +90,10 @@ class DraftProposal(NamedTuple):
 
 
 class TenantHistory:
-    """What each tenant asked and was answered lately, for its own requests alone (a tenant's salts
-    are tenants of their own): bounded in tokens, and in tenants. And who counts the bytes of the
-    automata: bounded together.
+    """Recent prompts and answers of each tenant, for drafts of its own requests.
+
+    A tenant's cache salts count as separate tenants. The history limits the memory of the rings and
+    of all automata.
     """
 
     def __init__(
@@ -102,9 +109,7 @@ class TenantHistory:
 
     @classmethod
     def within(cls, num_bytes: int) -> TenantHistory:
-        """Make a history of at most so many bytes: half for rings, one at least, half for
-        automata.
-        """
+        """Return a history of at most `num_bytes`: half for rings, half for automata."""
         half = num_bytes // 2
         return cls(
             min(_MOST_AUTOMATA_BYTES, half),
@@ -113,25 +118,27 @@ class TenantHistory:
 
     @property
     def nbytes(self) -> int:
-        """Of rings and automata."""
+        """Bytes of rings and automata."""
         return self._rings.num_bytes + self._automata_bytes
 
     def reserve(self, nbytes: int) -> bool:
-        """Take bytes for automata, or give some back (below 0); whether they were there."""
+        """Reserve bytes for an automaton, or free them (negative); return whether that worked."""
         if self._automata_bytes + nbytes > self._most_automata_bytes:
             return False
         self._automata_bytes += nbytes
         return True
 
     def keep(self, tenant: bytes, token_ids: Sequence[int]) -> None:
-        """Remember tokens that belong together."""
+        """Add a text to a tenant's ring."""
         ring = self._rings.peek(tenant, _RING) or new_ring(_RING_TOKENS)
         self._rings.keep(tenant, tenant, _RING, ring, ring.nbytes)
         append_tokens(np.array(token_ids[-_RING_TOKENS:], np.int32), *ring)
 
     def find(self, tenant: bytes, tail: Sequence[int], most: int) -> tuple[int, list[int]]:
-        """How many of the last tokens of `tail` stood there one behind another, and up to `most`
-        that followed.
+        """Find the latest longest match of the end of `tail` in a tenant's ring.
+
+        Returns:
+            The length of the match in tokens, and up to `most` tokens that followed it.
         """
         ring = self._rings.peek(tenant, _RING)
         if ring is None or len(tail) < GRAM:
@@ -145,12 +152,12 @@ class TenantHistory:
         ].tolist() if length else []
 
     def forget(self) -> None:
-        """Drop everything."""
+        """Drop all rings."""
         self._rings.clear()
 
 
 class Drafter:
-    """Proposes for one sequence and learns from what becomes of it."""
+    """Proposes draft tokens for one sequence, and learns from their acceptance."""
 
     def __init__(
         self,
@@ -163,9 +170,10 @@ class Drafter:
         """Make the drafter of one sequence.
 
         Args:
-            tenant: the root of its prefixes.
-            max_tokens: of the sequence, at its end.
-            reads_history: drafts may come from the tenant's other requests too.
+            tenant: Root hash of its prefixes.
+            memory: The history to draft from.
+            max_tokens: Largest length of the sequence.
+            reads_history: Whether drafts may come from the tenant's other requests.
         """
         self._tenant = tenant
         self._memory = memory
@@ -173,14 +181,17 @@ class Drafter:
         self._most_room = 1 << (max_tokens - 1).bit_length()
         self._automaton: Automaton | None = None
         self._right = self._wrong = 0.0
-        # Where in the text its own draft came from, and how long the text was then: behind a word
-        # that was exchanged the old text goes on.
+        # Where the current draft came from, and the length of the text then. After an exchanged
+        # word the old text often continues.
         self._source: tuple[int, int] | None = None
         self._num_astray = 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> DraftProposal | None:
-        """Up to `most` tokens, at least 1, to follow those of the sequence, which only grow from
-        call to call.
+        """Propose 1 to `most` draft tokens after `token_ids`, or None.
+
+        Args:
+            token_ids: All tokens of the sequence; they only grow from call to call.
+            most: Largest number of draft tokens.
         """
         length, end = self._match(token_ids)
         if self._reads_history:
@@ -196,8 +207,7 @@ class Drafter:
             start, known = self._source
             length = _LEAST_MATCH
             end = start + len(token_ids) - known
-        # Where what followed goes on into the draft itself, as in a run of one line repeated, so
-        # does the draft.
+        # If the source runs into the draft itself, as in a repeated line, so does the draft.
         following = list(token_ids[end : end + most])
         return self._draft(list(itertools.islice(itertools.cycle(following), most)), length)
 
@@ -208,7 +218,7 @@ class Drafter:
         return DraftProposal(token_ids, right / (right + wrong))
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """What became of a draft; 0, 0: none was computed."""
+        """Record the outcome of a draft; 0, 0 for a step without one."""
         if num_drafted:
             self._num_astray = 0 if num_accepted else self._num_astray + 1
         fading = _MEMORY if num_drafted else _FADING
@@ -216,14 +226,15 @@ class Drafter:
         self._wrong = self._wrong * fading + (num_accepted < num_drafted)
 
     def release(self) -> None:
-        """Give the automaton's memory back."""
+        """Free the automaton's memory."""
         if self._automaton is not None:
             self._memory.reserve(-automaton_bytes(self._automaton.room))
             self._automaton = None
 
     def _match(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """How many of the last tokens stood in the text before, and the position behind them; 0, 0
-        without memory.
+        """Return the longest earlier match of the last tokens: its length, and the next position.
+
+        Returns 0, 0 if no memory is left for an automaton.
         """
         automaton = self._automaton
         if automaton is None or automaton.room < len(token_ids):
@@ -236,8 +247,9 @@ class Drafter:
         return int(automaton.counts[MATCH_LENGTH]), int(automaton.counts[MATCH_END])
 
     def _grown(self, count: int) -> Automaton | None:
-        """A new automaton with room for twice the tokens, as far as the sequence gets there:
-        amortised it costs each token twice. None where others have the memory.
+        """Return a new automaton with room for twice the tokens, or None if no memory is left.
+
+        Its capacity stays within the sequence's largest length.
         """
         self.release()
         room = min(
@@ -249,9 +261,14 @@ class Drafter:
 
 
 def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
-    """Most tokens of each draft to compute in a pass that has `num_rows` rows without them, one of
-    each of these sequences among them: whatever makes most tokens in the time, 0 where nothing
-    makes more than none.
+    """Return the largest number of tokens per draft that maximizes accepted tokens per time.
+
+    Args:
+        drafts: The drafts of sequences that compute one token each.
+        num_rows: Rows of the pass without draft tokens, including those sequences' rows.
+
+    Returns:
+        The number; 0 if draft tokens save no time.
     """
     others = num_rows - len(drafts)
     best = 0
@@ -269,14 +286,12 @@ def most_drafted(drafts: Sequence[DraftProposal], num_rows: int) -> int:
 
 
 def _expected(chance: float, count: int) -> float:
-    """Tokens that a step makes of a sequence with `count` drafts."""
+    """Return the expected tokens per step of a sequence with `count` draft tokens."""
     return count + 1.0 if chance >= 1 else (1 - chance ** (count + 1)) / (1 - chance)
 
 
 def _cost(num_rows: int) -> float:
-    """What a pass of so many rows costs, in terms of one row; a straight line between the measured
-    ones and beyond.
-    """
+    """Return the cost of a pass relative to one row, interpolated linearly between measurements."""
     at = min(max(1, bisect.bisect_left(_COSTS, (num_rows, 0.0))), len(_COSTS) - 1)
     (low, less) = _COSTS[at - 1]
     (high, more) = _COSTS[at]

@@ -1,9 +1,9 @@
-"""Speculative decoding: how many draft tokens each sequence gets, and their outcome.
+"""Speculative decoding: the number of draft tokens of each sequence, and their outcome.
 
-The tokens of a draft are rows of the next pass behind the certain one. Each row samples its own
-token, as it would alone; the drafts are accepted as far as they are those tokens. A row's logits do
-not depend on what else is in the batch, so text, tokens and log probabilities are those without
-drafts, to the bit.
+Draft tokens are rows of the next pass, after the certain token. Each row samples its own token as
+it would alone. Draft tokens are accepted up to the first one that differs from the sampled token. A
+row's logits do not depend on the rest of the batch, so text, tokens and log probabilities equal
+those without drafts to the bit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvboost_edge.engine.spec_decode.drafting import (
 
 __all__ = ["Speculation"]
 
-_FORCED = 0.98  # a grammar leaves one text, and the model may cut it into other tokens
+_FORCED = 0.98  # a grammar allows one text, but the model may tokenize it differently
 
 
 class DraftTokens(Drafting):
-    """The draft tokens of one sequence, and who proposes them."""
+    """The draft tokens of one sequence, and its drafter."""
 
     proposes = True
 
@@ -56,12 +56,15 @@ class DraftTokens(Drafting):
 
 
 class Speculation(DraftPlanner):
-    """Drafts of all sequences of an engine: who gets how many, and what became of them."""
+    """Draft tokens of all sequences of an engine: their numbers and outcomes.
+
+    Args:
+        closes_blocks: True if a block is quantized when its last slot is written. Draft tokens then
+            stay within the block.
+        history_bytes: Limit of the draft history; None for the default.
+    """
 
     def __init__(self, *, closes_blocks: bool, history_bytes: int | None = None) -> None:
-        """closes_blocks: a block is quantized once its last slot is written, which only a certain
-        token may do then. history_bytes: bound of what drafts are found in; None: the default.
-        """
         self.memory = (
             TenantHistory() if history_bytes is None else TenantHistory.within(history_bytes)
         )
@@ -69,18 +72,18 @@ class Speculation(DraftPlanner):
         self._closes_blocks = closes_blocks
 
     def room(self, sequence: Sequence, block_size: int) -> int:
-        """Most drafts that a sequence with one token to compute may have."""
+        """Return the most draft tokens for a sequence that computes one token."""
         request = sequence.request
         known = sequence.num_tokens
         most = min(request.max_draft_tokens, request.max_tokens - known - 1)
         if not self._closes_blocks:
             return most
-        # Of a table that shares spans the last part may begin anywhere.
+        # The last segment of a table with shared spans may start anywhere.
         offset = (known - sequence.blocks.segments[-1].first_position) % block_size
         return min(most, block_size - 1 - offset)
 
     def drafter(self, request: Request) -> Drafter | None:
-        """Return the drafter of a request; None if it takes no drafts."""
+        """Return the drafter of a request; None if the request takes no draft tokens."""
         return (
             Drafter(
                 request.root,
@@ -93,19 +96,19 @@ class Speculation(DraftPlanner):
         )
 
     def drafting(self, request: Request) -> Drafting:
-        """Return the draft tokens of a new sequence; the null object where it wants none."""
+        """Return the draft tokens of a new sequence; the null object if it takes none."""
         drafter = self.drafter(request)
         return Drafting() if drafter is None else DraftTokens(drafter)
 
     def draft(
         self, running: Several[Sequence], wanted: Mapping[int, int], budget: int, block_size: int
     ) -> list[Sequence]:
-        """Give draft tokens to sequences that compute one token; return those that have some.
+        """Give draft tokens to sequences that compute one token; return those that got some.
 
         Args:
-            wanted: tokens that the step computes, by the sequence's index.
-            budget: rows that the step has room for besides those; while others wait, no sequence
-                gets more than an equal part of them.
+            wanted: Tokens that the step computes, by sequence index.
+            budget: Rows that the step has room for in addition to those. A sequence gets at most an
+                equal share of what is left for it and the following ones.
         """
         num_rows = sum(wanted.values())
         proposed: list[tuple[Sequence, DraftProposal]] = []
@@ -137,21 +140,21 @@ class Speculation(DraftPlanner):
         self.memory.forget()
 
     def remember(self, sequence: Sequence) -> None:
-        """A request is done: what was new in its prompt, and its answer, may come again."""
+        """Add a finished request's uncached tokens and answer to the tenant's history."""
         if sequence.drafting.proposes and sequence.uses_cache:
             self.memory.keep(
                 sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]
             )
 
     def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """What became of a step's draft."""
+        """Record the outcome of a step's draft tokens."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         sequence.drafting.learn(num_drafted, num_accepted)
 
 
 def _propose(sequence: Sequence, most: int) -> DraftProposal | None:
-    """Return what is sure to follow by the sequence's grammar, else what its drafter proposes."""
+    """Return the tokens that the sequence's grammar forces, else its drafter's proposal."""
     forced = sequence.grammar.forced()[:most]
     if forced:
         return DraftProposal(forced, _FORCED)

@@ -1,1 +1,1 @@
-"""Tasks of several requests: embedding and reranking, documents, verification, quality gate."""
+"""Tasks of several requests: embedding, reranking, documents, verification and quality gate."""

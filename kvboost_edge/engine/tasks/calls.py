@@ -1,4 +1,4 @@
-"""Requests of this process: queued together, waited for, and cancelled on an interrupt."""
+"""Requests of this process: submitted together, waited for, and cancelled on an interrupt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Calls"]
 
 
 class Calls:
-    """Waits for requests on one engine's thread. Safe to use from any thread but that one."""
+    """Waits for requests of one engine. Safe to use from any thread but the engine's."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -28,14 +28,12 @@ class Calls:
     def run(
         self, requests: Sequence[Request], submit: Callable[[Request], RequestHandle] | None = None
     ) -> list[GenerationResult]:
-        """Queue all and wait for the results; `submit` queues one in place of the core."""
+        """Submit all requests and wait for the results; `submit` replaces the core's method."""
         with self.cancelling(requests):
             return wait_for_all([(submit or self._core.submit)(request) for request in requests])
 
     def logits(self, request: Request) -> tuple[GenerationResult, Floats]:
-        """The result of a request for logits, and those, float32 [num_tokens - logits_start,
-        vocab_size].
-        """
+        """Return the result and the logits, float32 [num_tokens - logits_start, vocab_size]."""
         with self.cancelling([request]):
             handle, rows = self._core.submit_logits(request)
             result = handle.result()
@@ -44,9 +42,15 @@ class Calls:
     def rows(
         self, requests: Sequence[Request], handles: list[RequestHandle], window: int
     ) -> Iterator[Floats]:
-        """What each of many requests for logits or states gives, in order; `window` of them are
-        queued at a time, so that others get their turn and few rows are held. `handles` gets
-        theirs. KVBoostError once one was ended.
+        """Yield the rows of each request for logits or hidden states, in order.
+
+        Args:
+            handles: Receives the requests' handles.
+            window: Requests submitted at a time. It bounds the rows in memory, and other requests
+                get their share of the engine.
+
+        Raises:
+            KVBoostError: A request was ended before it was computed.
         """
         with self.cancelling(requests):
             queued: collections.deque[tuple[RequestHandle, list[Floats]]] = collections.deque()
@@ -65,10 +69,9 @@ class Calls:
 
     @contextlib.contextmanager
     def cancelling(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Whatever is raised inside cancels these requests. Ctrl-C may come at any moment, between
-        queueing a request and holding its handle too, so they are named by their numbers; one that
-        is not there does not mind.
-        """
+        """Cancel these requests if the body raises."""
+        # Ctrl-C may arrive between submitting a request and storing its handle, so requests are
+        # cancelled by index. Cancelling an unknown index does nothing.
         try:
             yield
         except BaseException:

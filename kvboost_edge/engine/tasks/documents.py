@@ -1,10 +1,9 @@
-"""Documents computed alone, each so that prompts share it at other positions: behind a header and a
-primer whose keys and values are dropped, because what a text was computed behind decides how well
-it serves elsewhere.
+"""Documents computed separately, so that prompts can reuse their KV at other positions.
 
-The primer is the end of the other documents, and built-in text where they are too short: texts of
-the same kind serve better (SmolLM2, KL 0.067 against 0.128 nats behind prose of another kind; see
-docs/chunk_reuse.md).
+A document is computed after a header and a primer, whose KV is dropped. The text before a document
+decides how well its KV serves elsewhere, and text of the same kind serves best (SmolLM2: KL 0.067
+nats, against 0.128 after prose of another kind; see docs/chunk_reuse.md). So the primer is the end
+of the other documents, and built-in text where they are too short.
 """
 
 from __future__ import annotations
@@ -36,25 +35,30 @@ from kvboost_edge.reuse.chunking import CHUNK_OPTIONS, Chunk, ChunkOptions, chun
 __all__ = ["Alone", "Documents", "LoneText"]
 
 _OPTIONS = (*CHUNK_OPTIONS, "primer_tokens")
-_ALONE = 64  # what had so few tokens before it is as if it had none
+_ALONE = 64  # tokens of context; a text with fewer before it counts as computed without context
 
 
 class LoneText(NamedTuple):
-    """Tokens to be computed behind others that are not kept."""
+    """Tokens to compute after a context whose KV is not kept."""
 
     context: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
 class Alone(NamedTuple):
-    """Texts, and into how long chunks they were cut at most."""
+    """Texts to compute separately.
+
+    Attributes:
+        texts: The texts.
+        chunk_size: Longest chunk in tokens that they were cut into.
+    """
 
     texts: list[LoneText]
     chunk_size: int
 
 
 class Documents:
-    """Of one engine. Safe to use from any thread but the engine's."""
+    """Computes documents for one engine. Safe to use from any thread but the engine's."""
 
     def __init__(
         self, parts: EngineParts, config: EngineConfig, intake: Intake, core: EngineCore
@@ -74,11 +78,13 @@ class Documents:
         whose: Terms,
         given: Mapping[str, Any],
     ) -> Alone | None:
-        """What `warm` is to compute alone, all of it checked; None where it is a text that prompts
-        begin with.
+        """Validate the arguments of `warm`, and return the texts to compute separately.
 
         Args:
-            given: options in place of the engine's.
+            given: Options that replace the engine's.
+
+        Returns:
+            The texts; None for a text that prompts begin with.
         """
         position = as_int("position_offset", position_offset)
         if (text is None) == (documents is None) or (documents is not None and position):
@@ -127,7 +133,7 @@ class Documents:
         )
 
     def _read_text(self, text: Prompt, position: int) -> Alone:
-        """A text as it stands behind `position` other tokens."""
+        """Return a text for reuse after `position` other tokens."""
         info = self._parts.runner.info
         longest = self._parts.runner.info.max_context
         if isinstance(text, str):
@@ -144,8 +150,10 @@ class Documents:
     def warm(
         self, alone: Alone, whose: Terms, handles: list[RequestHandle] | None = None
     ) -> WarmResult:
-        """Compute what is not there yet; what of it can be found then. `handles` gets those of what
-        is computed.
+        """Compute the texts that are not cached, and return which of them can be found.
+
+        Args:
+            handles: Receives the handles of the computed texts.
         """
         texts = alone.texts
         root = self._intake.root(whose)
@@ -157,9 +165,7 @@ class Documents:
         )
 
     def lead(self, length: int, others: Sequence[int] = ()) -> tuple[int, ...]:
-        """So many tokens to compute a text behind: what the tokenizer puts before texts, then the
-        end of the primer, then the end of `others`.
-        """
+        """Return `length` tokens of context: header, end of the primer, end of `others`."""
         header = self.header[:length]
         if room := length - len(header):
             others = others[-room:]
@@ -171,7 +177,7 @@ class Documents:
 
     @functools.cached_property
     def header(self) -> tuple[int, ...]:
-        """The special tokens that the tokenizer puts before a text."""
+        """The special tokens that the tokenizer adds before a text."""
         bare, whole = (self._parts.tokenizer.encode("a", special) for special in (False, True))
         starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
         return tuple(whole[: starts[0]]) if starts else ()
@@ -181,7 +187,7 @@ class Documents:
         return tuple(self._parts.tokenizer.encode(PRIMER, False))
 
     def _resolve(self, given: Mapping[str, Any]) -> tuple[ChunkOptions, int]:
-        """Of a call: how documents are cut, and the tokens of the primer."""
+        """Return a call's chunk options and the tokens of its primer."""
         primer_tokens = as_int(
             "primer_tokens", given.get("primer_tokens", self._config.primer_tokens)
         )
@@ -198,12 +204,11 @@ class Documents:
     def _text_of(
         self, chunk: Chunk, documents: Sequence[list[int]], primer_tokens: int
     ) -> LoneText:
-        """A chunk behind header, primer and what of its document is computed before it. With a
-        primer it begins with a block.
-        """
+        """Return a chunk after header, primer and the preceding part of its document."""
         document = documents[chunk.document]
         tokens = chunk.tokens(document)
         before = chunk.num_context_tokens
+        # With a primer the chunk starts at a block boundary.
         count = len(self.header) + primer_tokens
         if primer_tokens:
             count += -(count + before) % self._config.block_size
@@ -220,9 +225,9 @@ class Documents:
     def compute(
         self, texts: Sequence[LoneText], whose: Terms, handles: list[RequestHandle] | None = None
     ) -> None:
-        """Compute texts so that prompts of this tenant and salt share them, those that are there
-        already left out, and those too short to be looked for. What they were computed behind is
-        forgotten.
+        """Compute texts so that prompts of this tenant and salt can reuse them.
+
+        Skips cached texts, and texts too short to be found. The context is dropped afterwards.
         """
         root = self._intake.root(whose)
         least = max(self._config.min_chunk_tokens, self._config.block_size)
@@ -241,9 +246,7 @@ class Documents:
                 requests, functools.partial(self._submit, [] if handles is None else handles)
             )
         finally:
-            with contextlib.suppress(
-                KVBoostError
-            ):  # the engine was closed: nothing is left to be forgotten
+            with contextlib.suppress(KVBoostError):  # raised after the engine was closed
                 self.forget(*dict.fromkeys(request.root for request in requests))
 
     def _submit(self, handles: list[RequestHandle], request: Request) -> RequestHandle:
@@ -251,7 +254,7 @@ class Documents:
         return handles[-1]
 
     def forget(self, *roots: bytes) -> None:
-        """Forget the idle blocks that prompts of these roots may share, or nobody (`LoneRoot`)."""
+        """Drop unused blocks of these roots, of texts that can be reused or not (`LoneRoot`)."""
         with self._core.reading():
             manager = self._parts.manager
             manager.reset(
@@ -259,14 +262,15 @@ class Documents:
             )
 
     def _context_of(self, text: LoneText, root: bytes) -> int | None:
-        """Steps of the engine go on between two texts."""
+        """Return the number of tokens that a cached text was computed after; None if not cached."""
+        # The lock is taken for each text, so that the engine's steps go on in between.
         with self._core.reading():
             return self._core.scheduler.sharing.context_of(text.tokens, root)
 
     def _request(self, text: LoneText, whose: Terms) -> Request:
-        """The last block is filled up: only full ones are shared, and what stands behind a text
-        does not change it.
-        """
+        """Return the request that computes a text."""
+        # The last block is padded: only full blocks are shared, and later tokens do not change a
+        # text's KV.
         size = self._config.block_size
         longest = self._parts.runner.info.max_context
         count = len(text.context) + len(text.tokens)
@@ -284,9 +288,7 @@ class Documents:
 
 
 def _end_of_others(documents: Sequence[list[int]], number: int, length: int) -> list[int]:
-    """At most `length` tokens: the end of the documents before this one, and before those of the
-    ones behind it.
-    """
+    """Return at most `length` tokens from the end of the other documents, earlier ones last."""
     found: list[int] = []
     for other in (*reversed(documents[:number]), *reversed(documents[number + 1 :])):
         if len(found) >= length:

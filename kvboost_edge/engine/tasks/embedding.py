@@ -28,7 +28,7 @@ __all__ = ["Embedding", "Embeds"]
 
 _LOG = logging.getLogger(__name__)
 
-# The prompt that Qwen3-Reranker was trained on. What documents share of it is computed once.
+# The prompt that Qwen3-Reranker was trained on. Its common part is computed once.
 _RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _RERANK_BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
@@ -39,7 +39,7 @@ _RERANK_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class Embedding:
-    """Embeds and reranks on one engine. Safe to use from any thread but the engine's."""
+    """Computes embeddings and reranking scores. Safe to use from any thread but the engine's."""
 
     def __init__(self, parts: EngineParts, intake: Intake, calls: Calls) -> None:
         self.pooling = parts.pooling
@@ -48,14 +48,13 @@ class Embedding:
         self._intake = intake
         self._calls = calls
         self._has_warned = False
-        self._window = (
-            2 * parts.max_num_seqs
-        )  # twice what runs at a time: somebody always waits for a free place
+        # Twice the requests that run at a time, so that a request always waits for a free slot.
+        self._window = 2 * parts.max_num_seqs
 
     def embed(
         self, texts: Sequence[Document], dimensions: int | None, options: dict[str, Any]
     ) -> Floats:
-        """See `Embeds.embed`."""
+        """Implement `Embeds.embed`."""
         if not self.size:
             name = self._parts.runner.info.name
             raise RequestError(
@@ -83,7 +82,7 @@ class Embedding:
         return found
 
     def rerank(self, query: str, documents: Sequence[str], options: dict[str, Any]) -> list[float]:
-        """See `Embeds.rerank`."""
+        """Implement `Embeds.rerank`."""
         yes, no = self._answer_ids()
         instruction = options.pop("instruction", _RERANK_INSTRUCTION)
         handles, terms = _terms_of(options)
@@ -99,7 +98,7 @@ class Embedding:
         return [_share_of_yes(logits[-1, yes], logits[-1, no]) for logits in rows]
 
     def _answer_ids(self) -> tuple[int, int]:
-        """The tokens "yes" and "no". RequestError for a model that is no reranker for sure."""
+        """Return the ids of "yes" and "no"; raise RequestError if the model cannot rerank."""
         if self.pooling.source:
             raise RequestError(
                 f"the model makes embeddings ({self.pooling.source} says so) and judges no "
@@ -121,8 +120,9 @@ class Embedding:
     def _request(
         self, text: Document, name: str, terms: Terms, start: int, *, wants_states: bool = True
     ) -> Request:
-        """A request for the rows of the tokens from `start` on, -1: of the last one. Errors begin
-        with the name.
+        """Return a request for the rows from token `start` on; -1 for the last row.
+
+        Errors begin with `name`.
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         try:
@@ -139,7 +139,7 @@ class Embedding:
             raise RequestError(f"{name}: {error}") from error
 
     def _warn(self) -> None:
-        """Once for an engine."""
+        """Log a warning once per engine."""
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
@@ -150,44 +150,56 @@ class Embedding:
 
 
 class Embeds:
-    """The part of an engine's face that makes numbers of texts instead of text."""
+    """Embedding and reranking methods of an engine."""
 
     _embedding: Embedding
 
     @property
     def pooling(self) -> Pooling:
-        """How the model makes vectors; `source` is "" for one that generates text."""
+        """The model's pooling; its `source` is "" for a model that generates text."""
         return self._embedding.pooling
 
     @property
     def embedding_size(self) -> int:
-        """Numbers of a vector; 0 where the runner hands out no states."""
+        """Length of an embedding; 0 if the runner returns no hidden states."""
         return self._embedding.size
 
     def embed(
         self, texts: Sequence[Document], dimensions: int | None = None, **options: Any
     ) -> Floats:
-        """Unit vectors of texts or lists of token ids, float32 [len(texts), dimensions].
+        """Return unit vectors of texts, float32 [len(texts), dimensions].
 
-        Of each text the tokenizer's special tokens are part, so an embedding model's end of text;
-        token ids are taken as they are. dimensions: the first so many numbers alone, for models
-        trained so (Matryoshka); None: all, `embedding_size`. Options: normalize=False leaves the
-        vectors as long as they are; `handles`, a list, gets the requests' handles, to cancel them;
-        the fields of `Terms`. RequestError names the input at fault. A model that is none for
-        embeddings gives the state of its last token, with a warning.
+        The tokenizer adds its special tokens to texts, such as an embedding model's end of text. A
+        model without embedding training returns the state of the last token and logs a warning.
+
+        Args:
+            texts: Texts, or lists of token ids, which are used unchanged.
+            dimensions: Leading numbers of each vector to return, for models trained for that
+                (Matryoshka); None for all, `embedding_size`.
+            **options: `normalize=False` keeps the vectors' lengths. `handles`, a list, receives the
+                requests' handles, for cancelling. All others are fields of `Terms`.
+
+        Raises:
+            RequestError: An input or an option is invalid; the message names it.
         """
         return self._embedding.embed(texts, dimensions, options)
 
     def rerank(self, query: str, documents: Sequence[str], **options: Any) -> list[float]:
-        """How well each document answers the query, in [0, 1], by Qwen3-Reranker's prompt: the
-        probability of "yes" against "no". Options: `instruction` says what is asked for; `handles`
-        and the fields of `Terms` as above.
+        """Return how well each document answers the query, in [0, 1].
+
+        The score is the probability of "yes" against "no" for Qwen3-Reranker's prompt.
+
+        Args:
+            query: The question.
+            documents: The texts to judge.
+            **options: `instruction` describes the task. `handles` and the fields of `Terms` as in
+                `embed`.
         """
         return self._embedding.rerank(query, documents, options)
 
 
 def _terms_of(options: dict[str, Any]) -> tuple[list[RequestHandle], Terms]:
-    """What is left of the options once what is special was taken."""
+    """Split the handles list and `Terms` from the options; raise RequestError for unknown ones."""
     handles = options.pop("handles", None)
     terms = Terms.taken_from(options)
     for name in sorted(options):
@@ -212,11 +224,16 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool) -> Floats:
-    """The mean of states [num_tokens, hidden_size] (of one row: itself) through the matrices
-    `dense`, cut to `width` numbers, of length 1 if asked. The mean in float64, row after row, so
-    that it is the same however the rows came; each text's vector by itself, because a product of
-    several would depend on their number.
+    """Pool hidden states into one float32 vector of `width` numbers.
+
+    Args:
+        states: float32 [num_tokens, hidden_size]. Their mean is pooled; a single row is used as is.
+        dense: Matrices to multiply the mean with, first to last.
+        width: Leading numbers to return.
+        normalize: Whether to scale the vector to length 1.
     """
+    # In float64, row after row: the mean does not depend on how the rows arrived. Each text has its
+    # own matrix products, because a batched one would depend on the number of texts.
     mean = states.mean(axis=0, dtype=np.float64)
     if dense:
         mean = functools.reduce(
@@ -231,5 +248,5 @@ def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool
 
 
 def _share_of_yes(yes: np.float32, no: np.float32) -> float:
-    """The softmax over two logits."""
+    """Return the softmax probability of the first of two logits."""
     return float(0.5 * (1.0 + np.tanh(0.5 * (float(yes) - float(no)))))

@@ -1,9 +1,9 @@
 """The quality gate of non-prefix KV reuse.
 
-The gate refuses requests for a model whose stored verdict is bad. The test runs on request only, on
-an engine of its own: it evicts nothing of the user's cache and counts in none of the user's
-figures. The model answers questions on a built-in text three times: computed in full, with the
-documents in another order, and with reuse. reuse/quality_gate.py has the comparison.
+The gate refuses requests for a model whose stored verdict is bad. The test runs on demand only, on
+an engine of its own, so it evicts no cached blocks and changes no statistics of the user's engine.
+The model answers questions on a built-in text three times: computed in full, with the documents in
+another order, and with reuse. reuse/quality_gate.py has the comparison.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ __all__ = ["Privately", "QualityGate"]
 
 _LOG = logging.getLogger(__name__)
 _MARK = "(the text)"
-_LEAST_FOUND = 0.9  # of the documents' tokens
-_LOOK_AGAIN_SECONDS = 10.0  # until a verdict that was not there is looked for again
-_SPARE_BLOCKS = 16  # of the test's pool
+_LEAST_FOUND = 0.9  # share of the documents' tokens that the test must find in its cache
+_LOOK_AGAIN_SECONDS = 10.0  # until a missing verdict is looked up again
+_SPARE_BLOCKS = 16  # in the test's pool
 _GREEDY = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0, seed=0)
 
 
 class Privately(NamedTuple):
-    """Terms of two caches that find nothing of each other, and that no other request finds."""
+    """Terms of two caches that share nothing with each other or with other requests."""
 
     full: Terms
     reuse: Terms
@@ -66,8 +66,8 @@ class QualityGate:
     A request uses the stored verdict and never runs the test. Safe to use from any thread but the
     engine's. One thread tests; others that ask for the verdict wait for it.
 
-    Attributes:
-        open_apart: opens an engine for the test over the same model, with this number of blocks,
+    Args:
+        open_apart: Opens an engine for the test over the same model, with this number of blocks,
             and yields its gate.
     """
 
@@ -90,15 +90,17 @@ class QualityGate:
         self._lock = threading.Lock()
         self._verdicts: dict[Repair, Verdict] = {}
         self._next_look: dict[Repair, float] = {}
-        self._stamps: dict[Repair, FileStamp | None] = {}  # of verdicts; None: no room for the test
+        # Stamps of verdicts; None if there is no room for the test.
+        self._stamps: dict[Repair, FileStamp | None] = {}
         self._has_warned = False
         self._cache_dir = None if config.pack_cache else NO_CACHE
 
     def checked(self, request: Request) -> Request:
-        """Return the request with "passed" as its `gate` if a stored verdict says so.
+        """Return the request with `gate="passed"` if a stored verdict says so.
 
-        Raises RequestError if the stored verdict refuses its kind of reuse, and CapacityError
-        before that if the request does not fit.
+        Raises:
+            CapacityError: The request does not fit. This is checked first.
+            RequestError: The stored verdict refuses this kind of reuse.
         """
         if request.repair is None or self._config.reuse_gate != "auto":
             return request
@@ -122,7 +124,7 @@ class QualityGate:
         return known
 
     def refusal(self, repair: Repair) -> str | None:
-        """Return the message by which a stored verdict refuses this repair, or None."""
+        """Return why a stored verdict refuses this repair, or None."""
         try:
             self.require_repair(repair)
         except RequestError as error:
@@ -130,9 +132,9 @@ class QualityGate:
         return None
 
     def verdict(self, repair: Repair) -> Verdict:
-        """Return the stored verdict, or the one of a test that runs now.
+        """Return the stored verdict, or run the test.
 
-        Raises RequestError if the model's context has no room for the test.
+        Raises RequestError if the model's context is too short for the test.
         """
         repair = repair.tested
         self._core.check_open()
@@ -167,10 +169,9 @@ class QualityGate:
         return verdict
 
     def _stamp(self, repair: Repair) -> FileStamp | None:
-        """Return the stamp of a verdict's file; None if there is no room for the test.
-
-        The test's texts are tokenized once: requests ask for it, on the event loop of a server.
-        """
+        """Return the stamp of a verdict's file; None if there is no room for the test."""
+        # Cached, because requests need it on the server's event loop and the test's texts take time
+        # to tokenize.
         if repair not in self._stamps:
             stamp = None
             with contextlib.suppress(RequestError):
@@ -180,11 +181,11 @@ class QualityGate:
         return self._stamps[repair]
 
     def apart(self, repair: Repair) -> AbstractContextManager[QualityGate]:
-        """Open an engine with room for the built-in text; the context is its gate."""
+        """Open an engine with room for the built-in text; the context manager returns its gate."""
         return self._open_apart(self._num_blocks(self._material(repair)))
 
     def _num_blocks(self, material: Material) -> int:
-        """Return the blocks of the test's pool: every prompt with its answer, and the documents."""
+        """Return the blocks of the test's pool, for all prompts with answers and the documents."""
         size = self._config.block_size
         texts = [len(prompt) + ANSWER_TOKENS for prompt in material.prompts()]
         texts += [len(self._lead()), *map(len, material.documents)]
@@ -197,9 +198,10 @@ class QualityGate:
         return self._documents.lead(header + primer + (-(header + primer) % size if primer else 0))
 
     def _material(self, repair: Repair) -> Material:
-        """Return prompts that fit the model's context, of documents longer than a seam's repair.
+        """Return the test's prompts, which fit the model's context.
 
-        Raises RequestError if there is no room for them.
+        Their documents are longer than the recomputed part after a chunk boundary. Raises
+        RequestError if the context has no room for them.
         """
         tokenizer = self._parts.tokenizer
         size = self._config.block_size
@@ -224,7 +226,7 @@ class QualityGate:
         """Return the tokens before and after a prompt's text, by the chat template if any."""
         tokenizer = self._parts.tokenizer
         if tokenizer.chat_template is not None:
-            with contextlib.suppress(Exception):  # a template is a program that came with the model
+            with contextlib.suppress(Exception):  # the model's template is a program that may fail
                 before, behind = tokenizer.apply_chat_template(
                     [{"role": "user", "content": _MARK}]
                 ).split(_MARK)
@@ -289,10 +291,8 @@ class QualityGate:
 
     @contextlib.contextmanager
     def privately(self) -> Iterator[Privately]:
-        """Yield terms of two private caches; what they hold is forgotten at the end.
-
-        No tier is given their blocks.
-        """
+        """Yield terms of two private caches; their blocks are dropped at the end."""
+        # No tier gets their blocks.
         tenant = f"reuse gate {secrets.token_hex(16)}"
         whose = Privately(
             *(
@@ -308,9 +308,7 @@ class QualityGate:
             yield whose
         finally:
             self._core.answers.forget(*roots)
-            with contextlib.suppress(
-                KVBoostError
-            ):  # the engine was closed: nothing is left to be forgotten
+            with contextlib.suppress(KVBoostError):  # raised after the engine was closed
                 self._documents.forget(*roots)
 
     def generate(
@@ -332,10 +330,10 @@ class QualityGate:
         whose: Terms,
         repair: Repair | None = None,
     ) -> tuple[GenerationResult, Floats]:
-        """Return the logits that each token of an answer is sampled from.
+        """Return the result and the logits from which each token of an answer is sampled.
 
-        Shape [len(answer), vocab_size], float32. With `repair` the prompt reuses what it shares at
-        other positions.
+        The logits are float32 [len(answer), vocab_size]. With `repair`, the prompt reuses KV that
+        it shares at other positions.
         """
         entry = RequestArrival(time.perf_counter(), prompt_text="")
         ids = [*prompt, *answer[:-1]]

@@ -1,7 +1,7 @@
 """`verify_correctness`: compares prompts with and without the cache, and with and without reuse.
 
-Tokens, logits and distributions are compared. Non-prefix reuse is approximate, so it is compared
-with what it may change.
+It compares tokens, logits and distributions. Non-prefix reuse is approximate, so its distributions
+are compared with a limit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["verify"]
 
-# Relative L2 distance of the logits that rounding alone explains, by compute dtype. The native
-# runner's weight formats are not here: its runs must be equal to the bit.
+# Relative L2 distance of logits that rounding alone explains, by compute dtype. The native runner's
+# weight formats have no tolerance: its runs must be equal to the bit.
 _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 _TEXTS = (
     "A cache keeps what was computed once so that it need not be computed again. ",
@@ -44,7 +44,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Checked(Protocol):
-    """What is asked of the engine under test: it is above this module, which cannot name it."""
+    """The part of the engine that is tested. This module may not import the engine above it."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -73,9 +73,7 @@ def verify(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> CorrectnessReport:
-    """By the mode that is compared with a full computation; RequestError for one that is a full
-    computation.
-    """
+    """Compare a mode with a full computation; raise RequestError if there is nothing to compare."""
     checked = check_mode(mode)
     if checked is GenerationMode.CHUNK_KV_REUSE:
         return _verify_reuse(engine, gate, intake.own_repair(options), prompts, max_new_tokens)
@@ -93,8 +91,9 @@ def _verify_exact(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> CorrectnessReport:
-    """Check every prompt; RequestError for no prompt or a bad one. Greedy unless sampling options
-    are given.
+    """Check every prompt, with greedy decoding unless sampling options are given.
+
+    Raises RequestError if there is no prompt or an invalid one.
     """
     params = SamplingParams.from_options(**options, max_new_tokens=max_new_tokens)
     chosen = _default_prompts(engine, max_new_tokens) if prompts is None else list(prompts)
@@ -116,14 +115,15 @@ def _verify_reuse(
     prompts: Sequence[Prompt] | None,
     max_new_tokens: int,
 ) -> CorrectnessReport:
-    """Compare greedy answers computed in full with those behind what the engine's cache holds at
-    other positions.
+    """Compare greedy answers computed in full with answers that reuse KV at other positions.
 
     Args:
-        prompts: of documents that are in the cache, for the tenant and salt of none; None: those of
-            the gate, of documents that are computed now and forgotten.
+        prompts: Prompts over documents that are cached without tenant and salt; None for the gate's
+            prompts, whose documents are computed now and then dropped.
 
-    RequestError for no prompt or a bad one, and where the gate's own test has no room.
+    Raises:
+        RequestError: There is no prompt or an invalid one, or the gate's test does not fit the
+            context.
     """
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
     if prompts is not None and not prompts:
@@ -134,7 +134,7 @@ def _verify_reuse(
     given = [encode_prompt(one, engine.tokenizer, info.vocab_size)[1] for one in prompts or ()]
     limit = gate.verdict(repair).bound
     with contextlib.ExitStack() as stack:
-        if prompts is None:  # their documents evict nothing of this engine's cache
+        if prompts is None:  # an engine of its own evicts no blocks from this one's cache
             gate = stack.enter_context(gate.apart(repair))
         whose = stack.enter_context(gate.privately())
         ids = given or gate.prepare(repair, whose).prompts()
@@ -204,7 +204,7 @@ def _check(
     info = engine.runner_info
     cold = engine.generate(prompt, mode=GenerationMode.BASELINE, sampling=params)
     engine.warm(prompt)
-    # Both runs draw with the same seed; naming it must not turn a greedy run into a sampled one.
+    # Both runs use the same seed, which must not turn a greedy run into a sampled one.
     same_draws = dataclasses.replace(params, seed=cold.seed, do_sample=params.samples)
     warm = engine.generate(prompt, sampling=same_draws)
     _, ids = encode_prompt(prompt, engine.tokenizer, info.vocab_size)
@@ -246,9 +246,8 @@ def _check(
 def _largest_kl(
     cold: Floats, warm: Floats, tokens: list[int], num_prompt: int, params: SamplingParams
 ) -> float:
-    """Largest KL(cold || warm) in nats over the positions, after penalties and temperature and
-    before truncation, whose sharp edge would make the figure infinite for a rounding error.
-    """
+    """Return the largest KL(cold || warm) over the positions, with penalties, in nats."""
+    # Without truncation: its sharp edge would make KL infinite for a rounding error.
     smooth = dataclasses.replace(
         params, top_k=None, top_p=None, min_p=None, do_sample=params.samples
     )
@@ -265,7 +264,7 @@ def _largest_kl(
 
 
 def _default_prompts(engine: Checked, max_new_tokens: int) -> list[list[int]]:
-    """Token ids of the built-in texts, repeated to a few blocks and a bit."""
+    """Return the built-in texts as token ids, repeated to a few blocks and a partial one."""
     length = _BLOCKS_PER_PROMPT * engine.config.block_size + 5
     length = min(length, engine.runner_info.max_context - max_new_tokens)
     prompts = []
