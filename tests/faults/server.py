@@ -468,7 +468,7 @@ _MODELS = (
     fault(
         "a model with pinned blocks is unloaded",
         "server/models/loader.py",
-        "        if pinned:  # somebody was promised that they stay\n",
+        "        if pinned:  # pinned blocks must stay\n",
         "        if not pinned:\n",
         f"{_ROOM}::test_an_idle_model_with_a_pin_stays_until_the_pin_ends",
     ),

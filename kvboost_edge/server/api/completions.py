@@ -120,7 +120,7 @@ def _encode(
 def _best(
     results: Sequence[GenerationResult], per_prompt: int, keep: int
 ) -> list[GenerationResult]:
-    """Return the `keep` sequences of each prompt with the highest mean log probability, best first."""
+    """Return each prompt's `keep` sequences with the highest mean log probability, best first."""
     chosen: list[GenerationResult] = []
     for first in range(0, len(results), per_prompt):
         chosen += sorted(results[first : first + per_prompt], key=_mean_logprob, reverse=True)[

@@ -73,7 +73,7 @@ class OpenAIWriter:
         self._stream.chunk([self._choices[index].waiting()], prompt_progress=progress_of(progress))
 
     async def open(self, index: int) -> None:
-        """Write the first chunk of a choice; long prompt log probabilities are written in a thread."""
+        """Write the first chunk of a choice, with long prompt log probabilities in a thread."""
         assert self._run is not None
         choice = self._choices[index]
         prompt_logprobs = self._run.handles[index].prompt_logprobs

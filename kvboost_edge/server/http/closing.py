@@ -1,10 +1,9 @@
-"""The end of a connection: a client that is still sending must be able to read what it was
-answered.
+"""Lingering close of connections, so that a client that still sends can read its answer.
 
-Closing a socket with bytes that nobody read makes the kernel reset the connection, and a reset
-takes away what the client has not read yet, such as the reason why its body is too large. So the
-writing half is closed first, and what still comes is read and dropped: for a time, up to a number
-of bytes, and not from who falls silent.
+Closing a socket with unread data makes the kernel reset the connection. A reset discards data that
+the client has not read yet, such as the error about its body. Therefore the writing half is closed
+first, and incoming data is read and dropped. Time and number of bytes are limited, and a client
+that falls silent is disconnected.
 """
 
 from __future__ import annotations
@@ -15,17 +14,12 @@ from typing import Any
 
 __all__ = ["QUIET_SECONDS", "LingeringTransport"]
 
-QUIET_SECONDS = 2.0  # who sends nothing for so long has read its answer, or never will
+QUIET_SECONDS = 2.0  # a client that is silent for this long has read its answer, or never will
 _MOST_BYTES = 128 * 1024 * 1024
 
 
 class LingeringTransport:
-    """A connection's transport for its protocol, all the same but for `close`.
-
-    Attributes:
-        may_send: whether the client may still be sending, asked when the connection is closed.
-        seconds: how long what it sends is dropped before it is cut off.
-    """
+    """Wrapper of a connection's transport with a lingering `close`."""
 
     def __init__(
         self,
@@ -35,6 +29,15 @@ class LingeringTransport:
         may_send: Callable[[], bool],
         seconds: float,
     ) -> None:
+        """Wrap a transport.
+
+        Args:
+            transport: the transport.
+            loop: the event loop.
+            may_send: returns whether the client may still be sending; called when the connection
+                closes.
+            seconds: longest time to drop incoming data.
+        """
         self._transport = transport
         self._loop = loop
         self._may_send = may_send
@@ -48,17 +51,15 @@ class LingeringTransport:
 
     @property
     def is_lingering(self) -> bool:
-        """Whether everything was written and what comes is dropped."""
+        """True while incoming data is dropped after everything was written."""
         return self._end is not None
 
     def is_closing(self) -> bool:
-        """As of any transport; also while it lingers."""
+        """Return whether the transport is closing or lingers."""
         return self.is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close once what was written has gone and the client sends no more; at once if it cannot
-        be sending.
-        """
+        """Close after pending data is written and the client has stopped sending."""
         if self.is_closing():
             return
         if self._may_send():
@@ -67,7 +68,7 @@ class LingeringTransport:
             self._transport.close()
 
     def linger(self, seconds: float) -> None:
-        """Write nothing more, drop what comes for `seconds` at most, close."""
+        """Write no more, drop incoming data for at most `seconds`, then close."""
         if self.is_closing():
             return
         self._end = self._loop.call_later(seconds, self.close_now)
@@ -80,7 +81,7 @@ class LingeringTransport:
             self._transport.resume_reading()
 
     def drop(self, data: bytes) -> None:
-        """Bytes that came while it lingers."""
+        """Drop data that arrived while the transport lingers."""
         self._num_dropped += len(data)
         if self._num_dropped > _MOST_BYTES:
             self.close_now()
@@ -89,12 +90,12 @@ class LingeringTransport:
             self._quiet = self._loop.call_later(QUIET_SECONDS, self.close_now)
 
     def close_now(self) -> None:
-        """Close, whatever the client still sends."""
+        """Close without waiting for the client."""
         self.stop_clocks()
         self._transport.close()
 
     def stop_clocks(self) -> None:
-        """The connection is lost: nothing is left to wait for."""
+        """Cancel the timers, because the connection is lost."""
         for timer in (self._end, self._quiet):
             if timer is not None:
                 timer.cancel()

@@ -1,10 +1,10 @@
-"""The security headers, of the API's answers and of the page's."""
+"""Security headers of API answers and of the web page."""
 
 from __future__ import annotations
 
 __all__ = ["PAGE_HEADERS", "SECURITY_HEADERS"]
 
-# For every answer that sets none of its own.
+# Defaults of every answer.
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -13,8 +13,8 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-# Scripts, styles, images and connections from this server only; no inline script or style, no frame
-# around the page, and no string that becomes markup (trusted types without any policy).
+# Allow scripts, styles, images and connections of this server only. Inline scripts and styles,
+# framing, and conversion of strings to markup (trusted types without a policy) are forbidden.
 _PAGE_POLICY = "; ".join(
     (
         "default-src 'self'",

@@ -1,6 +1,7 @@
-"""Which names a request may call this server by. A page of another site that points its own name at
-this address (DNS rebinding) is refused by its Host header, and one that posts from a browser by its
-Origin header.
+"""Checks of the Host and Origin headers against DNS rebinding and cross-site requests.
+
+A page of another site that points its own name at this address (DNS rebinding) is refused by its
+Host header. A page that posts from a browser is refused by its Origin header.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _HOST = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<name>[^\[\]:@/]+))(?::[0-9
 
 
 class HostList:
-    """The accepted hosts: loopback names, the bind address, `allowed_hosts`, and the address that
-    the connection itself came to (nobody can make a browser send that under a foreign name).
+    """The accepted hosts and origins.
+
+    Accepted hosts are loopback names, the bind address, `allowed_hosts`, and the address of the
+    connection itself.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -33,13 +36,17 @@ class HostList:
         self._origins = frozenset(settings.cors_origins)
 
     def check(self, scope: Scope) -> None:
-        """ApiError 400 without exactly one Host header, 421 for a host, 403 for an origin that is
-        not accepted.
+        """Check the Host and Origin headers of a request.
+
+        Raises:
+            ApiError: there is not exactly one Host header (400), or the host (421) or origin (403)
+                is not accepted.
         """
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or not hosts[0]:
             raise ApiError(400, "send one Host header", code="invalid_host")
         host = _without_port(hosts[0])
+        # A browser sends the address itself as Host only for pages of that address, so it is safe.
         address = (scope.get("server") or ("", 0))[0]
         if _ANY not in self._hosts and host not in self._hosts and host != address.lower():
             raise ApiError(
@@ -63,8 +70,9 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 
 
 def _without_port(host: str) -> str:
-    """The host in lower case without brackets and port: "[::1]:8000" is "::1". "" for what is no
-    host.
+    """Return the host in lower case, without brackets and port; "" if it is invalid.
+
+    "[::1]:8000" becomes "::1".
     """
     match = _HOST.fullmatch(host)
     return (match["address"] or match["name"]).lower() if match else ""

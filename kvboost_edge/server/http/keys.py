@@ -1,8 +1,7 @@
-"""API keys. They are compared as digests, all of them, in constant time; a key is never kept in
-text nor logged.
+"""API keys, stored as digests only and compared in constant time.
 
-The digest of a request's key is its tenant: the root of its hash chain, so that no key sees what
-another one cached.
+The digest of a request's key is its tenant, which is the root of its prefix hashes. A key therefore
+never finds blocks that another key has cached.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ _MAX_HEADER = 4096
 
 
 class KeyRing:
-    """The accepted keys, as SHA-256 digests. An empty ring lets everybody in as one and the same
-    tenant. Admin keys are keys like the others, and more.
+    """The accepted keys, as SHA-256 digests.
+
+    An empty ring is false; requests then need no key and have no tenant. Admin keys are also
+    ordinary keys.
     """
 
     def __init__(self, keys: Iterable[str], admin_keys: Iterable[str] = ()) -> None:
@@ -33,8 +34,10 @@ class KeyRing:
         return bool(self._digests)
 
     def tenant(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """The tenant of a request by its header Authorization or x-api-key; raises ApiError 401.
-        Takes as long for a wrong key as for a right one, whichever it is.
+        """Return the tenant of a request by its Authorization or x-api-key header.
+
+        Raises:
+            ApiError: the request has no valid key (401).
         """
         given = [
             (name, value) for name, value in headers if name in (b"authorization", b"x-api-key")
@@ -45,6 +48,7 @@ class KeyRing:
         (key,) = found_keys
         digest = hashlib.sha256(key).digest()
         found = 0
+        # Compare with all keys, so that the time does not depend on the key.
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
         if not found:
@@ -52,8 +56,9 @@ class KeyRing:
         return digest.hex()
 
     def check_admin(self, tenant: str) -> None:
-        """ApiError 403 unless this key may see what all tenants share: an admin key, or the only
-        key there is.
+        """Raise ApiError 403 unless the tenant may access data of all tenants.
+
+        An admin key, or the only key, may.
         """
         if len(self._digests) > 1 and tenant not in self._admins:
             raise ApiError(
@@ -65,7 +70,7 @@ class KeyRing:
 
 
 def _key_of(name: bytes, value: bytes) -> bytes:
-    """The key in one of the two headers; ApiError 401 for one that holds none."""
+    """Return the key in one of the two headers; raise ApiError 401 for an invalid header."""
     if len(value) > _MAX_HEADER:
         raise _unauthorized("the header with the API key is too long")
     if name == b"x-api-key":

@@ -1,10 +1,9 @@
-"""What every request passes before it reaches a route. Plain ASGI: nothing here hides a disconnect
-or holds a stream.
+"""ASGI middleware around all routes; it neither hides disconnects nor buffers streams.
 
-`Envelope` (outermost) gives the request its id, checks host and origin, adds the security headers,
-turns whatever fails into an OpenAI-shaped answer, and writes the log line. `AuthMiddleware` answers
-OPTIONS, asks for the key, bounds the body, and turns generating requests away while the queue is
-full, before their bodies are read.
+`Envelope` (outermost) assigns the request id, checks host and origin, adds the security headers,
+converts exceptions to error responses and logs the request. `AuthMiddleware` answers OPTIONS,
+checks the API key, limits the body, and refuses generating requests while the queue is full, before
+their bodies are read.
 """
 
 from __future__ import annotations
@@ -37,9 +36,11 @@ __all__ = [
     "new_request_id",
 ]
 
-# They show or change what all tenants share: totals of hits and blocks tell one what another does.
+# Routes that show or change data of all tenants. Totals of hits and blocks would reveal the
+# activity of other tenants.
 ADMIN_PATHS = frozenset({"/cache/reset", "/metrics", "/slots", "/v1/blocks", "/v1/stats"})
-# Routes that work inside `admit`: a full queue turns them away before their bodies are read.
+# Routes that work inside `admit`. If the queue is full, they are refused before their bodies are
+# read.
 ADMITTED_PATHS = frozenset(
     {
         "/v1/completions",
@@ -66,7 +67,7 @@ _CLIENT_GONE = 499
 
 
 class Envelope:
-    """Around everything: request id, host and origin, headers, failures, log line."""
+    """Outermost middleware: request id, host and origin, headers, errors and log line."""
 
     def __init__(self, app: ASGIApp, state: ServerState, hosts: HostList) -> None:
         self._app = app
@@ -81,7 +82,7 @@ class Envelope:
         started = time.perf_counter()
         status = _CLIENT_GONE
         method = scope["method"]
-        if method == "HEAD":  # routes answer as to GET; who writes the answer leaves its body out
+        if method == "HEAD":  # routes handle it as GET; the protocol omits the body
             scope = {**scope, "method": "GET"}
 
         async def send_dressed(message: Message) -> None:
@@ -111,8 +112,7 @@ class Envelope:
         finally:
             facts.pop(MODEL_FACT, None)
             facts = {name: value for name, value in facts.items() if name != "tenant"}
-            # What the connection itself answered, because the rest of the body did not come or was
-            # malformed.
+            # Status of the protocol's own answer, if the body was incomplete or malformed.
             status = facts.pop("refused", status)
             route = getattr(scope.get("route"), "path", "unmatched")
             account(
@@ -121,25 +121,21 @@ class Envelope:
 
 
 def new_request_id() -> str:
-    """What a client may quote and the log knows."""
+    """Return a new request id, which clients see and logs contain."""
     return f"req-{secrets.token_hex(12)}"
 
 
 def account(
     state: ServerState, route: str, status: int, seconds: float, *, id: str, **facts: object
 ) -> None:
-    """One answer in the metrics and in the log."""
+    """Record one answer in the metrics and the log."""
     state.metrics.observe_http(route, status, seconds)
     shown = {"route": route, "status": status, "ms": round(seconds * 1e3, 2)}
     log_facts(logging.INFO, "request", request_id=id, **{**facts, **shown})
 
 
 class AuthMiddleware:
-    """Key, size of the body, and a place in the queue.
-
-    `open_paths` need no key. They are compared with the raw path, byte by byte: whatever needs
-    decoding or normalising to become one of them needs a key.
-    """
+    """Middleware that checks the API key, the size of the body and the queue."""
 
     def __init__(
         self,
@@ -149,10 +145,21 @@ class AuthMiddleware:
         open_paths: Iterable[str],
         routes: Iterable[BaseRoute],
     ) -> None:
+        """Create the middleware.
+
+        Args:
+            app: the inner application.
+            state: state of the server.
+            keys: accepted API keys.
+            open_paths: paths that need no key.
+            routes: routes of the application.
+        """
         self._app = app
         self._routes = [route for route in routes if isinstance(route, Route)]
         self._state = state
         self._keys = keys
+        # Compared with the raw path, byte by byte: a path that becomes one of these only by
+        # decoding or normalization needs a key.
         self._open_paths = frozenset(path.encode("ascii") for path in open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,10 +182,8 @@ class AuthMiddleware:
             self._state.bodies.free(body.tenant, body.num_bytes)
 
     def _methods(self, path: str) -> set[str]:
-        """Return the methods that the routes of a path accept, empty if there is no such route.
-
-        They are no secret: docs/apis.md lists the routes.
-        """
+        """Return the methods of a path's routes; empty if there is no such route."""
+        # They are not secret: docs/apis.md lists the routes.
         found = {
             method
             for route in self._routes
@@ -190,10 +195,10 @@ class AuthMiddleware:
         return found | {"OPTIONS"} if found else found
 
     def _let_in(self, scope: Scope) -> None:
-        """ApiError for who may not come in; nothing of the body was read yet."""
+        """Raise ApiError for a request that is not allowed, before its body is read."""
         if self._keys and scope["raw_path"] not in self._open_paths:
             tenant = scope["kvboost"]["tenant"] = self._keys.tenant(scope["headers"])
-            if scope["path"] in ADMIN_PATHS:  # the decoded path, as routes are found by
+            if scope["path"] in ADMIN_PATHS:  # the decoded path, which selects the route
                 self._keys.check_admin(tenant)
         limit = self._state.settings.max_body_bytes
         for name, value in scope["headers"]:
@@ -204,9 +209,7 @@ class AuthMiddleware:
 
 
 class _Body:
-    """A request's body: bounded whatever was declared, and counted among all bodies until the
-    request has ended.
-    """
+    """A request's body, limited in size and counted among all bodies until the request ends."""
 
     def __init__(self, receive: Receive, state: ServerState, tenant: str | None) -> None:
         self.tenant = tenant
@@ -216,8 +219,10 @@ class _Body:
         self._limit = state.settings.max_body_bytes
 
     async def receive(self) -> Message:
-        """The next message; ApiError 413 for a body over the limit, 503 when the bodies of all
-        requests are.
+        """Return the next message.
+
+        Raises:
+            ApiError: the body is over the limit (413), or all bodies together are (503).
         """
         message = await self._receive()
         size = len(message.get("body", b""))

@@ -1,9 +1,8 @@
-"""The web page at `/`: a fixed table of files from the package, served with headers that allow
-nothing else.
+"""The web page at `/`: a fixed table of files from the package.
 
-The files are read once, when the module is imported, and every path is a route of its own: no path
-of a request ever reaches a file system. They hold nothing secret and need no API key; what the page
-asks of the server does.
+The files are read once, when the module is imported, and each has a route of its own, so no path of
+a request reaches the file system. They contain no secrets and need no API key; the API calls of the
+page do.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["STATIC_FILES", "router"]
 _HTML = "text/html; charset=utf-8"
 _SCRIPT = "text/javascript; charset=utf-8"
 
-# File name -> media type. The first is the page itself.
+# File name -> media type. The first is the page.
 STATIC_FILES = {
     "index.html": _HTML,
     "style.css": "text/css; charset=utf-8",
@@ -59,9 +58,7 @@ STATIC_FILES = {
 
 
 class _Asset(NamedTuple):
-    """A file as it is sent: its bytes, its media type, and a strong entity tag made from the
-    bytes.
-    """
+    """A file ready to send, with a strong entity tag of its bytes."""
 
     body: bytes
     media_type: str
@@ -74,7 +71,7 @@ def _read(name: str) -> _Asset:
 
 
 def _answer(asset: _Asset, request: Request) -> Response:
-    """The asset; 304 without a body where the client's copy is the same; no body for HEAD."""
+    """Return the asset, 304 if the client has the same version, or headers only for HEAD."""
     headers = {**PAGE_HEADERS, "ETag": asset.etag, "Cache-Control": "no-cache"}
     if _matches(request.headers.get("if-none-match", ""), asset.etag):
         return Response(status_code=304, headers=headers)
@@ -85,9 +82,8 @@ def _answer(asset: _Asset, request: Request) -> Response:
 
 
 def _matches(if_none_match: str, etag: str) -> bool:
-    """Whether the header names this entity tag; the weak form counts too, as RFC 9110 wants for
-    this header.
-    """
+    """Return whether If-None-Match names this entity tag."""
+    # RFC 9110 requires the weak comparison for this header.
     tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
     return etag in tags or "*" in tags
 

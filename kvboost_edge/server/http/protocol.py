@@ -1,23 +1,28 @@
-"""uvicorn's HTTP/1.1 protocol with the deadlines that it lacks, and strict parsing.
+"""uvicorn's HTTP/1.1 protocol with additional deadlines and strict parsing.
 
 A head must be complete within `header_seconds`, a body within `body_seconds`. A client that reads
-nothing for `write_seconds` is disconnected. Connections are counted. Refused are requests that can
-be read in two ways (Content-Length twice, or with Transfer-Encoding), bare line feeds, folded
-headers, more than 100 headers, and chunks too small for their framing. Each deadline is one timer
-of the event loop, so slow clients cost other clients nothing.
+nothing for `write_seconds` is disconnected. The number of connections is limited. Ambiguous
+requests are refused (two Content-Length headers, or one with Transfer-Encoding), as are bare line
+feeds, folded headers, more than 100 headers, and chunks too small for their framing. Each deadline
+is one timer of the event loop, so slow clients cost other clients nothing.
 
 A client may shut down its writing half once its requests are complete, and still gets the answers.
-TCP ends a connection with the same sign; only a later write can distinguish the two. So such a
-client is sent bytes that change nothing: before its answer, interim responses (100 Continue, which
-every client of HTTP/1.1 skips); between the chunks of a stream, zeros before the length of the
-next. A client of HTTP/1.0 knows neither, so its end is noticed when its answer is written.
+TCP signals the end of a connection in the same way; only a later write can distinguish the two.
+Such a client is therefore sent bytes that change nothing. Before its answer, these are interim
+responses (100 Continue, which every HTTP/1.1 client skips). Between the chunks of a stream, they
+are zeros before the length of the next chunk. A client of HTTP/1.0 knows neither, so its end is
+noticed when its answer is written.
 
-Why this is not left to a server (checked in November 2026): none of the maintained ASGI servers has
-all three deadlines. uvicorn has none of them (its issue 157; pull request 1685 was closed). Granian
-2.8 has one for the head alone and declined one for the body (its issue 728). Hypercorn 0.18 bounds
-each single read, so a client that sends a byte a minute is never late, and no write. Without a body
-deadline a client holds memory and a place for as long as it likes; without a write deadline it
-holds the stream of a model. A reverse proxy provides both, but a local server has none before it.
+None of the maintained ASGI servers has all three deadlines (checked in November 2026):
+
+- uvicorn has none of them (its issue 157; pull request 1685 was closed).
+- Granian 2.8 has one for the head only and declined one for the body (its issue 728).
+- Hypercorn 0.18 limits each single read, so a client that sends a byte per minute is never late,
+  and it does not limit writes.
+
+Without a body deadline, a client holds memory and a connection for as long as it likes. Without a
+write deadline, it holds a model's stream. A reverse proxy provides both, but a local server usually
+has none in front of it.
 """
 
 from __future__ import annotations
@@ -47,17 +52,17 @@ __all__ = ["make_protocol"]
 
 _MAX_HEADERS = 100
 _MAX_HEAD_BYTES = 16 * 1024
-# Seconds until a client that sends no more is asked again whether it is there: twice as long each
-# time.
+# Seconds until a client that has shut down its writing half is probed again, doubled each time.
 _FIRST_ASK = 0.02
 _LONGEST_ASK = 5.0
 _MOST_ZEROS = 8  # before the length of a chunk; some clients read 16 digits
 _MAX_PIPELINED = 64 * 1024  # bytes kept of requests that follow the one in progress
-# Of a body; more must have _MEAN_CHUNK bytes on the average: each costs some 12 us of everybody's.
+# Chunks of a body. If there are more, they must have _MEAN_CHUNK bytes on average, because each
+# takes about 12 us of the event loop.
 _FEW_CHUNKS = 1000
 _MEAN_CHUNK = 64
 _VERSIONS = (b"1.0", b"1.1")
-# Public, not in its __all__.
+# Public, but not in h11's __all__.
 _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
     400: ("the HTTP request is malformed", "malformed_request"),
@@ -72,14 +77,15 @@ _MESSAGES = {
 }
 
 
-# A line feed alone, or a line that begins with white space: it would belong to the one before.
+# A bare line feed, or a line that begins with white space and would continue the previous header.
 _AMBIGUOUS = re.compile(rb"(?<!\r)\n|\n[ \t]")
 _LENGTH = re.compile(rb"^content-length[ \t]*:.*", re.IGNORECASE | re.MULTILINE)
 
 
 class _StrictBuffer(ReceiveBuffer):
-    """h11's buffer takes heads and trailers with bare line feeds, folded headers, and several equal
-    lengths; this one does not.
+    """h11's buffer, without its tolerance for ambiguous heads and trailers.
+
+    It refuses bare line feeds, folded headers, and several Content-Length headers, even equal ones.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
@@ -88,8 +94,8 @@ class _StrictBuffer(ReceiveBuffer):
             self._extract(2)
             return []
         end = self._data.find(b"\r\n\r\n", searched)
-        # By position, not in a slice: what stands before a line feed that is looked at first still
-        # counts.
+        # Search by position, not in a slice, so that the look-behind sees the byte before the
+        # start.
         if _AMBIGUOUS.search(
             self._data, max(0, searched - 1), len(self._data) if end < 0 else end + 2
         ):
@@ -105,9 +111,7 @@ class _StrictBuffer(ReceiveBuffer):
 
 
 class _StrictConnection(h11.Connection):
-    """h11's server side that refuses ambiguous requests and tells its protocol how far a request
-    has come.
-    """
+    """h11's server connection, which refuses ambiguous requests and reports progress."""
 
     def __init__(self, protocol: DeadlineProtocol) -> None:
         super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
@@ -119,7 +123,7 @@ class _StrictConnection(h11.Connection):
 
     @property
     def num_buffered(self) -> int:
-        """Bytes received and not looked at yet."""
+        """Bytes received and not parsed yet."""
         return len(self._receive_buffer)
 
     def next_event(self) -> Any:
@@ -143,14 +147,14 @@ class _StrictConnection(h11.Connection):
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """Return what an event is written as; `send` calls it."""
+        """Return the bytes of an event; `send` calls this."""
         pieces = super().send_with_data_passthrough(event)
         if pieces:
             self._zeros = 0
         return pieces
 
     def ask(self) -> bytes:
-        """Return bytes that change nothing for a connected client; b"" if there are none."""
+        """Return bytes that have no effect on a connected client; b"" if there are none."""
         if self.their_http_version == b"1.0":
             return b""
         if self.our_state is h11.SEND_RESPONSE:
@@ -169,7 +173,7 @@ class _StrictConnection(h11.Connection):
 
 
 class DeadlineProtocol(H11Protocol):
-    """One connection. `kv` and `settings` are set by `make_protocol`."""
+    """One connection; `make_protocol` sets `kv` and `settings`."""
 
     kv: ServerState
     settings: ServerSettings
@@ -208,7 +212,7 @@ class DeadlineProtocol(H11Protocol):
         if len(self.connections) > self.settings.max_connections:
             self._refuse(503)
             if len(self.connections) > 2 * self.settings.max_connections:
-                self._closing.close_now()  # not even for the moment that reading the answer takes
+                self._closing.close_now()  # do not wait for the client to read the answer
             return
         self._read_within(self.settings.header_seconds)
 
@@ -239,9 +243,9 @@ class DeadlineProtocol(H11Protocol):
             self._read_within(self.settings.header_seconds)
         super().data_received(data)
         if self.flow.read_paused and self.conn.their_state in _WAITING:
-            # h11 waits for our answer before it looks at what follows. Reading goes on
-            # nevertheless: only who reads learns that the client has gone. Who sends more ahead
-            # than a client would is not read, so not served.
+            # h11 parses pipelined requests only after the answer. Keep reading nevertheless,
+            # because only a read detects that the client has disconnected. A client that pipelines
+            # more than the limit is disconnected.
             if self.conn.num_buffered > _MAX_PIPELINED:
                 self.transport.abort()
                 return
@@ -261,24 +265,23 @@ class DeadlineProtocol(H11Protocol):
         return not self._between_requests() and self.conn.their_state is not h11.SEND_BODY
 
     def _ask(self, seconds: float) -> None:
-        """Find out whether a client that sends no more has gone: its system then refuses what is
-        written, so that the next write fails.
-        """
+        """Write bytes to find out whether a client that sends no more has disconnected."""
         if self.transport.is_closing():
             return
+        # If the client's system has closed the connection, it answers with a reset, and the next
+        # write fails.
         self.transport.write(self.conn.ask())
         self._ask_timer = self.loop.call_later(seconds, self._ask, min(2 * seconds, _LONGEST_ASK))
 
     def head_complete(self) -> None:
-        """The request line and headers are there; the body's clock starts. What was written before
-        is taken, unless the transport says otherwise.
-        """
+        """Start the deadline of the body, because the head is complete."""
         self._read_within(self.settings.body_seconds)
+        # Unless the transport has paused writing, the client has read the earlier answers.
         if not self.flow.write_paused:
             self._stop_writing_clock()
 
     def body_complete(self) -> None:
-        """The whole request is there; what follows is the answer's time."""
+        """Stop the deadline of the body, because the request is complete."""
         self._stop_reading_clock()
         self._surplus = None
 
@@ -314,7 +317,8 @@ class DeadlineProtocol(H11Protocol):
         if self._half_closed and not self._owes_answer():
             self.transport.close()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
-            # The answer came before the body's end: if that comes soon, the connection serves on.
+            # The answer was sent before the end of the body. If the body ends soon, the connection
+            # is kept.
             self._surplus = 0
             self._read_within(QUIET_SECONDS)
         self._drain_before_idle()
@@ -331,9 +335,7 @@ class DeadlineProtocol(H11Protocol):
         self._drain_before_idle()
 
     def _drain_before_idle(self) -> None:
-        """Nothing more will be written soon; what the client has not taken must go within the same
-        time.
-        """
+        """Set the write deadline for pending data when no more will be written soon."""
         if self.transport.get_write_buffer_size():
             self._drain_within(self.settings.write_seconds)
 
@@ -348,10 +350,12 @@ class DeadlineProtocol(H11Protocol):
             self._write_timer = None
 
     def _check_progress(self, seconds: float, size: int) -> None:
-        """Drop a client that took nothing since `size` bytes waited; a slow one gets as much time
-        again. Nothing is written while the clock runs, so what waits can only become less.
+        """Disconnect a client that read nothing since `size` bytes were pending.
+
+        A slow client gets the same time again.
         """
         self._write_timer = None
+        # Nothing is written while the timer runs, so the pending data can only shrink.
         waiting = self.transport.get_write_buffer_size()
         if waiting >= size > 0:
             self.transport.abort()
@@ -364,17 +368,16 @@ class DeadlineProtocol(H11Protocol):
         return False
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls this for whatever h11 could not read."""
+        """Refuse a request that h11 could not parse; called by uvicorn."""
         self._refuse(self.conn.error_status)
 
     def _refuse(self, status: int) -> None:
-        """Answer if no answer has begun, in the shape of the API that was asked, in OpenAI's if no
-        head was read; and close.
-        """
+        """Send an error response if no response has begun, and close."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._close(QUIET_SECONDS)
             return
         message, code = _MESSAGES[status]
+        # Without a head, the API is unknown and OpenAI's format is used.
         path = "" if self._between_requests() else self.cycle.scope["path"]
         body = json.dumps(error_body(ApiError(status, message, code=code), path)).encode()
         request_id = self._account(status)
@@ -399,10 +402,9 @@ class DeadlineProtocol(H11Protocol):
         self._close(QUIET_SECONDS)
 
     def _account(self, status: int) -> str:
-        """Count and log a refusal; the request's id. A request that the app works on already is
-        counted there.
-        """
+        """Count and log a refusal, and return the request's id."""
         if not self._between_requests():
+            # The app has begun this request and will count it.
             scope: Any = self.cycle.scope
             facts: dict[str, Any] = scope.setdefault("kvboost", {"id": new_request_id()})
             facts["refused"] = status
@@ -412,9 +414,7 @@ class DeadlineProtocol(H11Protocol):
         return request_id
 
     def _close(self, seconds: float) -> None:
-        """Close; what the client still sends is dropped for `seconds`. Who works on its request
-        learns that it has gone.
-        """
+        """Close, dropping incoming data for `seconds`; the app sees a disconnect."""
         self._stop_reading_clock()
         self._closing.linger(seconds)
         if not self._between_requests():
@@ -424,14 +424,12 @@ class DeadlineProtocol(H11Protocol):
 
 
 def make_protocol(state: ServerState, settings: ServerSettings) -> type[DeadlineProtocol]:
-    """The protocol class for uvicorn, bound to this server."""
+    """Return the protocol class for uvicorn, bound to this server."""
     return type("BoundProtocol", (DeadlineProtocol,), {"kv": state, "settings": settings})
 
 
 def _origin_form(request: h11.Request) -> h11.Request:
-    """A request for "http://host/path" as one for "/path" of that host, whatever its Host header
-    says (RFC 9112).
-    """
+    """Return a request for "http://host/path" as one for "/path" with that Host (RFC 9112)."""
     scheme, separator, rest = request.target.partition(b"://")
     if not separator or scheme.lower() not in (b"http", b"https"):
         return request
@@ -448,10 +446,11 @@ def _origin_form(request: h11.Request) -> h11.Request:
 
 
 def _check_head(request: h11.Request) -> None:
-    """h11 bounds a head that is incomplete; one that came in a single piece is measured here."""
+    """Check version, size, number and combination of headers."""
     if request.http_version not in _VERSIONS:
         raise h11.RemoteProtocolError("an HTTP version from elsewhere", error_status_hint=505)
     names = [name for name, _ in request.headers]
+    # h11 limits incomplete heads only, so a head that arrives in one piece is measured here.
     if (
         len(request.target) + sum(len(name) + len(value) for name, value in request.headers)
         > _MAX_HEAD_BYTES

@@ -1,6 +1,4 @@
-"""What Prometheus reads: the metrics of all models in one text, HTTP answers, the process, and what
-is loaded.
-"""
+"""Prometheus exposition: metrics of all models, of HTTP requests and of the process."""
 
 from __future__ import annotations
 
@@ -50,7 +48,10 @@ _COUNTERS = {
 
 
 class ServerMetrics:
-    """All metrics of one server. `observe_http` is cheap; `render` reads the engines."""
+    """All metrics of one server.
+
+    `observe_http` is cheap; `render` reads the engines.
+    """
 
     def __init__(self, models: Models, bodies: Bodies) -> None:
         self._models = models
@@ -68,12 +69,12 @@ class ServerMetrics:
         self.registry.register(_ModelsCollector(models, bodies))
 
     def observe_http(self, route: str, status: int, seconds: float) -> None:
-        """Count one HTTP answer; 499 when the client left before it."""
+        """Count one HTTP answer; the status is 499 if the client disconnected before it."""
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
+        """Return the metrics in Prometheus' text format."""
         registries = [
             self.registry,
             *(one.metrics.registry for one in self._models.all if one.metrics is not None),
@@ -84,8 +85,9 @@ class ServerMetrics:
 
 
 class _Merged(Collector):
-    """Families of one name, of several registries, as one family; their samples differ in
-    labels.
+    """Collector that merges families of the same name from several registries.
+
+    Their samples differ in labels.
     """
 
     def __init__(self, registries: list[CollectorRegistry]) -> None:
@@ -106,7 +108,7 @@ class _Merged(Collector):
 
 
 class _ModelsCollector(Collector):
-    """The process, and of each model whether it is loaded."""
+    """Collector of figures of the process and of each model."""
 
     def __init__(self, models: Models, bodies: Bodies) -> None:
         self._models = models

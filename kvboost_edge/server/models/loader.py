@@ -1,7 +1,7 @@
-"""Loading models and unloading them, within one budget of memory.
+"""Loading and unloading of models, within one memory budget.
 
-Where one has to be loaded and there is no room, those leave that were not used for longest, if they
-are enough, and none that a request holds. Models are loaded one after the other, in a thread.
+If a model does not fit, the least recently used idle models are unloaded, provided that this frees
+enough. A model in use is never unloaded. Models are loaded one at a time, in a thread.
 """
 
 from __future__ import annotations
@@ -32,39 +32,41 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "ProcessMemory", "reserved_bytes"]
 
-_PINNED_SECONDS = 1.0  # an idle model with pinned blocks is looked at again after so long
-_SOON = 0.01  # a clock may run out a little early
-_FAILED_SECONDS = 15.0  # a model whose loading failed is not tried again for so long
-_ENDING_SECONDS = (
-    5.0  # for loadings under way when the server ends; packing ends by itself, a download may not
-)
+_PINNED_SECONDS = 1.0  # least interval of checks of an idle model with pinned blocks
+_SOON = 0.01  # tolerance for timers that fire early
+_FAILED_SECONDS = 15.0  # time until a failed loading may be retried
+# Time for loadings in progress at shutdown. Packing stops by itself, a download may not.
+_ENDING_SECONDS = 5.0
 
 _FOLDERS = re.compile(r"(?:/[^\s/:'\"]+)+/(?=[^\s/:'\"])")
 
 
 class ProcessMemory(NamedTuple):
-    """The bound of the process, and what was resident before its first model."""
+    """Memory bound of the process.
+
+    Attributes:
+        bound: largest resident memory, in bytes.
+        base: resident memory before the first model was loaded, in bytes.
+    """
 
     bound: int
     base: int
 
     @property
     def for_models(self) -> int:
-        """Bytes for all models, with their overhead."""
+        """Bytes for all models, including their overhead."""
         return self.bound - self.base
 
 
 class _NobodyWaits(Exception):
-    """Every request that wanted the model has gone, or the server ends."""
+    """No request waits for the model any more, or the server is shutting down."""
 
 
 class Loader:
-    """Only the event loop's thread calls it.
+    """Loader of the models, used by the event loop's thread only.
 
     Attributes:
-        served: all models of the server.
-        budget: bytes that weights, pools and states of all loaded models may take together.
-        process: bound of the whole process, from which less may follow; None: none.
+        left: model whose loading had not ended when the server did; its threads still run.
     """
 
     def __init__(
@@ -74,6 +76,14 @@ class Loader:
         budget: int,
         process: ProcessMemory | None = None,
     ) -> None:
+        """Create a loader.
+
+        Args:
+            served: all models of the server.
+            shared: objects that the models share.
+            budget: limit of the bytes of weights, pools and recurrent state of all loaded models.
+            process: memory bound of the process, which may lower `budget`; None without a bound.
+        """
         self._budget = budget
         self._process = process
         self._all = served
@@ -84,31 +94,30 @@ class Loader:
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: ServedModel | None = None
         self.left: ServedModel | None = None
-        """The model whose loading did not end when the server did: its threads still run."""
 
     @property
     def budget(self) -> int:
-        """Bytes that weights, pools and states of all loaded models may take together."""
+        """Limit of the bytes of weights, pools and recurrent state of all loaded models."""
         return self._allowed(sum(one.overhead for one in self._all))
 
     def _allowed(self, overhead: int) -> int:
-        """Return the bytes that they may take in addition to so much overhead of models."""
+        """Return the bytes for all models if their overhead is `overhead` bytes."""
         if self._process is None:
             return self._budget
         return max(0, min(self._budget, self._process.for_models - overhead))
 
     @property
     def taken(self) -> int:
-        """Bytes of the budget that are taken."""
+        """Bytes of the budget in use."""
         return sum(one.num_bytes for one in self._all)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is loaded any more."""
+        """True once no more models are loaded."""
         return self._ended.is_set()
 
     def prepared(self, served: ServedModel, engine: Engine) -> ModelState:
-        """What requests will work with. May wait for the engine."""
+        """Return the state for requests of a loaded engine; may wait for the engine."""
         admission = AdmissionQueue(engine, self._shared.settings)
         metrics = served.metrics or Metrics(engine, served.name, admission)
         metrics.follow(engine, admission)
@@ -121,8 +130,10 @@ class Loader:
         return ModelState(engine, served.name, metrics, admission, doctor, self._shared)
 
     def _measured_overhead(self, served: ServedModel, engine: Engine) -> int:
-        """Return the growth of the process since before this model, without weights, pools and
-        states, and the buffers that its passes will fill.
+        """Return the memory overhead of a model that was just loaded, in bytes.
+
+        It is the growth of the process without weights, pools and recurrent state, plus the buffers
+        that the model's passes will fill.
         """
         assert self._process is not None
         if engine.runner_info.name != "native":
@@ -139,7 +150,7 @@ class Loader:
 
     @staticmethod
     def adopt(served: ServedModel, state: ModelState) -> None:
-        """The model is loaded from now on."""
+        """Mark the model as loaded."""
         served.state = state
         served.phase = "loaded"
         served.refusal = None
@@ -147,8 +158,10 @@ class Loader:
         served.loaded_at = served.idle_since = time.monotonic()
 
     def begin(self, served: ServedModel) -> asyncio.Task[None]:
-        """Load a model, or go on with that. The task never fails: afterwards the model has a state,
-        or a refusal, or nobody wanted it any more.
+        """Return the task that loads a model, started if necessary.
+
+        The task never fails. When it ends, the model has a state or a refusal, or no request wants
+        it any more.
         """
         if served.loading is not None:
             return served.loading
@@ -159,21 +172,22 @@ class Loader:
         return task
 
     def released(self, served: ServedModel) -> None:
-        """The last request that held it is gone."""
+        """Note that the last request of the model has ended."""
         served.idle_since = time.monotonic()
         self._changed.set()
         self.watch_idle(served)
 
     def watch_idle(self, served: ServedModel) -> None:
-        """Begin to count the time until it leaves, if it is idle."""
+        """Start the timer that unloads the model, if it is idle."""
         served.stop_clock()
         if (end := served.unloads_at) is not None and not self._ended.is_set():
             loop = asyncio.get_running_loop()
             served.clock = loop.call_later(max(0.0, end - time.monotonic()), self._expire, served)
 
     async def close(self) -> None:
-        """Unload what was loaded here. Loadings in progress get a few seconds to end; what does not
-        is left behind.
+        """Unload the models that were loaded on demand.
+
+        Loadings in progress get a few seconds to end and are then abandoned.
         """
         self._ended.set()
         self._changed.set()
@@ -200,9 +214,8 @@ class Loader:
                     raise _NobodyWaits
                 if served.unloading is not None:
                     served.waits_for = "it is being unloaded"
-                    await asyncio.shield(
-                        served.unloading
-                    )  # closing goes on though this is cancelled
+                    # Closing continues if this task is cancelled.
+                    await asyncio.shield(served.unloading)
                 served.phase = "loading"
                 self._under_way = served
                 await self._adopt_new(served, await self._loaded(served))
@@ -223,9 +236,8 @@ class Loader:
             served.waits_for = ""
             if self._under_way is served:
                 self._under_way = None
-            if (
-                served.state is None and served.unloading is None
-            ):  # what is being unloaded still takes its memory
+            # A model that is being unloaded still takes memory.
+            if served.state is None and served.unloading is None:
                 served.phase = "not_loaded"
                 served.num_bytes = served.overhead = 0
             self._changed.set()
@@ -243,7 +255,7 @@ class Loader:
         self.adopt(served, state)
 
     async def _loaded(self, served: ServedModel) -> Engine:
-        """Room is made, and the engine."""
+        """Make room for a model and return its engine."""
         source = served.source
         assert source is not None
         if served.planned is None:
@@ -262,7 +274,7 @@ class Loader:
                     lambda: source.load(self._ended), unwanted=lambda engine: engine.close()
                 )
             except CapacityError:
-                # The machine has less than the budget. Without those that are idle there may be
+                # The machine has less memory than the budget. Unloading an idle model may free
                 # enough.
                 served.num_bytes = served.overhead = 0
                 leaving = self._idle(besides=served)
@@ -273,12 +285,15 @@ class Loader:
                 served.load_seconds = time.monotonic() - started
 
     async def _make_room(self, served: ServedModel, needed: int, overhead: int) -> None:
-        """Wait until it fits, and unload what is idle if that is enough. CapacityError for what
-        never fits.
+        """Wait until a model fits, and unload idle models if that frees enough.
 
         Args:
-            needed: bytes of its weights, pool and states.
-            overhead: bytes of the process in addition to them.
+            served: the model.
+            needed: bytes of its weights, pool and recurrent state.
+            overhead: further bytes that it takes in the process.
+
+        Raises:
+            CapacityError: the model exceeds the budget.
         """
         if needed > self._allowed(overhead):
             raise CapacityError(
@@ -304,42 +319,43 @@ class Loader:
                 await self._change(rested - now)
             else:
                 for one in leaving:
-                    if one.may_leave:  # a request may have come for it while another one left
+                    # A request may have arrived for it while another model was unloaded.
+                    if one.may_leave:
                         await self._unload(one, "room for another")
 
     def _missing(self, needed: int, overhead: int) -> int:
-        """Bytes that lack for a model that is not loaded."""
+        """Return the bytes to free before a model can be loaded."""
         others = sum(one.overhead for one in self._all)
         return self.taken + needed - self._allowed(others + overhead)
 
     @property
     def _option(self) -> str:
-        """The option that bounds all models."""
+        """Option that limits the memory of all models."""
         return "--max-model-bytes" if self._process is None else "--max-memory"
 
     async def _keep_within(self, served: ServedModel) -> None:
-        """It may take more than was planned: then others leave, as far as they can."""
+        """Unload idle models if a new one takes more than planned."""
         served.planned = served.num_bytes
         for one in self._idle(besides=served):
             if self.taken <= self.budget:
                 return
-            if one.may_leave:  # a request may have come for it while another one left
+            if one.may_leave:  # a request may have arrived for it while another was unloaded
                 await self._unload(one, "room for another")
         if self.taken > self.budget:
             log_facts(logging.WARNING, "models over budget", bytes=self.taken, budget=self.budget)
 
     async def _change(self, seconds: float | None) -> None:
-        """Until something may have changed."""
+        """Wait for a change, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 
     def _idle(self, besides: ServedModel) -> list[ServedModel]:
-        """Those that may leave, the one first that was not used for longest."""
+        """Return the models that may be unloaded, least recently used first."""
         idle = [one for one in self._all if one is not besides and one.may_leave]
         return sorted(idle, key=lambda one: one.idle_since)
 
     def _shortage(self, needed: int, why: str) -> str:
-        """The arithmetic, and why nobody leaves."""
+        """Return the memory figures, and why no model is unloaded."""
         others = ", ".join(f"{one.name} {gb(one.num_bytes)}" for one in self._all if one.num_bytes)
         return (
             f"it takes {gb(needed)}, of {gb(self.budget)} for all models ({self._option}) "
@@ -350,7 +366,7 @@ class Loader:
         served.num_failures += 1
         ours = isinstance(error, KVBoostError)
         fits = not isinstance(error, CapacityError)
-        # The log may name folders of this machine, an answer only what lies in them.
+        # The log may name folders of this machine; an answer must name files only.
         reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; the log knows more"
         message = f"the model {served.name!r} could not be loaded: {reason}" if fits else reason
         code = "model_failed" if fits else "model_does_not_fit"
@@ -374,17 +390,15 @@ class Loader:
             return
         engine = served.state.engine
         pinned = 0
-        with (
-            served.state.looks.begin(),
-            contextlib.suppress(KVBoostError),
-        ):  # of one that has stopped nothing is pinned
+        # A stopped engine has no pinned blocks.
+        with served.state.looks.begin(), contextlib.suppress(KVBoostError):
             pinned = (await in_thread(engine.paged_stats))["pinned_blocks"]
         if self._ended.is_set() or not served.may_leave or served.state.engine is not engine:
             return
         if served.unloads_at is None or served.unloads_at - _SOON > time.monotonic():
-            self.watch_idle(served)  # others came and went meanwhile
+            self.watch_idle(served)  # other requests used it meanwhile
             return
-        if pinned:  # somebody was promised that they stay
+        if pinned:  # pinned blocks must stay
             loop = asyncio.get_running_loop()
             served.clock = loop.call_later(
                 max(_PINNED_SECONDS, served.keep_alive), self._expire, served
@@ -393,12 +407,13 @@ class Loader:
             await self._unload(served, "idle")
 
     async def _unload(self, served: ServedModel, why: str) -> None:
-        """It leaves at once; what it holds is given back when this returns."""
+        """Unload a model, and wait until its memory is free."""
         await asyncio.shield(self._begin_unloading(served, why))
 
     def let_go_if_stopped(self, served: ServedModel) -> None:
-        """Unload a model whose engine stopped after an error, if it can be loaded again: the next
-        request does that.
+        """Unload a model whose engine stopped after an error, if it can be loaded again.
+
+        The next request loads it.
         """
         if (
             served.source is not None
@@ -451,20 +466,19 @@ class Loader:
 
 
 def reserved_bytes(engine: Engine) -> int:
-    """Bytes that a loaded model's weights, pool and states take, read or not yet read, written or
-    not yet written.
-    """
+    """Return the bytes of a model's weights, pool and recurrent state."""
+    # Includes memory that is reserved and not resident yet.
     stats = engine.paged_stats()
     return sum(int(stats[name]) for name in ("weight_bytes", "pool_bytes", "state_bytes"))
 
 
 def _cost(served: ServedModel) -> int:
-    """Bytes of the process that are free once it is unloaded."""
+    """Return the bytes of the process that unloading the model frees."""
     return served.num_bytes + served.overhead
 
 
 def _closed(engine: Engine, abilities: tuple[str, ...]) -> tuple[str, ...]:
-    """Close an engine; what it could do, if that was not known."""
+    """Close an engine and return the model's abilities."""
     try:
         return abilities or (abilities_of(engine) if engine.is_alive() else ())
     finally:

@@ -1,8 +1,8 @@
-"""The models of a server by their names: a request holds its model while it runs, and one that
-nobody holds may leave.
+"""The models of a server by name, and the requests that wait for them.
 
-A request for a model that is not loaded waits until it is, its time is up, the client goes or the
-server ends.
+A request holds a lease of its model while it runs; an idle model may be unloaded. A request for a
+model that is not loaded waits until it is loaded, the request times out, the client disconnects or
+the server shuts down.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MOST_RETRY_SECONDS = 60
 
 
 class Models:
-    """All of a server's models. Only the event loop's thread calls it.
+    """All models of a server, used by the event loop's thread only.
 
     Attributes:
-        served: each with names of its own, the first one first.
-        budget: bytes that weights, pools and states of all loaded models may take together.
-        process: bound of the whole process; None: none.
+        all: the models, the first one first.
+        loader: loader of the models.
+        num_refused: requests refused before a model was loaded.
     """
 
     def __init__(
@@ -44,6 +44,14 @@ class Models:
         budget: int,
         process: ProcessMemory | None = None,
     ) -> None:
+        """Create the registry.
+
+        Args:
+            served: the models, with distinct names; the first is the default.
+            shared: objects that the models share.
+            budget: limit of the bytes of weights, pools and recurrent state of all loaded models.
+            process: memory bound of the process; None without a bound.
+        """
         self.all = tuple(served)
         self.loader = Loader(self.all, shared, budget, process)
         self.num_refused = 0
@@ -56,12 +64,12 @@ class Models:
 
     @property
     def first(self) -> ServedModel:
-        """The one that is meant where no name is given."""
+        """Model of requests that name none."""
         return self.all[0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of every model, each once."""
+        """All names of all models."""
         return tuple(self._by_name)
 
     @property
@@ -70,16 +78,17 @@ class Models:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a model to be loaded."""
+        """Number of requests that wait for a model to be loaded."""
         return self._waiting.used
 
     def find(self, name: str | None) -> ServedModel | None:
-        """The model of a name; None: there is none."""
+        """Return the model of a name, the first one for None, or None for an unknown name."""
         return self.first if name is None else self._by_name.get(name)
 
     def heeds(self, served: ServedModel) -> bool:
-        """Whether a request may say how long a model stays: not where other API keys use it, too,
-        or where it was given to stay.
+        """Return whether requests may set how long a model stays loaded.
+
+        False if there are several API keys, or if the model always stays loaded.
         """
         return served.source is not None and len(self._shared.settings.all_keys) < 2
 
@@ -87,12 +96,18 @@ class Models:
     async def lease(
         self, request: Request, served: ServedModel, keep_alive: float | None = None
     ) -> AsyncGenerator[ModelState]:
-        """The loaded model, which stays while the block runs; it is loaded first if need be. The
-        body of the request must have been read. ApiError 503 with the reason where that is not
-        possible, or takes too long.
+        """Keep a model loaded while the block runs, and load it first if necessary.
 
-        keep_alive: seconds that it stays afterwards, unless a later request says otherwise; None:
-        as the server was told. It has no effect where `heeds` says so.
+        The body of the request must have been read.
+
+        Args:
+            request: the HTTP request.
+            served: the model.
+            keep_alive: seconds that the model stays loaded afterwards, unless a later request
+                changes it; None for the server's default. Ignored unless `heeds`.
+
+        Raises:
+            ApiError: the model cannot be loaded, or not in time (503).
         """
         served.in_use += 1
         if keep_alive is None or not self.heeds(served):
@@ -112,13 +127,13 @@ class Models:
                 self.loader.released(served)
 
     def refuse_waiting(self) -> None:
-        """The server ends: who waits for a model is told so."""
+        """Make the requests that wait for a model fail, because the server is shutting down."""
         for future in self._told:
             if not future.done():
                 future.set_result(None)
 
     async def close(self) -> None:
-        """Unload what was loaded on demand, and load nothing more."""
+        """Unload the models that were loaded on demand, and load no more."""
         self.refuse_waiting()
         await self.loader.close()
 
@@ -186,7 +201,7 @@ class Models:
         return served.state
 
     def _told_of(self, served: ServedModel) -> str:
-        """What its loading waits for, without what other keys use."""
+        """Return what the loading waits for, without what other keys use."""
         several = len(self._shared.settings.all_keys) > 1
         return (
             "other models take the memory" if several and not served.num_bytes else served.waits_for
@@ -194,7 +209,8 @@ class Models:
 
 
 async def _until_gone(request: Request) -> None:
-    """The body was read before, so the next thing that can arrive is the end of the connection."""
+    """Wait until the client disconnects."""
+    # The body has been read, so the only message left is the disconnect.
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""One model of a server, whether it is loaded or not."""
+"""A model of a server, loaded or not."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Known", "ModelSource", "Refusal", "ServedModel", "abilities_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSource:
-    """How a model is loaded; both run in a thread and raise KVBoostError.
+    """Source of a model; both functions run in a thread and raise KVBoostError.
 
     Attributes:
-        plan: bytes that its weights and its pool will take.
-        load: the engine, ready for requests; it gives up with any error soon after the event is
+        plan: returns the bytes that weights and pool will take.
+        load: returns an engine that is ready for requests. Raises an error soon after the event is
             set.
     """
 
@@ -40,7 +40,7 @@ class ModelSource:
 
 
 class Known(NamedTuple):
-    """What stays known of a model that was loaded once."""
+    """Properties of a model that are kept after it is unloaded."""
 
     runner: str
     architecture: str
@@ -69,39 +69,50 @@ class Known(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a model was not loaded; until `again`, of the monotonic clock, nobody tries it again."""
+    """Reason why a model was not loaded.
+
+    Attributes:
+        message: the reason.
+        code: error code.
+        again: time of the monotonic clock from which loading may be retried.
+    """
 
     message: str
     code: str
     again: float
 
     def as_error(self) -> ApiError:
-        """503 with the reason, and when to come back."""
+        """Return a 503 with the reason and a Retry-After header."""
         seconds = max(1, round(self.again - time.monotonic()))
         return ApiError(503, self.message, code=self.code, headers={"Retry-After": str(seconds)})
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ServedModel:
-    """Only the event loop's thread touches it.
+    """A model and its state, used by the event loop's thread only.
 
     Attributes:
-        names: requests may use each; answers tell the first.
-        source: loads it; None: it was given loaded, and stays.
-        keep_alive: seconds that it stays loaded while nobody uses it, as the last request wanted
-            it, else the default; infinite: until another one needs the room.
-        history: what was asked of it, which outlives its being loaded.
-        state: what requests work with; None while it is not loaded.
-        known, abilities: what stays known of it; abilities are Ollama's words, () before they were
-            asked for.
-        planned: bytes that it will take, once that was looked up.
-        num_bytes: what it takes of the server's memory, or will once it is loaded.
-        overhead: bytes of the process in addition to those, measured when it was loaded;
-            last_overhead: the same when it was loaded last. 0 without --max-memory.
-        in_use: requests that hold it or wait for it.
-        idle_since: when the last one went; loaded_at, load_seconds: when it was loaded last, and
-            how long that took.
-        waits_for: what its loading waits for, for people.
+        names: names in requests; answers show the first.
+        source: source for loading it; None for a model that always stays loaded.
+        default_keep_alive: default of `keep_alive`.
+        history: requests for cache-miss reports, kept when the model is unloaded.
+        keep_alive: seconds that it stays loaded while idle, as set by the last request; infinite
+            until another model needs the memory.
+        state: state for requests; None while it is not loaded.
+        known: properties that are kept after unloading.
+        abilities: Ollama's names of its capabilities; () until they are requested.
+        planned: bytes that it will take, once known.
+        num_bytes: bytes of the budget that it takes, or will take once loaded.
+        overhead: further bytes that it takes in the process, measured when it was loaded; 0 without
+            --max-memory.
+        last_overhead: overhead when it was loaded last.
+        in_use: requests that use it or wait for it.
+        idle_since: end of the last request, by the monotonic clock.
+        loaded_at: time of the last loading, by the monotonic clock.
+        load_seconds: duration of the last loading.
+        waits_for: reason, for people, why loading is not done yet.
+        refusal: reason why the last loading failed.
+        clock: timer that unloads it.
     """
 
     names: tuple[str, ...]
@@ -140,19 +151,19 @@ class ServedModel:
 
     @property
     def may_leave(self) -> bool:
-        """Whether it can be unloaded now."""
+        """True if it can be unloaded now."""
         return self.source is not None and self.phase == "loaded" and not self.in_use
 
     @property
     def rested_at(self) -> float:
-        """When it may make room for another one: it stays for as long as its loading took, so that
-        of two models that take turns at most half of the time is spent on that.
-        """
+        """Time from which it may be unloaded to make room for another model."""
+        # It stays at least as long as loading took, so that two alternating models spend at most
+        # half of the time on loading.
         return self.loaded_at + self.load_seconds
 
     @property
     def unloads_at(self) -> float | None:
-        """When it will be unloaded unless somebody comes; None: no time is set."""
+        """Time at which it will be unloaded if no request arrives; None without a time limit."""
         return (
             self.idle_since + self.keep_alive
             if self.may_leave and self.keep_alive < math.inf
@@ -166,14 +177,15 @@ class ServedModel:
 
 
 def abilities_of(engine: Engine) -> tuple[str, ...]:
-    """What a model can do, in Ollama's words. Reads its chat template, which may take a while the
-    first time.
+    """Return the capabilities of a model by Ollama's names.
+
+    Reads the chat template, which may take a while the first time.
     """
     if not engine.tokenizer.chat_template:
         return ("completion",)
     try:
         format = engine.tokenizer.turn_format
-    except KVBoostError:  # a template that is not understood
+    except KVBoostError:  # a template in an unknown format
         return ("completion",)
     calls = not format.shows_tools or format.calls is not None
     return (

@@ -1,4 +1,4 @@
-"""What one running server holds; every request reaches it as `request.app.state.kv`."""
+"""State of one running server, available to requests as `request.app.state.kv`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ __all__ = ["ServerState", "server_of"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerState:
-    """shared: what the models have in common; bodies: bytes of requests that are held."""
+    """State of a server.
+
+    Attributes:
+        shared: objects that all models share.
+        models: the models.
+        bodies: request bodies that are held.
+        metrics: metrics of the server.
+    """
 
     shared: Shared
     models: Models
@@ -35,12 +42,12 @@ class ServerState:
 
     @property
     def draining(self) -> bool:
-        """Whether the server was told to end."""
+        """True once the server is shutting down."""
         return self.shared.draining
 
     @property
     def first(self) -> ModelState:
-        """The first model, which is loaded."""
+        """The first model, which must be loaded."""
         state = self.models.first.state
         assert state is not None
         return state
@@ -57,15 +64,14 @@ class ServerState:
 
     @staticmethod
     def engine_alive(scope: Scope) -> bool:
-        """Whether the engine of a request's model computes requests; True of a request that has
-        none.
-        """
+        """Return whether the engine of a request's model runs; True if it has no model."""
         state = model_of(scope)
         return state is None or state.engine.is_alive()
 
     def stopped(self) -> ApiError | None:
-        """What is told of the first engine that has stopped for good, or None: a model that can be
-        loaded again is, by the next request for it.
+        """Return the error of the first engine that has stopped for good, or None.
+
+        A model that can be loaded again does not count: the next request loads it.
         """
         lasting = (
             one.state.engine
@@ -75,15 +81,17 @@ class ServerState:
         return next((stopped(engine) for engine in lasting if not engine.is_alive()), None)
 
     def trouble(self) -> str | None:
-        """Why the server cannot take requests, or None when it can."""
+        """Return why the server cannot accept requests, or None."""
         error = self.stopped()
         if error is not None:
             return error.message
         return "the server is shutting down" if self.draining else None
 
     def check_queue(self, tenant: str | None) -> None:
-        """QueueFull where no model has room for a request; which one it is for is not known yet. Of
-        several full models none counts it as its own.
+        """Raise QueueFull if no model has room for a request.
+
+        The request's model is not known yet. If several models are full, the server counts the
+        refusal and none of the models does.
         """
         refusals: list[QueueFull] = []
         for one in self.models.all:
@@ -98,21 +106,21 @@ class ServerState:
         raise refusals[0]
 
     def retry_after(self) -> int:
-        """Seconds until a place is likely free."""
+        """Return the estimated seconds until a place is free."""
         return max((state.admission.retry_after() for state in self.models.loaded), default=1)
 
     def drain(self) -> None:
-        """Nothing new from now on. Safe to call from any thread."""
+        """Refuse new requests from now on; safe to call from any thread."""
         self.shared.draining = True
 
     def cancel_all(self) -> None:
-        """End every request in flight, and those that wait for a model."""
+        """Cancel all requests in flight, and those that wait for a model."""
         self.models.refuse_waiting()
         for state in self.models.loaded:
             state.admission.cancel_all()
 
 
 def server_of(request: Request) -> ServerState:
-    """What the server holds."""
+    """Return the state of the server that handles a request."""
     state: ServerState = request.app.state.kv
     return state

@@ -1,4 +1,4 @@
-"""Models as /v1/models and /v1/stats show them."""
+"""Models in the format of /v1/models and /v1/stats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["listed", "memory_of"]
 
 
 def listed(served: ServedModel, shared: Shared, name: str) -> Model:
-    """Describe a model by one of its names."""
+    """Return the description of a model under one of its names."""
     known = served.known
     return {
         "id": name,
@@ -43,7 +43,7 @@ def listed(served: ServedModel, shared: Shared, name: str) -> Model:
 
 
 def memory_of(models: Models) -> ModelsMemory:
-    """Return what each model takes, and all of them together."""
+    """Return the memory of each model, and of all together."""
     now = time.monotonic()
     return {
         "max_bytes": models.loader.budget,

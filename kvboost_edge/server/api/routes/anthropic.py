@@ -1,4 +1,4 @@
-"""Anthropic's messages, and how many tokens they are."""
+"""Routes of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
-# Of each event: its name, and the JSON of its data.
+# An event: its name, and its data as JSON.
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
@@ -36,7 +36,10 @@ _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
     responses={200: _STREAM},
 )
 async def messages(request: Request, body: MessagesRequest) -> Response:
-    """Answer a conversation, as Anthropic's API does."""
+    """Generate the next message of a conversation, in Anthropic's format.
+
+    With `stream`, the answer is a stream of server-sent events.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         rendered = await off_loop(lambda: RenderedMessages(state, body))
@@ -51,7 +54,7 @@ async def messages(request: Request, body: MessagesRequest) -> Response:
 
 @router.post("/v1/messages/count_tokens", response_class=JSONResponse)
 async def count(request: Request, body: CountTokensRequest) -> Response:
-    """How many tokens the prompt of these messages has."""
+    """Count the prompt tokens of a conversation."""
 
     async def work(state: ModelState, send: Send) -> None:
         chat = await off_loop(lambda: translated(body))

@@ -1,4 +1,4 @@
-"""The cache from outside: warm it, reset it, and look at it."""
+"""Routes of the cache: warm, unpin, reset, statistics."""
 
 from __future__ import annotations
 
@@ -71,15 +71,16 @@ __all__ = ["router"]
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
 _NO_STORE = {"Cache-Control": "no-store"}
-_MOST_DETAILS = (
-    4096  # a larger pool shows its states only: reading references and tokens takes 1 us a block
-)
+# Blocks up to which references and tokens are shown; reading them takes 1 us per block.
+_MOST_DETAILS = 4096
 
 
 @router.post("/v1/warm", response_class=JSONResponse, responses={200: {"model": Warmed}})
 async def warm(request: Request, body: WarmRequest) -> Response:
-    """Compute a text once, so that prompts which begin with it find it in the cache; or documents,
-    which prompts with kvboost.mode "chunk_kv_reuse" find anywhere.
+    """Compute a text, messages or documents into the cache.
+
+    Prompts that begin with the text or messages then find them in the cache. Documents are found
+    anywhere in a prompt by requests with kvboost.mode "chunk_kv_reuse".
     """
 
     async def work(state: ModelState, send: Send) -> None:
@@ -113,7 +114,7 @@ async def warm(request: Request, body: WarmRequest) -> Response:
 
 @router.post("/v1/unpin", response_class=JSONResponse, responses={200: {"model": Unpinned}})
 async def unpin(request: Request, body: UnpinRequest) -> Response:
-    """End the pin of a text that was warmed with `pin`; it stays cached as any other."""
+    """Unpin a text or messages that were warmed with `pin`; their blocks stay cached."""
 
     async def work(state: ModelState, send: Send) -> None:
         body.check_together()
@@ -137,16 +138,15 @@ async def unpin(request: Request, body: UnpinRequest) -> Response:
 
 @router.post("/cache/reset", response_class=JSONResponse, responses={200: {"model": Reset}})
 async def reset(request: Request, body: ResetRequest | None = None) -> Response:
-    """Forget every cached block that no request uses, of all models that are loaded."""
+    """Drop all cached blocks of all loaded models, except blocks in use."""
     models = server_of(request).models
-    for served in (
-        models.all
-    ):  # whose engine stopped has no block left, and is loaded again by the next request
+    # A stopped engine has no blocks left. The next request loads its model again.
+    for served in models.all:
         models.loader.let_go_if_stopped(served)
     dropped = 0
     loaded = models.loaded
     with contextlib.ExitStack() as looks:
-        for state in loaded:  # those behind the first must not be unloaded meanwhile
+        for state in loaded:  # none of them may be unloaded meanwhile
             looks.enter_context(state.looks.begin())
         for state in loaded:
             dropped += await looked_up(state, state.engine.reset_cache)
@@ -156,7 +156,10 @@ async def reset(request: Request, body: ResetRequest | None = None) -> Response:
 
 @router.get("/v1/stats", response_class=JSONResponse, responses={200: {"model": Stats}})
 async def stats(request: Request, model: ModelParam = None) -> Response:
-    """Queue, cache, pool, tiers, memory and throughput of a model, and which models are loaded."""
+    """Return queue, cache, pool, tiers, memory and throughput of a model, and all models' memory.
+
+    The model must be loaded; otherwise the status is 503.
+    """
     state = loaded_model(request, model)
     figures = await looked_up(state, lambda: _stats(state))
     answer: Stats = {**figures, "models": memory_of(server_of(request).models)}
@@ -165,14 +168,19 @@ async def stats(request: Request, model: ModelParam = None) -> Response:
 
 @router.get("/v1/blocks", response_class=JSONResponse, responses={200: {"model": Blocks}})
 async def blocks(request: Request, model: ModelParam = None) -> Response:
-    """The pool of a model as a picture: one byte for each block. No text, no token."""
+    """Return the state of each block of a model's pool, one byte per block.
+
+    Texts and tokens are not shown. The model must be loaded; otherwise the status is 503.
+    """
     state = loaded_model(request, model)
     return json_response(await looked_up(state, lambda: _blocks(state)), headers=_NO_STORE)
 
 
 async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) -> Warmed:
-    """Compute documents, or a text behind others; whoever goes meanwhile keeps his place until that
-    has stopped.
+    """Compute documents, or a text at a position offset.
+
+    If the client disconnects, the request keeps its place in the queue until the computation has
+    stopped.
     """
     engine = state.engine
     param = str(body.alone)
@@ -232,7 +240,7 @@ def _warmed(stored: WarmResult, results: Sequence[GenerationResult], spent: Spen
 
 
 def _token_ids(state: ModelState, body: UnpinRequest, answers: KeptAnswers) -> list[int]:
-    """What prompts that begin with this text or these messages begin with."""
+    """Return the token ids that prompts with this text or these messages begin with."""
     tokenizer = state.engine.tokenizer
     if body.messages is not None:
         plain = [message.for_template() for message in body.messages]
@@ -318,7 +326,7 @@ def _stats(state: ModelState) -> EngineStats:
 
 
 def _held(engine: StatsProvider) -> HeldInCache:
-    """Return what is in the cache of an engine, of one replica or of all."""
+    """Return the figures of the cache of an engine, a replica or all replicas."""
     pool = engine.paged_stats()
     memory = {name: pool[name] for name in pool if name.endswith("_bytes")}
     return {
@@ -396,7 +404,7 @@ def _replica_pool(figures: StatsProvider) -> ReplicaPool:
 
 
 def _matchable(pool: Mapping[str, Any]) -> PoolBytes:
-    """Return what of a pool can be matched, and the bytes of all of it."""
+    """Return the matchable blocks of a pool, their bytes, and the bytes of the whole pool."""
     chunks = pool["loaded_chunks"]
     return {
         "blocks": chunks,
@@ -406,7 +414,7 @@ def _matchable(pool: Mapping[str, Any]) -> PoolBytes:
 
 
 def _tier_views(pool: dict[str, Any], recent_hits: Mapping[str, int]) -> dict[str, TierView]:
-    """The pool and the tiers below it, the nearest first."""
+    """Return the figures of the pool and the tiers below it, nearest first."""
     tiers = {"pool": {**_matchable(pool), "writable": True, "state": ""}, **pool["tiers"]}
     return {
         name: {

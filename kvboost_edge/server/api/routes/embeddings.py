@@ -1,4 +1,4 @@
-"""Embeddings and reranking: prefill-only work beside all other requests."""
+"""Routes for embeddings and reranking."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ router = APIRouter(route_class=JsonRoute, responses=ERRORS)
     "/v1/embeddings", response_class=JSONResponse, responses={200: {"model": EmbeddingAnswer}}
 )
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-    """A vector for each input."""
+    """Compute an embedding of each input."""
 
     async def work(state: ModelState, send: Send) -> None:
         size = state.engine.embedding_size
@@ -64,7 +64,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
 
 @router.post("/v1/rerank", response_class=JSONResponse, responses={200: {"model": RerankAnswer}})
 async def rerank(request: Request, body: RerankRequest) -> Response:
-    """The documents by how well they answer the query, the best first."""
+    """Rank documents by relevance to a query, best first."""
 
     async def work(state: ModelState, send: Send) -> None:
         own = {} if body.instruction is None else {"instruction": body.instruction}
@@ -72,8 +72,8 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
         def compute(**options: Any) -> list[float]:
             return state.engine.rerank(body.query, body.documents, **own, **options)
 
-        # Each document stands behind the query, whose length counts so often; nothing is written
-        # down before it may in.
+        # Each document is computed after the query, so the query counts once per document. Nothing
+        # is encoded before the request is admitted.
         query = estimate_tokens(body.query)
         lengths = [len(body.query) + len(document) for document in body.documents]
         estimates = [query + estimate_tokens(document) for document in body.documents]
@@ -100,16 +100,20 @@ async def _computed(
     estimates: Sequence[int],
     size: int,
 ) -> tuple[T, list[GenerationResult]]:
-    """What the engine computes of the inputs, and their results; a client that goes ends it.
-    ApiError names the field.
+    """Compute the inputs; return the outcome of `compute` and the results of its requests.
 
-    The engine queues some of the inputs at a time, so together they take as many places as run at
-    once.
+    A client that disconnects stops the work.
 
     Args:
-        estimates: tokens of each input, about.
+        state: the model.
+        request: the HTTP request.
+        body: its body.
+        compute: submits the inputs to the engine and waits for them.
+        field: field that an ApiError names.
+        estimates: approximate tokens of each input.
         size: characters or tokens to read.
     """
+    # The engine queues only part of the inputs at a time, so they take no more places than a batch.
     places = min(len(estimates), state.admission.batch)
     priority = check_priority(state, body.priority)
     async with state.admit(request, sum(estimates), places) as admission:
@@ -131,6 +135,6 @@ async def _computed(
         try:
             found = await to_its_end(run, size, handles)
         except KVBoostError:
-            await wait_all(admission, handles)  # the one that was ended from outside says why
+            await wait_all(admission, handles)  # raises the reason if one was cancelled
             raise
         return found, await wait_all(admission, handles)

@@ -1,4 +1,4 @@
-"""Completions and chat: whole answers, or streams."""
+"""Routes of OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ _STREAM = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
     responses={200: {"model": CompletionAnswer, **_STREAM}},
 )
 async def completions(request: Request, body: CompletionRequest) -> Response:
-    """Continue one prompt or several."""
+    """Continue one or more prompts.
+
+    With `stream`, the answer is a stream of server-sent events.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         rendered = RenderedCompletion(state, body)
@@ -47,7 +50,10 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     responses={200: {"model": ChatAnswer, **_STREAM}},
 )
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation.
+
+    With `stream`, the answer is a stream of server-sent events.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         try:

@@ -1,8 +1,7 @@
-"""What a supervisor asks: /health (does it live), /ready (send it work), /version, and /metrics for
-Prometheus.
+"""Routes for supervisors: /health (liveness), /ready (readiness), /version and /metrics.
 
-/health and /ready tell the truth about the engine thread. /metrics needs the API key when keys are
-set, an admin key when there are several: it names the model and shows how the server is used.
+/health and /ready report the state of the engine thread. /metrics needs an API key if keys are set,
+and an admin key if there are several, because it names the model and shows how the server is used.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ router = APIRouter()
 
 @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: Request) -> Response:
-    """200 while the engines of all loaded models compute requests, 503 with the reason when it does
-    not.
-    """
+    """Return 200 while the engines of all loaded models run, or 503 with the reason."""
     error = server_of(request).stopped()
     if error is not None:
         raise error
@@ -39,7 +36,7 @@ async def health(request: Request) -> Response:
 
 @router.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
 async def ready(request: Request) -> Response:
-    """200 while new requests are welcome; 503 from the moment the server was told to end."""
+    """Return 200 while the server accepts requests; 503 once it is shutting down."""
     trouble = server_of(request).trouble()
     if trouble is not None:
         raise ApiError(503, trouble, code="not_ready", headers=_NO_STORE)
@@ -48,15 +45,14 @@ async def ready(request: Request) -> Response:
 
 @router.api_route("/version", methods=["GET", "HEAD"], include_in_schema=False)
 async def version() -> Response:
-    """The package's version."""
+    """Return the version of the package."""
     return JSONResponse({"version": __version__})
 
 
 @router.api_route("/metrics", methods=["GET", "HEAD"], include_in_schema=False)
 async def metrics(request: Request) -> Response:
-    """Prometheus text. Reading the engine may wait for its bookkeeping, so it happens beside the
-    event loop.
-    """
+    """Return the metrics in Prometheus' text format."""
+    # Reading an engine may wait for its lock, so it is done in a thread.
     server = server_of(request)
     with contextlib.ExitStack() as looks:
         for state in server.models.loaded:

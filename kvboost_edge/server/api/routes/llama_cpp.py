@@ -1,4 +1,7 @@
-"""llama.cpp's own routes; /tokenize, /detokenize, /health and /metrics have its form anyway."""
+"""Routes of llama.cpp's server.
+
+/tokenize, /detokenize, /health and /metrics follow its format too.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +39,17 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=UNDECLARED_ERRORS)
 
-# Of each event: its name, and the JSON of its data.
+# An event: its name, and its data as JSON.
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
 
 
 @router.post("/completion", response_class=JSONResponse, responses={200: _STREAM})
 async def completion(request: Request, body: LlamaCompletion) -> Response:
-    """Go on with a prompt: a text, token ids, or both in a row."""
+    """Continue a prompt: a text, token ids, or a list of both.
+
+    With `stream`, the answer is a stream of server-sent events.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         with renamed(FIELDS):
@@ -54,7 +60,7 @@ async def completion(request: Request, body: LlamaCompletion) -> Response:
 
 @router.post("/infill", response_class=JSONResponse, responses={200: _STREAM})
 async def infill(request: Request, body: Infill) -> Response:
-    """Find what stands between two texts, where the model has tokens for that."""
+    """Generate the text between a prefix and a suffix, if the model has infill tokens."""
 
     async def work(state: ModelState, send: Send) -> None:
         with renamed({**FIELDS, "prompt": "input_prefix"}):
@@ -65,7 +71,7 @@ async def infill(request: Request, body: Infill) -> Response:
 
 @router.post("/apply-template", response_class=JSONResponse)
 async def apply_template(request: Request, body: ApplyTemplate) -> Response:
-    """The prompt that messages become."""
+    """Render messages with the chat template and return the prompt text."""
 
     async def work(state: ModelState, send: Send) -> None:
         async with state.admit(request, estimate_messages(body.messages, body.tools)):
@@ -79,9 +85,7 @@ async def apply_template(request: Request, body: ApplyTemplate) -> Response:
 
 @router.get("/props", response_class=JSONResponse)
 async def props(request: Request, model: ModelParam = None) -> Response:
-    """What the server is and does unless told otherwise. Paths on its disk are nobody's
-    business.
-    """
+    """Return properties and default settings of the server, without paths of its disk."""
     state = loaded_model(request, model)
     tokenizer = state.engine.tokenizer
     settings = {
@@ -115,8 +119,9 @@ async def props(request: Request, model: ModelParam = None) -> Response:
 
 @router.get("/slots", response_class=JSONResponse)
 async def slots(request: Request, model: ModelParam = None) -> Response:
-    """As many as sequences are computed together. No slot holds a cache here: blocks do, which all
-    requests share.
+    """Return one slot for each sequence that can run at the same time.
+
+    Slots hold no cache here: all requests share the blocks of the pool.
     """
     state = loaded_model(request, model)
     running = await looked_up(state, state.engine.num_running)

@@ -1,5 +1,6 @@
-"""Ollama's routes: chat and generate, and the model to look at. Models are not pulled, made or
-deleted here.
+"""Routes of Ollama's API: chat, generate and model information.
+
+Models cannot be pulled, created or deleted here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ _STREAM = {"content": {LINES: {"schema": {"type": "string"}}}}
 
 @router.post("/api/chat", response_class=JSONResponse, responses={200: _STREAM})
 async def chat(request: Request, body: OllamaChat) -> Response:
-    """Answer a conversation."""
+    """Generate the next message of a conversation, in Ollama's format.
+
+    Without messages, the model is loaded or unloaded.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         log_reduced_context(body.chosen, state.engine)
@@ -61,9 +65,8 @@ async def chat(request: Request, body: OllamaChat) -> Response:
             await send_json(send, dumps(loaded(body.model, stays=_stays(request, body), chat=True)))
             return
         with renamed(CHAT_FIELDS):
-            chat = await off_loop(
-                lambda: chat_of(body)
-            )  # of thousands of messages it takes a while
+            # Translating thousands of messages takes a while.
+            chat = await off_loop(lambda: chat_of(body))
             await _chat(request, send, state, chat, body.model, chat=True)
 
     return _answered(request, body, work, asks=bool(body.messages))
@@ -71,7 +74,10 @@ async def chat(request: Request, body: OllamaChat) -> Response:
 
 @router.post("/api/generate", response_class=JSONResponse, responses={200: _STREAM})
 async def generate(request: Request, body: OllamaGenerate) -> Response:
-    """Answer a prompt, or go on with it as it is."""
+    """Answer a prompt, in Ollama's format; with `raw`, continue it without the chat template.
+
+    Without a prompt, the model is loaded or unloaded.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         log_reduced_context(body.chosen, state.engine)
@@ -94,19 +100,19 @@ async def generate(request: Request, body: OllamaGenerate) -> Response:
 
 @router.get("/api/tags", response_class=JSONResponse)
 async def tags(request: Request) -> Response:
-    """Every model that is served, by each of its names."""
+    """List all served models, by each of their names."""
     return json_response({"models": listed(server_of(request))})
 
 
 @router.get("/api/ps", response_class=JSONResponse)
 async def ps(request: Request) -> Response:
-    """Those that are loaded, and until when."""
+    """List the loaded models, and when each will be unloaded."""
     return json_response({"models": running(server_of(request))})
 
 
 @router.post("/api/show", response_class=JSONResponse)
 async def show(request: Request, body: OllamaShow) -> Response:
-    """What there is to know of a model, which is not loaded for that."""
+    """Return information about a model, without loading it."""
     server = server_of(request)
     served = served_model(request, named(server.models, body.model or body.name))
     return json_response(await off_loop(lambda: shown(server, served)))
@@ -114,7 +120,7 @@ async def show(request: Request, body: OllamaShow) -> Response:
 
 @router.get("/api/version", response_class=JSONResponse)
 async def version() -> Response:
-    """The version of Ollama's API that is spoken here, and ours."""
+    """Return the supported version of Ollama's API, and this server's version."""
     return json_response({"version": API_VERSION, "server": f"kvboost-edge {__version__}"})
 
 
@@ -125,8 +131,9 @@ def _answered(
     *,
     asks: bool,
 ) -> Response:
-    """The answer that `work` sends. Who asks nothing and wants the model gone does not load it for
-    that.
+    """Return the response that `work` sends.
+
+    A request without messages or prompt that unloads its model does not load it first.
     """
     name = named(server_of(request).models, body.model)
     if not asks and not _stays(request, body) and served_model(request, name).state is None:
@@ -135,7 +142,7 @@ def _answered(
 
 
 def _stays(request: Request, body: OllamaChat | OllamaGenerate) -> bool:
-    """Whether the model stays loaded behind the answer."""
+    """Return whether the model stays loaded after the answer."""
     models = server_of(request).models
     return body.keep_alive != 0 or not models.heeds(
         served_model(request, named(models, body.model))

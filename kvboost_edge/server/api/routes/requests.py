@@ -1,4 +1,4 @@
-"""What became of requests in the cache: why a prompt was read again."""
+"""Routes of cache-miss reports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ _NO_STORE = {"Cache-Control": "no-store"}
 
 @router.get("/v1/requests", response_class=JSONResponse, responses={200: {"model": PromptCaches}})
 async def requests(request: Request) -> Response:
-    """What became of the last prompts of this API key, the latest first; texts are in the route of
-    each.
+    """List reports on the last prompts of this API key, latest first, at most 50.
+
+    The reports contain no texts; /v1/requests/{request_id}/cache returns them.
     """
     records = _latest(request)
     kept = server_of(request).settings.request_history
@@ -40,8 +41,9 @@ async def requests(request: Request) -> Response:
     responses={200: {"model": PromptCache}},
 )
 async def request_cache(request: Request, request_id: str) -> Response:
-    """Where the prompt of a request left what was asked before, and why; the id is the x-request-id
-    of its answer, "last" the latest.
+    """Return the cache-miss report of a request: first diverging token, texts and cause.
+
+    The id is the x-request-id of the request's answer, or "last" for the latest request.
     """
     server = server_of(request)
     tenant = _tenant(request)
@@ -56,7 +58,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
     for one in server.models.all:
         record = one.history.find(tenant, wanted)
         if record is not None and record.diagnosis is not None:
-            # Texts are made of tokens, which takes the model's tokenizer.
+            # Texts are decoded from token ids, which takes the model's tokenizer.
             explained = None if one.state is None else one.state.doctor.explained(tenant, record)
             found = record.diagnosis if explained is None else await off_loop(explained)
     if found is None:
@@ -70,7 +72,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
 
 
 def _latest(request: Request) -> list[RequestRecord]:
-    """This key's last requests that ended, of all models, the latest first."""
+    """Return the tenant's finished requests of all models, latest first."""
     tenant = _tenant(request)
     found = []
     for one in server_of(request).models.all:

@@ -1,4 +1,4 @@
-"""OpenAI's responses: make one, look at one that is remembered, forget it."""
+"""Routes of OpenAI's Responses API: create, retrieve and delete responses."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = ["router"]
 
 router = APIRouter(route_class=JsonRoute, responses=ERRORS)
 
-# Of each event: its name, and the JSON of its data.
+# An event: its name, and its data as JSON.
 _EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
 _STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
-_LONG = 1 << 14  # characters or bytes; fewer are read in a fraction of a millisecond
+_LONG = 1 << 14  # characters or bytes; translating fewer takes a fraction of a millisecond
 ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
 
 
@@ -46,7 +46,10 @@ ResponseId = Annotated[str, Path(min_length=1, max_length=256)]
     responses={200: _STREAM},
 )
 async def create(request: Request, body: ResponseRequest) -> Response:
-    """Answer a conversation, given whole or continued."""
+    """Generate a response to a conversation, which may continue a stored response.
+
+    With `stream`, the answer is a stream of server-sent events.
+    """
 
     async def work(state: ModelState, send: Send) -> None:
         if body.stream_options is not None and not body.stream:
@@ -84,7 +87,7 @@ async def create(request: Request, body: ResponseRequest) -> Response:
 async def retrieve(
     request: Request, response_id: ResponseId, stream: Annotated[bool, Query()] = False
 ) -> Response:
-    """A response that is remembered, as it was answered."""
+    """Return a stored response."""
     turn = _found(request, response_id)
     if stream:
         raise bad_field(
@@ -98,7 +101,7 @@ async def retrieve(
     response_class=JSONResponse,
 )
 async def delete(request: Request, response_id: ResponseId) -> Response:
-    """Forget a response; what continues it cannot be continued any more."""
+    """Delete a stored response; responses that continue it can no longer be continued."""
     if not server_of(request).shared.remembered.forget(_tenant(request), response_id):
         raise _unknown(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -115,9 +118,7 @@ async def input_items(
     order: Annotated[Literal["asc", "desc"], Query()] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    """The items that were sent for a response; those of the responses that it continues are
-    theirs.
-    """
+    """List the input items of a stored response, without those of the responses it continues."""
     turn = _found(request, response_id)
 
     def listed() -> bytes:
@@ -145,7 +146,11 @@ def _tenant(request: Request) -> str | None:
 
 
 def _conversation(state: ModelState, tenant: str | None, name: str | None) -> list[StoredResponse]:
-    """The turns that a body continues. ApiError 404 where one of them is not remembered."""
+    """Return the turns that a body continues.
+
+    Raises:
+        ApiError: a turn is not stored (404).
+    """
     if name is None:
         return []
     try:
@@ -158,9 +163,12 @@ def _conversation(state: ModelState, tenant: str | None, name: str | None) -> li
 
 
 def _items(turns: list[StoredResponse]) -> list[dict[str, Any]]:
-    """The items of all turns. ApiError for more than are read: so many fill any context, and hold
-    up the others.
+    """Return the items of all turns.
+
+    Raises:
+        ApiError: there are too many items (400).
     """
+    # The limit is more than any context holds, and reading more would delay other requests.
     items: list[dict[str, Any]] = []
     for turn in turns:
         items += json.loads(turn.sent)
