@@ -1,1 +1,1 @@
-"""The machine: processor, memory, container limits, files, per-tenant LRU."""
+"""The host machine: processor, memory, container limits and files; and a per-tenant LRU cache."""

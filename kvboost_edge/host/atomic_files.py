@@ -1,7 +1,7 @@
-"""Files on their way: written under a name of their own, locked meanwhile, renamed when complete.
+"""Files that are written under a temporary name with a lock, and renamed when complete.
 
-A lock goes with its process, however that ends: an unfinished file without one is left of a writer
-that was killed, and is removed by the next writer in the same directory.
+The lock ends with its process. An unlocked temporary file was left by a writer that was killed; the
+next writer in the directory removes it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ __all__ = ["alone_in", "finish_file", "is_abandoned", "open_unfinished", "synced
 
 _PREFIX = ".new-"
 _SYNC_S = 0.1
-_LEFTOVER_S = 24 * 3600  # where files cannot be locked
+_LEFTOVER_S = 24 * 3600  # age of a leftover where files cannot be locked
 
 
 def open_unfinished(directory: Path) -> IO[bytes]:
-    """A new file for `finish_file`, open for writing; leftovers in the directory are removed.
+    """Open a new temporary file for `finish_file`, and remove leftovers in the directory.
+
     Raises OSError.
     """
     with alone_in(directory):
@@ -43,8 +44,9 @@ def open_unfinished(directory: Path) -> IO[bytes]:
 
 
 def is_abandoned(directory: Path) -> bool:
-    """Whether files were begun in the directory and the writer of none is alive. False where files
-    cannot be locked. Raises OSError.
+    """Return whether the directory has unfinished files, and all their writers have died.
+
+    False if files cannot be locked. Raises OSError.
     """
     with alone_in(directory):
         paths = list(directory.glob(f"{_PREFIX}*"))
@@ -52,22 +54,21 @@ def is_abandoned(directory: Path) -> bool:
 
 
 def finish_file(file: IO[bytes], path: Path) -> None:
-    """Close a file that is complete and give it its name, read-only. Raises OSError."""
+    """Close a complete file and rename it to `path`, read-only. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
-    with alone_in(path.parent):  # between closing and renaming it has no lock
+    with alone_in(path.parent):  # the file has no lock between closing and renaming
         file.close()
-        if sys.platform != "win32":  # where a read-only file cannot be replaced
+        if sys.platform != "win32":  # Windows cannot replace a read-only file
             os.chmod(file.name, 0o400)
         os.replace(file.name, path)
 
 
 @contextlib.contextmanager
 def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
-    """What is written inside is given to the disk as it comes, so that little is left for the end
-    (150 ms of waiting for 342 MB otherwise). Raises OSError at the end where the disk refused any
-    of it: the system tells it only once.
-    """
+    """Sync a file to disk continuously while the body writes it. Raises OSError at the end."""
+    # Little is left to sync at the end, where 342 MB would take 150 ms. The system reports a write
+    # error only once, so an error of this thread is raised after the body.
     done = threading.Event()
     refused = list[OSError]()
 
@@ -91,9 +92,10 @@ def synced_meanwhile(file: IO[bytes]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """No other process, and no other thread, is inside for the same directory; where files cannot
-    be locked, nothing is held off. Unfinished files begin, end and are removed in here. Raises
-    OSError.
+    """Lock a directory against other processes and threads that use this function.
+
+    Unfinished files are created, renamed and removed inside it. Has no effect where files cannot be
+    locked. Raises OSError.
     """
     if sys.platform == "win32":
         yield
@@ -117,9 +119,7 @@ def _try_lock(path: Path) -> bool | None:
 
 
 def _lock(handle: int, *, wait: bool) -> bool | None:
-    """Lock an open file until it is closed: whether it worked, None where files cannot be
-    locked.
-    """
+    """Lock an open file until it is closed; return whether that worked, None if unsupported."""
     if sys.platform == "win32":
         return None
     try:

@@ -1,6 +1,4 @@
-"""How fast this machine reads memory: what bounds decoding, which reads all weights for each
-token.
-"""
+"""A measurement of memory bandwidth, which bounds decoding: each token reads all weights."""
 
 from __future__ import annotations
 
@@ -18,16 +16,14 @@ _LEAST_BYTES = 8 << 20
 
 
 def measure_read_bandwidth(num_threads: int, seconds: float = 0.3) -> float:
-    """Bytes per second that so many threads read together, the best of the rounds that fit into
-    `seconds`.
+    """Return the bytes per second that `num_threads` threads read together.
 
-    A plain read through NumPy, a little under what streaming kernels reach. Takes up to 192 MB for
-    the time being, less where less than four times that is available.
+    The best of the rounds that fit into `seconds`. A plain read through NumPy, a little slower than
+    streaming kernels. Takes up to 192 MB, but at most a quarter of the available memory.
     """
     size = max(_LEAST_BYTES, min(_BYTES, available_bytes() // 4)) // 8 // num_threads * num_threads
-    words = np.full(
-        size, 1, np.uint64
-    )  # written once: pages that were never touched are not there to be read
+    # Written once, because untouched pages are not mapped.
+    words = np.full(size, 1, np.uint64)
     parts = np.split(words, num_threads)
     best = float("inf")
     end = time.perf_counter() + seconds

@@ -1,7 +1,7 @@
-"""Linux control groups, version 1 and 2: the memory and CPU limits this process lives under.
+"""Linux control groups, version 1 and 2: the memory and CPU limits of this process.
 
-Every function takes the file system's root so that tests can lay out a machine of their own. Where
-there is no cgroup (macOS, Windows, an unreadable /proc) the answer is None: no limit known.
+Functions return None without cgroups (macOS, Windows, an unreadable /proc). They take the root of
+the file system, so that tests can build their own.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from pathlib import Path, PurePosixPath
 
 __all__ = ["MemoryLimit", "cpu_quota", "memory_limit"]
 
-# Version 1 writes "no limit" as the largest page-aligned integer; nothing real is that large.
+# Version 1 writes "no limit" as the largest page-aligned integer.
 _NO_LIMIT = 1 << 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The tightest memory limit on the way up to the root, in bytes; `used` leaves out reclaimable
-    file cache.
+    """The tightest memory limit of this process's groups, in bytes.
+
+    Attributes:
+        limit: The limit.
+        used: Memory in use, without reclaimable file cache.
     """
 
     limit: int
@@ -39,7 +42,7 @@ class _Mount:
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """The limit that leaves the least free memory, or None when no group limits memory."""
+    """Return the limit that leaves the least free memory; None without a limit."""
     found = [
         limit
         for directory, version in _groups("memory", root)
@@ -49,9 +52,7 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU time this process may use per second of wall time (1.5 = one and a half CPUs), or None
-    without a quota.
-    """
+    """Return the CPU seconds per second that this process may use; None without a quota."""
     found = [
         quota
         for directory, version in _groups("cpu", root)
@@ -90,9 +91,7 @@ def _quota(directory: Path, version: int) -> float | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Directories of this process's groups for one controller, innermost first, up to the mount
-    point.
-    """
+    """Yield the directories of this process's groups for a controller, innermost first."""
     memberships = list(_memberships(root))
     for mount in _mounts(root):
         for controllers, path in memberships:
@@ -104,8 +103,8 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             if not mine:
                 continue
             group = PurePosixPath(path)
-            # In a container the mount shows only a part of the hierarchy; a path outside it belongs
-            # to the top.
+            # A container's mount shows only a part of the hierarchy. A path outside it belongs to
+            # the top.
             relative = (
                 group.relative_to(mount.root)
                 if group.is_relative_to(mount.root)

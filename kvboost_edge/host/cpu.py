@@ -1,4 +1,4 @@
-"""What processor this is, which vector instructions it has, and how many threads may run on it."""
+"""The processor: model, vector instructions, and the threads that may run on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvboost_edge.host.cgroup import cpu_quota
 __all__ = ["CpuInfo", "default_num_threads", "describe_cpu", "isa_label", "parse_cpuinfo"]
 
 _ALIASES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
-# macOS names what Linux names otherwise: sysctl key -> Linux flag.
+# sysctl keys of macOS and the Linux flags that they correspond to.
 _DARWIN_ARM = {
     "hw.optional.arm.FEAT_DotProd": "asimddp",
     "hw.optional.arm.FEAT_I8MM": "i8mm",
@@ -27,8 +27,17 @@ _DARWIN_ARM = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CpuInfo:
-    """`flags` as Linux spells them, sorted; `isa` is the short label of the widest instructions
-    that count here. `quota` is CPU seconds per second allowed by the cgroup, None without one.
+    """The processor of this machine.
+
+    Attributes:
+        model: Name of the processor or the board, or "unknown".
+        arch: Architecture, such as "x86_64" or "aarch64".
+        flags: Instruction set flags as Linux spells them, sorted.
+        isa: Short name of the widest supported instruction set, see `isa_label`.
+        physical: Number of cores.
+        logical: Number of hardware threads.
+        affinity: Number of CPUs that this process may run on.
+        quota: CPU seconds per second that the cgroup allows; None without a quota.
     """
 
     model: str
@@ -42,9 +51,7 @@ class CpuInfo:
 
 
 def describe_cpu() -> CpuInfo:
-    """Look the machine over; never raises: what cannot be found out is named 'unknown' or left
-    empty.
-    """
+    """Describe the processor. Never raises: unknown properties are "unknown" or empty."""
     machine = platform.machine().lower()
     arch = _ALIASES.get(machine, machine) or "unknown"
     model, flags = _identify(arch)
@@ -63,19 +70,18 @@ def describe_cpu() -> CpuInfo:
 
 
 def default_num_threads() -> int:
-    """Threads to use when nobody says otherwise: the CPUs this process may run on, cut by the
-    cgroup's quota.
+    """Return the default number of threads: this process's CPUs, limited by the cgroup's quota.
 
-    A quota of 2.5 gives 2 threads: a third would be put to sleep half of the time, and the others
-    wait for it.
+    A quota of 2.5 gives 2 threads.
     """
+    # With 3 threads on a quota of 2.5 one would sleep half of the time, and the others wait for it.
     affinity = _affinity()
     quota = cpu_quota()
     return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
 
 
 def isa_label(arch: str, flags: frozenset[str]) -> str:
-    """Short name of the instruction set, such as 'avx512-vnni', 'avx2' or 'neon-dotprod'."""
+    """Return the short name of the instruction set, such as 'avx512-vnni' or 'neon-dotprod'."""
     if arch == "x86_64":
         return _x86_label(flags)
     if arch == "aarch64":
@@ -99,7 +105,7 @@ def _x86_label(flags: frozenset[str]) -> str:
 
 
 def parse_cpuinfo(text: str) -> tuple[str, frozenset[str]]:
-    """Model name and flags from the text of Linux's /proc/cpuinfo (x86 'flags', ARM 'Features')."""
+    """Return model name and flags from Linux's /proc/cpuinfo (x86 'flags', ARM 'Features')."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, separator, value = line.partition(":")
@@ -117,7 +123,7 @@ def _identify(arch: str) -> tuple[str, frozenset[str]]:
         except OSError:
             return "", frozenset()
         model, flags = parse_cpuinfo(text)
-        # ARM boards keep their name in the device tree, not in cpuinfo.
+        # ARM boards have their name in the device tree.
         return model or _device_tree_model(), flags
     if system == "Darwin":
         return _identify_darwin(arch)
@@ -157,7 +163,7 @@ def _sysctl(key: str) -> str:
 
 
 def _llvm_flags() -> frozenset[str]:
-    """Flags by way of LLVM, for systems without a list of their own (Windows)."""
+    """Return LLVM's flags, for systems without a list of their own (Windows)."""
     from llvmlite import binding
 
     names = {

@@ -1,4 +1,4 @@
-"""Reading and writing a file at any place, from any number of threads."""
+"""Positional reads and writes of a file, from any number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["FileAt"]
 
 
 class _File(Protocol):
-    """What open files of every kind have."""
+    """An open file of any kind."""
 
     def fileno(self) -> int: ...
     def seek(self, offset: int, /) -> int: ...
@@ -18,10 +18,10 @@ class _File(Protocol):
 
 
 class FileAt:
-    """An open binary file without a position of its own. Both methods raise OSError.
+    """An open binary file for positional access. Both methods raise OSError.
 
-    Systems without `preadv` and `pwrite` have one position for all threads, which then take turns;
-    the file must not be used otherwise meanwhile.
+    Without `preadv` and `pwrite`, threads take turns, because the file has one position for all of
+    them. The file must not be used otherwise in the meantime.
     """
 
     def __init__(self, file: _File) -> None:
@@ -29,8 +29,9 @@ class FileAt:
         self._turn = threading.Lock()
 
     def read_into(self, view: memoryview, start: int) -> int:
-        """Fill a view of bytes with those from `start` on: how many it got, fewer only where the
-        file ends.
+        """Fill a view with the bytes from `start` on; return their number.
+
+        It is less than the view's length only at the end of the file.
         """
         done = 0
         while done < len(view):
@@ -41,7 +42,7 @@ class FileAt:
         return done
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write all of a view of bytes from `start` on."""
+        """Write all bytes of a view at `start`."""
         if hasattr(os, "pwrite"):
             done = 0
             while done < len(view):

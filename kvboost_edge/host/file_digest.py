@@ -1,4 +1,4 @@
-"""Digests of large files, in parts, so that one file uses every core."""
+"""Digests of large files in parts, so that all cores work on one file."""
 
 from __future__ import annotations
 
@@ -27,19 +27,27 @@ def digest_in_parts(
     num_threads: int,
     algorithm: Callable[[], _Digest] = hashlib.sha256,
 ) -> str:
-    """The digest, in hexadecimal digits, over the digests of every `part_bytes` of the first `stop`
-    bytes of an open file.
+    """Return the hexadecimal digest over the digests of a file's parts.
 
-    algorithm: SHA-256 names content, whoever wrote it; `xxhash.xxh3_128`, some 30 times as fast,
-    finds damage. Where the file's position is afterwards is undefined. OSError where the file ends
-    early or cannot be read.
+    The file's position is undefined afterwards.
+
+    Args:
+        file: An open binary file.
+        stop: Number of bytes to digest, from the file's start.
+        part_bytes: Size of a part.
+        num_threads: Number of threads.
+        algorithm: SHA-256 to identify content, even from untrusted writers. `xxhash.xxh3_128` is
+            some 30 times as fast and detects damage only.
+
+    Raises:
+        OSError: The file ends early or cannot be read.
     """
     source = FileAt(file)
 
     def digest(start: int) -> bytes:
         found = algorithm()
         end = min(start + part_bytes, stop)
-        # Reading into one buffer, not mapping: mapped pages would count as this process's memory.
+        # Read into one buffer: mapped pages would count as this process's memory.
         view = memoryview(bytearray(min(_READ_BYTES, end - start)))
         while start < end:
             count = source.read_into(view[: min(len(view), end - start)], start)

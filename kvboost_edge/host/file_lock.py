@@ -1,6 +1,4 @@
-"""Who has a file open says so by a lock, so that nobody deletes it meanwhile; the system lets go of
-it in any case.
-"""
+"""Shared locks on open files, so that no other process deletes them while they are in use."""
 
 from __future__ import annotations
 
@@ -18,12 +16,13 @@ _LOOK_S = 0.01
 
 
 def hold_open(file: IO[Any]) -> None:
-    """Hold a file, beside others that do, until it and all that was mapped through it is closed.
-    Who looks whether it is held, or deletes it, locks it for an instant, which is waited for.
-    Nothing where files cannot be locked; Windows does not delete what is mapped.
+    """Hold a shared lock on a file until the file and all its mappings are closed.
+
+    Has no effect where files cannot be locked, or on Windows, which does not delete mapped files.
     """
     if sys.platform == "win32":
         return
+    # A process that checks for holders, or deletes the file, locks it exclusively for an instant.
     for _ in range(_LOOKS):
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""Facts about large files, remembered between runs, so that each file is read through only once.
+"""Cached facts about large files, such as digests, so that each file is read only once.
 
-One small JSON file per weight file, in the cache directory, holds what was found out together with
-the file's path, size, times and inode; a file whose stamp differs is read again. Where the cache
-directory cannot be used nothing is remembered and nothing fails.
+The cache directory has one small JSON file per weight file. It holds the facts and the file's path,
+size, times and inode. A file whose stamp differs is read again. Without a usable cache directory
+nothing is cached, and nothing fails.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from typing import IO, Any
 __all__ = ["NO_CACHE", "FileStamp", "cache_directory", "recall", "remember"]
 
 NO_CACHE = Path(os.devnull)
-"""As a cache directory: nothing is kept and nothing is found."""
+"""A cache directory that disables the cache."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What changes when a file's content does. `changed_ns` (ctime) cannot be set back by copying
-    with times kept.
-    """
+    """Metadata that changes with a file's content."""
 
     path: str
     size: int
     modified_ns: int
-    changed_ns: int
+    changed_ns: int  # ctime: unlike mtime it cannot be set, for example by a copy that keeps times
     inode: int
 
     @classmethod
@@ -42,7 +40,7 @@ class FileStamp:
 
     @classmethod
     def of_open(cls, file: IO[bytes], path: Path) -> FileStamp:
-        """Of the file that was opened under `path`, whatever is there by now."""
+        """Return the stamp of the open file, even if another file has replaced it at `path`."""
         return cls._with(path.resolve(), os.fstat(file.fileno()))
 
     @classmethod
@@ -51,7 +49,7 @@ class FileStamp:
 
 
 def cache_directory() -> Path:
-    """KVBOOST_EDGE_CACHE, or the platform's place for caches."""
+    """Return KVBOOST_EDGE_CACHE, or the platform's cache directory."""
     named = os.environ.get("KVBOOST_EDGE_CACHE")
     if named:
         return Path(named).expanduser()
@@ -67,7 +65,7 @@ def cache_directory() -> Path:
 
 
 def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:
-    """Facts remembered about the file with exactly this stamp; empty when there are none."""
+    """Return the cached facts about the file with exactly this stamp; empty if there are none."""
     directory = _directory(cache_dir)
     if not _trusted(directory):
         return {}
@@ -82,14 +80,12 @@ def recall(stamp: FileStamp, cache_dir: Path | None = None) -> dict[str, Any]:
 
 
 def remember(stamp: FileStamp, facts: dict[str, Any], cache_dir: Path | None = None) -> None:
-    """Add facts about a file; written atomically, readable by this user alone."""
+    """Add facts about a file, atomically and readable only by this user."""
     if cache_dir == NO_CACHE:
         return
     directory = _directory(cache_dir)
     entry = {"stamp": dataclasses.asdict(stamp), "facts": {**recall(stamp, cache_dir), **facts}}
-    with contextlib.suppress(
-        OSError
-    ):  # a read-only or full disk costs time at the next start, nothing else
+    with contextlib.suppress(OSError):  # on a read-only or full disk the next start takes longer
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         if _trusted(directory):
@@ -108,9 +104,8 @@ def _entry_path(directory: Path, stamp: FileStamp) -> Path:
 
 
 def _trusted(directory: Path) -> bool:
-    """Whether nobody else can have written there: a forged fact would make two models share keys
-    and values.
-    """
+    """Return whether only this user can have written to the directory."""
+    # A forged digest would make two models share KV.
     try:
         stat = directory.stat()
     except OSError:

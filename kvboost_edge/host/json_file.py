@@ -10,13 +10,14 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["read_json_object"]
 
-# The largest files, indexes of mixtures with hundreds of experts, have some 40 MB.
+# The largest files, weight indexes of models with hundreds of experts, have some 40 MB.
 _MAX_BYTES = 64_000_000
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model; ModelFormatError names the file when it is damaged or
-    holds something else.
+    """Return the object in a model's JSON file.
+
+    Raises ModelFormatError, which names the file, if it is damaged or holds something else.
     """
     try:
         size = path.stat().st_size

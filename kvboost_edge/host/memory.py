@@ -1,6 +1,4 @@
-"""Memory of the machine and of this process, in bytes; a container's limit counts as the
-machine's.
-"""
+"""Memory of this process and of the machine or container, in bytes."""
 
 from __future__ import annotations
 
@@ -34,23 +32,24 @@ __all__ = [
     "uncollected",
 ]
 
-_WORTH = 8 << 20  # that a process grew by since the last time, for giving back to be tried again
+_WORTH = 8 << 20  # growth of the process after which memory is returned to the system again
 _MADV_DONTNEED = 4  # Linux
 _COMPILER = "libllvmlite"
-_ENTRY = 8  # bytes of /proc/self/pagemap for each page; the highest bit: it is in memory
+_ENTRY = 8  # bytes per page in /proc/self/pagemap; the highest bit is set if it is in memory
 _ENTRIES_BYTES = 1 << 18
 
 
 class Region(NamedTuple):
-    """A run of this process's memory."""
+    """A contiguous part of this process's memory, in bytes."""
 
     address: int
     nbytes: int
 
 
 def available_bytes() -> int:
-    """Memory that can be taken now without swapping: the machine's, the cgroup's or this process's
-    own limit, whichever is least.
+    """Return the memory that can be taken without swapping.
+
+    The least of the machine's, the cgroup's and `set_own_limit`'s.
     """
     available = int(psutil.virtual_memory().available)
     group = memory_limit()
@@ -59,9 +58,7 @@ def available_bytes() -> int:
 
 
 def total_bytes() -> int:
-    """Memory this process could ever have: the machine's or the cgroup's limit, whichever is
-    less.
-    """
+    """Return the memory of the machine, or the cgroup's limit if that is less."""
     total = int(psutil.virtual_memory().total)
     group = memory_limit()
     return total if group is None else min(total, group.limit)
@@ -71,7 +68,7 @@ _own_limit: int | None = None
 
 
 def set_own_limit(num_bytes: int | None) -> None:
-    """Let `available_bytes` count at most so much as available to this process; None: no limit."""
+    """Limit what `available_bytes` returns in this process; None for no limit."""
     global _own_limit  # noqa: PLW0603 - one value of the process
     _own_limit = num_bytes
 
@@ -80,9 +77,7 @@ _own_share = 1.0
 
 
 def set_own_share(share: float) -> None:
-    """Of memory that several processes like this one take at the same time, this one's part, above
-    0 and at most 1.
-    """
+    """Set this process's share of memory that several processes divide, in (0, 1]."""
     global _own_share  # noqa: PLW0603 - one value of the process
     if not 0 < share <= 1:
         raise ValueError(f"share={share!r} must be above 0 and at most 1")
@@ -90,23 +85,22 @@ def set_own_share(share: float) -> None:
 
 
 def shared_out(num_bytes: int) -> int:
-    """This process's part of so much memory."""
+    """Return this process's share of `num_bytes`."""
     return int(num_bytes * _own_share)
 
 
 def process_rss() -> int:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def process_peak() -> int:
-    """Largest resident memory of this process so far."""
+    """Return the largest resident memory of this process so far."""
     if sys.platform == "linux":
-        # Not getrusage: its ru_maxrss is inherited from the process that started this one.
+        # Not getrusage: ru_maxrss is inherited from the parent process.
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
-                # The kernel batches its counts, so the mark can lag a little behind what is
-                # resident now.
+                # The kernel batches its counts, so the peak may lag behind the current value.
                 return max(int(line.split()[1]) * 1024, process_rss())
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
@@ -117,11 +111,9 @@ def process_peak() -> int:
 
 
 def resident_bytes(regions: Iterable[Region]) -> int | None:
-    """How much of the regions is resident in this process, in whole pages: mapped files are read
-    bit by bit, and pages of an array that nobody has written take no memory. None where the system
-    does not tell (all but Linux).
+    """Return the bytes of the regions that are resident, in whole pages; None except on Linux.
 
-    About 9 ms for each gigabyte that is resident.
+    Takes about 9 ms per resident gigabyte.
     """
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -146,17 +138,16 @@ def _resident(pages: int, region: Region) -> int:
 
 
 class Slack:
-    """What a process has left over when it comes to rest: given back if it grew since the last
-    time.
-    """
+    """Releases unused memory to the system when a process becomes idle, if it has grown."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def give_back(self) -> None:
-        """Give memory back if it grew: some milliseconds, else 20 us.
+        """Release memory to the system if the process has grown.
 
-        A failure to read the memory, such as a lack of file descriptors, puts it off.
+        Takes a few milliseconds then, else 20 us. If the memory cannot be read, for example for
+        lack of file descriptors, the next call tries again.
         """
         with contextlib.suppress(OSError):
             if process_rss() > self._last + _WORTH:
@@ -166,9 +157,8 @@ class Slack:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's search for garbage rests inside, where many objects are made that stay: it would
-    look at all there are again and again, which was 40% of making 50,000.
-    """
+    """Disable garbage collection while the body makes many objects that stay."""
+    # The collector would scan all objects again and again: 40% of the time to make 50,000.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -179,14 +169,15 @@ def uncollected() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Return to the system what loading and compiling have left: free pages of the heap, which
-    glibc keeps, and the code of the compiler, some 70 MB of pages of a file that come back by
-    themselves where they are wanted again. Does nothing but on Linux.
+    """Release memory that loading and compiling no longer need. Linux only.
+
+    These are free heap pages that glibc keeps, and some 70 MB of the compiler's code. The code is
+    read from its file again when it is needed.
     """
     if sys.platform != "linux":
         return
     library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # musl has none and keeps less
+    if hasattr(library, "malloc_trim"):  # musl lacks it, and keeps less
         library.malloc_trim(ctypes.c_size_t(0))
     if hasattr(library, "madvise"):
         for region in _unwritten_code(_COMPILER):
@@ -196,7 +187,7 @@ def give_back() -> None:
 
 
 def _unwritten_code(name: str) -> list[Region]:
-    """Mappings of a library that nothing can write and of which no page differs from the file."""
+    """Return the read-only mappings of a library whose pages all equal the file's."""
     found = []
     region = None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Files and sockets that this process has open, and how many it may have."""
+"""Open files and sockets of this process, and their limit."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ __all__ = ["allow_open_files", "num_open_files"]
 
 
 def num_open_files() -> int:
-    """Count the file descriptors in use, sockets among them."""
+    """Return the number of open file descriptors, including sockets."""
     process = psutil.Process()
     return int(process.num_handles() if sys.platform == "win32" else process.num_fds())
 
 
 def allow_open_files(wanted: int) -> int:
-    """Raise the limit of open files to `wanted` where it is lower and the system allows that.
+    """Raise the limit of open files to `wanted` if it is lower and the system allows it.
 
-    Return how many may be open: at least `wanted`, or the limit in force.
+    Returns:
+        The number of files that may be open: at least `wanted`, or the limit in force.
     """
-    if sys.platform == "win32":  # no such limit on sockets
+    if sys.platform == "win32":  # Windows has no such limit on sockets
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    with contextlib.suppress(ValueError, OSError):  # macOS has another limit, of the kernel
+    with contextlib.suppress(ValueError, OSError):  # macOS has a further limit in the kernel
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         return allowed
     return soft

@@ -1,4 +1,4 @@
-"""A bounded LRU store of several tenants. No tenant can evict the values of another one."""
+"""A bounded LRU cache of several tenants. No tenant can evict the values of another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TenantLRU"]
 _MAX_ROOT_BYTES = 1 << 20
 _MAX_BYTES = 64 << 20
 _MAX_OWNERS = 4096
-_ROOT_BYTES = 1000  # about what Python's objects take around the values of a root
+_ROOT_BYTES = 1000  # approximate size of the Python objects of a root
 
 V = TypeVar("V")
 
@@ -24,7 +24,7 @@ class _Entry(NamedTuple, Generic[V]):
 
 
 class _Root(Generic[V]):
-    """Values by key with their sizes, the one that was not used for longest first."""
+    """The values of a root by key, with their sizes, least recently used first."""
 
     def __init__(self, owner: Hashable) -> None:
         self.owner = owner
@@ -33,7 +33,7 @@ class _Root(Generic[V]):
 
 
 class _Owner:
-    """The roots of a tenant, the one that was not used for longest first."""
+    """The roots of a tenant, least recently used first."""
 
     def __init__(self) -> None:
         self.roots: OrderedDict[Hashable, None] = OrderedDict()
@@ -41,21 +41,27 @@ class _Owner:
 
 
 class TenantLRU(Generic[V]):
-    """Values by root and key, least recently used first. Safe to use from any thread.
+    """An LRU cache of values by root and key. Thread-safe.
 
-    A root belongs to a tenant and a salt; its owner is the tenant. Values of one root cannot be
-    found under another one.
+    A root belongs to a tenant and a salt; its owner is the tenant. A value is found only under its
+    own root.
 
-    Evicted are:
-    - values that were kept more than `seconds` ago, though they were used since (None: never);
-    - the oldest values of a root that has more than `max_root_bytes` or `max_root_values`;
-    - where all values take more than `max_bytes`, the oldest root of the owner with the most bytes.
-      So an owner with no more than an equal part loses nothing, however many salts others use;
-    - beyond `max_owners`, the owner that was used least recently.
+    Evicts:
 
-    Attributes:
-        root_bytes: counted for each root besides its values.
-        clock: seconds; for tests.
+    - values kept more than `seconds` ago, even if used since;
+    - the oldest values of a root that exceeds `max_root_bytes` or `max_root_values`;
+    - if all values exceed `max_bytes`, the oldest values of the owner with the most bytes. An owner
+      within its equal share loses nothing, however many salts others use;
+    - beyond `max_owners`, all values of the least recently used owner.
+
+    Args:
+        max_root_bytes: Most bytes of a root.
+        max_bytes: Most bytes of all values.
+        max_root_values: Most values of a root; None for no limit.
+        max_owners: Most tenants.
+        root_bytes: Bytes counted for each root in addition to its values.
+        seconds: Lifetime of a value; None for no limit.
+        clock: Returns seconds; for tests.
     """
 
     def __init__(
@@ -84,14 +90,14 @@ class TenantLRU(Generic[V]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all values take, approximately."""
+        """Approximate bytes of all values."""
         return self._num_bytes
 
     def keep(self, owner: Hashable, root: Hashable, key: Hashable, value: V, size: int) -> bool:
-        """Keep a value of `size` bytes in place of an older one of its key.
+        """Store a value of `size` bytes, replacing one with the same key.
 
-        Return False for a value that is too large for a root, which is not kept. A root has the
-        same owner each time.
+        Returns False, without storing it, if the value is too large for a root. A root must have
+        the same owner each time.
         """
         if size + self._root_bytes > min(self.max_root_bytes, self._max_bytes):
             return False
@@ -111,7 +117,7 @@ class TenantLRU(Generic[V]):
             return True
 
     def resize(self, root: Hashable, key: Hashable, size: int) -> None:
-        """Count other bytes for a value that changed, if it is still kept."""
+        """Set the size of a value that has changed, if it is still stored."""
         with self._lock:
             found = self._roots.get(root)
             if found is not None and key in found.entries:
@@ -121,7 +127,7 @@ class TenantLRU(Generic[V]):
                 self._evict(root)
 
     def find(self, root: Hashable, key: Hashable) -> V | None:
-        """Return the value of a key, which counts as used now; None if there is none."""
+        """Return the value of a key and mark it as used; None if there is none."""
         with self._lock:
             self._expire()
             found = None if root not in self._roots else self._roots[root].entries.get(key)
@@ -131,14 +137,14 @@ class TenantLRU(Generic[V]):
             return found.value
 
     def peek(self, root: Hashable, key: Hashable) -> V | None:
-        """Return the value of a key, which does not count as used; None if there is none."""
+        """Return the value of a key without marking it as used; None if there is none."""
         with self._lock:
             self._expire()
             found = None if root not in self._roots else self._roots[root].entries.get(key)
             return None if found is None else found.value
 
     def values(self, root: Hashable) -> list[V]:
-        """Return the values of a root, the one that was not used for longest first."""
+        """Return the values of a root, least recently used first."""
         with self._lock:
             self._expire()
             found = self._roots.get(root)
@@ -167,7 +173,7 @@ class TenantLRU(Generic[V]):
                 self._forget(root)
 
     def expire(self) -> None:
-        """Drop the values whose time is over; every other call does it too."""
+        """Drop expired values; every other call does so too."""
         with self._lock:
             self._expire()
 
@@ -179,7 +185,7 @@ class TenantLRU(Generic[V]):
             self._drop(*next(iter(self._kept_at)))
 
     def _evict(self, root: Hashable) -> None:
-        """Drop what is too much after a root has grown."""
+        """Evict until all limits hold, after a root has grown."""
         found = self._roots[root]
         most = self._max_root_values
         while found.num_bytes > self.max_root_bytes or (most and len(found.entries) > most):
