@@ -243,20 +243,26 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         self,
         prompt: Prompt,
         *,
-        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
+        terms: Terms | None = None,
         entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Queue a request and return at once. Options are the fields of `SamplingParams`, or give
-        `sampling=`; and those of `Terms`: tenant, cache_salt, priority, deadline, cache_key,
-        retention, pin, ... `entry` says when the call began if that was before.
+        """Queue a request and return at once.
 
-        Raises RequestError for anything wrong with prompt or options and CapacityError for a
-        request larger than the pool; nothing is held then.
+        Args:
+            prompt: text, token ids or chat messages.
+            sampling: sampling parameters; or give its fields as options.
+            terms: mode, tenant, cache_salt, priority, deadline, retention and others; or give its
+                fields as options.
+            entry: start of the call, if that was earlier.
+
+        Raises:
+            RequestError: the prompt or an option is wrong.
+            CapacityError: the request is larger than the pool.
         """
         return self._submit(
-            self._intake.read(prompt, {"mode": mode, "sampling": sampling, **options}, entry)
+            self._intake.read(prompt, {"sampling": sampling, "terms": terms, **options}, entry)
         )
 
     def check(self, prompt: Prompt, **options: Any) -> int:

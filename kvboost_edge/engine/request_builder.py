@@ -92,13 +92,13 @@ class Intake:
     def read(
         self, prompt: Prompt, options: dict[str, Any], entry: RequestArrival | None = None
     ) -> Request:
-        """A request from a prompt and keyword options: fields of `Terms`, and `sampling` or those
-        of `SamplingParams`.
+        """Return a request from a prompt and keyword options.
 
         Args:
-            entry: when the caller's call began, None: now.
+            options: `terms` or fields of `Terms`, and `sampling` or fields of `SamplingParams`.
+            entry: start of the caller's call; None: now.
         """
-        terms = Terms.taken_from(options)
+        terms = Terms.taken_from(options, options.pop("terms", None))
         sampling = options.pop("sampling", None)
         params = self._parts.sampling.fill_sampled(resolve_sampling(sampling, options))
         return self.make(prompt, terms, params, entry=entry)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.config import EngineConfig, GenerationMode
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.answer_ids import AnswerStore, KeptAnswers
 from kvboost_edge.engine.request.progress import Progress
@@ -127,8 +127,8 @@ class ReplicatedEngine:
         self,
         prompt: Prompt,
         *,
-        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
+        terms: Terms | None = None,
         entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
@@ -138,10 +138,8 @@ class ReplicatedEngine:
         """
         entry = RequestArrival(time.perf_counter()) if entry is None else entry
         self._check_open()
-        terms = Terms.taken_from(options | {"mode": mode})
-        options.pop("mode", None)
-        own = {name: value for name, value in options.items() if name not in _TERMS}
-        params = resolve_sampling(sampling, own)
+        terms = Terms.taken_from(options, terms)
+        params = resolve_sampling(sampling, options)
         about = self._about
         info = about.info
         params.check_vocabulary(info.vocab_size)
@@ -400,6 +398,3 @@ class ReplicatedEngine:
         if computed.failure is not None:
             raise computed.failure.as_error()
         return computed.value
-
-
-_TERMS = frozenset(field.name for field in dataclasses.fields(Terms))

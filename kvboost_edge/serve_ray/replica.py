@@ -188,10 +188,8 @@ class EngineReplica:
         cancels the request.
         """
         now = time.monotonic()
-        terms = {
-            field.name: getattr(sent.terms, field.name) for field in dataclasses.fields(sent.terms)
-        }
-        terms["deadline"] = None if sent.left is None else now + sent.left
+        deadline = None if sent.left is None else now + sent.left
+        terms = dataclasses.replace(sent.terms, deadline=deadline)
         try:
             ids = decode_tokens(sent.tokens)
             # The ingress does not know yet of this replica's new blocks: without hashes, nothing is
@@ -201,7 +199,9 @@ class EngineReplica:
             entry = RequestArrival(time.perf_counter() - sent.since, sent.prompt_text, hashes)
             submitting = asyncio.ensure_future(
                 asyncio.to_thread(
-                    lambda: self._engine.submit(ids, sampling=sent.sampling, entry=entry, **terms)
+                    lambda: self._engine.submit(
+                        ids, sampling=sent.sampling, terms=terms, entry=entry
+                    )
                 )
             )
             try:

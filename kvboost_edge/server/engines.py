@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from kvboost_edge.config import GenerationMode
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
     from kvboost_edge.engine.request.results import WarmResult
     from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
+    from kvboost_edge.engine.request.terms import Terms
     from kvboost_edge.engine.stats import BlockDetail
     from kvboost_edge.runners.base import RunnerInfo
     from kvboost_edge.text.tokenizer import Tokenizer
@@ -81,10 +80,9 @@ class Engine(StatsProvider, Protocol):
         self,
         prompt: Prompt,
         *,
-        mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         sampling: SamplingParams | None = None,
+        terms: Terms | None = None,
         entry: RequestArrival | None = None,
-        **options: Any,
     ) -> RequestHandle: ...
 
     def embed(

@@ -20,6 +20,7 @@ from helpers.engine.fake_runner import (
 )
 from helpers.raising import assert_raises
 from kvboost_edge.engine import core
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CacheCorruption, CapacityError, RequestError
 
 PROMPT = list(range(60, 100))
@@ -308,3 +309,13 @@ def test_a_dead_engine_says_so(monkeypatch):
     closed.close()
     assert not closed.is_alive()
     assert closed.failure() is None
+
+
+def test_terms_are_given_whole_or_by_field(engine):
+    engine.submit(PROMPT, terms=Terms(tenant="a"), max_new_tokens=1).result()
+    assert engine.submit(PROMPT, tenant="a", max_new_tokens=1).result().cached_tokens
+    assert (
+        not engine.submit(PROMPT, terms=Terms(tenant="b"), max_new_tokens=1).result().cached_tokens
+    )
+    with pytest.raises(RequestError, match=r"terms= and priority are given; set the fields in"):
+        engine.submit(PROMPT, terms=Terms(tenant="a"), priority=2, max_new_tokens=1)

@@ -166,14 +166,24 @@ class Terms:
     )
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> Terms:
-        """Take the fields out of keyword options; sampling options are left."""
+    def taken_from(cls, options: dict[str, Any], terms: Terms | None = None) -> Terms:
+        """Take the fields out of keyword options, or return `terms`; sampling options are left.
+
+        Raises RequestError if terms and fields of them are given.
+        """
         given = {
             field.name: options.pop(field.name)
             for field in dataclasses.fields(cls)
             if field.name in options
         }
-        return cls(**given)
+        if terms is None:
+            return cls(**given)
+        if given:
+            raise RequestError(
+                f"terms= and {', '.join(given)} are given; set the fields in terms, or leave "
+                "terms out"
+            )
+        return terms
 
     def __post_init__(self) -> None:
         check_options(self, RequestError)

@@ -142,7 +142,7 @@ async def watched(
     watch = doctor.watch(
         request.scope["kvboost"]["id"],
         admission.tenant,
-        engine_request.cache_salt,
+        engine_request.terms.cache_salt,
         prompt.token_ids,
         prompt.asked,
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from kvboost_edge.engine.handle import TokenEvent
 from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.server.api.checks import check_mode, check_priority
 from kvboost_edge.server.api.schemas.shared import SamplingFields
 from kvboost_edge.server.state import ModelState
@@ -96,13 +97,15 @@ class RenderedRequest(EngineRequest):
         super().__init__(
             size=size,
             per_prompt=per_prompt,
-            mode=check_mode(state, body),
+            terms=Terms(
+                mode=check_mode(state, body),
+                cache_salt=body.cache_salt,
+                priority=check_priority(state, body.priority),
+                cache_key=body.cache_key,
+                retention=body.retention,
+                **body.engine_options,
+            ),
             is_default_mode=body.mode is None,
-            options=body.engine_options,
-            cache_salt=body.cache_salt,
-            priority=check_priority(state, body.priority),
-            cache_key=body.cache_key,
-            retention=body.retention,
         )
         self.state = state
         self.estimate = estimate

@@ -13,10 +13,10 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,6 +27,7 @@ from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.progress import Progress
 from kvboost_edge.engine.request.request import RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.server.cache_report.records import NOT_SAID, PromptInputs
 from kvboost_edge.server.cache_report.tracker import Watch
 from kvboost_edge.server.errors import DeadlineExceeded, ShuttingDown
@@ -95,11 +96,8 @@ class EngineRequest(ABC):
         renders: `encode` runs a chat template, which may take arbitrarily long.
         size: characters or tokens of all prompts, plus an allowance for each message.
         per_prompt: sequences computed for each prompt.
-        mode: generation mode, which selects the use of the cache.
+        terms: options of its sequences. `submit` adds tenant, weight, deadline and pins.
         is_default_mode: the server chose the mode.
-        options: other keyword arguments of the engine's `submit`.
-        cache_key, retention, pin, ttl: how long the KV blocks are retained, see the engine's
-            `Terms`.
     """
 
     renders = False
@@ -108,28 +106,14 @@ class EngineRequest(ABC):
         self,
         *,
         size: int,
-        mode: GenerationMode,
-        cache_salt: str | None,
-        priority: int,
+        terms: Terms,
         is_default_mode: bool = False,
         per_prompt: int = 1,
-        options: Mapping[str, Any] | None = None,
-        cache_key: str | None = None,
-        retention: float | None = None,
-        pin: bool = False,
-        ttl: float | None = None,
     ) -> None:
         self.size = size
-        self.mode = mode
+        self.terms = terms
         self.is_default_mode = is_default_mode
-        self.cache_salt = cache_salt
-        self.priority = priority
         self.per_prompt = per_prompt
-        self.options = options or {}
-        self.cache_key = cache_key
-        self.retention = retention
-        self.pin = pin
-        self.ttl = ttl
 
     @abstractmethod
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
@@ -139,7 +123,7 @@ class EngineRequest(ABC):
             answers: token ids of earlier answers, used in place of tokenizing their text.
         """
 
-    def mode_of(self, prompt: EncodedPrompt, params: SamplingParams) -> GenerationMode:
+    def mode_of(self, prompt: EncodedPrompt, params: SamplingParams) -> GenerationMode | str:
         """Return the mode of one sequence.
 
         A request that needs exact KV gets it if the server, not the request, chose an approximate
@@ -148,10 +132,10 @@ class EngineRequest(ABC):
         needs_exact = (
             bool(prompt.pins) or params.prompt_logprobs is not None or params.max_new_tokens == 0
         )
-        is_approximate = self.mode is GenerationMode.CHUNK_KV_REUSE
+        is_approximate = self.terms.mode is GenerationMode.CHUNK_KV_REUSE
         if self.is_default_mode and is_approximate and needs_exact:
             return GenerationMode.PREFIX_CACHE
-        return self.mode
+        return self.terms.mode
 
     @abstractmethod
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
@@ -248,12 +232,12 @@ async def running(
 ) -> AsyncGenerator[Running]:
     """Tokenize and queue a request; cancel unfinished sequences when the block is left."""
     started = time.perf_counter()
-    answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.cache_salt)
+    answers = engine.kept_answers(tenant=admission.tenant, cache_salt=request.terms.cache_salt)
     encode = functools.partial(request.encode, answers)
     is_quick = request.size <= _SHORT and not request.renders
     prompts = encode() if is_quick else await off_loop(encode, request.size)
     tokenize_ms = (time.perf_counter() - started) * 1e3
-    if request.mode is not GenerationMode.BASELINE and request.cache_salt is None:
+    if request.terms.mode is not GenerationMode.BASELINE and request.terms.cache_salt is None:
         await admission.group(prompts[0].token_ids)
     bridge = EngineBridge(engine, request, admission, RequestArrival(started, prompt_text=""))
     handles = await bridge.submit(prompts)
@@ -350,23 +334,17 @@ class EngineBridge:
     def _submitted(self, prompt: EncodedPrompt, params: SamplingParams) -> RequestHandle:
         request = self._request
         admission = self._admission
-        return self._engine.submit(
-            prompt.token_ids,
-            sampling=params,
-            entry=self._entry,
+        terms = dataclasses.replace(
+            request.terms,
             mode=request.mode_of(prompt, params),
-            **request.options,
             tenant=admission.tenant,
             weight=admission.weight,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
             deadline=admission.deadline,
-            cache_key=request.cache_key,
-            retention=request.retention,
-            pin=request.pin,
             pins=prompt.pins,
-            ttl=request.ttl,
             pin_share=admission.pin_share,
+        )
+        return self._engine.submit(
+            prompt.token_ids, sampling=params, terms=terms, entry=self._entry
         )
 
     def _take_back(self, done: asyncio.Future[None]) -> None:

@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import Handles
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.results import GenerationResult, WarmResult
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import RequestError
 from kvboost_edge.server.api.bodies import JsonRoute
 from kvboost_edge.server.api.checks import (
@@ -265,11 +265,12 @@ class _RenderedWarm(EngineRequest):
     def __init__(self, state: ModelState, body: WarmRequest) -> None:
         super().__init__(
             size=_size(body),
-            mode=GenerationMode.PREFIX_CACHE,
-            cache_salt=body.cache_salt,
-            priority=check_priority(state, body.priority),
-            pin=body.pin,
-            ttl=body.ttl,
+            terms=Terms(
+                cache_salt=body.cache_salt,
+                priority=check_priority(state, body.priority),
+                pin=body.pin,
+                ttl=body.ttl,
+            ),
         )
         self.renders = body.messages is not None
         self._state = state

@@ -37,7 +37,7 @@ class RenderedMessages(RenderedChat):
         # goes after all else of its key.
         self._pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
         seconds = max((mark.seconds for mark in self._marks), default=None)
-        self.retention = None if self._pins_fit else seconds
+        self.terms = dataclasses.replace(self.terms, retention=None if self._pins_fit else seconds)
 
     def encode(self, answers: KeptAnswers) -> list[EncodedPrompt]:
         (prompt,) = super().encode(answers)
