@@ -1,8 +1,8 @@
-"""The protocol of an offload tier, which keeps whole blocks outside the pool.
+"""Protocols of offload tiers, which store whole blocks outside the pool.
 
-A tier may lose a block, and never returns a wrong one. It knows bytes and addresses, nothing of
-requests, tensors or positions. One thread, the mover, reads and writes; `holds`, `known`,
-`dropped`, `touch` and `stat` may be called from any thread at any moment and do no I/O.
+A tier may lose a block but never returns wrong data. It knows bytes and addresses, nothing about
+requests, tensors or positions. Only the I/O thread reads and writes. `holds`, `known`, `dropped`,
+`touch` and `stat` do no I/O and may be called from any thread at any time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ __all__ = ["ClosedTier", "OffloadStore", "Tier", "TierStats"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters since the tier was opened, and what it holds now. Bytes are those of records,
-    headers included.
+    """Counters since the tier was opened, and its current contents.
+
+    Bytes are those of whole records, headers included.
 
     Attributes:
-        blocks, bytes: what it holds; None where only another machine knows.
-        max_bytes: its cap; None: somebody else's.
-        read_blocks: served, verified; `read_bytes` likewise.
-        written_blocks: stored; `written_bytes` likewise.
-        missing: asked for and not there.
-        refused: there, and not what was asked for, or damaged: dropped, never served.
-        evicted: dropped for room.
-        not_written: wanted to store, and could not: no room, a failed device, a full queue, another
-            owner.
+        blocks: stored blocks; None if only a remote server knows.
+        bytes: bytes of the stored blocks; None if only a remote server knows.
+        max_bytes: capacity; None if a remote server sets it.
+        read_blocks: blocks that were read and verified.
+        read_bytes: bytes of those blocks.
+        written_blocks: blocks that were stored.
+        written_bytes: bytes of those blocks.
+        missing: requested blocks that were not stored.
+        refused: stored blocks that failed verification. They are dropped, never served.
+        evicted: blocks dropped to make room.
+        not_written: blocks that could not be stored: no room, a failed device, a full queue, or
+            another process owns the directory.
         errors: failed operations of the device or of the connection.
-        writable: whether it stores at the moment.
-        state: one line on why it does not, or on what is wrong; "" when all is well.
+        writable: the tier stores blocks at the moment.
+        state: one line on why it does not store, or on a problem; "" if there is none.
     """
 
     blocks: int | None = 0
@@ -53,78 +57,86 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """A store of blocks of one space: one model, KV format, numerics version. `name` ("disk",
-    "redis") is the key in `hit_tokens`. No method raises for what a device, a file or a server
-    does: that is a miss, counted in `stat`.
+    """Store for the blocks of one space: one model, KV format and numerics version.
+
+    No method raises for a failure of a device, file or server. Such a failure is a miss, counted in
+    `stat`.
+
+    Attributes:
+        name: "disk" or "redis", the key in `hit_tokens`.
     """
 
     name: str
 
     def begin(self) -> None:
-        """Find out whether it works, so that `stat` can say so. The mover calls it before anything
-        else.
-        """
+        """Check that the tier works, for `stat` to report. The I/O thread calls this first."""
         ...
 
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """Whether the block is there, as far as is known without I/O; None: only `read` can
-        tell.
+        """Return whether the block is stored, as far as is known without I/O.
+
+        None means that only `read` can tell.
         """
         ...
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Of each of these blocks whether it is there, unverified: as `holds`, which cannot always
-        tell. I/O.
-        """
+        """Return whether each of these blocks is stored, unverified. Does I/O, unlike `holds`."""
         ...
 
     def known(self) -> list[bytes]:
-        """The blocks of which `holds` is True; may be called from any thread, and does no I/O."""
+        """Return the blocks for which `holds` is True."""
         ...
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Whether the block was there and is not any more, as far as is remembered."""
+        """Return whether the block was stored and then dropped, as far as is remembered."""
         ...
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These blocks of one chain, in its order, were used just now, here or in the pool."""
+        """Record that these blocks were used, here or in the pool. They are in the order of one
+        chain.
+        """
         ...
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Fill `into` with the payloads of consecutive blocks of a chain; how many of them, from
-        the first on, are verified. What lies in the others is undefined. A block of another address
-        or length, or a damaged one, ends the count, and is dropped. `into[i]` is writable,
-        contiguous bytes of the payload's exact length.
+        """Fill `into` with the payloads of consecutive blocks of a chain; return how many are
+        verified.
+
+        Reading ends at the first block that is missing, damaged, or of another address or length. A
+        bad block is dropped. The rest of `into` is undefined.
+
+        Args:
+            blocks: addresses in the order of the chain.
+            into: one writable, contiguous buffer of the payload's exact length for each block.
         """
         ...
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store blocks that are not there yet; how many of them are there afterwards. Any order,
-        any lengths.
+        """Store the blocks that are not stored yet; return how many of `blocks` are stored
+        afterwards.
+
+        Order and lengths are arbitrary.
         """
         ...
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Forget these blocks; what is not there is passed over."""
+        """Delete these blocks, and ignore those that are not stored."""
         ...
 
     def tend(self) -> None:
-        """See to what nobody asked for. The mover calls it now and then while it has nothing else
-        to do.
-        """
+        """Do background maintenance. The I/O thread calls this now and then while it is idle."""
         ...
 
     def stat(self) -> TierStats:
-        """Counters and sizes."""
+        """Return counters and sizes."""
         ...
 
     def close(self) -> None:
-        """Write out what is pending, release files and connections. A second call does nothing."""
+        """Write out pending data, and release files and connections. A second call does nothing."""
         ...
 
 
 class ClosedTier:
-    """A tier that was wanted and cannot be had: holds nothing, stores nothing, and says why."""
+    """Tier that could not be opened. It stores nothing and reports the reason in its state."""
 
     def __init__(self, name: str, state: str) -> None:
         self.name = name
@@ -168,11 +180,14 @@ class ClosedTier:
 
 
 class OffloadStore:
-    """KV blocks outside the pool, as the scheduler sees them. Null: no tiers. No call waits."""
+    """Offload tiers as the scheduler sees them. No call waits.
+
+    This base class is the null object, without any tier.
+    """
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there is anything outside the pool."""
+        """True if there is a tier."""
         return False
 
     def may_hold(self, prefix_hash: bytes) -> bool:
@@ -180,7 +195,7 @@ class OffloadStore:
         return False
 
     def holds(self, prefix_hash: bytes) -> bool:
-        """Return whether a tier has the block, as far as is known."""
+        """Return whether a tier is known to have the block."""
         return False
 
     def dropped_from(self, prefix_hash: bytes) -> list[str]:
@@ -194,21 +209,22 @@ class OffloadStore:
         states: Mapping[int, BlockAddress] | None = None,
         num_there: int = 0,
     ) -> None:
-        """Read consecutive blocks of a chain, as far as a tier has them; chunks come until one is
-        the last.
+        """Start to read consecutive blocks of a chain, as far as a tier has them.
 
-        With recurrent states, blocks are read up to the deepest state that a tier has, and that
-        state after them. Where it is lost, or a block before it, the next one before: three are
-        tried.
+        The results arrive as chunks; the last one says so. For a hybrid model, blocks are read up
+        to the deepest state that a tier has, and then that state. If the state or a block before it
+        is lost, the next shallower state is tried, up to three states in all.
 
         Args:
-            states: those that a tier may have, by the number of blocks before each.
-            num_there: the first of those blocks, which are in the pool and not among the addresses.
+            ticket: identifies the load.
+            addresses: the blocks to read, in order.
+            states: addresses of states that a tier may have, by the number of blocks before each.
+            num_there: number of blocks before the first address. They are in the pool already.
         """
         raise AssertionError("there is no tier to load from")
 
     def cancel(self, ticket: int) -> None:
-        """End a load; chunks that are on their way still come, and its last one."""
+        """Cancel a load. Chunks that are under way still arrive, and so does the last one."""
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Note that these blocks of one chain, in order, were used."""
+        """Record that these blocks were used. They are in the order of one chain."""

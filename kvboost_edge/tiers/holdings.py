@@ -1,6 +1,4 @@
-"""Which blocks came to a tier and left it since somebody last asked, for who sends requests where
-their blocks are.
-"""
+"""Log of the blocks that entered or left a tier, for cache-aware routing."""
 
 from __future__ import annotations
 
@@ -13,16 +11,17 @@ from kvboost_edge.tiers.base import Tier
 
 __all__ = ["Held", "Holdings"]
 
-_ASKED_AGAIN = 512  # of the blocks told before, at each call: 50 us
+_ASKED_AGAIN = 512  # reported blocks that each call checks again, in about 50 us
 
 
 class Held(NamedTuple):
-    """Prefix hashes of blocks, 32 bytes each; one is in at most one of the two.
+    """Changes of a tier's contents, as 32-byte prefix hashes. A hash is in at most one of the two
+    tuples.
 
     Attributes:
-        is_whole: `came` is all the tier is known to hold; what was told before is void.
-        came: it is known to hold, and was not told of.
-        left: were told of, and are not known to be there any more.
+        is_whole: `came` lists everything that the tier is known to hold; earlier reports are void.
+        came: blocks that are known to be stored and were not reported yet.
+        left: blocks that were reported and are no longer known to be stored.
     """
 
     is_whole: bool
@@ -31,30 +30,30 @@ class Held(NamedTuple):
 
 
 class Holdings:
-    """What somebody was told that a tier holds. Watches nothing until it is asked for the first
-    time.
+    """Log of changes in a tier's contents, for one reader.
 
-    Blocks leave a tier without a word: at each call some of those told before are looked for again,
-    in turn, so that what left is told late. That costs whoever believes it time and nothing else.
+    It starts watching at the first `take`. Tiers do not announce evictions. Each call therefore
+    checks some of the reported blocks again, in turn, and reports evictions late. A router that
+    relies on a stale report loses only time.
     """
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._lock = threading.Lock()
-        self._told: dict[bytes, None] | None = (
-            None  # None: nobody has asked; in the order they are looked for again
-        )
+        # Reported blocks, in the order in which they are checked again. None: not watching yet.
+        self._told: dict[bytes, None] | None = None
         self._noted: dict[bytes, None] = {}
 
     def note(self, prefix_hashes: Iterable[bytes]) -> None:
-        """These blocks were written, read, or not found: from any thread."""
+        """Record blocks that were written, read or not found. Any thread may call this."""
         if self._told is not None:
             with self._lock:
                 self._noted.update(dict.fromkeys(prefix_hashes))
 
     def take(self, whole: bool = False) -> Held:
-        """What changed since the last call; all there is at the first one, or if `whole` is asked
-        for.
+        """Return the changes since the last call.
+
+        The result lists the whole tier at the first call and with `whole=True`.
         """
         holds = self._tier.holds
         with self._lock:

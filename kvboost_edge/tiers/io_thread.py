@@ -1,9 +1,8 @@
-"""The one thread that moves blocks between tiers and memory, so that the engine's never waits for a
-disk or a network.
+"""I/O thread that moves blocks between tiers and memory, so that the engine never waits for I/O.
 
-It knows bytes and addresses. What it reads and verifies lies in staging buffers until the engine
-has copied it into the pool; what is to be written was copied out of the pool before. Both are
-bounded in bytes: reading waits for room, and what finds no room to be written is not taken.
+It handles bytes and addresses. Blocks that it has read and verified stay in staging buffers until
+the engine has copied them into the pool. Blocks to write were copied out of the pool before. Both
+buffers are bounded: reading waits for room, and blocks to write that find no room are not accepted.
 """
 
 from __future__ import annotations
@@ -28,27 +27,28 @@ __all__ = ["IOChunk", "Mover"]
 _LOG = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE_BYTES = 8 << 20  # of a read: a step of 20 ms copies that in 1-2 ms
+_PIECE_BYTES = 8 << 20  # per chunk of a read: copied in 1-2 ms, within a step of 20 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
-_ASKED_AT_ONCE = 1000  # states of a load that tiers are asked for: one round trip for 16,000 tokens
-_MOST_STATES_TRIED = 3  # of a load: each that turns out to be lost or damaged was read for nothing
-_TEND_SECONDS = 10.0  # at rest, between looks after the tiers
-_LAST_SECONDS = 10.0  # for the operation under way when the mover is closed
+_ASKED_AT_ONCE = 1000  # states looked up per round trip: enough for 16,000 tokens
+_MOST_STATES_TRIED = 3  # per load: a state that is lost or damaged costs a useless read
+_TEND_SECONDS = 10.0  # between two maintenance calls while idle
+_LAST_SECONDS = 10.0  # for the operation that is running at `close`
 
 
 class IOChunk(NamedTuple):
-    """Blocks of a load that arrived.
+    """Blocks, or a recurrent state, that a load has read.
+
+    The receiver releases the buffer with `Mover.release`.
 
     Attributes:
-        ticket: whose they are.
-        data: uint8 [count, bytes_per_block], verified, in the order they were asked for; to be
-            given back by `release`.
-        tier: where they were.
-        is_last: nothing more comes.
-        behind: it is the state behind so many of the load's blocks, uint8 [1, its bytes], those in
-            the pool among them; none at all where that is 0. Blocks behind it may have come before
-            it. None: these are blocks.
+        ticket: load that they belong to.
+        data: uint8 [count, bytes_per_block], verified, in the order of the addresses.
+        tier: name of the tier that had them.
+        is_last: the load is complete.
+        behind: None for blocks. Otherwise `data` is the state after the load's first `behind`
+            blocks, uint8 [1, state_bytes]. The count includes blocks in the pool, and 0 means that
+            no state was found. Blocks after the state may have arrived before it.
     """
 
     ticket: int
@@ -71,8 +71,12 @@ class _Store(NamedTuple):
 
 
 class Mover(OffloadStore):
-    """Reads and writes blocks of `block_bytes` bytes over tiers, the nearest first; and states of
-    `state_bytes`.
+    """I/O thread over one or more tiers, nearest first.
+
+    Args:
+        tiers: the tiers.
+        block_bytes: bytes of a block's payload.
+        state_bytes: bytes of a recurrent state; 0 without recurrent layers.
     """
 
     def __init__(self, tiers: Sequence[Tier], block_bytes: int, state_bytes: int = 0) -> None:
@@ -93,11 +97,11 @@ class Mover(OffloadStore):
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-tiers", daemon=True)
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
-        """Begin; `deliver` is called from the mover's thread with each piece, and must not wait."""
+        """Start the thread. It calls `deliver` with each chunk, which must not block."""
         self._deliver = deliver
         self._thread.start()
 
-    # The engine's side: none of these waits.
+    # Called by the engine. None of these blocks.
 
     @property
     def has_tiers(self) -> bool:
@@ -114,11 +118,11 @@ class Mover(OffloadStore):
 
     @property
     def stores(self) -> bool:
-        """Whether a tier stores at the moment."""
+        """True if a tier stores blocks at the moment."""
         return bool(self._storing())
 
     def lacking(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Of each block, whether a tier that stores at the moment does not have it."""
+        """Return for each block whether a tier that stores blocks at the moment lacks it."""
         tiers = self._storing()
         return [
             any(tier.holds(prefix_hash) is not True for tier in tiers)
@@ -146,7 +150,7 @@ class Mover(OffloadStore):
             self._changed.notify_all()
 
     def release(self, piece: IOChunk) -> None:
-        """The piece was copied, or is not wanted."""
+        """Release the buffer of a chunk that was copied or is not needed."""
         with self._changed:
             self._staged -= piece.data.nbytes
             if piece.is_last:
@@ -155,19 +159,18 @@ class Mover(OffloadStore):
 
     @property
     def room(self) -> int:
-        """Blocks that `store` would take now."""
+        """Number of blocks that `store` accepts now."""
         return max(0, (_QUEUE_BYTES - self._queued) // self._block_bytes)
 
     @property
     def has_state_room(self) -> bool:
-        """Whether `store` would take a state now; one that is larger than all that may wait is
-        taken alone.
-        """
+        """True if `store` accepts a state now. A state larger than the queue is accepted alone."""
         return not self._queued or self._queued + self._state_bytes <= _QUEUE_BYTES
 
     def store(self, addresses: Sequence[BlockAddress], data: Bytes) -> None:
-        """Write blocks, uint8 [len(addresses), bytes_per_block], or states, to every tier that
-        lacks them. The caller asked for room, and does not change the array any more.
+        """Queue blocks or states, uint8 [len(addresses), bytes], for every tier that lacks them.
+
+        The caller checks for room before, and does not change the array afterwards.
         """
         with self._changed:
             self._stores.append(_Store(addresses, data))
@@ -175,16 +178,18 @@ class Mover(OffloadStore):
             self._changed.notify_all()
 
     def note_lost(self, count: int) -> None:
-        """So many blocks could not be queued."""
+        """Count blocks that could not be queued."""
         self._not_queued += count
 
     def stats(self) -> dict[str, TierStats]:
-        """Of each tier, by name."""
+        """Return the statistics of each tier, by name."""
         return {tier.name: tier.stat() for tier in self._tiers}
 
     def take_held(self, whole: bool = False) -> dict[str, Held]:
-        """What is known of each working tier that was not told before, by name; see `Holdings`. Of
-        one that failed it is told once that it holds nothing. For one asker.
+        """Return the changes of each working tier's contents, by name, for one reader. See
+        `Holdings`.
+
+        A tier that failed is reported once, as empty.
         """
         working = self._working()
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
@@ -194,17 +199,18 @@ class Mover(OffloadStore):
 
     @property
     def num_lost(self) -> int:
-        """Blocks that were evicted before they could be queued."""
+        """Number of blocks that were evicted before they could be queued."""
         return self._not_queued
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of blocks on their way, in both directions."""
+        """Bytes of blocks that are being moved, in both directions."""
         return self._staged + self._queued
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what is queued, for so long at most; end the thread, then close the tiers. Loads
-        end unread.
+        """Write queued blocks for at most `seconds`, end the thread, then close the tiers.
+
+        Pending loads are not read.
         """
         with self._changed:
             self._closing = True
@@ -218,7 +224,7 @@ class Mover(OffloadStore):
         for tier in self._tiers:
             tier.close()
 
-    # The thread's side.
+    # Called by the I/O thread.
 
     def _working(self) -> list[Tier]:
         return [tier for tier in self._tiers if tier.name not in self._broken]
@@ -260,7 +266,7 @@ class Mover(OffloadStore):
                 self._failed(tier, error)
 
     def _read(self, load: _Load) -> None:
-        """All pieces of a load."""
+        """Deliver all chunks of a load."""
         if not load.states:
             self._read_blocks(load.ticket, load.addresses, is_all=True)
             return
@@ -272,7 +278,7 @@ class Mover(OffloadStore):
         for end in itertools.islice(usable, _MOST_STATES_TRIED):
             room = self._stage(load.ticket, 1, self._state_bytes)
             if not len(room):
-                break  # nobody waits for it any more, or there is no memory for the next one either
+                break  # the load was cancelled, or memory was refused and will be again
             if self._read_state(load, end, room):
                 return
         self._deliver(
@@ -280,9 +286,9 @@ class Mover(OffloadStore):
         )
 
     def _ends(self, load: _Load) -> Iterator[int]:
-        """Behind how many blocks of a load there are states, as far as tiers say without reading
-        them; the deepest first, and one of them perhaps twice. They are asked no further than
-        somebody looks.
+        """Yield the numbers of blocks after which tiers report a state, deepest first and lazily.
+
+        The deepest one may occur twice.
         """
         ends = sorted(load.states, reverse=True)
         heads = [one.prefix_hash for one in load.addresses[:1]]
@@ -296,12 +302,11 @@ class Mover(OffloadStore):
             yield from (
                 end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach
             )
-            ends = [
-                end for end in ends if end <= reach
-            ]  # states are of no use without their blocks
+            # A state is useless without the blocks before it.
+            ends = [end for end in ends if end <= reach]
 
     def _ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Of each of these blocks and states, whether a tier says that it has it."""
+        """Return for each of these blocks and states whether a tier reports it."""
         found = [False] * len(prefix_hashes)
         for tier in self._working():
             try:
@@ -313,8 +318,9 @@ class Mover(OffloadStore):
         return found
 
     def _read_blocks(self, ticket: int, addresses: Sequence[BlockAddress], *, is_all: bool) -> int:
-        """Pieces until nobody has the next block; how many came. `is_all`: nothing else comes
-        behind them.
+        """Deliver chunks until no tier has the next block; return the number of blocks.
+
+        With `is_all`, the last chunk ends the load.
         """
         at = 0
         per_piece = max(1, _PIECE_BYTES // self._block_bytes)
@@ -332,8 +338,8 @@ class Mover(OffloadStore):
         return at
 
     def _read_state(self, load: _Load, end: int, data: Bytes) -> bool:
-        """The state behind so many blocks into `data`, if a tier has it indeed: the last piece
-        then.
+        """Read the state after `end` blocks into `data` and deliver it as the last chunk, if a tier
+        has it.
         """
         tier, count = self._read_some([load.states[end]], data)
         with self._changed:
@@ -343,12 +349,13 @@ class Mover(OffloadStore):
         return count == 1
 
     def _is_unwanted(self, ticket: int) -> bool:
-        """Whether nobody waits for a load any more."""
+        """Return whether a load was cancelled, or the thread is closing."""
         return self._closing or ticket in self._cancelled
 
     def _stage(self, ticket: int, count: int, row_bytes: int) -> Bytes:
-        """Room for so many blocks or states, waited for; none where nobody wants them any more, or
-        where memory is refused.
+        """Wait for staging room and return it, uint8 [count, row_bytes].
+
+        The result is empty if the load was cancelled or memory was refused.
         """
         nbytes = count * row_bytes
         with self._changed:
@@ -370,7 +377,7 @@ class Mover(OffloadStore):
             return np.empty((0, row_bytes), dtype=np.uint8)
 
     def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:
-        """The nearest tier that has the first blocks, and how many of them it has."""
+        """Return the nearest tier that has the first blocks, and how many it has."""
         if not len(data):
             return "", 0
         rows = [memoryview(row) for row in data]
@@ -410,10 +417,9 @@ class Mover(OffloadStore):
             self._changed.notify_all()
 
     def _failed(self, tier: Tier, error: Exception) -> None:
-        """A tier says what is wrong in its state; one that raises has a fault, and must not take
-        requests along. Memory that the system refuses is nobody's fault: what was to be moved is
-        computed again, and the tier stays.
-        """
+        """Disable a tier that raised, so that requests do not fail with it."""
+        # A tier reports device failures in its state, so an exception is a bug. Refused memory is
+        # not: the blocks are recomputed, and the tier stays in use.
         if isinstance(error, MemoryError):
             _LOG.warning(
                 "tier %s was refused memory; the blocks it was about to move are computed instead",

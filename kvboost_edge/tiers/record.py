@@ -1,10 +1,9 @@
-"""A block as bytes outside the pool: a header that says all that the block is, then the pool's own
-bytes.
+"""Record format: a header that identifies the block, followed by the bytes of the pool.
 
     offset  bytes
     0       8      magic and version
-    8       4      length of the header: a multiple of 64, u32 little-endian
-    12      4      number of tokens, u32
+    8       4      length of the header, a multiple of 64, u32 little-endian
+    12      4      number of tokens n, u32
     16      8      length of the payload, u64
     24      16     xxh3-128 of the payload
     40      32     space: model, KV format, numerics
@@ -12,11 +11,10 @@ bytes.
     104     32     parent hash
     136     4 n    tokens, u32
             ...    zeros
-    -16     16     xxh3-128 of all of the header before it
+    -16     16     xxh3-128 of the header before it
 
-256 bytes at 16 tokens a block. xxh3-128 finds damage (75 GB/s); who a block is, the SHA-256 chain
-says. Where others may write, a keyed MAC goes around the record: xxh3 withstands nobody who means
-harm.
+A header takes 256 bytes with 16 tokens per block. The SHA-256 chain identifies the block. xxh3-128
+(75 GB/s) detects damage, but not tampering. A tier that others can write to adds a keyed MAC.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ _FIXED = struct.Struct("<8sIIQ16s32s32s32s")
 _SUM_BYTES = 16
 ALIGNMENT = 64
 FIXED_BYTES = _FIXED.size
-"""Bytes that say how long the header is, and all else of fixed length."""
+"""Length of the header's fixed part, which includes the length of the whole header."""
 
 
 class RecordHeader(NamedTuple):
-    """What a record says of itself, its own checksum verified. Lengths in bytes."""
+    """Contents of a header whose checksum was verified. Lengths are in bytes."""
 
     space: bytes
     address: BlockAddress
@@ -58,12 +56,12 @@ class RecordHeader(NamedTuple):
 
 
 def header_bytes(num_tokens: int) -> int:
-    """Length of the header of a block of so many tokens."""
+    """Return the length of the header of a block with `num_tokens` tokens."""
     return -(-(FIXED_BYTES + 4 * num_tokens + _SUM_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
 def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> bytes:
-    """The header of a record; the payload follows it."""
+    """Return the header of a record. The payload follows it."""
     num_tokens = len(address.tokens) // 4
     length = header_bytes(num_tokens)
     fixed = _FIXED.pack(
@@ -75,8 +73,8 @@ def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> b
 
 
 def decode_header(data: bytes | memoryview) -> RecordHeader | None:
-    """The header that `data` begins with; None unless it is whole and its checksum holds. More may
-    follow it.
+    """Return the header at the start of `data`, or None if it is incomplete or its checksum is
+    wrong.
     """
     if len(data) < FIXED_BYTES:
         return None
@@ -94,7 +92,7 @@ def decode_header(data: bytes | memoryview) -> RecordHeader | None:
 
 
 def is_intact(header: RecordHeader, payload: memoryview) -> bool:
-    """Whether these are the bytes that the header was written for."""
+    """Return whether the payload is the one that the header was written for."""
     return (
         payload.nbytes == header.payload_bytes
         and xxhash.xxh3_128_digest(payload) == header.payload_sum

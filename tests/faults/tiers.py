@@ -214,7 +214,7 @@ _SERVER = (
     fault(
         "a value with bytes behind it is believed",
         "tiers/redis/tier.py",
-        '("GETRANGE", key, 0, length)  # a byte more than there should be',
+        '("GETRANGE", key, 0, length)',
         '("GETRANGE", key, 0, length - 1)',
         f"{_REDIS}::test_a_value_not_to_be_believed_is_a_miss_dropped_and_written_anew",
     ),

@@ -1,1 +1,1 @@
-"""The disk tier: append-only segment files, an index in memory, one owner per directory."""
+"""Disk tier: append-only segment files, an index in memory, and one owner per directory."""

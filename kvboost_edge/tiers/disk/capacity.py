@@ -1,7 +1,7 @@
-"""How much the tier may take: a cap over all spaces of the cache directory, and a floor of room
-that stays free.
+"""Capacity of the disk tier: a cap over all spaces of a cache directory, and free space to leave.
 
-Segments of spaces that nobody owns, those used longest ago first, go before anything of one's own.
+Segments of spaces without an owner are deleted before a space gives up its own blocks, least
+recently used space first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from kvboost_edge.tiers.disk.files import Files
 __all__ = ["LEAST_BYTES", "Room", "default_cap", "free_floor", "segment_sizes", "space_directories"]
 
 LEAST_BYTES = 1 << 20
-"""The smallest cap."""
+"""Smallest cap in bytes."""
 _DEFAULT_CAP = 16 << 30
-_DEFAULT_SHARE = 5  # a fifth of what is free
+_DEFAULT_SHARE = 5  # at most a fifth of the free space
 _TURN_S = 0.5
 _FLOOR_BYTES = 1 << 30
-_FLOOR_SHARE = 20  # a twentieth of the file system, where that is less
+_FLOOR_SHARE = 20  # or a twentieth of the file system, if that is less
 
 
 class _Other(NamedTuple):
-    """A segment of another space. `used`: when the space was last opened, as a number that
-    grows.
+    """Segment of another space.
+
+    Attributes:
+        used: number of the space's last opening; the smallest is the least recently used.
+        directory: directory of the space.
+        number: number of the segment.
+        nbytes: size of the segment.
     """
 
     used: int
@@ -39,7 +44,7 @@ class _Other(NamedTuple):
 
 
 def space_directories(root: Path) -> list[Path]:
-    """The directories of all spaces below a cache directory. Raises OSError."""
+    """Return the directories of all spaces in a cache directory. May raise OSError."""
     return sorted(
         path
         for path in root.iterdir()
@@ -48,13 +53,14 @@ def space_directories(root: Path) -> list[Path]:
 
 
 def free_floor(total: int) -> int:
-    """Bytes to be left free on a file system of so many."""
+    """Return the bytes to leave free on a file system of `total` bytes."""
     return min(_FLOOR_BYTES, total // _FLOOR_SHARE)
 
 
 def default_cap(root: Path, files: Files) -> int:
-    """The smaller of 16 GiB and a fifth of what is free, counting as free what the tier takes.
-    Raises OSError.
+    """Return the default cap: 16 GiB or a fifth of the free space, whichever is less.
+
+    Space that the tier already takes counts as free. May raise OSError.
     """
     free, _ = files.space(root)
     taken = (
@@ -66,8 +72,9 @@ def default_cap(root: Path, files: Files) -> int:
 
 
 def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
-    """Bytes of a space's segments by their numbers; none where this user may not look, or it is
-    gone by now. Raises OSError.
+    """Return the sizes of a space's segments by number. May raise OSError.
+
+    The result is empty if the directory is gone or cannot be read.
     """
     try:
         sizes = files.sizes(directory)
@@ -77,7 +84,16 @@ def segment_sizes(directory: Path, files: Files) -> dict[int, int]:
 
 
 class Room:
-    """What one space may take. Raises ConfigError for a cap below LEAST_BYTES."""
+    """Room on disk for one space.
+
+    Args:
+        directory: directory of the space.
+        files: system calls.
+        max_bytes: cap over all spaces; None: `default_cap`.
+
+    Raises:
+        ConfigError: the cap is below LEAST_BYTES.
+    """
 
     def __init__(self, directory: Path, files: Files, max_bytes: int | None) -> None:
         self._directory = directory
@@ -90,12 +106,15 @@ class Room:
         )
 
     def limit(self, max_bytes: int) -> None:
-        """Another cap, from the next segment on. Raises ConfigError."""
+        """Set another cap, which applies from the next segment on. Raises ConfigError if it is too
+        small.
+        """
         self.max_bytes = _checked(max_bytes)
 
     def allowed(self, own_bytes: int) -> int:
-        """The bytes this space may take in all, where it takes `own_bytes` now. Looks at the disk;
-        raises OSError.
+        """Return how many bytes this space may take in total, if it takes `own_bytes` now.
+
+        Inspects the disk; may raise OSError.
         """
         others = [path for path in space_directories(self._root) if path != self._directory]
         self._others = [segment for path in others for segment in self._segments(path)]
@@ -107,10 +126,11 @@ class Room:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[bool]:
-        """One process at a time makes room and takes it, or two would take the same: whether it is
-        our turn, which is waited for shortly. Where there can be no lock, everybody goes on
-        without.
+        """Wait briefly for the lock that serializes making room, and yield whether it was acquired.
+
+        On file systems without locks it always yields True.
         """
+        # Without the lock, two processes would both use the room that one of them made.
         try:
             handle = lock_soon(self._root, self._files, _TURN_S)
         except OSError:
@@ -124,8 +144,8 @@ class Room:
                     self._files.close(handle)
 
     def take_from_others(self) -> bool:
-        """Delete the least recently used segment of a space that nobody owns; whether there was
-        one.
+        """Delete a segment of the least recently used space without an owner; return False if none
+        is left.
         """
         for other in sorted(self._others):
             with contextlib.suppress(OSError):
@@ -141,7 +161,7 @@ class Room:
         return False
 
     def why_none(self) -> str:
-        """One line on why there was no room when `allowed` was asked last."""
+        """Return one line on why `allowed` left no room at its last call."""
         free, total = self._files.space(self._root)
         if self._is_disk_full:
             return (

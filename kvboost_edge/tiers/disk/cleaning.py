@@ -1,9 +1,9 @@
-"""Room for new segments: the least used blocks are forgotten, what is left of the emptiest segment
-is copied into the active one, and its file is deleted.
+"""Cleaner of the disk tier, which makes room for new segments.
 
-A segment is only copied when at most half of it counts, and an opening copies at most half a
-segment: so at most as much is copied as is gained, and on the whole at most twice as much is
-written as was stored.
+It evicts the least recently used blocks, copies the remaining blocks of the emptiest segment into
+the active one, and deletes the segment's file. A segment is copied only if at most half of it is
+live, and each new segment causes at most half a segment of copies. So copies never exceed the room
+gained, and total writes are at most twice the stored bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from kvboost_edge.tiers.record import decode_header, is_intact
 __all__ = ["Cleaner"]
 
 _SLACK = 4
-"""Segments' worth of room that blocks leave: for this segment, for the next, and two that are still
-emptying, so that what is about to go is gone before its segment's turn comes and is not copied.
-Prompts that come one after the other then cost no copies at all (1.8 bytes written for each stored
-without it).
+"""Spare room in segments: one for this segment, one for the next, and two that are being emptied.
+
+Blocks close to eviction are then evicted before their segment is copied. A stream of new prompts
+needs no copies at all; without the spare room it writes 1.8 bytes per stored byte.
 """
 
 
 class Cleaner:
-    """Frees room in the segments of one space. All methods raise OSError. Since the start:
-    `evicted` and `refused` blocks, `copied_bytes`.
+    """Frees room in the segments of one space. All methods may raise OSError.
+
+    Attributes:
+        evicted: blocks evicted since the start.
+        refused: damaged blocks dropped since the start.
+        copied_bytes: bytes copied since the start.
     """
 
     def __init__(self, index: Index, segments: SegmentFiles, room: Room) -> None:
@@ -38,7 +42,7 @@ class Cleaner:
         self.copied_bytes = 0
 
     def make_room(self, nbytes: int) -> bool:
-        """Room for a new segment, at any price short of the last block: whether there is."""
+        """Delete segments until a new one of `nbytes` fits; return whether it fits."""
         while self._excess(nbytes) > 0:
             if self._room.take_from_others():
                 continue
@@ -49,9 +53,7 @@ class Cleaner:
         return True
 
     def keep_room(self, nbytes: int, *, copies: int) -> None:
-        """Free what the next segment will need, now that the active one can take so many bytes of
-        copies.
-        """
+        """Free the room for the next segment of `nbytes`, copying at most `copies` bytes."""
         while (excess := self._excess(nbytes)) > 0:
             if self._room.take_from_others():
                 continue
@@ -71,7 +73,7 @@ class Cleaner:
         return own + nbytes - self._room.allowed(own)
 
     def _emptiest(self) -> SegmentFile | None:
-        """The settled segment with the least that counts, the oldest of several."""
+        """Return the settled segment with the fewest live bytes, the oldest in case of a tie."""
         return min(
             self._segments.settled(),
             key=lambda segment: self._index.live[segment.number],
@@ -79,9 +81,7 @@ class Cleaner:
         )
 
     def _evict_down_to(self, nbytes: int, victim: SegmentFile) -> SegmentFile:
-        """Forget the least used blocks until at most so many bytes of some settled segment count:
-        that one.
-        """
+        """Evict blocks until some settled segment has at most `nbytes` live bytes; return it."""
         live = self._index.live
         settled = {segment.number: segment for segment in self._segments.settled()}
         while live[victim.number] > nbytes and (entry := self._evict()) is not None:
@@ -102,7 +102,7 @@ class Cleaner:
         self._segments.remove(victim.number)
 
     def _copy(self, victim: SegmentFile) -> None:
-        """Write what counts of a segment again, byte by byte; a damaged record is left behind."""
+        """Copy the live records of a segment to the active one; drop damaged records."""
         for record in self._segments.records(victim.number):
             entry = self._index.get(record.prefix_hash)
             if entry is not None and (entry.segment, entry.offset) == (

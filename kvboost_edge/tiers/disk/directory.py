@@ -1,8 +1,8 @@
-"""A space's directory: made, checked, locked. Whoever holds the lock owns it and writes; everybody
-else reads.
+"""Directory of a space: creation, checks and locking.
 
-The lock goes with its process, however that ends. A forked child closes its copy, so that it keeps
-nobody out.
+The process that holds the lock owns the directory and writes; all others only read. The lock ends
+with its process, however that ends. A forked child closes its copy of the lock, so that the
+parent's exit releases it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ _KNOB = "choose another disk_cache_dir, or 'off'"
 
 
 class SpaceDirectory:
-    """path: of the directory. `why_not` is "" for its owner, else one line on why nothing is
-    written.
+    """Directory of a space, and its lock if this process owns it.
+
+    Attributes:
+        path: the directory.
+        why_not: one line on why nothing is written; "" for the owner.
     """
 
     def __init__(self, path: Path, files: Files, lock: int | None, why_not: str) -> None:
@@ -55,9 +58,10 @@ class SpaceDirectory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the directory that is locked no longer has its name: it was deleted, moved away
-        or replaced, or its lock was; whoever comes next owns what is there now. False while the
-        system does not tell.
+        """True if `path` no longer names the locked directory or lock.
+
+        It was deleted, moved or replaced, and another process may own its successor. False if the
+        system call fails.
         """
         try:
             return self._lock is not None and not self._files.is_same(self._lock, self.path / LOCK)
@@ -65,7 +69,7 @@ class SpaceDirectory:
             return False
 
     def close(self) -> None:
-        """Give up the lock. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         lock = self._lock
         self._lock = None
         if lock is not None:
@@ -76,8 +80,16 @@ class SpaceDirectory:
 def open_directory(
     root: Path, space: bytes, description: Mapping[str, Any] | None, files: Files
 ) -> SpaceDirectory:
-    """The directory of a space below `root`, made if it is not there. Raises ConfigError where that
-    cannot serve.
+    """Open the directory of a space in `root`, and create it if necessary.
+
+    Args:
+        root: the cache directory.
+        space: 32 bytes of the space.
+        description: contents of space.json; None: keep the existing ones.
+        files: system calls.
+
+    Raises:
+        ConfigError: the directory can be neither written nor read, or is not safe to use.
     """
     path = root / space.hex()
     try:
@@ -110,8 +122,9 @@ def open_directory(
 
 
 def lock_directory(path: Path, files: Files) -> int | None:
-    """Own a space's directory until the handle is closed; None: somebody else does. Raises
-    OSError.
+    """Lock a space's directory until the handle is closed; return None if another process owns it.
+
+    May raise OSError.
     """
     for _ in range(_LOOKS):
         handle = files.open(path / LOCK, WRITE)
@@ -124,12 +137,12 @@ def lock_directory(path: Path, files: Files) -> int | None:
         except BaseException:
             files.close(handle)
             raise
-        files.close(handle)  # the directory was removed by its last owner meanwhile
+        files.close(handle)  # the last owner removed the directory meanwhile: try again
     raise OSError(f"{path / LOCK} is replaced all the time")
 
 
 def is_locked(path: Path, files: Files) -> bool:
-    """Whether a process owns a space's directory; leaves nothing in it. Raises OSError."""
+    """Return whether a process owns a space's directory. Creates no file; may raise OSError."""
     try:
         handle = files.open(path / LOCK, CHANGE)
     except FileNotFoundError:
@@ -141,8 +154,9 @@ def is_locked(path: Path, files: Files) -> bool:
 
 
 def lock_soon(path: Path, files: Files, seconds: float = _LOOKS * _LOOK_S) -> int | None:
-    """As `lock_directory`; whoever only looks or makes room holds the lock for an instant, which is
-    waited for.
+    """Lock a space's directory, and retry for some time if it is locked. May raise OSError.
+
+    A process that only inspects it or makes room holds the lock for a moment.
     """
     for _ in range(round(seconds / _LOOK_S)):
         handle = lock_directory(path, files)
@@ -153,7 +167,9 @@ def lock_soon(path: Path, files: Files, seconds: float = _LOOKS * _LOOK_S) -> in
 
 
 def describe(path: Path, files: Files) -> dict[str, Any]:
-    """What a space's directory says of itself; `used` is 0 where it says nothing."""
+    """Return the contents of a directory's space.json, with `used` as 0 if it is missing or
+    invalid.
+    """
     try:
         found = json.loads(read_file(files, path / DESCRIPTION) or b"")
     except (ValueError, RecursionError):
@@ -188,7 +204,8 @@ def _make(path: Path, files: Files) -> None:
 
 
 def _check_owner(path: Path) -> None:
-    """Whoever can write here could make a model say what they like."""
+    """Check that the directory belongs to this user, and is a directory."""
+    # A user who can write here controls the KV that the model reads.
     found = path.stat()
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         raise ConfigError(

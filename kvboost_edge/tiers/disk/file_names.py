@@ -1,16 +1,14 @@
-"""What lies where: one directory per space below the cache directory, and the files in it.
+"""File layout of the disk tier: one directory per space in the cache directory.
 
-<cache directory>/lock      locked by the process that makes room for a segment at the moment
+<cache directory>/lock  locked by a process while it makes room for a segment
 <cache directory>/<64 hex digits of the space>/
-    lock              locked by the process that owns the directory: it alone writes
-    space.json        what the space is, for people; and `used`, a number that grows with every
-                      opening of any space
-    00000001.kvs      a segment: records one behind the other, each at a multiple of 64, then
-                      perhaps zeros
-    00000001.kvx      its sidecar: the records' places and hashes, once nothing is added to the
-                      segment any more
-    order             the manifest: which records count, oldest use first
-    *.new             one of the above on its way
+    lock          locked by the process that owns the directory; only the owner writes
+    space.json    description of the space, and `used`, a number that grows with every
+                  opening of any space
+    00000001.kvs  segment: records, each at a multiple of 64 bytes, then possibly zeros
+    00000001.kvx  sidecar of a complete segment: positions and hashes of its records
+    order         manifest: the valid records, least recently used first
+    *.new         file that is still being written
 """
 
 from __future__ import annotations
@@ -44,17 +42,18 @@ _SPACE = re.compile(r"[0-9a-f]{64}")
 _SEGMENT = re.compile(r"([0-7][0-9a-f]{7})\.kvs")
 _OWN = re.compile(r"lock|(space\.json|order|[0-7][0-9a-f]{7}\.kvx)(\.new)?|[0-7][0-9a-f]{7}\.kvs")
 LAST_SEGMENT = 0x7FFFFFFF
-"""Numbers of segments end here: the manifest has 31 bits for them."""
+"""Greatest segment number: the manifest has 31 bits for it."""
 
 
 def is_space(name: str) -> bool:
-    """Whether a directory of this name is a space's."""
+    """Return whether a directory with this name belongs to a space."""
     return _SPACE.fullmatch(name) is not None
 
 
 def is_own(name: str) -> bool:
-    """Whether a file of this name in a space's directory is the tier's; all others are left as they
-    are.
+    """Return whether a file with this name in a space's directory belongs to the tier.
+
+    All other files are left alone.
     """
     return _OWN.fullmatch(name) is not None
 
@@ -68,13 +67,13 @@ def sidecar_path(directory: Path, number: int) -> Path:
 
 
 def segment_ids(sizes: Iterable[str]) -> list[int]:
-    """Numbers of the segments among a directory's files, in the order they were begun."""
+    """Return the segment numbers among these file names, in ascending order."""
     return sorted(int(found[1], 16) for found in map(_SEGMENT.fullmatch, sizes) if found)
 
 
 def leftovers(sizes: Iterable[str]) -> list[str]:
-    """Of a directory's files, what a process left that ended in between: files on their way,
-    sidecars of no segment.
+    """Return the files that a killed process left: unfinished files, and sidecars without a
+    segment.
     """
     held = {sidecar_path(Path(), number).name for number in segment_ids(sizes)}
     return [
@@ -85,13 +84,20 @@ def leftovers(sizes: Iterable[str]) -> list[str]:
 
 
 def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Put a file in its place, complete (`durable`: and on the device), or not at all. Raises
-    OSError.
+    """Write a file atomically: completely or not at all.
+
+    Args:
+        files: system calls.
+        path: the file, which is replaced if it exists.
+        data: its contents.
+        durable: sync the contents to the device before the file gets its name.
+
+    Raises:
+        OSError: the file could not be written.
     """
     new = path.with_name(path.name + _NEW)
-    files.unlink(
-        new
-    )  # what stands there may be a link: nothing is written to a file that was there before
+    # An existing file might be a link to another file: never write into it.
+    files.unlink(new)
     handle = files.open(new, NEW)
     try:
         try:
@@ -104,5 +110,5 @@ def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) 
         files.replace(new, path)
     except OSError:
         with contextlib.suppress(OSError):
-            files.unlink(new)  # on a full disk it takes room
+            files.unlink(new)  # do not waste space on a full disk
         raise

@@ -1,5 +1,7 @@
-"""Every system call of the disk tier, in one small object: what is missing on a platform is told
-here and nowhere else, and tests put failing ones in its place. All methods raise OSError.
+"""System calls of the disk tier, in one class.
+
+Platform differences are handled only here, and tests replace the class to make calls fail. All
+methods may raise OSError.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ READ = os.O_RDONLY
 CHANGE = os.O_RDWR
 WRITE = CHANGE | os.O_CREAT
 NEW = WRITE | os.O_EXCL
-# No link is followed to a file that somebody else chose, a pipe in a file's place is not waited
-# for, and nothing is inherited by programs that are started.
+# Do not follow links, which another user may have created; do not wait for a pipe in place of a
+# file; do not pass handles to child processes.
 _NAMES = ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 _ALWAYS = functools.reduce(operator.or_, (getattr(os, name, 0) for name in _NAMES))
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -36,13 +38,17 @@ _PASSING = frozenset(
 
 
 class Files:
-    """Calls of the operating system. A handle is a descriptor from `open`; positions are never
-    shared state, except on Windows, where nobody else uses the handle meanwhile.
+    """Calls of the operating system.
+
+    A handle is a file descriptor from `open`. Calls pass explicit offsets instead of using a file
+    position. Windows lacks such calls, so there only one thread may use a handle at a time.
     """
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file to READ or to CHANGE it; or make it, for this user alone: WRITE where it is
-        not there, NEW only where nothing of that name is (else FileExistsError).
+        """Open a file, created with access for this user only.
+
+        READ and CHANGE open an existing file. WRITE also creates a missing one. NEW only creates,
+        and raises FileExistsError if the name is taken.
         """
         return os.open(path, flags | _ALWAYS, 0o600)
 
@@ -50,18 +56,21 @@ class Files:
         os.close(handle)
 
     def make_directory(self, path: Path) -> None:
-        """A directory for this user alone, and those above it, unless it is there. FileExistsError:
-        a file is.
+        """Create a directory for this user only, with its parents, unless it exists.
+
+        Raises:
+            FileExistsError: a file has this name.
         """
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def make_private(self, path: Path) -> None:
-        """Nobody else may look into a directory."""
+        """Remove all access of other users to a directory."""
         os.chmod(path, 0o700)
 
     def read(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers in turn from `offset`; how many bytes came: fewer at the end of the
-        file, or just so.
+        """Fill the buffers in turn from `offset`; return how many bytes were read.
+
+        The number may be smaller than asked for, not only at the end of the file.
         """
         if sys.platform != "win32":
             return os.preadv(handle, buffers, offset)
@@ -71,8 +80,9 @@ class Files:
         return len(data)
 
     def write(self, handle: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Write the buffers one behind the other at `offset`; how many bytes went, perhaps
-        fewer.
+        """Write the buffers in turn at `offset`; return how many bytes were written.
+
+        The number may be smaller than asked for.
         """
         if sys.platform != "win32":
             return os.pwritev(handle, buffers, offset)
@@ -80,7 +90,7 @@ class Files:
         return os.write(handle, buffers[0])
 
     def allocate(self, handle: int, nbytes: int) -> None:
-        """Reserve room on the disk, as zeros, where the system can."""
+        """Reserve disk space as zeros, if the system supports it."""
         if sys.platform == "linux":
             try:
                 os.posix_fallocate(handle, 0, nbytes)
@@ -92,11 +102,11 @@ class Files:
         os.ftruncate(handle, nbytes)
 
     def sync(self, handle: int) -> None:
-        """Return when the file's bytes are on the device."""
+        """Wait until the contents of a file are on the device."""
         os.fsync(handle)
 
     def sync_directory(self, path: Path) -> None:
-        """Return when the names in a directory are on the device, where the system can."""
+        """Wait until the names in a directory are on the device, if the system supports it."""
         if sys.platform == "win32":
             return
         handle = os.open(path, os.O_RDONLY | _ALWAYS)
@@ -106,7 +116,7 @@ class Files:
             os.close(handle)
 
     def forget(self, handle: int) -> None:
-        """The page cache need not keep this file."""
+        """Allow the page cache to drop this file."""
         if sys.platform == "linux":
             with contextlib.suppress(OSError):
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -115,11 +125,11 @@ class Files:
         return os.fstat(handle).st_size
 
     def is_unlinked(self, handle: int) -> bool:
-        """Whether the open file has no name any more."""
+        """Return whether the open file was deleted."""
         return os.fstat(handle).st_nlink == 0
 
     def is_same(self, handle: int, path: Path) -> bool:
-        """Whether the open file is the one that `path` names by now."""
+        """Return whether `path` still names the open file."""
         try:
             return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
@@ -132,18 +142,19 @@ class Files:
         path.unlink(missing_ok=True)
 
     def sizes(self, directory: Path) -> dict[str, int]:
-        """Names and lengths of the regular files in a directory."""
+        """Return the names and sizes of the regular files in a directory."""
         found = {}
         with os.scandir(directory) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # gone since
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     if entry.is_file(follow_symlinks=False):
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
         return found
 
     def space(self, path: Path) -> tuple[int, int]:
-        """Bytes free to this user and bytes in all, on the file system that `path` is or would be
-        on.
+        """Return the free bytes for this user, and all bytes, of the file system of `path`.
+
+        If `path` does not exist, its nearest existing parent decides.
         """
         while not path.exists() and path != path.parent:
             path = path.parent
@@ -151,9 +162,7 @@ class Files:
         return usage.free, usage.total
 
     def lock(self, handle: int) -> bool:
-        """Lock an open file until it is closed or its process ends, however that happens; False:
-        somebody else has.
-        """
+        """Lock an open file until it is closed or the process ends; return False if locked."""
         try:
             if sys.platform == "win32":
                 msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
@@ -165,8 +174,9 @@ class Files:
 
 
 def passes(error: OSError) -> bool:
-    """Whether the error says nothing of the file, and may be gone at the next attempt: a limit of
-    the process or of the system, an interrupted call.
+    """Return whether an error is temporary and unrelated to the file.
+
+    Examples are a limit of the process or system, and an interrupted call.
     """
     return error.errno in _PASSING
 
@@ -177,8 +187,10 @@ def transferred(
     buffers: Sequence[memoryview],
     offset: int,
 ) -> int:
-    """Repeat `read` or `write` until all buffers are through, or no byte moves; how many bytes
-    did.
+    """Repeat `read` or `write` until all buffers are done or no byte is transferred.
+
+    Returns:
+        the number of bytes transferred.
     """
     wanted = sum(buffer.nbytes for buffer in buffers)
     done = 0

@@ -1,11 +1,12 @@
-"""Which blocks are there, where, and which of them go first. In memory, no I/O, safe from any
-thread.
+"""Index of the disk tier: stored blocks, their positions, and the eviction order.
 
-A block without its ancestors is worthless, so an ancestor is always at least as recent as its
-youngest descendant: a chain is renewed tail first and head last, and then the least recently used
-block is a leaf. Blocks of chains written and never asked for again are on probation: beyond a share
-of the tier they go before all others, so that a scan of prompts that come once does not push out
-what is used.
+It is in memory, does no I/O and is thread-safe. A block without its ancestors is useless. Using a
+block therefore also uses its ancestors, last block first, so the least recently used block is
+always a leaf.
+
+Blocks that were written but never requested are on probation. Beyond a share of the capacity they
+are evicted first, so a scan of one-time prompts does not evict blocks in use. The small queue of
+S3-FIFO (Yang et al., 2023) serves the same purpose.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from kvboost_edge.tiers.disk.sidecar import SegmentRecord, padded
 
 __all__ = ["Index", "IndexEntry", "Use"]
 
-_ON_PROBATION = 0.1  # of the tier's bytes
+_ON_PROBATION = 0.1  # share of the capacity for blocks that were never requested
 
 
 class Use(NamedTuple):
-    """A record as the manifest knows it: where it is, and whether it was asked for since it was
-    written.
+    """Record in the manifest.
+
+    Attributes:
+        segment: number of its segment.
+        offset: its position, in bytes.
+        proven: it was requested since it was written.
     """
 
     segment: int
@@ -36,7 +41,19 @@ class Use(NamedTuple):
 
 
 class IndexEntry:
-    """A block in the index. nbytes: of its record; `last_use` grows with every use of any block."""
+    """Block in the index.
+
+    Attributes:
+        segment: number of its segment.
+        offset: position of its record, in bytes.
+        header_bytes: length of the header.
+        payload_bytes: length of the payload.
+        prefix_hash: hash of the block.
+        parent_hash: hash of the block before it.
+        nbytes: bytes that its record takes.
+        last_use: serial number of its last use.
+        proven: it was requested since it was written.
+    """
 
     __slots__ = (
         *(
@@ -62,7 +79,13 @@ class IndexEntry:
 
 
 class Index:
-    """Blocks by prefix hash, in two orders of use: on probation, and proven."""
+    """Blocks by prefix hash, in two LRU orders: on probation and proven.
+
+    Attributes:
+        nbytes: bytes of all records.
+        live: bytes of live records by segment.
+        dropped: hashes of dropped blocks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +96,6 @@ class Index:
         self.nbytes = 0
         self._probation_bytes = 0
         self.live: Counter[int] = Counter()
-        """Bytes of records by segment."""
         self.dropped = Dropped()
 
     def __len__(self) -> int:
@@ -86,19 +108,17 @@ class Index:
         return self._entries.get(prefix_hash)
 
     def hashes(self) -> list[bytes]:
-        """Of all blocks."""
+        """Return the hashes of all blocks."""
         with self._lock:
             return list(self._entries)
 
     def add(self, entry: IndexEntry) -> None:
-        """A block that was just written; one of the same hash is replaced and keeps its
-        standing.
-        """
+        """Add a block that was just written. It inherits the use of a block with the same hash."""
         with self._lock:
             self._replace(entry)
 
     def move(self, entry: IndexEntry, segment: int, offset: int) -> None:
-        """The block's record lies elsewhere now; its place in the order of use stays."""
+        """Record a new position of a block. Its place in the LRU order stays."""
         with self._lock:
             if self._entries.get(entry.prefix_hash) is entry:
                 self.live[entry.segment] -= entry.nbytes
@@ -108,13 +128,13 @@ class Index:
                 self._frontier = max(self._frontier, (segment, offset))
 
     def drop(self, prefix_hash: bytes) -> IndexEntry | None:
-        """Forget a block; what it was."""
+        """Drop a block; return its entry, or None."""
         with self._lock:
             self.dropped.add([prefix_hash] * (prefix_hash in self._entries))
             return self._remove(prefix_hash)
 
     def drop_segment(self, segment: int) -> int:
-        """Forget all blocks of a segment; how many there were."""
+        """Drop all blocks of a segment; return their number."""
         with self._lock:
             gone: list[bytes] = []
             if self.live[segment]:
@@ -139,15 +159,16 @@ class Index:
             self.nbytes = self._probation_bytes = 0
 
     def renew(self, prefix_hashes: Iterable[bytes], *, proven: bool) -> None:
-        """These blocks are used just now, and so are their ancestors. `proven`: by somebody who
-        asked for them.
+        """Mark these blocks and all their ancestors as used now.
+
+        With `proven` they also end their probation: a request asked for them.
         """
         with self._lock:
             for prefix_hash in reversed(self._most_recent_first(prefix_hashes)):
                 self._renew(self._entries[prefix_hash], proven)
 
     def oldest(self, room: int) -> IndexEntry | None:
-        """The block to go first where the tier has `room` bytes for all."""
+        """Return the block to evict next if the capacity is `room` bytes, or None."""
         with self._lock:
             fronts = [next(iter(order.values()), None) for order in self._orders]
             probation, proven = fronts
@@ -163,9 +184,15 @@ class Index:
         uses: Sequence[Use],
         frontier: tuple[int, int],
     ) -> None:
-        """Fill an empty index with the records of segments, in the order they were written; the
-        later of two of one hash counts. `uses`, oldest first, is what counted when the manifest was
-        written; of what is before `frontier` nothing else does, and what is behind it is younger.
+        """Fill an empty index with the records of segments.
+
+        If two records have the same hash, the later one is used. Of the records before `frontier`,
+        only those in `uses` are live. Records after it are the most recently used.
+
+        Args:
+            segments: number and records of each segment, in the order of writing.
+            uses: records in the manifest, least recently used first.
+            frontier: segment and offset of the last record before the manifest was written.
         """
         places: dict[int, dict[int, SegmentRecord]] = {}
         young: list[IndexEntry] = []
@@ -185,9 +212,8 @@ class Index:
                 self._renew(self._entries[prefix_hash], False)
 
     def _fill(self, places: Mapping[int, Mapping[int, SegmentRecord]], uses: Sequence[Use]) -> None:
-        """`_insert` what counted when the manifest was written: tens of thousands at a start, which
-        waits for it.
-        """
+        """Insert the records of the manifest, in bulk."""
+        # Startup waits for this, with tens of thousands of records; `_insert` would be slower.
         entries = self._entries
         uses_before = self._uses
         nothing = dict[int, SegmentRecord]()
@@ -204,7 +230,7 @@ class Index:
             entries[entry.prefix_hash] = entry
             live[segment] += entry.nbytes
             probation += 0 if proven else entry.nbytes
-        # In the order of insertion, which is that of use.
+        # The dict is in insertion order, which is the LRU order.
         for is_proven, order in enumerate(self._orders):
             order.update(
                 (hash_, entry) for hash_, entry in entries.items() if entry.proven == is_proven
@@ -217,16 +243,17 @@ class Index:
         )
 
     def snapshot(self) -> tuple[list[Use], tuple[int, int]]:
-        """What `load` wants of the manifest."""
-        with self._lock:  # what changes from here on is behind the frontier, or is no longer there
+        """Return the records and frontier for the manifest."""
+        with self._lock:  # later changes are after the frontier, or remove records
             orders = [list(order.values()) for order in self._orders]
             frontier = self._frontier
         entries = heapq.merge(*orders, key=lambda entry: entry.last_use)
         return [Use(entry.segment, entry.offset, entry.proven) for entry in entries], frontier
 
     def _most_recent_first(self, prefix_hashes: Iterable[bytes]) -> list[bytes]:
-        """These and all their ancestors, each before its descendants; the last of the given ones
-        before the others.
+        """Return these blocks and all their ancestors, each before its descendants.
+
+        The last of the given blocks comes before the others.
         """
         order: dict[bytes, None] = {}
         for prefix_hash in reversed(list(prefix_hashes)):
@@ -237,7 +264,7 @@ class Index:
                 path.append(entry.prefix_hash)
                 prefix_hash = entry.parent_hash
                 if len(path) > len(self._entries):
-                    break  # a ring of parents, which no SHA-256 chain has, but a forged file may
+                    break  # a cycle of parents, which only a forged file can contain
             order.update(dict.fromkeys(reversed(path)))
         return list(order)
 

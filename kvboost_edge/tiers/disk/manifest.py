@@ -1,8 +1,9 @@
-"""The manifest: which records counted when it was written, least recently used first, so that use
-outlives a restart.
+"""Manifest of a space: its records from least to most recently used, so that LRU survives a
+restart.
 
-`_FIXED`, then one u64 for each record (segment, offset / 64, whether it was ever asked for), then
-the xxh3-128 of all. Behind the frontier it knows nothing: those records were written later.
+The format is `_FIXED`, one u64 for each record, and the xxh3-128 of all bytes before it. A u64
+holds segment, offset / 64, and whether the record was requested since it was written. Records after
+the frontier were written later and are not listed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ _PROVEN = 1 << 63
 
 
 def encode_manifest(space: bytes, uses: Sequence[Use], frontier: tuple[int, int]) -> bytes:
-    """The manifest's bytes."""
+    """Return the bytes of a manifest.
+
+    Args:
+        space: 32 bytes of the space.
+        uses: records, least recently used first.
+        frontier: segment and offset of the last record that existed.
+    """
     rows = array(
         "Q",
         [
@@ -41,8 +48,9 @@ def encode_manifest(space: bytes, uses: Sequence[Use], frontier: tuple[int, int]
 
 
 def decode_manifest(data: bytes, space: bytes) -> tuple[list[Use], tuple[int, int]]:
-    """The records' uses and the frontier; a manifest that is damaged or another space's knows
-    nothing.
+    """Return the listed records and the frontier.
+
+    Both are empty for a manifest that is damaged or belongs to another space.
     """
     nothing: tuple[list[Use], tuple[int, int]] = ([], (0, 0))
     body = len(data) - _SUM_BYTES

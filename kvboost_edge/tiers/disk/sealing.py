@@ -1,6 +1,4 @@
-"""Work beside reading and writing: one job after the other, in a thread that ends when there is
-none.
-"""
+"""Background jobs that seal segments, one at a time, in a thread that ends with the last job."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ Job = Callable[[], None]
 
 
 class Sealer:
-    """Runs jobs in the order they came."""
+    """Runs jobs in their order of arrival."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,8 +23,10 @@ class Sealer:
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> None:
-        """Have a job done soon; now, where no thread can be had: the system has a limit, and an
-        interpreter that is ending starts none.
+        """Queue a job.
+
+        It runs in the caller's thread if no thread can be started, because of a system limit or at
+        interpreter exit.
         """
         with self._lock:
             self._jobs.append(job)
@@ -40,7 +40,7 @@ class Sealer:
         self._run()
 
     def join(self) -> None:
-        """Return when all jobs are done."""
+        """Wait until all jobs are done."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -59,7 +59,7 @@ class Sealer:
 
 
 class InlineSealer(Sealer):
-    """Does each job at once: for tests that count calls of the system."""
+    """Sealer that runs each job at once, for tests that count system calls."""
 
     def start(self, job: Job) -> None:
         job()

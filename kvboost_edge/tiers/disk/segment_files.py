@@ -1,10 +1,11 @@
-"""The segment files of one directory: appended to, sealed, read, removed. Knows no use and no cap.
+"""Segment files of one directory. They are appended to, sealed, read and removed.
 
-    active    takes records; its room is reserved on the disk
-    retired   full, or left after a failed write; about to be sealed
-    sealed    cut to its length, on the device, its sidecar behind it: never written again
+    active    accepts records; its disk space is reserved
+    retired   full, or abandoned after a failed write; waits to be sealed
+    sealed    truncated, synced and listed in a sidecar; never written again
 
-Called by one thread at a time, but for `seal`, which touches its own segment's files alone.
+This module knows nothing about eviction. One thread at a time calls it, except for `seal`, which
+only uses the files of its own segment.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ __all__ = ["SegmentFile", "SegmentFiles"]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_LONGEST = 4 << 30  # of a segment that is looked through: none is written that long
+_LONGEST = 4 << 30  # longest segment that is scanned; the tier writes none of that length
 _OPEN = 32
-"""Segments held open for reading. Few, because a file that its owner removed takes room until the
-last reader's end.
-"""
+"""Segments kept open for reading. Few, because a removed file takes space until it is closed."""
 
 
 @dataclasses.dataclass(slots=True)
 class SegmentFile:
-    """nbytes: what it takes on the disk; end: behind its last record; settled: sealed, or failed to
-    be.
+    """Segment file.
+
+    Attributes:
+        number: its number.
+        nbytes: bytes that it takes on disk.
+        end: end of its last record.
+        settled: it is sealed, or sealing failed.
+        records: its records until it is sealed.
     """
 
     number: int
@@ -59,8 +64,18 @@ class SegmentFile:
 
 
 class SegmentFiles:
-    """`owned`: whether this process may write. For owners only: append, begin, retire, seal,
-    remove.
+    """Segment files of one directory.
+
+    Only the owner may call `append`, `begin`, `retire`, `seal` and `remove`.
+
+    Args:
+        directory: directory of the space.
+        space: 32 bytes of the space.
+        files: system calls.
+        owned: this process owns the directory.
+
+    Attributes:
+        active: segment that accepts records, or None.
     """
 
     def __init__(self, directory: Path, space: bytes, files: Files, *, owned: bool) -> None:
@@ -75,17 +90,18 @@ class SegmentFiles:
 
     @property
     def nbytes(self) -> int:
-        """What the segments take on the disk."""
+        """Bytes that the segments take on disk."""
         return sum(segment.nbytes for segment in list(self._all.values()))
 
     def settled(self) -> list[SegmentFile]:
-        """The segments that nothing is written to any more, oldest first."""
+        """Return the segments that are never written again, oldest first."""
         return [segment for segment in self._all.values() if segment.settled]
 
     def load(self, last: int) -> Iterator[tuple[int, list[SegmentRecord]]]:
-        """All segments' numbers and records; new ones are numbered behind them and behind `last`.
-        One without a valid sidecar is scanned; the owner then cuts off what is behind its last
-        record and seals it. Raises OSError.
+        """Yield number and records of each segment. May raise OSError.
+
+        New segments get numbers after these and after `last`. A segment without a valid sidecar is
+        scanned. The owner then truncates it after its last record and seals it.
         """
         sizes = self._files.sizes(self._directory)
         self._last = last
@@ -105,7 +121,7 @@ class SegmentFiles:
             yield number, records
 
     def records(self, number: int) -> list[SegmentRecord]:
-        """The records of a settled segment, from its sidecar, else from their headers. Raises
+        """Return the records of a settled segment, from its sidecar or by a scan. May raise
         OSError.
         """
         size = self._all[number].nbytes
@@ -116,7 +132,7 @@ class SegmentFiles:
         return [] if found is None else found.records
 
     def begin(self, nbytes: int) -> SegmentFile:
-        """A new active segment with room for so many bytes. Raises OSError."""
+        """Create a new active segment with room for `nbytes`. May raise OSError."""
         number, handle = self._new_file()
         try:
             self._files.allocate(handle, nbytes)
@@ -132,8 +148,10 @@ class SegmentFiles:
     def append(
         self, header: memoryview, payload: memoryview, prefix_hash: bytes, parent_hash: bytes
     ) -> SegmentRecord:
-        """Write a record behind the others of the active segment, which has room for it. Raises
-        OSError; then the bytes behind the last record are of no account.
+        """Append a record to the active segment, which has room for it.
+
+        Raises:
+            OSError: the record was not written. Bytes after the last record are ignored.
         """
         segment = self.active
         assert segment is not None
@@ -148,8 +166,11 @@ class SegmentFiles:
         return record
 
     def read(self, number: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill the buffers from a segment; how many bytes came. Raises OSError, FileNotFoundError
-        where it is gone.
+        """Fill the buffers from a segment; return how many bytes were read.
+
+        Raises:
+            FileNotFoundError: the owner removed the segment.
+            OSError: it cannot be read.
         """
         handle = self._handle(number, READ)
         if not self._owned and self._files.is_unlinked(handle):
@@ -157,8 +178,9 @@ class SegmentFiles:
         return transferred(self._files.read, handle, buffers, offset)
 
     def retire(self) -> SegmentFile | None:
-        """Nothing more is written to the active segment: the one to be sealed; None where it is
-        empty and removed.
+        """Stop writing to the active segment; return it for sealing, or None if it was empty.
+
+        An empty segment is removed.
         """
         segment = self.active
         self.active = None
@@ -168,8 +190,9 @@ class SegmentFiles:
         return segment
 
     def seal(self, segment: SegmentFile) -> None:
-        """Cut a retired segment to its length, bring it to the device, then write its sidecar. A
-        failure is logged: then the segment is scanned at the next opening.
+        """Truncate a retired segment, sync it to the device, and write its sidecar.
+
+        A failure is logged. The segment is then scanned at the next opening.
         """
         try:
             path = segment_path(self._directory, segment.number)
@@ -188,8 +211,10 @@ class SegmentFiles:
         segment.settled = True
 
     def remove(self, number: int) -> None:
-        """Delete a segment, of which nothing counts any more. Raises OSError where the system keeps
-        it: it still takes its room then.
+        """Delete a segment without live records.
+
+        Raises:
+            OSError: the file could not be deleted. It still counts as used space.
         """
         self.forget(number)
         self._files.unlink(segment_path(self._directory, number))
@@ -202,7 +227,7 @@ class SegmentFiles:
             )
 
     def forget(self, number: int) -> None:
-        """Close a segment's file; the next use opens it again."""
+        """Close a segment's file. It is reopened when needed."""
         handle = self._handles.pop(number, None)
         if handle is not None:
             with contextlib.suppress(OSError):
@@ -233,8 +258,8 @@ class SegmentFiles:
             self._forget_one(number)
 
     def _forget_one(self, number: int) -> bool:
-        """Close the file used longest ago that is neither this one nor the active one; whether
-        there was one.
+        """Close the least recently used file except this one and the active one; return False if
+        none.
         """
         active = 0 if self.active is None else self.active.number
         other = next((other for other in self._handles if other not in (number, active)), None)
@@ -243,7 +268,7 @@ class SegmentFiles:
         return other is not None
 
     def _new_file(self) -> tuple[int, int]:
-        """The next number whose name is not taken, and its empty file. Raises OSError."""
+        """Create an empty file under the next free number. May raise OSError."""
         while self._last < LAST_SEGMENT:
             self._last += 1
             with contextlib.suppress(FileExistsError):
@@ -269,9 +294,7 @@ class SegmentFiles:
             self._files.close(handle)
 
     def _settle(self, segment: SegmentFile, records: list[SegmentRecord]) -> None:
-        """What a process that did not come to its end left: sealed, or removed if nothing in it
-        counts.
-        """
+        """Seal or remove a segment that a killed process left."""
         if records:
             segment.records = records
             segment.end = records[-1].end
@@ -283,7 +306,7 @@ class SegmentFiles:
         try:
             self.remove(segment.number)
         except OSError as error:
-            segment.settled = True  # its turn comes again when room is made
+            segment.settled = True  # the cleaner will try again
             _LOG.warning("segment %s of the disk tier cannot be removed: %s", segment.number, error)
 
     def _write_sidecar(self, segment: SegmentFile) -> None:

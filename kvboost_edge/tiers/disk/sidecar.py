@@ -1,8 +1,7 @@
-"""Which records a segment holds: read from its sidecar, or found again from the records' own
-headers.
+"""Sidecars: lists of the records in a segment, and the scan that recovers them from headers.
 
-A sidecar is `_FIXED`, then `_ROW` for each record in the order they were written, then the xxh3-128
-of all before it.
+A sidecar consists of `_FIXED`, `_ROW` for each record in the order of writing, and the xxh3-128 of
+all bytes before it.
 """
 
 from __future__ import annotations
@@ -19,20 +18,18 @@ from kvboost_edge.tiers.record import ALIGNMENT, MAGIC, decode_header, is_intact
 __all__ = ["Scan", "SegmentRecord", "decode_sidecar", "encode_sidecar", "padded", "read_file"]
 
 _MAGIC = b"KVBIDX\x00\x01"
-_FIXED = struct.Struct(
-    "<8s32sIIQ"
-)  # magic, space, segment, records, bytes up to the end of the last one
-_ROW = struct.Struct(
-    "<IIQ32s32s"
-)  # offset / 64, bytes of the header, of the payload, prefix hash, parent hash
+# Magic, space, segment, number of records, bytes up to the end of the last record.
+_FIXED = struct.Struct("<8s32sIIQ")
+# Offset / 64, bytes of the header, bytes of the payload, prefix hash, parent hash.
+_ROW = struct.Struct("<IIQ32s32s")
 _SUM_BYTES = 16
-_HEADER_BYTES = 4096  # read at once where a header is expected; longer ones are read again in full
+_HEADER_BYTES = 4096  # first read of a header; a longer one is read a second time as a whole
 _SEARCH_BYTES = 1 << 20
-_LONGEST = 256 << 20  # of a file that is read whole: the order of 30 million blocks
+_LONGEST = 256 << 20  # longest file read as a whole: a manifest of 30 million blocks
 
 
 class SegmentRecord(NamedTuple):
-    """A record in a segment. Offset and lengths in bytes."""
+    """Position of a record in a segment. Offset and lengths are in bytes."""
 
     offset: int
     header_bytes: int
@@ -42,17 +39,17 @@ class SegmentRecord(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Offset of the next record."""
         return self.offset + padded(self.header_bytes + self.payload_bytes)
 
 
 def padded(nbytes: int) -> int:
-    """What so many bytes take in a segment."""
+    """Return the space that a record of this length takes in a segment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def encode_sidecar(space: bytes, segment: int, records: list[SegmentRecord]) -> bytes:
-    """The sidecar's bytes."""
+    """Return the bytes of a sidecar."""
     end = records[-1].end if records else 0
     rows = [_ROW.pack(offset // ALIGNMENT, *rest) for offset, *rest in records]
     data = b"".join([_FIXED.pack(_MAGIC, space, segment, len(records), end), *rows])
@@ -62,8 +59,10 @@ def encode_sidecar(space: bytes, segment: int, records: list[SegmentRecord]) -> 
 def decode_sidecar(
     data: bytes, space: bytes, segment: int, segment_bytes: int
 ) -> list[SegmentRecord] | None:
-    """The records; None unless the sidecar is whole, of this segment, and the segment is long
-    enough.
+    """Return the records of a sidecar, or None if it is invalid.
+
+    It is invalid if it is damaged, belongs to another segment, or the segment is shorter than
+    listed.
     """
     body = len(data) - _SUM_BYTES
     if body < _FIXED.size or xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
@@ -74,19 +73,27 @@ def decode_sidecar(
     if body != _FIXED.size + count * _ROW.size:
         return None
     rows = _ROW.iter_unpack(memoryview(data)[_FIXED.size : body])
-    new = (
-        tuple.__new__
-    )  # half the time of calling the class, of which an opening does tens of thousands
+    # Calling the class takes twice as long, and opening a tier creates tens of thousands of them.
+    new = tuple.__new__
     return [new(SegmentRecord, (place * ALIGNMENT, a, b, c, d)) for place, a, b, c, d in rows]
 
 
 class Scan:
-    """The records whose headers hold, in a segment of `size` bytes, whatever became of the rest.
+    """Scan of a segment for records with valid headers, no matter how damaged the rest is.
 
-    Behind a record stands the next one; where none does, it is looked for at every multiple of 64,
-    so damage costs what it hit. The last record may have been on its way when the process ended:
-    its payload is checked as well.
-    `unread`: whether the device refused some of it, which then counts as zeros.
+    After a record the next one follows. If none does, the scan tries every multiple of 64, so
+    damage costs only the records that it hit. The payload of the last record is verified too,
+    because the process may have ended while writing it.
+
+    Args:
+        files: system calls.
+        handle: the segment.
+        size: bytes of the segment.
+        space: 32 bytes of the space.
+
+    Attributes:
+        records: the records.
+        unread: the device could not read some of the segment, which counts as zeros.
     """
 
     def __init__(self, files: Files, handle: int, size: int, space: bytes) -> None:
@@ -138,9 +145,7 @@ class Scan:
         )
 
     def _next_magic(self, offset: int) -> int:
-        """The next multiple of 64 from `offset` on where a record may begin; the size if there is
-        none.
-        """
+        """Return the next multiple of 64 from `offset` on where a record may begin, or the size."""
         while offset < self._size:
             data = self._read(offset, _SEARCH_BYTES)
             at = data.find(MAGIC)
@@ -152,15 +157,19 @@ class Scan:
         return self._size
 
     def payload_holds(self, record: SegmentRecord) -> bool:
-        """Whether a record is sound to its last byte."""
+        """Return whether a record is intact."""
         data = self._read(record.offset, record.header_bytes + record.payload_bytes)
         header = decode_header(data)
         return header is not None and is_intact(header, memoryview(data)[header.header_bytes :])
 
 
 def read_file(files: Files, path: Path) -> bytes | None:
-    """A small file whole; None where there is none, it cannot be read, or it is far longer than any
-    of the tier's. Raises OSError for what may be read a moment later.
+    """Return the contents of a small file, or None.
+
+    None means that the file does not exist, cannot be read, or is too long for a file of the tier.
+
+    Raises:
+        OSError: a temporary failure, after which a retry may succeed.
     """
     handle = None
     try:

@@ -1,8 +1,7 @@
-"""The blocks of one space on disk: what every tier of this process on that directory shares.
+"""Store of one space on disk, shared by all tiers of this process on that directory.
 
-Reading, writing and cleaning take turns (`_turn`); `holds`, `touch` and `stat` never wait for the
-disk. A full segment is sealed by a thread that lives as long as that takes, since bringing 64 MiB
-to a slow device takes seconds and reads must not wait for it.
+Reading, writing and cleaning are serialized by `_turn`. `holds`, `touch` and `stat` never wait for
+the disk.
 """
 
 from __future__ import annotations
@@ -32,19 +31,29 @@ __all__ = ["SEGMENT_BYTES", "Store"]
 _LOG = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 _RETRY_S = 30.0
-"""After a failed write nothing is written for so long."""
+"""Pause after a failed write, in seconds."""
 _GONE = "was deleted or replaced while it was open"
 _SEGMENTS_AT_LEAST = 32
-"""A small cap means small segments: a few of them are always on their way out, see cleaning.py."""
+"""Segments that fit under the cap at least. The cleaner always has a few of them to empty."""
 
 
 class Store:
-    """Blocks of one space. `counts` in `read` and `write`: the fields of TierStats, of the tier
-    that asks.
+    """Blocks of one space on disk.
 
-    Where the directory is deleted, moved away or replaced under its owner, the next read, write or
-    `tend` lets go of it, and `open_space` opens what has its name when the next block is to be
-    written.
+    If the directory is deleted, moved or replaced, the next read, write or `tend` releases it.
+    `open_space` opens its successor when the next block is written.
+
+    Args:
+        open_space: opens the directory.
+        space: 32 bytes of the space.
+        files: system calls.
+        max_bytes: cap over all spaces; None: `default_cap`.
+        clock: monotonic time in seconds.
+        sealer: background jobs.
+
+    Raises:
+        ConfigError: the directory or the cap is not usable.
+        OSError: the directory cannot be read.
     """
 
     def __init__(
@@ -56,7 +65,6 @@ class Store:
         clock: Callable[[], float],
         sealer: Sealer,
     ) -> None:
-        """Raises ConfigError and OSError for a directory that cannot serve."""
         self._open_space = open_space
         self._space = space
         self._files = files
@@ -76,7 +84,7 @@ class Store:
             raise
 
     def _load(self) -> None:
-        """Find what the directory holds. Raises OSError."""
+        """Load the contents of the directory. May raise OSError."""
         path = self.directory.path
         segments = SegmentFiles(path, self._space, self._files, owned=self.directory.owned)
         index = Index()
@@ -89,9 +97,7 @@ class Store:
 
     @property
     def state(self) -> str:
-        """One line on why nothing is stored at the moment, or was when that was last tried, or why
-        nothing could be read; "" while all is well.
-        """
+        """One line on why blocks are not stored or could not be read; "" if all is well."""
         gone = (
             f"{self.directory.path} {_GONE}; it is made again for the next block"
             if self._gone
@@ -101,9 +107,8 @@ class Store:
 
     @property
     def writable(self) -> bool:
-        """Whether storing would be tried now: after a failure again when a pause is over, or it
-        would never end.
-        """
+        """True if a write would be tried now."""
+        # True after the pause that follows a failure; otherwise writing would never resume.
         return self.directory.owned and not self.closed and not self._pauses
 
     @property
@@ -113,7 +118,7 @@ class Store:
     def read(
         self, blocks: Sequence[BlockAddress], into: Sequence[memoryview], counts: Counter[str]
     ) -> int:
-        """See Tier.read."""
+        """Read blocks as in `Tier.read`; count in `counts`, fields of the tier's `TierStats`."""
         done = 0
         with self._turn:
             self._look()
@@ -133,14 +138,13 @@ class Store:
     def write(
         self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview], counts: Counter[str]
     ) -> int:
-        """See Tier.write."""
+        """Write blocks as in `Tier.write`; count in `counts`, fields of the tier's `TierStats`."""
         wanted = list(zip(blocks, payloads, strict=True))
         with self._turn:
             self._look()
             if self._gone and not self.closed and not self._pauses:
                 self._begin_anew()
-            # Twice: the room for some may have been made by giving up others, which were here as
-            # the oldest of all.
+            # Twice: making room for some of the blocks may have evicted others of them.
             for _ in range(2):
                 self.index.renew(
                     [one.prefix_hash for one in blocks if one.prefix_hash in self.index],
@@ -158,18 +162,19 @@ class Store:
         return len(there)
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """See Tier.drop."""
+        """Drop blocks, see `Tier.drop`."""
         for prefix_hash in prefix_hashes:
             self.index.drop(prefix_hash)
 
     def tend(self) -> None:
-        """See Tier.tend."""
+        """Release a directory that was deleted or replaced."""
         with self._turn:
             self._look()
 
     def close(self) -> None:
-        """Seal what is there, save the order of use, give up the directory. A second call does
-        nothing.
+        """Seal the active segment, save the LRU order and release the directory.
+
+        A second call does nothing.
         """
         with self._turn:
             if self.closed:
@@ -182,7 +187,7 @@ class Store:
             self._let_go()
 
     def after_fork(self) -> None:
-        """In a child: its parent goes on, it does not."""
+        """Close the store in a forked child without writing."""
         self._turn = threading.Lock()
         self.index = Index()
         self.closed = True
@@ -190,19 +195,18 @@ class Store:
         self.directory.close()
 
     def _look(self) -> None:
-        """Let go of everything where the directory is no longer the one that was opened."""
+        """Release everything if the directory is no longer the one that was opened."""
         if self.closed or self._gone or not self.directory.is_lost:
             return
         _LOG.warning("the disk tier begins anew: %s %s", self.directory.path, _GONE)
-        self._sealer.join()  # it knows nothing of what comes
+        self._sealer.join()  # its jobs belong to the old directory
         self._let_go()
         self._gone = True
         self._problem = ""
 
     def _begin_anew(self) -> None:
-        """Open what has the directory's name by now, when there is something to store: not sooner,
-        since whoever deletes a directory may still be at it.
-        """
+        """Open the directory again, once there is a block to store."""
+        # Not sooner: the user may still be deleting the directory.
         try:
             self.directory = self._open_space()
             self._load()
@@ -220,7 +224,7 @@ class Store:
     def _read(
         self, entry: IndexEntry, address: BlockAddress, payload: memoryview, counts: Counter[str]
     ) -> bool:
-        """One block into `payload`; a block that does not stand every test is dropped."""
+        """Read one block into `payload`; drop it and return False if it fails verification."""
         if (header_bytes(len(address.tokens) // 4), payload.nbytes) == (
             entry.header_bytes,
             entry.payload_bytes,
@@ -254,7 +258,7 @@ class Store:
         return False
 
     def _write(self, address: BlockAddress, payload: memoryview, counts: Counter[str]) -> bool:
-        """Append one block; whether it is there now."""
+        """Append one block; return whether it is stored."""
         if not self.writable or self._gone:
             return False
         nbytes = padded(header_bytes(len(address.tokens) // 4) + payload.nbytes)
@@ -287,8 +291,9 @@ class Store:
         return True
 
     def _why_no_room(self, nbytes: int) -> str:
-        """One line on why the active segment, perhaps a new one, takes no record of so many bytes;
-        "" where it does. Raises OSError.
+        """Make room for a record of `nbytes`; return "", or one line on why there is none.
+
+        May raise OSError.
         """
         active = self._segments.active
         if active is not None and active.nbytes - active.end >= nbytes:
@@ -305,16 +310,20 @@ class Store:
         return ""
 
     def _retire(self) -> None:
+        """Retire the active segment and seal it in the background."""
         segment = self._segments.retire()
         if segment is not None:
+            # In the background: syncing 64 MiB to a slow device takes seconds, and reads must not
+            # wait for that.
             self._sealer.start(lambda: self._seal(segment))
 
     def _seal(self, segment: SegmentFile) -> None:
-        """On the sealing thread. The order of use is saved as often as that is little beside what
-        was written.
+        """Seal a segment, and save the LRU order if that is small compared to the bytes written.
+
+        This runs on the sealing thread.
         """
         if self.directory.is_lost:
-            return  # what has its name now may be another process's
+            return  # its successor may belong to another process
         self._segments.seal(segment)
         self._unsaved_bytes += segment.nbytes
         if self._unsaved_bytes > 256 * len(self.index):

@@ -1,7 +1,6 @@
-"""What lies in a cache directory, for people: the spaces in it, whether their blocks are sound, and
-their removal.
+"""Survey of a cache directory for administration: list, verify and delete spaces.
 
-Looks without owning anything; whatever a process has open is never deleted.
+It takes no ownership, and never deletes files that a process has open.
 """
 
 from __future__ import annotations
@@ -30,19 +29,21 @@ __all__ = [
 
 
 def default_directory() -> Path:
-    """Where the disk tier lies unless disk_cache_dir says otherwise."""
+    """Return the directory of the disk tier if disk_cache_dir is not set."""
     return cache_directory() / "blocks"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundSpace:
-    """A space's directory.
+    """Directory of a space.
 
     Attributes:
-        description: of space.json, without `used`.
-        used: number of the last opening: the greater, the later.
-        nbytes: of its segments.
-        changed: seconds since 1970, of what was written last.
+        path: the directory.
+        description: contents of space.json, without `used`.
+        used: number of the last opening; the greatest is the most recent.
+        nbytes: bytes of its segments.
+        segments: number of segments.
+        changed: time of the last write, in seconds since 1970.
         in_use: a process owns it at the moment.
     """
 
@@ -57,15 +58,21 @@ class FoundSpace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SurveyResult:
-    """Of the records that were found: how many are sound; how many are known and not sound."""
+    """Result of verifying the records of a space.
+
+    Attributes:
+        sound: intact records.
+        damaged: records that are listed or found but not intact.
+    """
 
     sound: int
     damaged: int
 
 
 def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
-    """The spaces below a cache directory, the one used longest ago first; what holds no file of the
-    tier's, or may not be looked into, is none. Raises OSError.
+    """Return the spaces in a cache directory, least recently used first. May raise OSError.
+
+    Directories without files of the tier, or without read permission, are skipped.
     """
     found = [_look(path, files) for path in space_directories(root)] if root.is_dir() else []
     return sorted(
@@ -74,9 +81,14 @@ def find_spaces(root: Path, files: Files) -> list[FoundSpace]:
 
 
 def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None]) -> SurveyResult:
-    """Read every record and compare its checksums; `progress` is told the bytes of each segment
-    done. Changes nothing. Segments that the owner deletes meanwhile are passed over. Raises
-    OSError.
+    """Read every record and compare its checksums. Changes nothing. May raise OSError.
+
+    Segments that the owner deletes meanwhile are skipped.
+
+    Args:
+        space: the space.
+        files: system calls.
+        progress: called with the bytes of each segment that is done.
     """
     sound = damaged = 0
     sizes = files.sizes(space.path)
@@ -98,14 +110,15 @@ def verify_space(space: FoundSpace, files: Files, progress: Callable[[int], None
 
 
 def delete_space(space: FoundSpace, files: Files) -> bool:
-    """Delete a space's files, and its directory unless something else is in it; False: a process
-    has it open. Raises OSError.
+    """Delete a space; return False if a process has it open. May raise OSError.
+
+    Its directory stays if it contains other files.
     """
     handle = lock_directory(space.path, files)
     if handle is None:
         return False
     try:
-        # The lock last: who makes a new one owns what is there from then on.
+        # The lock last: a process that creates a new one owns the directory from then on.
         for name in sorted(filter(is_own, files.sizes(space.path)), key=LOCK.__eq__):
             files.unlink(space.path / name)
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""`DiskTier`: a block store on a local disk that outlives the process. May lose, never lies.
+"""Disk tier: a persistent KV cache that may lose blocks but never returns wrong ones.
 
-Engines of one process that name the same directory and space share one store; of several processes
-the first owns it and writes, the others read what was there when they opened it, for as long as
-they live.
+Engines of one process with the same directory and space share one store. Of several processes, the
+first owns the directory and writes. The others only read, and only the blocks that existed when
+they opened it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SPACE_BYTES = 32
 
 
 class _Shared:
-    """A store and how many tiers use it."""
+    """Store, and the number of tiers that use it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -42,7 +42,7 @@ _stores_lock = threading.Lock()
 
 
 class DiskTier:
-    """A tier as in tiers/base.py, over a directory. Made by `open`."""
+    """Tier on a local directory. See `tiers/base.py` for the protocol; create one with `open`."""
 
     name = "disk"
 
@@ -62,18 +62,23 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
         sealer: Sealer | None = None,
     ) -> DiskTier:
-        """A tier of one space below a cache directory, which is made if it is not there.
+        """Open the tier of one space in a cache directory, which is created if necessary.
 
         Args:
-            space: 32 bytes that name all that shapes a block's bytes: model, KV format, numerics.
-            max_bytes: cap over all spaces of the directory; None: the smaller of 16 GiB and a fifth
-                of what is free. Of several tiers on one space the last one's holds.
-            description: what the space is, for people, in space.json (no text of prompts); None: as
-                it was.
-            files, clock, sealer: the system, in tests another; of an open store the first tier's.
+            directory: the cache directory.
+            space: 32 bytes that identify everything that affects a block's bytes: model, KV format,
+                numerics.
+            max_bytes: cap over all spaces of the directory; None: 16 GiB or a fifth of the free
+                space, whichever is less. If several tiers share a space, the last one's cap
+                applies.
+            description: description of the space for space.json, without text of prompts; None:
+                keep the existing one.
+            files: system calls. The first tier of a store determines them.
+            clock: monotonic time in seconds, likewise.
+            sealer: background jobs, likewise.
 
-        Raises ConfigError for a directory that can be neither written nor read, and a cap below 1
-        MiB.
+        Raises:
+            ConfigError: the directory can be neither written nor read, or the cap is below 1 MiB.
         """
         if len(space) != _SPACE_BYTES:
             raise ConfigError(f"a space is named by {_SPACE_BYTES} bytes, not {len(space)}")
@@ -94,57 +99,56 @@ class DiskTier:
 
     @property
     def directory(self) -> Path | None:
-        """Where the space's files lie; None once closed."""
+        """Directory of the space; None once closed."""
         return None if self._store is None else self._store.directory.path
 
     def begin(self) -> None:
-        """Nothing is left to be found out: it was opened."""
+        """Do nothing: opening the tier has checked it."""
 
     def holds(self, prefix_hash: bytes) -> bool:
-        """Whether the block is there, unless it turns out to be damaged."""
+        """Return whether the block is stored. It may still turn out to be damaged."""
         return self._store is not None and prefix_hash in self._store.index
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """See Tier; no I/O."""
+        """Return whether each block is stored. Unlike in other tiers, this does no I/O."""
         return [self.holds(prefix_hash) for prefix_hash in prefix_hashes]
 
     def known(self) -> list[bytes]:
-        """See Tier."""
+        """Return all stored blocks."""
         return [] if self._store is None else self._store.index.hashes()
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Whether it was there since the directory was opened, and went for room or as damaged."""
+        """Return whether the block was evicted or found damaged since the directory was opened."""
         index = None if self._store is None else self._store.index
         return index is not None and prefix_hash in index.dropped and prefix_hash not in index
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These blocks of one chain, in its order, were used just now; so were the blocks before
-        them.
-        """
+        """Record a use of these blocks of one chain, and of the blocks before them."""
         if self._store is not None:
             self._store.index.renew(prefix_hashes, proven=True)
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Fill `into` with verified payloads; how many from the first on. See Tier."""
+        """Fill `into` with verified payloads; return how many. See `Tier.read`."""
         return 0 if self._store is None else self._store.read(blocks, into, self._counts)
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store blocks that are not there yet; how many of them are there afterwards. See Tier."""
+        """Store the blocks that are missing; return how many of `blocks` are stored afterwards."""
         return 0 if self._store is None else self._store.write(blocks, payloads, self._counts)
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Forget these blocks. After a crash they may be there again, as they were."""
+        """Drop these blocks. After a crash they may be stored again."""
         if self._store is not None:
             self._store.drop(prefix_hashes)
 
     def tend(self) -> None:
-        """Let go of a directory that was deleted meanwhile. See Tier."""
+        """Release the directory if it was deleted or replaced."""
         if self._store is not None:
             self._store.tend()
 
     def stat(self) -> TierStats:
-        """This tier's counters; sizes, `evicted` and `state` are the store's, which engines of a
-        process share.
+        """Return this tier's counters, and sizes, evictions and state of the store.
+
+        Engines of a process share the store.
         """
         store = self._store
         counts = self._counts
@@ -162,7 +166,7 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Give up the store; the last of its tiers writes out what is pending. A second call does
+        """Close the tier; the last tier of a store writes out pending data. A second call does
         nothing.
         """
         with _stores_lock:
@@ -182,10 +186,8 @@ def _root_of(directory: str | os.PathLike[str]) -> Path:
         if b"\0" not in os.fsencode(root):
             return root
         why = "embedded null byte"
-    except (
-        RuntimeError,
-        ValueError,
-    ) as error:  # a user that is not known; characters that no file name has
+    # An unknown user after ~, or characters that are invalid in a file name.
+    except (RuntimeError, ValueError) as error:
         why = str(error)
     raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} can be no directory: {why}")
 
@@ -207,7 +209,7 @@ def _opened(
 
 
 def _after_fork() -> None:
-    """A child holds no lock and writes nothing: its tiers are empty and closed."""
+    """Close all tiers in a forked child, which holds no lock and must not write."""
     global _stores_lock  # noqa: PLW0603 - one lock of the process
     _stores_lock = threading.Lock()
     for shared in _stores.values():

@@ -1,1 +1,1 @@
-"""The Redis and Valkey tier: a server shared by machines, values sealed."""
+"""Redis and Valkey tier: authenticated blocks on a server that several machines share."""

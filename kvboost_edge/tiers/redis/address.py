@@ -1,6 +1,4 @@
-"""Where a Redis server is: its URL, read strictly. No message and no repr ever shows what stands
-before the @.
-"""
+"""Strict parser for Redis URLs. No message or repr shows user names or passwords."""
 
 from __future__ import annotations
 
@@ -26,8 +24,11 @@ _PORT = 6379
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """`place` is for people and holds no secret; `options` are keyword arguments of
-    `redis.Redis`.
+    """Address of a Redis server.
+
+    Attributes:
+        place: URL without secrets, for messages.
+        options: keyword arguments for `redis.Redis`.
     """
 
     place: str
@@ -35,12 +36,18 @@ class ServerAddress:
 
 
 def parse_url(url: str, password: str = "") -> ServerAddress:
-    """Read redis://, rediss:// (TLS, verified), unix:// or valkey:// with an optional user,
-    password and database.
+    """Parse a redis://, rediss:// (verified TLS), unix:// or valkey:// URL.
 
-    `password` counts where the URL has none. TLS takes ?ssl_ca_certs=, ?ssl_certfile= and
-    ?ssl_keyfile= (paths). Raises ConfigError, which never repeats the URL: it may hold a password
-    anywhere.
+    User, password and database are optional. TLS takes the paths ?ssl_ca_certs=, ?ssl_certfile= and
+    ?ssl_keyfile=.
+
+    Args:
+        url: the URL.
+        password: used if the URL contains none.
+
+    Raises:
+        ConfigError: the URL is invalid. The message never repeats it, because any part may hold a
+            password.
     """
     scheme = url.partition("://")[0].lower() if "://" in url else ""
     if "cluster" in scheme or "sentinel" in scheme or ("," in url and scheme in _SCHEMES):

@@ -1,4 +1,4 @@
-"""When to leave a server alone: after a few failures in a row, for a while."""
+"""Circuit breaker, which stops requests to a failing server for a while."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Open after `failures` in a row, for `pause_s`; then one attempt decides: open again, or
-    closed.
+    """Circuit breaker that opens after a number of failures in a row.
 
-    `clock` counts seconds and never goes back. Any thread may ask, one thread reports.
+    After the pause, one attempt decides whether it opens again or closes. Any thread may read its
+    state; one thread reports results.
+
+    Args:
+        clock: monotonic time in seconds.
+        failures: failures in a row that open it.
+        pause_s: seconds for which it stays open.
     """
 
     def __init__(
@@ -25,12 +30,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server is left alone at the moment."""
+        """True while no requests should be sent."""
         until = self._closed_again_at
         return until is not None and self._clock() < until
 
     def failed(self) -> bool:
-        """Count a failure; whether this one opened what was not open before it."""
+        """Count a failure; return whether it opened the breaker."""
         self._in_a_row += 1
         if self._in_a_row < self._failures:
             return False
@@ -39,7 +44,7 @@ class CircuitBreaker:
         return first
 
     def succeeded(self) -> bool:
-        """Forget the failures; whether it had been open."""
+        """Close the breaker; return whether it had been open."""
         was_open = self._closed_again_at is not None
         self._in_a_row = 0
         self._closed_again_at = None

@@ -1,7 +1,6 @@
-"""A Redis server as the tier sees it: pipelines of commands, what went wrong in words of our own,
-when to ask again.
+"""Connection to a Redis server: pipelines of commands, error texts, and a circuit breaker.
 
-What a server says is never repeated: its errors may quote what we sent, passwords included.
+Errors of the server are never quoted, because they may repeat what was sent, passwords included.
 """
 
 from __future__ import annotations
@@ -40,7 +39,11 @@ _CODE = re.compile(r"[A-Z]{2,20}(?= |$)")
 
 
 class ServerError(Exception):
-    """What a server answered to one command in place of a result; `code` is its first word."""
+    """Error reply to one command.
+
+    Attributes:
+        code: first word of the reply.
+    """
 
     def __init__(self, code: str) -> None:
         super().__init__(_WORDS.get(code, f"it answers {code}"))
@@ -48,8 +51,13 @@ class ServerError(Exception):
 
 
 class RedisConnection:
-    """One connection, made on first use. `ask` is called by one thread at a time; the rest by
-    any.
+    """Connection to a server, opened on first use.
+
+    Only one thread at a time may call `ask`. Everything else is safe from any thread.
+
+    Attributes:
+        place: URL of the server without secrets.
+        trouble: reason why it is not used or was not reached; "" if all is well.
     """
 
     def __init__(self, address: ServerAddress, clock: Callable[[], float]) -> None:
@@ -65,10 +73,9 @@ class RedisConnection:
             ) from error
         self.place = address.place
         self.trouble = ""
-        """Why it is not asked, or was not reached last time; "" when all is well."""
         self._breaker = CircuitBreaker(clock)
-        # A retry would double the time a request waits for a server that is gone. Protocol 2 needs
-        # no HELLO.
+        # A retry would double the time that a request waits for an unreachable server. Protocol 2
+        # needs no HELLO command.
         self._client: redis.Redis = self._redis.Redis(
             **address.options,
             socket_timeout=_TIMEOUT_S,
@@ -79,12 +86,18 @@ class RedisConnection:
 
     @property
     def is_off(self) -> bool:
-        """Whether the server is left alone for a while after failures."""
+        """True while the server is not used because of failures."""
         return self._breaker.is_open
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[Any] | None:
-        """One answer per command, `ServerError`s among them, in pipelines of `at_once`; None: not
-        reached, or off.
+        """Send commands in pipelines and return one reply each, or None if the server is
+        unreachable.
+
+        A reply may be a `ServerError`.
+
+        Args:
+            commands: the commands.
+            at_once: commands per pipeline.
         """
         answers: list[Any] = []
         if not commands:
@@ -115,7 +128,7 @@ class RedisConnection:
         return answers
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._client.close()
 
     def _failed(self, reason: str) -> None:
@@ -154,13 +167,12 @@ class RedisConnection:
 
 
 _OF_ONE_COMMAND = frozenset({"WRONGTYPE", "OOM", "READONLY", "MISCONF", "NOPERM"})
-"""Answers that leave the server usable: for other keys, or for reading."""
+"""Error codes after which the server is still usable, for other keys or for reading."""
 
 
 def _code(error: Exception) -> str:
-    """The first word of a server's error. redis-py takes some of them away and says them by its own
-    classes.
-    """
+    """Return the code of an error reply."""
+    # redis-py removes the code from some messages and raises its own classes for them.
     named = _CLASSES.get(type(error).__name__)
     found = _CODE.match(str(error))
     return named or (found.group() if found else "ERR")

@@ -1,5 +1,6 @@
-"""Blocks on a Redis or Valkey server: what one machine computed, the others need not. All I/O is
-the mover's.
+"""Redis tier: blocks on a Redis or Valkey server that several machines share.
+
+All I/O happens on the I/O thread.
 """
 
 from __future__ import annotations
@@ -36,33 +37,43 @@ SECRET_VARIABLE = "KVBOOST_EDGE_REDIS_SECRET"
 PASSWORD_VARIABLE = "KVBOOST_EDGE_REDIS_PASSWORD"
 _SHORTEST_SECRET = 16
 _PIPELINE_BYTES = 8 << 20
-_SMALL_COMMANDS = 1024  # in a pipeline, of those that carry no payload
-_MOST_TOUCHED = 4096  # between two refreshes
-_MOST_REFRESHED = 256  # with a read or a write: somebody waits for the next one
-# A block that is used gets its time to live again when so much of it, one in so many, is over.
-_STALE_SHARE = 8
+_SMALL_COMMANDS = 1024  # commands without payload per pipeline
+_MOST_TOUCHED = 4096  # touched blocks remembered between two refreshes
+_MOST_REFRESHED = 256  # refreshes along with a read or write, because the next one is waiting
+_STALE_SHARE = 8  # the TTL of a used block is renewed once 1/8 of it is over
 _MOST_SEEN = 1 << 16
 _SEEN_S = 600.0
-_NO_WRITES_S = (
-    30.0  # and no refreshes, after one that failed: a user may lack the permission for them alone
-)
+# Pause after a failed write, or a failed refresh: the user may lack the permission for EXPIRE.
+_NO_WRITES_S = 30.0
 _DAY_S = 86_400
 
 
 class RedisTier:
-    """Implements `Tier`. `place` names the server without its secrets.
+    """Tier on a Redis or Valkey server.
 
-    A value is believed by its MAC under `secret`, at least 16 characters that all machines of one
-    cache share (default: the environment variable KVBOOST_EDGE_REDIS_SECRET). Without a secret the
-    tier is refused unless `trust`: then whoever can write to the server decides what the model has
-    read. A URL without a password takes that of KVBOOST_EDGE_REDIS_PASSWORD. `ttl_s`: seconds that
-    a block lives after it was written or last used.
+    Values carry a MAC under a secret that all machines of one cache share. Without a secret, every
+    client that can write to the server could change the KV that the model reads, so the tier
+    requires `trust`.
 
-    Opening does no I/O: a server that is down, or refuses the password, is a line in `stat().state`
-    after the first attempt (`ping`, on the mover's thread). After 3 failures in a row the server is
-    left alone for 30 s.
+    Opening it does no I/O. If the server is down or rejects the password, `stat().state` says so
+    after the first attempt, which the I/O thread makes. After 3 failures in a row the server is not
+    used for 30 s.
 
-    Raises ConfigError for a bad URL or secret, BackendUnavailable without the package redis.
+    Args:
+        url: URL of the server. A URL without a password uses that of KVBOOST_EDGE_REDIS_PASSWORD.
+        space: 32 bytes that identify model, KV format and numerics.
+        secret: at least 16 characters; None: the environment variable KVBOOST_EDGE_REDIS_SECRET.
+        trust: accept values without a secret.
+        ttl_s: time to live after a write or the last use, in seconds.
+        clock: monotonic time in seconds.
+        environment: environment variables; None: those of the process.
+
+    Attributes:
+        place: URL of the server without secrets.
+
+    Raises:
+        ConfigError: the URL, secret or `ttl_s` is invalid.
+        BackendUnavailable: the package redis is not installed.
     """
 
     name = "redis"
@@ -93,12 +104,10 @@ class RedisTier:
         self._lock = threading.Lock()
         self._counts: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
         self._touched: dict[bytes, None] = {}
-        self._refreshed: dict[
-            bytes, float
-        ] = {}  # when touched blocks last got their time to live again
+        self._refreshed: dict[bytes, float] = {}  # block -> time of the last TTL renewal
         self._refreshes_again_at = 0.0
-        # When blocks were last known to be on the server, so that they are not copied and sent
-        # again: it may drop any of them, which a read would tell.
+        # Block -> time at which it was last known to be on the server, so that it is not sent
+        # again. The server may drop it at any time; a later read notices that.
         self._seen: dict[bytes, float] = {}
         self._seen_s = min(_SEEN_S, ttl_s / 2)
         self._dropped = Dropped()
@@ -111,13 +120,14 @@ class RedisTier:
         return f"RedisTier({self.place!r})"
 
     def begin(self) -> None:
-        """Ask the server whether it is there; what is wrong is one line in the log. I/O."""
+        """Ping the server, and log a warning if something is wrong. Does I/O."""
         if not self.ping() or self._advice:
             _LOG.warning("%s", self.stat().state)
 
     def holds(self, prefix_hash: bytes) -> bool | None:
-        """True for what was written or read in the last minutes, None: only the server knows; False
-        while it is left alone.
+        """Return True for a block written or read in the last minutes, otherwise None.
+
+        The result is False while the server is not used.
         """
         if self._closed or self._server.is_off:
             return False
@@ -126,7 +136,7 @@ class RedisTier:
         return True if seen is not None and self._clock() - seen < self._seen_s else None
 
     def known(self) -> list[bytes]:
-        """See Tier."""
+        """Return the blocks for which `holds` is True."""
         since = self._clock() - self._seen_s
         if self._closed or self._server.is_off:
             return []
@@ -134,15 +144,17 @@ class RedisTier:
             return [prefix_hash for prefix_hash, seen in self._seen.items() if seen > since]
 
     def dropped(self, prefix_hash: bytes) -> bool:
-        """Whether it was written or read here, and was gone when it was read again: for room, or as
-        its time was up.
+        """Return whether the block was written or read here and was missing later.
+
+        The server evicted it, or its time to live ended.
         """
         with self._lock:
             return prefix_hash in self._dropped and prefix_hash not in self._seen
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """These get their full time to live again, soon, without I/O here; each now and then,
-        however often.
+        """Schedule a renewal of these blocks' time to live, without I/O.
+
+        Each block is renewed only now and then, no matter how often it is used.
         """
         since = self._clock() - self._ttl_s / _STALE_SHARE
         with self._lock:
@@ -153,8 +165,9 @@ class RedisTier:
                     self._touched[prefix_hash] = None
 
     def ping(self) -> bool:
-        """Whether the server answers; learns of a memory policy that will refuse writes. I/O, up to
-        seconds.
+        """Return whether the server answers; warn about a memory policy that will refuse writes.
+
+        This does I/O and may take seconds.
         """
         answers = self._ask([("PING",), ("INFO", "memory")], _SMALL_COMMANDS)
         if answers is None or isinstance(answers[0], ServerError):
@@ -169,7 +182,7 @@ class RedisTier:
         return True
 
     def ask(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Of each of these whether the server has a value of it, unverified. I/O."""
+        """Return whether the server has a value for each of these blocks, unverified. Does I/O."""
         commands: list[Command] = [
             ("EXISTS", *keys_of(self._space, prefix_hash, 0)) for prefix_hash in prefix_hashes
         ]
@@ -182,8 +195,9 @@ class RedisTier:
         return [answer == 1 for answer in answers]
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Blocks from the first on, in pipelines of about 8 MiB, up to the first that is missing or
-        not to be believed. GETRANGE, not GET: a value that somebody made huge is not fetched whole.
+        """Read blocks in pipelines of about 8 MiB, up to the first that is missing or invalid.
+
+        See `Tier.read`.
         """
         sizes = [
             stored_bytes(self._seal, block, view.nbytes)
@@ -194,7 +208,9 @@ class RedisTier:
                 keys_of(self._space, blocks[index].prefix_hash, sizes[index]) for index in batch
             ]
             commands: list[Command] = [
-                ("GETRANGE", key, 0, length)  # a byte more than there should be
+                # GETRANGE instead of GET: a huge foreign value is not transferred as a whole. The
+                # range is a byte too long, so that a longer value is noticed.
+                ("GETRANGE", key, 0, length)
                 for index, names in zip(batch, keys, strict=True)
                 for key, length in zip(names, piece_lengths(sizes[index]), strict=True)
             ]
@@ -207,8 +223,7 @@ class RedisTier:
                 if not self._accept(
                     blocks[index], [next(pieces) for _ in names], names, into[index]
                 ):
-                    # Where one is gone the others are hardly there: they are looked for before they
-                    # are written.
+                    # The following blocks are probably gone too. Check before writing them.
                     self._lost(*(block.prefix_hash for block in blocks[index:]))
                     self._refresh()
                     return index
@@ -216,7 +231,7 @@ class RedisTier:
         return len(blocks)
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store what is not there, pieces first, the piece that is looked for first last."""
+        """Store the blocks that are missing; return how many of `blocks` are stored afterwards."""
         sizes = [
             stored_bytes(self._seal, block, view.nbytes)
             for block, view in zip(blocks, payloads, strict=True)
@@ -229,19 +244,19 @@ class RedisTier:
         return there
 
     def drop(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Delete all pieces of these blocks on the server, for everybody."""
+        """Delete all pieces of these blocks on the server, for all machines."""
         self._lost(*prefix_hashes)
         names = self._names_of(prefix_hashes) or {}
         self._ask([("UNLINK", *keys) for keys in names.values() if keys], _SMALL_COMMANDS)
 
     def tend(self) -> None:
-        """Give touched blocks their time: what is served from the pool alone is neither read nor
-        written. I/O.
+        """Renew the time to live of touched blocks, which may be served from the pool alone. Does
+        I/O.
         """
         self._refresh(_MOST_TOUCHED)
 
     def stat(self) -> TierStats:
-        """Counters; sizes are the server's, and not known here."""
+        """Return counters. The sizes are unknown here."""
         refused = self._no_writes if self._clock() < self._writes_again_at else ""
         trouble = self._server.trouble or refused or self._advice
         with self._lock:
@@ -254,14 +269,11 @@ class RedisTier:
             )
 
     def close(self) -> None:
-        """Give touched blocks their time and let go of the connection. I/O."""
+        """Renew the time to live of touched blocks and close the connection. Does I/O."""
         if not self._closed:
             self._refresh(_MOST_TOUCHED)
             self._closed = True
             self._server.close()
-
-    # ---- reading and writing
-    # -------------------------------------------------------------------------------------
 
     def _accept(
         self, block: BlockAddress, pieces: list[Any], keys: list[str], into: memoryview
@@ -305,10 +317,10 @@ class RedisTier:
                 continue
             missing.append(index)
             pieces = pieces_of(self._seal.value(blocks[index], payloads[index].cast("B")))
-            # Another machine may store the same block meanwhile: the first one's stays. What is
-            # there in part or in another length is written anew as a whole, so that all pieces are
-            # of one value.
+            # NX: if another machine stores the same block meanwhile, its value stays. A partial
+            # value, or one of another length, is replaced as a whole, so that all pieces match.
             condition = () if any(held) else ("NX",)
+            # First piece last: its presence then means that the others are stored.
             commands += [
                 ("SET", key, piece, "EX", self._ttl_s, *condition)
                 for key, piece in zip(reversed(names), reversed(pieces), strict=True)
@@ -342,8 +354,9 @@ class RedisTier:
         self._no_writes = reason
 
     def _refresh(self, most: int = _MOST_REFRESHED) -> None:
-        """Give so many of the touched blocks their time, those touched first; the others, and those
-        that the server did not give it, stay touched.
+        """Renew the time to live of up to `most` touched blocks, oldest first.
+
+        Blocks that fail stay touched, like those beyond `most`.
         """
         with self._lock:
             touched = list(itertools.islice(self._touched, most))
@@ -358,9 +371,7 @@ class RedisTier:
             self._refreshes_again_at = now if len(done) == len(touched) else now + _NO_WRITES_S
 
     def _renewed(self, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        """Give these blocks their time; those that the server gave it to, or that it has not
-        got.
-        """
+        """Renew the time to live of these blocks; return those that succeeded or do not exist."""
         names = self._names_of(prefix_hashes) or {}
         keys = list(itertools.chain(*names.values()))
         answers = self._ask([("EXPIRE", key, self._ttl_s) for key in keys], _SMALL_COMMANDS)
@@ -374,9 +385,10 @@ class RedisTier:
         return [prefix_hash for prefix_hash, pieces in names.items() if errors.isdisjoint(pieces)]
 
     def _names_of(self, prefix_hashes: Sequence[bytes]) -> dict[bytes, list[str]] | None:
-        """Keys of all pieces of each block, how many there are the first one says; none where the
-        server has not got it, or something of a stranger. Blocks with other errors are not among
-        them. None: not reached.
+        """Return the keys of all pieces of each block, or None if the server is unreachable.
+
+        The first piece determines their number. The list is empty for a missing block or a foreign
+        value. Blocks with other errors are left out.
         """
         commands: list[Command] = [
             ("GETRANGE", *keys_of(self._space, prefix_hash, 0), *HEAD)
@@ -402,12 +414,14 @@ class RedisTier:
         return answers
 
     def _saw(self, prefix_hash: bytes) -> None:
-        """The block is on the server, now."""
+        """Record that the block is on the server now."""
         with self._lock:
             _remember(self._seen, [prefix_hash], self._clock())
 
     def _lost(self, *prefix_hashes: bytes) -> None:
-        """The first one is gone, and where it is the others hardly are there."""
+        """Record that the first block is missing; forget that the others were seen, as they follow
+        it.
+        """
         with self._lock:
             self._dropped.add(hash_ for hash_ in prefix_hashes[:1] if hash_ in self._seen)
             for prefix_hash in prefix_hashes:
@@ -423,7 +437,7 @@ _COUNTERS = [field.name for field in dataclasses.fields(TierStats) if field.type
 
 
 def _remember(times: dict[bytes, float], prefix_hashes: Sequence[bytes], now: float) -> None:
-    """Of the blocks remembered so the last `_MOST_SEEN`."""
+    """Set the time of these blocks, and keep the last `_MOST_SEEN` ones."""
     for prefix_hash in prefix_hashes:
         times.pop(prefix_hash, None)
         times[prefix_hash] = now
@@ -450,7 +464,7 @@ def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> 
 
 
 def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Indices in order, each batch about 8 MiB and at least one block."""
+    """Yield consecutive indices in batches of about 8 MiB and at least one block."""
     batch: list[int] = []
     taken = 0
     for index, size in enumerate(sizes):
@@ -465,5 +479,5 @@ def _batches(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _at_once(value_bytes: int) -> int:
-    """Commands in a pipeline of about 8 MiB whose values are at most that long."""
+    """Return the number of commands in a pipeline of about 8 MiB for values of this length."""
     return max(1, _PIPELINE_BYTES // piece_lengths(value_bytes)[0])

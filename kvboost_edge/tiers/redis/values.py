@@ -1,15 +1,12 @@
-"""A block as values of a server that others write to: the record, sealed with a keyed MAC, in
-pieces of at most 1 MiB.
+"""Redis values of a block: its record and a keyed MAC, in pieces of at most 1 MiB.
 
-    value = header (tiers/record.py) + payload + MAC        keys  kvb:{space, 16 hex digits}:{prefix
-    hash, hex}
-                                                                  kvb:{…}:{…}:1, :2, … for the
-                                                                  second piece and so on
+    value = header (tiers/record.py) + payload + MAC
+    keys    kvb:{space, 16 hex digits}:{prefix hash, hex}        first piece
+            kvb:{...}:{...}:1, :2 and so on                      further pieces
 
-The MAC is blake2b under a shared secret, over header and payload: whoever does not know the secret
-can destroy a value, not forge one; one of another block, space or tenant fits its own header only.
-A value of up to 1 MiB is one piece; a longer one is cut into the fewest equal pieces, so that none
-blocks the server for long.
+The MAC is BLAKE2b over header and payload, keyed with a shared secret. Without the secret, a client
+of the server can delete a value but not forge one. A value of another block, space or tenant does
+not match the requested header.
 """
 
 from __future__ import annotations
@@ -35,15 +32,16 @@ __all__ = [
 
 PIECE_BYTES = 1 << 20
 _MAC_BYTES = 32
-_LONGEST_VALUE = 4096 * PIECE_BYTES  # that is believed when it only says so
+_LONGEST_VALUE = 4096 * PIECE_BYTES  # longest length that is accepted before the MAC is checked
 _LENGTHS = struct.Struct("<IIQ")
 HEAD = (8, 23)
-"""First and last byte of a value's field of lengths, as GETRANGE counts."""
+"""First and last byte of a value's length fields, as arguments of GETRANGE."""
 
 
 class Seal:
-    """Makes and checks values of one space. Without a secret there is no MAC: any writer of the
-    server is believed.
+    """Creates and verifies the values of one space.
+
+    Without a secret there is no MAC, and every client that can write to the server is trusted.
     """
 
     def __init__(self, space: bytes, secret: str | None) -> None:
@@ -52,17 +50,18 @@ class Seal:
 
     @property
     def mac_bytes(self) -> int:
-        """Bytes behind the payload."""
+        """Bytes after the payload."""
         return 0 if self._key is None else _MAC_BYTES
 
     def value(self, address: BlockAddress, payload: memoryview) -> bytes:
-        """The whole value of a block."""
+        """Return the complete value of a block."""
         header = encode_header(self._space, address, payload)
         return b"".join((header, payload, self._mac(header, payload)))
 
     def open(self, value: bytes, address: BlockAddress, into: memoryview) -> bool:
-        """Verify the MAC first, then that this is the block asked for; only then write its payload
-        into `into`.
+        """Copy the payload into `into` if the value is the block asked for; return whether it is.
+
+        The MAC is verified before anything else.
         """
         start = header_bytes(len(address.tokens) // 4)
         end = start + into.nbytes
@@ -95,14 +94,12 @@ def _mac_key(secret: str) -> bytes:
 
 
 def stored_bytes(seal: Seal, address: BlockAddress, payload_bytes: int) -> int:
-    """Length of the value of a block."""
+    """Return the length of a block's value."""
     return header_bytes(len(address.tokens) // 4) + payload_bytes + seal.mac_bytes
 
 
 def value_bytes_at(seal: Seal, head: bytes) -> int:
-    """Length of the value whose field of lengths this is, as it says itself, unverified; 0 where it
-    says nothing.
-    """
+    """Return the length that a value's length fields claim, unverified; 0 if they are invalid."""
     if len(head) != _LENGTHS.size:
         return 0
     header, _, payload = _LENGTHS.unpack(head)
@@ -111,20 +108,21 @@ def value_bytes_at(seal: Seal, head: bytes) -> int:
 
 
 def piece_lengths(value_bytes: int) -> list[int]:
-    """How a value of that length is cut: no piece over 1 MiB, all but the last equal."""
+    """Return the lengths of a value's pieces: as few as possible, at most 1 MiB, nearly equal."""
+    # Redis serves one command at a time, so a long value would block it for other clients.
     count = max(1, -(-value_bytes // PIECE_BYTES))
     step = -(-value_bytes // count)
     return [min(step, value_bytes - start) for start in range(0, value_bytes, step)]
 
 
 def pieces_of(value: bytes) -> list[memoryview]:
-    """The value, cut."""
+    """Return the pieces of a value."""
     ends = list(itertools.accumulate(piece_lengths(len(value))))
     view = memoryview(value)
     return [view[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def keys_of(space: bytes, prefix_hash: bytes, value_bytes: int) -> list[str]:
-    """Keys of the pieces of a value of that length, in their order."""
+    """Return the keys of the pieces of a value of that length, in order."""
     first = f"kvb:{space[:8].hex()}:{prefix_hash.hex()}"
     return [first, *(f"{first}:{index}" for index in range(1, -(-value_bytes // PIECE_BYTES)))]
