@@ -310,8 +310,8 @@ _APART = (
     fault(
         "a request runs as nobody's",
         "server/work/bridge.py",
-        "            **request.options,\n            tenant=admission.tenant,\n",
-        "            **request.options,\n",
+        "            tenant=admission.tenant,\n            weight=admission.weight,\n",
+        "            weight=admission.weight,\n",
         f"{_KEYS}::test_tenants_do_not_see_what_others_cached",
     ),
     fault(

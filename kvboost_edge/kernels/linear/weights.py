@@ -172,7 +172,7 @@ def _empty(rows: int, inputs: int, name: str) -> PackedRows:
 
 
 def _fitting(form: WeightFormat) -> Any:
-    """Return the kernel that quantizes all rows and returns the sums of squared errors and weights."""
+    """Return the kernel that quantizes all rows and sums squared errors and weights."""
     fit = fit_group[form.name]
     group_bytes = form.group_bytes
 
