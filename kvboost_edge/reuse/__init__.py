@@ -1,1 +1,1 @@
-"""Non-prefix KV reuse: index, search and recompute plans, document chunking."""
+"""Non-prefix KV reuse: index, search, recompute plans, and chunking of documents."""

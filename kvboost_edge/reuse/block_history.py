@@ -1,4 +1,4 @@
-"""Which blocks the pool has, or had: of those that are gone a tier may keep the contents."""
+"""History of published blocks, some of which are gone from the pool but may be stored in a tier."""
 
 from __future__ import annotations
 
@@ -15,17 +15,30 @@ __all__ = ["BlockHistory", "Chain"]
 
 
 class Chain(NamedTuple):
-    """A text from its beginning to the end of some block of it, and where its hashes start."""
+    """Text from its first token to the end of some block.
 
-    tokens: bytes  # little-endian u32
+    Attributes:
+        tokens: its tokens, little-endian u32.
+        root: root of its chain.
+    """
+
+    tokens: bytes
     root: bytes
 
 
 class BlockHistory:
-    """The blocks that were published last, `limit` of them, whether they still are or not.
+    """The last `limit` published blocks, whether or not they are still published.
 
-    Identities are those they had in the pool. A block that comes back gets a new one; those behind
-    it that are still gone keep the old one before them, so that a run may be found as two.
+    Blocks keep the serials that they had in the pool. A block that is published again gets a new
+    serial, but blocks after it that are still gone refer to the old one. One run may therefore be
+    found as two.
+
+    Args:
+        limit: most blocks to remember.
+        block_size: tokens of a block.
+
+    Attributes:
+        index: span index of the blocks.
     """
 
     def __init__(self, limit: int, block_size: int) -> None:
@@ -38,7 +51,7 @@ class BlockHistory:
         self._num_inside: Counter[bytes] = Counter()
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
-        """A block was published."""
+        """Record that a block was published."""
         self._in_pool[block_id] = entry.prefix_hash
         self._num_inside[entry.prefix_hash] += 1
         if entry.prefix_hash in self._places:
@@ -60,15 +73,17 @@ class BlockHistory:
             )
 
     def left(self, block_id: int) -> None:
-        """It is published no more."""
+        """Record that a block is no longer published."""
         prefix_hash = self._in_pool.pop(block_id)
         self._num_inside[prefix_hash] -= 1
         if not self._num_inside[prefix_hash]:
             del self._num_inside[prefix_hash]
 
     def lost_chains(self, runs: Sequence[Run]) -> list[Chain]:
-        """What to bring back for runs of the index: of each that lost blocks the text up to its
-        last one. Left out are texts whose beginning is not remembered.
+        """Return the texts to load from tiers for the runs that lost blocks.
+
+        Each text ends with the last block of its run. Texts whose beginning is not remembered are
+        left out.
         """
         found: dict[Chain, None] = {}
         for run in runs:
@@ -88,7 +103,7 @@ class BlockHistory:
             entry = self._entries[place]
             pieces.append(entry.tokens[-self._size * TOKEN_BYTES :])
         root = entry.root
-        if root != entry.parent_hash:  # computed alone, behind less than a block
+        if root != entry.parent_hash:  # computed on its own, after less than a block of context
             root = LoneRoot.of(root, 0)
         return Chain(b"".join(reversed(pieces)), root) if root == entry.parent_hash else None
 

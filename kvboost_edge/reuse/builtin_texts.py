@@ -1,7 +1,7 @@
-"""Built-in text: what documents are computed behind, and what reuse is tested on. Plain data.
+"""Built-in texts: the primer that documents are computed after, and the test of reuse quality.
 
-The primer says nothing that anybody would ask for. Passages and questions share no sentence with
-it: how well reuse does on text like its own primer says little.
+Passages and questions share no sentence with the primer. Good results on text that resembles the
+primer would prove little.
 """
 
 from __future__ import annotations

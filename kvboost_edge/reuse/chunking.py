@@ -1,4 +1,4 @@
-"""Where documents are cut into the chunks that are computed and kept: token ids in, ranges out."""
+"""Chunking of documents: cuts lists of token ids into chunks that are computed and cached."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ CHUNK_OPTIONS = (
     "overlap_k",
     "sink_tokens",
 )
-"""Options of an engine, and of a call, that say how documents are cut."""
+"""Options of an engine and of a call that control chunking."""
 
 PieceOf = Callable[[int], str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOptions:
-    """How documents are cut. ConfigError for a value outside its range or without meaning beside
-    the others.
+    """Options for chunking.
 
     Attributes:
         strategy: a ChunkStrategy or its value.
-        chunk_size: tokens, at least `block_size`; DOCUMENT does not look at it.
-        chunk_boundary_window: tokens that a SEMANTIC cut may lie before or after chunk_size, less
-            than chunk_size; 0 means half of chunk_size there, and is all that the others take.
-        overlap_k: tokens before a chunk that are computed with it and not kept, less than
+        chunk_size: tokens of a chunk, at least `block_size`. DOCUMENT ignores it.
+        chunk_boundary_window: for SEMANTIC, the tokens by which a cut may differ from chunk_size.
+            It is less than chunk_size; 0 means half of chunk_size. Other strategies accept only 0.
+        overlap_k: tokens before a chunk that are computed with it but not cached, less than
             chunk_size.
-        sink_tokens: first tokens of the document that are computed before those and not kept, less
-            than chunk_size.
-        block_size: tokens in a block of the pool.
+        sink_tokens: first tokens of the document, computed before those and not cached, less than
+            chunk_size.
+        block_size: tokens of a block in the pool.
+
+    Raises:
+        ConfigError: a value is out of range or contradicts another one.
     """
 
     strategy: ChunkStrategy | str = ChunkStrategy.FIXED
@@ -80,8 +82,10 @@ class ChunkOptions:
 
 
 def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) -> ChunkOptions:
-    """How documents are cut: by the engine's options, and those `given` in a call. ConfigError
-    where they contradict one another.
+    """Return the chunk options of an engine, with those `given` in a call.
+
+    Raises:
+        ConfigError: the options contradict one another.
     """
     values = {name: getattr(config, name) for name in CHUNK_OPTIONS} | dict(given or {})
     strategy = values.pop("chunk_strategy")
@@ -97,14 +101,16 @@ def chunk_options(config: EngineConfig, given: Mapping[str, Any] | None = None) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of a document that is kept, and what of the document is computed before it.
-    Positions in the document, 0 <= num_sink_tokens <= overlap_start <= start < stop.
+    """Part of a document that is cached, and its context, which is only computed.
+
+    Positions refer to the document: 0 <= num_sink_tokens <= overlap_start <= start < stop.
 
     Attributes:
         document: index of the document.
-        start, stop: tokens [start, stop) are kept.
-        overlap_start: tokens [overlap_start, start) stand right before them.
-        num_sink_tokens: tokens [0, num_sink_tokens) stand before those.
+        start: first token that is cached.
+        stop: end of the cached tokens, exclusive.
+        overlap_start: tokens [overlap_start, start) are the context right before them.
+        num_sink_tokens: tokens [0, num_sink_tokens) are the context before that.
     """
 
     document: int
@@ -115,27 +121,29 @@ class Chunk:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens that are computed before those that are kept."""
+        """Number of context tokens."""
         return self.num_sink_tokens + self.start - self.overlap_start
 
     def tokens(self, document: Sequence[int]) -> list[int]:
-        """What is computed: context, then what is kept."""
+        """Return the tokens to compute: context, then the cached tokens."""
         return [*document[: self.num_sink_tokens], *document[self.overlap_start : self.stop]]
 
 
 def cut(
     documents: Sequence[Sequence[int]], options: ChunkOptions, piece_of: PieceOf | None = None
 ) -> list[Chunk]:
-    """Cut documents, lists of token ids, into chunks: each token is in exactly one of them, in
-    order. No chunk goes beyond its document, the last of a document may be short, an empty document
-    has none.
+    """Cut documents into chunks, so that each token is in exactly one chunk, in order.
+
+    The last chunk of a document may be short. An empty document has no chunk.
 
     Args:
-        piece_of: the text of a token, spaces and line ends as they are in the document; SEMANTIC
-            alone asks for it. Of what is no text by itself (a special token, part of a character)
-            whatever is returned does no harm.
+        documents: token ids of each document.
+        options: chunk options.
+        piece_of: returns the text of a token with its spaces and line ends. Only SEMANTIC uses it.
+            Its result for special tokens and partial characters does not matter.
 
-    ConfigError where SEMANTIC is given no `piece_of`.
+    Raises:
+        ConfigError: SEMANTIC without `piece_of`.
     """
     if options.strategy == ChunkStrategy.SEMANTIC and piece_of is None:
         raise ConfigError("chunk strategy semantic needs the text of tokens (piece_of)")
@@ -159,16 +167,18 @@ def cut(
     return chunks
 
 
-_PARAGRAPH, _SENTENCE, _NO_END = range(3)  # the better, the lower
-_TOKENS_AROUND = 8  # whose text shows whether a sentence ends
-# A full stop and its like, and what may close behind it. After those of the group a sentence begins
-# without a space.
+_PARAGRAPH, _SENTENCE, _NO_END = range(3)  # lower is better
+_TOKENS_AROUND = 8  # tokens around a position whose text shows whether a sentence ends there
+# End punctuation and closing quotes or brackets. After the punctuation in the group, a sentence
+# begins without a space.
 _END = re.compile(r"""(?:[.!?…]|([。！？]))["'”’»)\]」』）*_]*$""")
 
 
 def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: PieceOf) -> list[int]:
-    """Ends of the chunks: the nearest end of a paragraph in the window, else of a sentence, else
-    the middle.
+    """Return the ends of the chunks of a document.
+
+    A chunk ends at the nearest end of a paragraph in the window, else of a sentence, else in the
+    middle.
     """
     stops: list[int] = []
     target = options.chunk_size
@@ -182,7 +192,7 @@ def _semantic_stops(document: Sequence[int], options: ChunkOptions, piece_of: Pi
 
 
 def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int, int]:
-    """What ends before the token at each place."""
+    """Return for each position which text unit ends before its token."""
     first = max(0, places[0] - _TOKENS_AROUND)
     pieces = [piece_of(token) for token in document[first : places[-1] + _TOKENS_AROUND]]
     text = "".join(pieces)
@@ -191,8 +201,9 @@ def _ends(document: Sequence[int], places: range, piece_of: PieceOf) -> dict[int
 
 
 def _end_at(text: str, offset: int) -> int:
-    """What ends at text[:offset]. The line ends behind a paragraph belong to it, spaces may lie on
-    either side.
+    """Return which text unit ends at text[:offset].
+
+    Line ends after a paragraph belong to it. Spaces may be on either side.
     """
     left = text[:offset]
     right = text[offset:]

@@ -1,14 +1,13 @@
-"""Which blocks of a prompt's spans are worth computing anew: found by computing some layers of some
-of its tokens.
+"""Deviation scoring: selects the blocks of a prompt's spans to recompute.
 
-Those that deviate most, which one layer of all tokens shows. After Yao et al., "CacheBlend: Fast
-Large Language Model Serving for RAG with Cached Knowledge Fusion", EuroSys 2025: tokens whose
-values of the second layer differ most from the stored ones are those worth computing anew, and they
-are much the same in all layers. Here whole blocks are chosen, because whole blocks can be closed
-and quantized.
+`Probe` selects the blocks with the largest deviation, by one layer of all tokens. The method is
+that of CacheBlend (Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached
+Knowledge Fusion", EuroSys 2025). Tokens whose values in the second layer differ most from the
+stored ones are worth recomputing, and they are mostly the same in all layers. This module selects
+whole blocks, because only whole blocks can be closed and quantized.
 
-Or those that the end of the prompt, where the question is, attends to most: some layers of the
-tokens that are computed in any case show it.
+`QueryProbe` selects the blocks that the end of the prompt, with the question, attends to most. It
+runs some layers of the tokens that are computed in any case.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvboost_edge.runners.base import StoredKeys
 __all__ = ["NUM_ASKING", "Probe", "ProbeRow", "QueryProbe", "num_probed_blocks"]
 
 NUM_ASKING = 32
-"""Tokens at the end of a prompt whose attention counts."""
+"""Tokens at the end of a prompt whose attention is used."""
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -36,10 +35,11 @@ class ProbeRow(NamedTuple):
     """Consecutive tokens of a prompt whose first layer is computed.
 
     Attributes:
-        start, stop: their positions.
-        block_ids: the table's blocks before them, then those that they are written to.
-        segments: which positions those hold, the last one their own.
-        stored: slots of what is stored of them at other positions; empty where nothing is.
+        start: position of the first token.
+        stop: position after the last token.
+        block_ids: blocks of the table before them, then the blocks that they are written to.
+        segments: positions that the blocks hold. The last segment is that of the tokens.
+        stored: slots of their KV computed at other positions; empty if there is none.
     """
 
     start: int
@@ -50,16 +50,15 @@ class ProbeRow(NamedTuple):
 
 
 def num_probed_blocks(spans: Sequence[Span], ratio: float, block_size: int) -> int:
-    """Blocks to choose: this share of the whole ones in the spans, at least one of them where it is
-    above 0.
-    """
+    """Return how many whole blocks of the spans to select: this share, at least one if above 0."""
     whole = sum((span.stop - span.start) // block_size for span in spans)
     return min(whole, max(1, round(ratio * whole))) if ratio > 0 else 0
 
 
 class Probe:
-    """Of one table: what is still to be looked at, and what was seen. Its reserved blocks, as many
-    as are to be chosen, take what the probe writes of the spans.
+    """Deviation scores of one table.
+
+    The probe writes to the table's reserved blocks. There are as many of them as blocks to select.
     """
 
     def __init__(self, table: BlockTable, block_size: int) -> None:
@@ -72,11 +71,13 @@ class Probe:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to look at."""
+        """True if no tokens are left to score."""
         return not self._ahead
 
     def next_rows(self, limit: int) -> list[ProbeRow]:
-        """The next tokens to compute, in whole blocks, about `limit` (at least one block)."""
+        """Return the next tokens to compute, whole blocks of about `limit` tokens, at least one
+        block.
+        """
         rows: list[ProbeRow] = []
         left = max(1, limit // self._size) * self._size
         spare = list(self._table.reserve)
@@ -99,8 +100,12 @@ class Probe:
         return rows
 
     def take(self, rows: Sequence[ProbeRow], deviations: Floats) -> None:
-        """Note how far the tokens of the rows are from what is stored, float32 [tokens of all rows
-        with something stored], squared distances.
+        """Record the deviations of rows.
+
+        Args:
+            rows: the rows.
+            deviations: squared distances from the stored values, float32 [tokens of all rows with
+                stored KV].
         """
         first = 0
         for row in rows:
@@ -112,14 +117,14 @@ class Probe:
                 first += count
 
     def spans(self) -> list[Span]:
-        """What is left of the table's spans without the blocks that weigh most; the earlier one
-        where two are equal.
+        """Return the table's spans without the highest-scoring blocks; ties go to the earlier
+        block.
         """
         ranked = sorted(self._weights, key=lambda start: (-self._weights[start], start))
         return cut_spans(self._table.spans, ranked[: self._num_chosen], self._size)
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
-        """[start, stop) of what lies before the end of the last span, whole blocks, last first."""
+        """Return [start, stop) of whole blocks before the end of the last span, last ones first."""
         position = self._table.num_computed_tokens
         found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:
@@ -148,11 +153,17 @@ class Probe:
 
 
 class QueryProbe(Probe):
-    """Looks at what is computed in any case, up to position `stop`, whose last NUM_ASKING tokens
-    attend to the spans. Writes to no reserved block.
+    """Attention scores of one table, from tokens that are computed in any case.
+
+    The last NUM_ASKING tokens before `stop` attend to the spans. No reserved block is written.
+
+    Args:
+        table: the table.
+        block_size: tokens of a block.
+        stop: position after the tokens to run, after all spans and at most the prompt's end.
 
     Attributes:
-        stop: behind all spans, at most the prompt's end.
+        stored: stored keys of the spans.
     """
 
     def __init__(self, table: BlockTable, block_size: int, stop: int) -> None:
@@ -172,18 +183,18 @@ class QueryProbe(Probe):
         self._weights = dict.fromkeys(positions[::block_size].tolist(), 0.0)
 
     def asking(self, rows: Sequence[ProbeRow]) -> Longs:
-        """Which of the tokens of these rows, counted through, attend for the prompt, int64."""
+        """Return the indices of the attending tokens among the tokens of these rows, int64."""
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
         return np.flatnonzero(positions >= max(self._stop - NUM_ASKING, self._table.spans[-1].stop))
 
     def take(self, rows: Sequence[ProbeRow], masses: Floats) -> None:
-        """Add what tokens of the rows attend to each of `stored`, float32 [len(stored.slots)]."""
+        """Add the rows' attention to each of `stored`, float32 [len(stored.slots)]."""
         of_blocks = masses.reshape(-1, self._size).sum(axis=1).tolist()
         for start, mass in zip(self._weights, of_blocks, strict=True):
             self._weights[start] += mass
 
     def _stretches(self) -> list[tuple[int, int, Span | None]]:
-        """[start, stop) of what no span serves, last first."""
+        """Return [start, stop) of the tokens that no span serves, last ones first."""
         position = self._table.num_computed_tokens
         found = list[tuple[int, int, Span | None]]()
         for span in self._table.spans:
@@ -194,5 +205,5 @@ class QueryProbe(Probe):
 
 
 def _whole(span: Span, block_size: int) -> int:
-    """Where the whole blocks of a span end."""
+    """Return the position at which the whole blocks of a span end."""
     return span.start + (span.stop - span.start) // block_size * block_size

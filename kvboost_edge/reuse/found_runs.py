@@ -1,6 +1,4 @@
-"""What was found of a prompt at other positions, as plain numbers. Importing this imports no
-compiler.
-"""
+"""Runs of a prompt that were found at other positions, as plain data. Does not import Numba."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ __all__ = ["Run", "RunBlock"]
 
 
 class RunBlock(NamedTuple):
-    """What one block holds of a run: slots [valid_from, valid_to), 0 <= valid_from < valid_to <=
-    block_size.
+    """Part of a run in one block: slots [valid_from, valid_to).
+
+    The bounds satisfy 0 <= valid_from < valid_to <= block_size.
     """
 
     block_id: int
@@ -22,17 +21,16 @@ class RunBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of a prompt that stand in the pool one after another, all at one distance from where
-    they were computed.
+    """Consecutive tokens of a prompt whose KV is in the pool, all moved by the same distance.
 
     Attributes:
-        prompt_start: position in the prompt of its first token.
-        length: tokens.
-        pieces: where they are, without a gap: the first may begin inside its block, the last may
-            end inside, those between are whole.
-        delta: prompt_start - context; 0 is possible, and says that only what stands before differs.
-        context: position of its first token where it was computed: so many tokens were its context
-            there.
+        prompt_start: position of its first token in the prompt.
+        length: number of tokens.
+        pieces: consecutive parts in blocks. The first may begin inside its block and the last may
+            end inside; all others are whole.
+        delta: prompt_start - context. 0 means that only the text before it differs.
+        context: position at which its first token was computed, and so the number of its context
+            tokens there.
     """
 
     prompt_start: int
@@ -43,5 +41,5 @@ class Run:
 
     @property
     def prompt_stop(self) -> int:
-        """Position in the prompt behind its last token."""
+        """Position after its last token in the prompt."""
         return self.prompt_start + self.length

@@ -1,4 +1,4 @@
-"""What of a pool can be shared at other positions, and what of a prompt is found there."""
+"""Index of the blocks that can be shared at other positions, and lookup of prompts in it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from kvboost_edge.reuse.span_search import find_runs
 
 __all__ = ["Found", "Harvest"]
 
-_REMEMBERED = 4  # pools full of blocks that are gone, some 0.5 KB for each
+_REMEMBERED = 4  # blocks in the history, as a multiple of the pool; about 0.5 KB each
 
 
 class Found(NamedTuple):
-    """What was found of a sequence's tokens: spans to share, and [start, stop) of all runs, with
-    what is computed anyway.
+    """Reusable KV found for a sequence.
+
+    Attributes:
+        spans: spans to share.
+        runs: [start, stop) of all runs, including tokens that are recomputed.
     """
 
     spans: list[Span]
@@ -29,10 +32,15 @@ class Found(NamedTuple):
 
 
 class Harvest:
-    """The published blocks of a pool, offered by their own tokens from the first question on.
-    Published are blocks of exact sequences alone, so what is approximate is never harvested.
-    `remembers`: what leaves the pool from the first question on is kept in mind, as a tier may have
-    it.
+    """Index of a pool's published blocks by their own tokens, created at the first lookup.
+
+    Only exactly computed blocks are published, so approximate KV is never indexed.
+
+    Args:
+        manager: KV cache manager of the pool.
+        min_chunk_tokens: shortest run that is used.
+        remembers: keep a history of blocks that left the pool since the first lookup, because a
+            tier may store them.
     """
 
     def __init__(
@@ -46,8 +54,8 @@ class Harvest:
             self._remembered = BlockHistory(_REMEMBERED * manager.num_blocks, manager.block_size)
 
     def lost(self, token_ids: Sequence[int], root: bytes) -> list[Chain]:
-        """What of a prompt's runs could be brought back from tiers: texts that hold them, from
-        their beginnings.
+        """Return the texts to load from tiers for the runs of a prompt. Each begins at its first
+        token.
         """
         size = self._manager.block_size
         if self._remembered is None or len(token_ids) <= size:
@@ -58,8 +66,10 @@ class Harvest:
         )
 
     def find(self, token_ids: Sequence[int], start: int, root: bytes, repair: Repair) -> Found:
-        """What can be shared of the tokens behind the first `start`, but for the last one. Valid
-        until the pool's next change.
+        """Return the KV that can be shared after the first `start` tokens, excluding the last
+        token.
+
+        The result is valid until the next change of the pool.
         """
         size = self._manager.block_size
         if len(token_ids) <= size:
@@ -69,10 +79,11 @@ class Harvest:
         return Found(plan_spans(runs, start, size, repair.num_seam_tokens), where)
 
     def context_of(self, token_ids: Sequence[int], root: bytes) -> int | None:
-        """How many tokens stood before these where they were computed, of a run that holds all of
-        them; None where none does, or they are fewer than are looked for.
+        """Return the number of context tokens before a run that holds all of these tokens, or None.
+
+        None also means that there are too few tokens for a lookup.
         """
-        # One more token, because the last one of a prompt is never covered.
+        # Append a token, because the last token of a prompt is never covered.
         runs = find_runs((*token_ids, 0), 0, self._offered(), root, self._least)
         return runs[0].context if runs and runs[0].length == len(token_ids) else None
 
@@ -83,11 +94,11 @@ class Harvest:
         return self._index
 
     def entered(self, block_id: int, entry: PrefixEntry) -> None:
-        """A block was published."""
+        """Record that a block was published."""
         assert self._index is not None
         if self._remembered is not None:
             self._remembered.entered(block_id, entry)
-        if isinstance(entry.root, LoneRoot):  # only context for what follows it
+        if isinstance(entry.root, LoneRoot):  # a hidden block, which is only context
             return
         size = self._manager.block_size
         tokens = entry.tokens[-size * TOKEN_BYTES :]
@@ -96,7 +107,7 @@ class Harvest:
         )
 
     def left(self, block_id: int) -> None:
-        """A block is published no more."""
+        """Record that a block is no longer published."""
         assert self._index is not None
         if self._remembered is not None:
             self._remembered.left(block_id)

@@ -1,9 +1,8 @@
-"""Whether reuse at other positions is good enough for a model: its text, its measure, its bound,
-and where the outcome is kept. Of plain numbers; who runs the model is above.
+"""Quality gate of non-prefix KV reuse: its text, measure and bound, and the stored verdict.
 
-No sign during a request tells a harmless reuse from a harmful one. What can be known is how a model
-takes reuse on text whose full computation is affordable; and the bound is the model's own: putting
-the same documents into another order, which nobody would call wrong, moves its answers too.
+A single request does not show whether reuse harms it. The gate measures a model on text that is
+short enough to be computed in full. Its bound is the model's own sensitivity to another order of
+the documents, a change that is no error. This module handles plain numbers; callers run the model.
 """
 
 from __future__ import annotations
@@ -36,23 +35,26 @@ __all__ = [
     "write",
 ]
 
-ANSWER_TOKENS = 16  # of each answer, at most
-_VERSION = 1  # of text, measure and bound: with any of them changed, older outcomes count no more
-_NEGLIGIBLE = 1e-3  # nats; kernels with other rounding differ by some 2e-4
+ANSWER_TOKENS = 16  # most tokens of an answer
+_VERSION = 1  # raise it when text, measure or bound change, to invalidate stored verdicts
+_NEGLIGIBLE = 1e-3  # nats; kernels that round differently are about 2e-4 apart
 _LEAST_DOCUMENTS = 3
 
 Floats = npt.NDArray[np.float32]
 
 
 class Material(NamedTuple):
-    """Token ids of the test: each prompt is the introduction, all documents, a question."""
+    """Token ids of the test. Each prompt is the introduction, all documents and a question."""
 
     introduction: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
     questions: tuple[tuple[int, ...], ...]
 
     def prompts(self, *, reordered: bool = False) -> list[list[int]]:
-        """One for each question; `reordered`: no document behind the one it was behind."""
+        """Return one prompt for each question.
+
+        With `reordered`, no document follows the one that it followed before.
+        """
         documents = (*self.documents[1::2], *self.documents[::2]) if reordered else self.documents
         head = [*self.introduction, *(token for document in documents for token in document)]
         return [[*head, *question] for question in self.questions]
@@ -66,14 +68,16 @@ def make_material(
     most_tokens: int,
     least_tokens: int,
 ) -> Material | None:
-    """The test for a tokenizer, from the built-in text: prompts of `most_tokens` with their answers
-    at most, of documents that have `least_tokens` at least, as many as there are passages where
-    that is possible. None where there cannot be three.
+    """Return the test for a tokenizer, or None if fewer than three documents fit.
+
+    It has as many documents as possible, at most one for each built-in passage.
 
     Args:
-        encode: token ids of a text, without special tokens.
-        before, behind: what a chat begins with, and what stands between a question and its answer;
-            behind None: no chat, a text to go on with.
+        encode: returns the token ids of a text, without special tokens.
+        before: tokens at the beginning of a chat.
+        behind: tokens between a question and its answer; None: no chat, plain text to continue.
+        most_tokens: most tokens of a prompt with its answer.
+        least_tokens: least tokens of a document.
     """
     introduction = (*before, *encode(INTRODUCTION))
     passages = [tuple(encode(passage)) for passage in PASSAGES]
@@ -90,8 +94,12 @@ def make_material(
 
 
 class Comparison(NamedTuple):
-    """Distributions of the next token against those of the full computation: the sum of KL(full ||
-    other) in nats, how often both find the same token the most likely, and over how many tokens.
+    """Comparison of next-token distributions with those of the full computation.
+
+    Attributes:
+        kl: sum of KL(full || other), in nats.
+        num_agreed: tokens for which both have the same most likely token.
+        num_tokens: number of tokens compared.
     """
 
     kl: float = 0.0
@@ -111,7 +119,7 @@ class Comparison(NamedTuple):
 
 
 def compare(full: Floats, other: Floats) -> Comparison:
-    """Of logits float32 [num_tokens, vocab_size]."""
+    """Compare two sets of logits, float32 [num_tokens, vocab_size]."""
     kl = 0.0
     for p, q in zip(full, other, strict=True):
         p_logs = log_softmax(p)
@@ -121,7 +129,7 @@ def compare(full: Floats, other: Floats) -> Comparison:
 
 
 def log_softmax(row: Floats) -> npt.NDArray[np.float64]:
-    """Natural-log probabilities [vocab_size] of logits."""
+    """Return the natural log probabilities [vocab_size] of logits."""
     wide = row.astype(np.float64)
     wide -= wide.max()
     return np.asarray(wide - np.log(np.exp(wide).sum()), np.float64)
@@ -129,15 +137,15 @@ def log_softmax(row: Floats) -> npt.NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the test found, means over the tokens of the answers.
+    """Result of the test, averaged over the tokens of the answers.
 
     Attributes:
-        kl_reuse: KL(full || reuse) in nats.
-        kl_order: KL(full || the documents in another order, computed in full).
-        agreement: share of tokens where reuse and full computation find the same one the most
-            likely.
-        num_tokens: over how many.
-        reused_share: of the prompts' tokens, that was shared at other positions.
+        kl_reuse: KL(full || reuse), in nats.
+        kl_order: KL(full || full computation with reordered documents), in nats.
+        agreement: share of tokens for which reuse and full computation have the same most likely
+            token.
+        num_tokens: number of tokens compared.
+        reused_share: share of the prompts' tokens that was reused at other positions.
     """
 
     kl_reuse: float
@@ -148,12 +156,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether reuse moves answers no more than another order does, or not to speak of."""
+        """True if reuse changes answers no more than reordering does, or only negligibly."""
         return self.kl_reuse <= self.bound
 
     @property
     def bound(self) -> float:
-        """The most KL(full || reuse) may be."""
+        """Greatest KL(full || reuse) that passes."""
         return max(self.kl_order, _NEGLIGIBLE)
 
     def __str__(self) -> str:
@@ -167,11 +175,13 @@ class Verdict:
 def outcome_stamp(
     model: bytes, repair: Repair, lead: Sequence[int], material: Material
 ) -> FileStamp:
-    """What an outcome depends on, as the memo of files wants it.
+    """Return the key of a verdict in the file memo, which covers everything that it depends on.
 
     Args:
         model: digest of model, numerics and KV format.
-        lead: what the documents are computed behind.
+        repair: recompute strategy.
+        lead: tokens that the documents are computed after.
+        material: the test.
     """
     repaired = [str(repair.strategy), repair.num_seam_tokens, repair.block_ratio or 0]
     text = json.dumps([_VERSION, model.hex(), repaired, list(lead), material])
@@ -179,7 +189,7 @@ def outcome_stamp(
 
 
 def read(stamp: FileStamp, cache_dir: Path | None = None) -> Verdict | None:
-    """A kept outcome; None where there is none."""
+    """Return a stored verdict, or None."""
     facts = recall(stamp, cache_dir)
     try:
         return Verdict(**{field.name: facts[field.name] for field in dataclasses.fields(Verdict)})
@@ -188,5 +198,5 @@ def read(stamp: FileStamp, cache_dir: Path | None = None) -> Verdict | None:
 
 
 def write(stamp: FileStamp, verdict: Verdict, cache_dir: Path | None = None) -> None:
-    """Keep an outcome in the cache directory, where that can be written."""
+    """Store a verdict in the cache directory, if that is writable."""
     remember(stamp, dataclasses.asdict(verdict), cache_dir)

@@ -1,4 +1,4 @@
-"""Which of the tokens found at other positions are computed all the same."""
+"""Recompute strategy for reused tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """How reuse is repaired.
+    """Selection of the reused tokens that are recomputed.
+
+    Strategies:
+
+        NONE         no tokens
+        SELECTIVE    the first tokens after every chunk boundary
+        CACHEBLEND   those, and the blocks whose values deviate most
+        QUERY        those, and the blocks that the end of the prompt attends to most
 
     Attributes:
-        strategy: NONE: not; SELECTIVE: the first tokens behind every seam; CACHEBLEND: those, and
-            the blocks whose values deviate most; QUERY: those, and the blocks that the end of the
-            prompt attends to most.
-        overlap: tokens behind a seam, at most 4096; whole blocks are computed, so up to a block
-            less one are added.
-        ratio: share of the tokens in spans that CACHEBLEND and QUERY compute besides, in [0, 1].
+        strategy: strategy.
+        overlap: tokens to recompute after a chunk boundary, at most 4096. Rounding to whole blocks
+            may add up to a block less one token.
+        ratio: additional share of the tokens in spans that CACHEBLEND and QUERY recompute, in [0,
+            1].
     """
 
     strategy: RecomputeStrategy = RecomputeStrategy.CACHEBLEND
@@ -31,8 +37,9 @@ class Repair:
 
     @property
     def tested(self) -> Repair:
-        """The repair that a model is tested with before this one is used: no more than this one,
-        and one of a few, so that clients who choose numbers of their own cause few tests.
+        """Weaker or equal setting that the model is tested with before this one is used.
+
+        There are only a few of them, so clients that choose their own numbers cause few tests.
         """
         if self.strategy is RecomputeStrategy.NONE:
             return Repair(strategy=self.strategy, overlap=0, ratio=0.0)
@@ -42,11 +49,11 @@ class Repair:
 
     @property
     def block_ratio(self) -> float:
-        """Share of the tokens in spans that is chosen by looking at them."""
+        """Share of the tokens in spans that is selected by scores."""
         looks = self.strategy in (RecomputeStrategy.CACHEBLEND, RecomputeStrategy.QUERY)
         return self.ratio if looks else 0.0
 
     @property
     def num_seam_tokens(self) -> int:
-        """Tokens computed behind a seam."""
+        """Tokens to recompute after a chunk boundary."""
         return 0 if self.strategy is RecomputeStrategy.NONE else self.overlap

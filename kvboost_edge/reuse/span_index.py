@@ -1,4 +1,4 @@
-"""Which blocks can be found by their own tokens, whatever stood before them."""
+"""Span index: finds blocks by their own tokens, whatever tokens precede them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ Ints = npt.NDArray[np.int32]
 
 
 class SpanIndex:
-    """Offered blocks by span hash: the hash of a block's own tokens, none of those before it.
+    """Indexed blocks by span hash, the hash of a block's own tokens without those before it.
 
-    Who publishes blocks calls `offer` and `withdraw`; nothing here knows a pool or whether a
-    block's content is still there. Between an `offer` and its `withdraw` the block must keep the
-    keys and values of exactly these tokens, made at these positions behind exactly the chain of its
-    serial. So: offer what `PrefixIndex` holds, withdraw before a block is handed out again or
-    written into. Order does not matter: a block may be offered before its parent, and be withdrawn
-    and offered again while its children stay. Runs found before a change are not to be used after
-    it.
+    Between `offer` and `withdraw`, a block must keep the KV of exactly these tokens, computed at
+    these positions after exactly the chain of its serial. Offer the blocks of a `PrefixIndex`, and
+    withdraw a block before it is reused or written. A block may be offered before its parent, and
+    it may be withdrawn and offered again while its children stay.
 
-    Blocks of one root are never found from another. Of blocks with equal tokens the newest offered
-    are tried first, MOST_TRIED of them: finding one takes no longer however often a text repeats,
-    neither `offer` nor `withdraw` has to look for a place, and what was served last will be evicted
-    last. All of them stay, so a withdrawn one makes room for an older one. A block that is not
-    tried is still reached through the blocks before and behind it.
+    Blocks of one root are never found from another. Of blocks with equal tokens, the MOST_TRIED
+    newest are tried, so repeated text does not slow down a search. The newest are also evicted
+    last. Older ones stay indexed and replace withdrawn ones. They are also reached through their
+    neighbours in a chain.
 
-    One thread at a time. Some 130 bytes a block of 16 tokens.
+    It is not thread-safe, and takes about 130 bytes per block of 16 tokens.
 
-    Attributes:
-        hash_bits: how many bits of a span hash are used, 1 to 61; fewer make hashes collide, which
-            costs time and changes no result.
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens of a block.
+        hash_bits: bits of a span hash that are used, 1 to 61. Fewer bits cause collisions, which
+            cost time but do not change results.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, hash_bits: int = HASH_BITS) -> None:
@@ -74,31 +72,31 @@ class SpanIndex:
         )
         self._newer = _links(num_blocks)
         self._newer_siblings = _links(num_blocks)
-        # (serial, serial of the parent, root) of an offered block
+        # By block id: (serial, serial of the parent, root) of an offered block.
         self._offered: list[tuple[int, int, bytes] | None] = [None] * num_blocks
         self._by_serial: dict[int, int] = {}
-        # Newest child of a serial that is not offered itself.
+        # Serial that is not offered itself -> its newest child.
         self._orphans: dict[int, int] = {}
-        # Root -> [number, how many of its blocks are offered]; numbers are never given out again.
+        # Root -> [number, offered blocks]. Numbers are never reused.
         self._roots: dict[bytes, list[int]] = {}
         self._next_root = 0
 
     @property
     def tables(self) -> SpanTables:
-        """What a scan reads. Valid until the next change."""
+        """Arrays that the search kernel reads. They are valid until the next change."""
         return self._tables
 
     def root_number(self, root: bytes) -> int | None:
-        """The number of a root in `tables`; None if no block of it is offered."""
+        """Return the number of a root in `tables`, or None if no block of it is offered."""
         known = self._roots.get(root)
         return None if known is None else known[0]
 
     def __len__(self) -> int:
-        """Blocks offered now."""
+        """Return the number of offered blocks."""
         return len(self._by_serial)
 
     def __contains__(self, block_id: object) -> bool:
-        """Whether a block is offered now."""
+        """Return whether a block is offered."""
         return (
             isinstance(block_id, int)
             and 0 <= block_id < self.num_blocks
@@ -114,25 +112,23 @@ class SpanIndex:
         tokens: bytes,
         first_position: int,
     ) -> None:
-        """Let a full block be found.
+        """Add a full block to the index.
 
         Args:
-            root: whose blocks it is one of: nothing is found from another.
-            block_id: in [0, num_blocks).
-            serial: identity of the block with all before it, as `PrefixEntry.serial`: at least 1,
-                never given to other content; a block withdrawn for a while comes back under the one
-                it had.
-            parent_serial: that of the block before it, lower, offered or not; ROOT_SERIAL for the
-                first of a context. No two blocks may have one parent and the same tokens, first
-                ones of two roots apart.
-            tokens: the block's own, block_size little-endian u32 (`encode_tokens`,
-                `BlockAddress.tokens`).
-            first_position: of its first token where its keys were computed: as many tokens are its
-                context.
+            root: root that the block belongs to.
+            block_id: id in [0, num_blocks).
+            serial: `PrefixEntry.serial`, at least 1. It identifies the block with all blocks before
+                it. A block that is offered again has the same serial.
+            parent_serial: serial of the block before it, which is lower and need not be offered.
+                ROOT_SERIAL for the first block of a context. Two blocks of one root must not have
+                the same parent and tokens.
+            tokens: the block's own tokens, little-endian u32.
+            first_position: position at which its first token was computed, and so the number of its
+                context tokens.
 
-        Raises CacheCorruption, and changes nothing, for a block or a serial that is offered
-        already, an id outside the pool, tokens of another length, serials out of order, and a
-        parent or child of another root or not next to it.
+        Raises:
+            CacheCorruption: block or serial are already offered, an argument is out of range, or
+                the parent or a child does not fit. Nothing is changed.
         """
         self._check_offer(root, block_id, serial, parent_serial, tokens, first_position)
         tables = self._tables
@@ -152,7 +148,11 @@ class SpanIndex:
         self._join(block_id, serial, parent_serial)
 
     def withdraw(self, block_id: int) -> None:
-        """Let an offered block be found no more; CacheCorruption if it is not offered."""
+        """Remove a block from the index.
+
+        Raises:
+            CacheCorruption: the block is not offered.
+        """
         offered = self._offered[block_id] if block_id in self else None
         if offered is None:
             raise CacheCorruption(f"block {block_id} is not offered")
@@ -207,8 +207,10 @@ class SpanIndex:
         return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & tables.slot_mask
 
     def _leader_before(self, block_id: int) -> tuple[int, int]:
-        """(leader of the group with this block's root and tokens, the leader linked before it);
-        NONE where there is no such group, or it is the first in its slot.
+        """Return the leader of the group with this block's root and tokens, and the leader linked
+        before it.
+
+        Either is NONE if it does not exist.
         """
         tables = self._tables
         value = tables.hashes[block_id]
@@ -225,7 +227,7 @@ class SpanIndex:
         return leader, before
 
     def _relink(self, block_id: int, before: int, to: int) -> None:
-        """Link `to` in a slot where the group that `block_id` belongs to was linked."""
+        """Link `to` in the place of the group that `block_id` belongs to."""
         if before == NONE:
             self._tables.heads[self._slot(block_id)] = to
         else:
@@ -263,7 +265,7 @@ class SpanIndex:
             self._relink(block_id, before, older)
 
     def _join(self, block_id: int, serial: int, parent_serial: int) -> None:
-        """Link a block with the one before it and with those behind it that are here."""
+        """Link a block with its parent, siblings and children."""
         tables = self._tables
         self._set_parent(self._orphans.get(serial, NONE), block_id)
         tables.first_children[block_id] = self._orphans.pop(serial, NONE)
@@ -300,7 +302,7 @@ class SpanIndex:
             self._set_first_child(int(tables.parents[block_id]), parent_serial, older)
 
     def _set_first_child(self, parent: int, parent_serial: int, child: int) -> None:
-        """Note the newest child of a block, offered or (NONE) not."""
+        """Record the newest child of a block, which is offered or (NONE) not."""
         if parent != NONE:
             self._tables.first_children[parent] = child
         elif child != NONE:
@@ -309,15 +311,13 @@ class SpanIndex:
             del self._orphans[parent_serial]
 
     def _set_parent(self, child: int, parent: int) -> None:
-        """For a child and its older siblings."""
+        """Set the parent of a child and of its older siblings."""
         while child != NONE:
             self._tables.parents[child] = parent
             child = int(self._tables.older_siblings[child])
 
     def check(self) -> None:
-        """Recompute all links from the offered blocks; CacheCorruption on the first
-        contradiction.
-        """
+        """Recompute all links from the offered blocks; raise CacheCorruption if any differs."""
         offered = {
             block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None
         }

@@ -1,5 +1,6 @@
-"""From runs that were found to spans that a table shares: seams are computed, and what is computed
-is whole blocks.
+"""Span planning: turns the runs found in a prompt into spans that a table can share.
+
+Tokens after chunk boundaries are recomputed, in whole blocks.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ __all__ = ["cut_spans", "plan_spans"]
 def plan_spans(
     runs: Iterable[Run], start: int, block_size: int, num_seam_tokens: int
 ) -> list[Span]:
-    """The spans of a prompt whose first `start` tokens, whole blocks, are shared exactly.
+    """Return the spans of a prompt whose first `start` tokens, whole blocks, are shared exactly.
 
-    The first block of a prompt is never part of one: all later tokens lean on its keys, see Xiao et
-    al., "Efficient Streaming Language Models with Attention Sinks", 2023. Before a span there are
-    whole blocks of computed tokens, so that each stretch of them closes its last block: the next
-    ones attend to it quantized. For that up to a block less one is computed beyond the seam; of a
-    run that leaves less than a block nothing is shared.
+    The first block of a prompt is never in a span. Whole blocks of computed tokens precede each
+    span, so up to a block less one token is recomputed in addition to the chunk boundary. A run
+    that leaves less than a block is not shared.
+
+    Args:
+        runs: runs of the prompt, in order.
+        start: tokens of the exact prefix.
+        block_size: tokens of a block.
+        num_seam_tokens: tokens to recompute after a chunk boundary.
     """
     spans: list[Span] = []
+    # All later tokens attend strongly to the keys of the first block (Xiao et al., "Efficient
+    # Streaming Language Models with Attention Sinks", 2023), so it is never reused.
     position = max(start, block_size)
     for run in runs:
         first = max(run.prompt_start + num_seam_tokens, position)
+        # Computed stretches end with a full block, because later tokens attend to it quantized.
         first += (position - first) % block_size
         if run.prompt_stop - first >= block_size:
             spans.append(_span_of(run, first, block_size))
@@ -35,8 +43,9 @@ def plan_spans(
 
 
 def cut_spans(spans: Iterable[Span], computed: Sequence[int], block_size: int) -> list[Span]:
-    """The same spans without the blocks of tokens that begin at these positions, each whole blocks
-    behind the start of its span and whole itself.
+    """Return the spans without the blocks of tokens that begin at these positions.
+
+    Each such block is full and a whole number of blocks after the start of its span.
     """
     found: list[Span] = []
     wanted = set(computed)
@@ -65,7 +74,7 @@ def _span_of(run: Run, first: int, block_size: int) -> Span:
 
 
 def _part_of(span: Span, start: int, stop: int, block_size: int) -> Span:
-    """Positions [start, stop) of a span."""
+    """Return positions [start, stop) of a span."""
     index, last = ((position - span.first_position) // block_size for position in (start, stop - 1))
     first_position = span.first_position + index * block_size
     return Span(span.block_ids[index : last + 1], first_position, start, stop, span.delta)

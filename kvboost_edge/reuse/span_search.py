@@ -1,4 +1,4 @@
-"""Finding the runs of a prompt that offered blocks hold. Importing this imports Numba."""
+"""Search for the runs of a prompt in the span index. Importing it imports Numba."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ DEFAULT_MIN_CHUNK_TOKENS = 32
 
 @functools.cache
 def prepare_search() -> None:
-    """Compile the search in a process beside this one, unless its machine code is on disk: 1.6 s
-    that the first search would take in the thread that computes. BackendUnavailable with what the
-    compiler said.
+    """Compile the search kernel in another process, unless its machine code is on disk.
+
+    Raises:
+        BackendUnavailable: compilation failed. The message contains the compiler's output.
     """
+    # Otherwise the first search would spend 1.6 s on it, in the thread that computes.
     compile_ahead([scan_entry], 1)
 
 
@@ -36,30 +38,30 @@ def find_runs(
     root: bytes,
     min_chunk_tokens: int = DEFAULT_MIN_CHUNK_TOKENS,
 ) -> list[Run]:
-    """The runs of a prompt's tokens that the index holds, left to right, none overlapping another.
+    """Return the runs of a prompt that the index holds, from left to right, without overlap.
+
+    A run grows from the first position at which the tokens of a whole indexed block occur. It is
+    extended backward, down to `start` or the run before, and forward, as far as the tokens agree.
+    Both ends may be inside a block. If several blocks match, the MOST_TRIED newest are tried. The
+    longest run is chosen, then the one with more context, then the newest. The search continues
+    after it.
+
+    A run of at least 2 * block_size - 1 tokens contains a whole block, so it is always found. Two
+    adjacent runs may have the same delta, if a block between them is gone or was not tried. Tokens
+    are compared, so hash collisions cannot produce a wrong run. The runs are valid until the next
+    change of the index. The time depends on the prompt, not on the size of the index.
 
     Args:
-        prompt_tokens: token ids of the whole prompt.
-        start: tokens before it are never covered: those an exact prefix serves.
-        root: whose blocks may be used.
-        min_chunk_tokens: shorter runs are left out.
+        prompt_tokens: token ids of the whole prompt. The last token is never covered, because it
+            has to be computed.
+        start: tokens served by an exact prefix. They are never covered.
+        index: the span index.
+        root: root whose blocks may be used.
+        min_chunk_tokens: shortest run to return.
 
-    The last token of the prompt is never covered: it has to be computed. At the first place where
-    the tokens of a whole offered block stand, that block is extended token by token as far as the
-    tokens agree: back into the blocks before it, not below `start` nor into the run found before,
-    and on through the blocks behind it, into part of the last. Where several blocks have these
-    tokens (the MOST_TRIED newest are tried) the longest run is taken; of runs as long the one with
-    more context, then the newest. The search goes on behind it. A run is found only around a whole
-    block: one of at least 2 * block_size - 1 tokens always has one. Two runs can follow on one
-    another with the same delta where a block between them is gone, or was not among those tried.
-
-    Equal tokens are compared, whatever the hashes say. Changes nothing; the runs are valid until
-    the next change of the index. The time grows with the prompt, not with what is offered; the
-    first call in a process loads the kernel, or compiles it where `compile_ahead([scan_entry],
-    ...)` has not.
-
-    Raises RequestError for a `start` outside the prompt and for ids outside [0, 2^32), ConfigError
-    for min_chunk_tokens below 1.
+    Raises:
+        RequestError: `start` is outside the prompt, or an id is outside [0, 2^32).
+        ConfigError: min_chunk_tokens is below 1.
     """
     if (
         isinstance(min_chunk_tokens, bool)
@@ -94,7 +96,7 @@ def find_runs(
 
 
 def _pieces(block_ids: list[int], offset: int, length: int, size: int) -> tuple[RunBlock, ...]:
-    """The pieces of a run that begins `offset` slots into its first block."""
+    """Return the pieces of a run that begins `offset` slots into its first block."""
     pieces = [RunBlock(block_id, 0, size) for block_id in block_ids]
     pieces[0] = pieces[0]._replace(valid_from=offset)
     pieces[-1] = pieces[-1]._replace(valid_to=offset + length - (len(block_ids) - 1) * size)
