@@ -56,7 +56,9 @@ def test_markdown_gives_headings_items_and_cells(tmp_path):
 
 def test_the_page_gives_what_it_shows(tmp_path):
     html = tmp_path / "a.html"
-    html.write_text('<button title="Stop this answer now">Stop</button>\n<p>Ask your own question.</p>')
+    html.write_text(
+        '<button title="Stop this answer now">Stop</button>\n<p>Ask your own question.</p>'
+    )
     script = tmp_path / "a.js"
     script.write_text('// "a comment of words"\nshow("no answer came yet", "class-name");\n')
     assert [one.text for one in wording.page_texts(html)] == [

@@ -1,5 +1,6 @@
-"""The commands and their options. Everything heavy is imported by the command that needs it, so
-`--help` is quick.
+"""The commands and their options.
+
+Each command imports its heavy modules itself, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEMO_MODEL = "kvboost-edge/demo"
 
 
 class _Commands(TyperGroup):
-    """The commands; a wrong flag of one of them suggests the nearest."""
+    """The group of all commands. An unknown flag gets a suggestion."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -396,8 +397,9 @@ def chat(
     if url is None:
         from kvboost_edge.tiers.disk.survey import default_directory
 
-        # A conversation that is taken up again finds its keys and values; "off" keeps none.
-        if pack_cache:  # else nothing is kept in the cache directory
+        # A resumed conversation finds its KV on disk, unless nothing may be written to the cache
+        # directory. `-o disk_cache_dir=off` turns that off.
+        if pack_cache:
             options.setdefault("disk_cache_dir", str(default_directory()))
         run_chat(model or DEMO_MODEL, options, settings, system)
     else:
@@ -509,7 +511,7 @@ def inspect(
 
 
 class _Serve(TyperCommand):
-    """The server's command, which is imported once it is called."""
+    """The `serve` command. It imports the server when it is called."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         from kvboost_edge.server.__main__ import serve as run_server
@@ -619,7 +621,7 @@ def reuse_check(
 
 
 class Client(enum.StrEnum):
-    """What `kvboost-edge launch` knows."""
+    """Clients that `kvboost-edge launch` can start."""
 
     CLAUDE = "claude"
     CODEX = "codex"
@@ -666,8 +668,9 @@ add_commands(app)
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run one command line; an error of the package becomes one line on standard error and exit
-    code 1.
+    """Run one command line, and return its exit code.
+
+    An error of the package becomes one line on standard error and exit code 1.
     """
     try:
         app(args=argv, prog_name="kvboost-edge")

@@ -1,6 +1,4 @@
-"""`kvboost-edge chat`: a conversation whose earlier turns stay in the pool, of an engine here or of
-a server.
-"""
+"""`kvboost-edge chat`: a conversation with a local engine or a server."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _HELP = (
     "/reset starts over, /drop [N] leaves out the N oldest turns (1), /save FILE keeps the "
     "conversation as JSON, /stats shows the pool, /quit or Ctrl-D leaves; Ctrl-C stops an answer."
 )
-_COMMANDS = ("/help", "/save")  # known here: /save without a file
+_COMMANDS = ("/help", "/save")  # they print the help; /save does so without a file
 _OFFER = (
     "the conversation is kept: /drop leaves out its oldest turn and asks again, /save FILE keeps "
     "it, /reset starts over"
@@ -46,7 +44,7 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 class Lines:
-    """Asks for one line after another, each of which the arrow keys find again."""
+    """Reads lines from the user, with editing and history where readline exists."""
 
     def __init__(self, console: Console, prompt: str, style: str) -> None:
         self._console = console
@@ -56,26 +54,23 @@ class Lines:
             self._readline.clear_history()
 
     def read(self) -> str:
-        """The next line, without its end. Raises EOFError at the end of input, KeyboardInterrupt on
-        Ctrl-C.
+        """Return the next line without its end.
+
+        Raises EOFError at the end of input, and KeyboardInterrupt on Ctrl-C.
         """
         if self._readline is None:
             return self._console.input(self._prompt)
         return input(self._shown())
 
     def _shown(self) -> str:
-        """The prompt as readline takes it: told which of its characters take no room, it knows
-        where the line begins, also after it was edited.
-        """
+        """Return the prompt for readline, with its colour codes marked as taking no columns."""
         with self._console.capture() as capture:
             self._console.print(self._prompt, end="")
         return _COLOURS.sub("\x01\\1\x02", capture.get())
 
 
 def _readline() -> Any:
-    """The module that edits lines, which `input` uses once it is there; None on systems without
-    one.
-    """
+    """Return the module that makes `input` editable; None on systems without it."""
     try:
         return importlib.import_module("readline")
     except ImportError:
@@ -83,8 +78,11 @@ def _readline() -> Any:
 
 
 class _Partner(NamedTuple):
-    """Who answers. `reply` streams one answer and returns its message and a line of figures;
-    `show_stats` prints.
+    """The model of a conversation.
+
+    Attributes:
+        reply: Streams the answer to the messages, and returns its message and a line of statistics.
+        show_stats: Prints the engine's or server's statistics.
     """
 
     reply: Callable[[Messages, Write], tuple[dict[str, str], str]]
@@ -92,9 +90,7 @@ class _Partner(NamedTuple):
 
 
 def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], system: str) -> None:
-    """Talk with a model on this machine until the end of input; each answer streams, its figures
-    follow.
-    """
+    """Chat with a local model until the end of input."""
     console = open_console()
     with loaded_engine(model, options, open_console(stderr=True), settings) as engine:
         _converse(console, _local(engine, settings, console), system)
@@ -103,7 +99,7 @@ def run_chat(model: str, options: dict[str, Any], settings: dict[str, Any], syst
 def run_remote_chat(
     url: str, api_key: str, model: str, settings: dict[str, Any], system: str
 ) -> None:
-    """Talk with a running server."""
+    """Chat with a running server until the end of input."""
     console = open_console()
     with RemoteChat(url, api_key=api_key, model=model) as remote:
         console.print(f"{remote.model} at {url}", style="dim")
@@ -148,12 +144,12 @@ def _remote(remote: RemoteChat, settings: dict[str, Any], console: Console) -> _
 
 
 def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `submit` as fields of a request to a server."""
+    """Return keyword arguments of `submit` as fields of a request to a server."""
     named = {
         "max_tokens" if name == "max_new_tokens" else name: value
         for name, value in settings.items()
     }
-    if named.get("max_tokens", 0) is None:  # not every server takes a null
+    if named.get("max_tokens", 0) is None:  # some servers refuse null
         del named["max_tokens"]
     use = {name: named.pop(name) for name in CACHE_USE if name in named}
     if use:
@@ -165,7 +161,7 @@ def _for_server(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _show_calls(answer: RemoteAnswer, console: Console) -> None:
-    """A line for each tool that the model calls; the figures follow below the last one."""
+    """Print a line for each tool call."""
     begun = bool(answer.text or answer.reasoning)
     for name, arguments in answer.tool_calls:
         line = f"calls {name} {' '.join(arguments.split())}"
@@ -174,7 +170,7 @@ def _show_calls(answer: RemoteAnswer, console: Console) -> None:
 
 
 class _Conversation:
-    """The messages so far, and the user's line of a turn that was refused."""
+    """The messages so far, and the last user message if it was refused."""
 
     def __init__(self, partner: _Partner, console: Console, system: str) -> None:
         self._partner = partner
@@ -184,9 +180,7 @@ class _Conversation:
         self._refused = ""
 
     def take(self, line: str) -> None:
-        """Append the user's line and the answer. A refused or interrupted turn leaves the messages
-        as they were.
-        """
+        """Send a user message and append the answer; a refused or interrupted turn is dropped."""
         turn = [*self._messages, {"role": "user", "content": line}]
         self._refused = ""
         try:
@@ -210,10 +204,10 @@ class _Conversation:
         self._console.print("a new conversation", style="dim")
 
     def drop(self, number: str) -> None:
-        """Leave out the oldest turns, and ask again what was refused.
+        """Remove the oldest turns, and send a refused message again.
 
         Args:
-            number: how many; "": one.
+            number: The number of turns; "" for one.
         """
         turns = self._turns()
         number = number or "1"
@@ -232,7 +226,7 @@ class _Conversation:
             self.take(self._refused)
 
     def save(self, file: str) -> None:
-        """Write the messages to a file as JSON, the refused line included."""
+        """Write the messages to a file as JSON, including a refused one."""
         refused = [{"role": "user", "content": self._refused}] if self._refused else []
         try:
             Path(file).expanduser().write_text(
@@ -245,7 +239,7 @@ class _Conversation:
         self._console.print(f"saved to {file}", style="dim")
 
     def _turns(self) -> list[int]:
-        """List where each turn starts among the messages."""
+        """Return the index of each turn's first message."""
         return [at for at, one in enumerate(self._messages) if one["role"] == "user"]
 
     def _write(self, piece: str) -> None:
@@ -271,9 +265,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
         elif command == "/stats":
             try:
                 partner.show_stats()
-            except (
-                RequestError
-            ) as error:  # a server may keep its figures to itself; the conversation goes on
+            except RequestError as error:  # a server may not publish its statistics
                 print(f"no figures: {error}", file=sys.stderr)
         elif line.startswith("/"):
             if command not in _COMMANDS:
@@ -284,7 +276,7 @@ def _converse(console: Console, partner: _Partner, system: str) -> None:
 
 
 def _read_line(lines: Lines, console: Console) -> str | None:
-    """One stripped line from the user; None at the end of input and on Ctrl-C at the prompt."""
+    """Return one stripped line from the user; None at the end of input and on Ctrl-C."""
     try:
         return lines.read().strip()
     except (EOFError, KeyboardInterrupt):

@@ -1,6 +1,4 @@
-"""The consoles of the commands. Their text is text: brackets in a path, a reason or an answer are
-no markup.
-"""
+"""Consoles that print text as it is: brackets in paths or answers are not markup."""
 
 from __future__ import annotations
 
@@ -13,22 +11,20 @@ __all__ = ["counted", "open_console", "spinner", "text_column"]
 
 
 def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that shows what it is given as it is; styles are arguments of `print` or in
-    `Text`.
-    """
+    """Open a console without markup. Styles are arguments of `print`, or part of a `Text`."""
     return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False)
 
 
 def text_column(text: str, style: str = "none") -> TextColumn:
-    """A column of a progress bar; fields of the task stand in braces."""
+    """Make a text column of a progress bar, with fields of the task in braces."""
     return TextColumn(text, style=style, markup=False)
 
 
 def spinner(console: Console, text: str) -> Status:
-    """What turns in a terminal while something is done."""
+    """Show a spinner with a text while the body runs."""
     return console.status(Text(text))
 
 
 def counted(number: int, one: str, many: str) -> str:
-    """ "1 file", "2,000 files"."""
+    """Format a count and its noun: "1 file", "2,000 files"."""
     return f"{number:,} {one if number == 1 else many}"

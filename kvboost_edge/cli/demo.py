@@ -1,4 +1,4 @@
-"""`kvboost-edge demo`: one shared document, several questions, and what sharing its KV saves."""
+"""`kvboost-edge demo`: several questions about one shared document, with and without the cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command_name", "run_demo"]
 
-# A question about the document and the word that a right answer contains.
+# Questions about the document, and the word that a correct answer contains.
 QUESTIONS = (
     ("What is the metal of Worr camera?", "bronze"),
     ("What is the festival of Mount Hanol?", "August"),
@@ -44,8 +44,9 @@ _NAME = "kvboost-edge"
 
 
 def command_name() -> str:
-    """For hints such as "to chat with it: ..."; a path is relative where the environment is below
-    this directory.
+    """Return the command's name or path for hints.
+
+    The path is relative if the environment is in the current directory.
     """
     own = Path(sysconfig.get_path("scripts")) / _NAME
     found = shutil.which(_NAME)
@@ -55,7 +56,7 @@ def command_name() -> str:
 
 
 def run_demo(model: str, options: dict[str, Any]) -> None:
-    """Print the whole demonstration; needs the bundled model and no network."""
+    """Print the whole demo; needs the bundled model and no network."""
     console = open_console()
     document = (
         resources.files("kvboost_edge")
@@ -84,9 +85,7 @@ def _prompt(document: str, question: str) -> list[dict[str, str]]:
 
 
 def _warm_up(engine: CPUPagedEngine) -> None:
-    """Run prompts that share nothing with the document, cold and warm and batched, then forget
-    them.
-    """
+    """Run unrelated prompts cold, warm and batched, then clear the cache."""
     filler = "".join(f"Note {number}. " for number in range(100))
     for _ in range(2):
         engine.generate_batch([_prompt(filler, "Hello!"), _prompt(filler, "Hi")], **SETTINGS)
@@ -94,9 +93,7 @@ def _warm_up(engine: CPUPagedEngine) -> None:
 
 
 def _one_by_one(engine: CPUPagedEngine, console: Console, document: str) -> None:
-    """The first question computes the document, the others find it; the last one runs again with
-    the cache off.
-    """
+    """Ask questions one by one, the first one cold; ask the last one also without the cache."""
     table = Table(title="Questions one after another", title_justify="left")
     for name in ("", "question", "answer"):
         table.add_column(name)
@@ -141,8 +138,10 @@ def _add_row(
 def _all_at_once(
     engine: CPUPagedEngine, console: Console, document: str
 ) -> tuple[dict[str, Any], list[int]]:
-    """All questions in one batch; returns paged_stats() and the block map from the moment of most
-    sharing.
+    """Ask all questions in one batch.
+
+    Returns:
+        `paged_stats()` and the block map at the moment when most blocks were shared.
     """
     started = time.perf_counter()
     handles = [engine.submit(_prompt(document, question), **SETTINGS) for question, _ in QUESTIONS]

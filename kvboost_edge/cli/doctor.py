@@ -1,4 +1,4 @@
-"""`kvboost-edge doctor`: what this machine offers and which path a model would take on it."""
+"""`kvboost-edge doctor`: this machine's hardware, and how a model would run on it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,12 @@ _PACKAGES = (
     "kvboost-edge-cuda",
 )
 
-# The HTTP server's 24 MB, measured, and the spread between two starts.
+# The HTTP server's 24 MB, measured, and the spread between starts.
 _SERVE_EXTRA_BYTES = 32_000_000
 
 
 def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print the sections. A model that cannot be read, that no runner takes or that does not fit is
-    reported in its section, and the command ends with 1.
-    """
+    """Print all sections; exit with 1 if the model does not run or fit."""
     config = EngineConfig.from_options(**options)
     report = doctor_report(model, options, config)
     if as_json:
@@ -73,8 +71,8 @@ def run_doctor(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 def doctor_report(
     model: str, options: dict[str, Any], config: EngineConfig
 ) -> dict[str, dict[str, Any]]:
-    """All sections: processor, memory, accelerator, versions, and the path of `model`."""
-    # First, as the others may import torch, which an engine's process would not hold.
+    """Return all sections: processor, memory, accelerator, versions, and the path of `model`."""
+    # First, because other sections may import torch, which an engine's process would not contain.
     path = _model(model, options, config)
     return {
         "Processor": _processor(),
@@ -104,7 +102,7 @@ def _processor() -> dict[str, Any]:
 
 
 def _kernel_path() -> str:
-    """The form of the linear kernels that runs; NUMBA_CPU_FEATURES may mask instructions."""
+    """Return the variant of the linear kernels; NUMBA_CPU_FEATURES may disable instructions."""
     from kvboost_edge.kernels.linear.amx_choice import linear_path
 
     return linear_path()
@@ -118,9 +116,7 @@ def _attention_path() -> str:
 
 
 def _threading_layer() -> str:
-    """The paged kernels run on threads of their own, so Numba's layer, and the library it may need,
-    do not matter.
-    """
+    """Return the threading layer. The kernels use their own threads, so Numba's is irrelevant."""
     from kvboost_edge.backends.cpu import THREADING_LAYER
 
     return f"{THREADING_LAYER}: own threads, needs neither OpenMP (libgomp) nor TBB"
@@ -150,7 +146,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """What a model on the torch runner would compute its attention with."""
+    """Describe the device that a model on the torch runner would use for attention."""
     choice = choose_backend()
     return {
         "backend": choice.name if choice.name != "cpu" else "none",
@@ -186,7 +182,7 @@ def _model(model: str, options: dict[str, Any], config: EngineConfig) -> dict[st
 
 
 def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]) -> str:
-    """Whether mode="chunk_kv_reuse" would be taken, as far as is known before a model is loaded."""
+    """Return whether mode="chunk_kv_reuse" would be accepted, as far as known before loading."""
     if found["runner"] not in RUNNERS:
         return "no: no runner takes this model"
     refusal = plan_of(found["runner"]).moved_keys_refusal(checkpoint.config, found["backend"])
@@ -200,9 +196,7 @@ def _chunk_reuse(checkpoint: Checkpoint, config: EngineConfig, found: Mapping[st
 def _memory_of(
     checkpoint: Checkpoint, config: EngineConfig, found: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Report whether the model fits, by the engine's own arithmetic. No weights are packed or
-    loaded.
-    """
+    """Report whether the model fits, by the engine's own arithmetic, without loading it."""
     if found["runner"] not in RUNNERS:
         return {"fits": False, "fit_reason": found["runner_reason"]}
     selected = select_path(checkpoint, config)
@@ -226,8 +220,8 @@ def _memory_of(
     if overhead is not None:
         sizes["overhead_bytes"] = overhead.nbytes
         sizes["serve_extra_bytes"] = _SERVE_EXTRA_BYTES
-    # What a CUDA device has to hold is known once it does. Of other runners' pools nothing is
-    # refused before, but said.
+    # CUDA's memory is checked while loading. Pools of other runners are not refused before loading,
+    # but the report covers them.
     fits = not fit.refusal and (
         selected.backend.device.startswith("cuda") or fit.needed <= fit.available
     )
@@ -246,13 +240,13 @@ def _memory_of(
 
 
 def _overhead(checkpoint: Checkpoint, config: EngineConfig, selected: Selection) -> Overhead | None:
-    """Measure the overhead with what an engine's process holds: its modules and a tokenizer."""
+    """Measure the overhead with the engine's modules and a tokenizer loaded."""
     if config.max_memory is None:
         return None
     importlib.import_module("kvboost_edge.engine.engine")
     tokenizer = load_tokenizer(checkpoint)
     overhead = measured_overhead(checkpoint, config, selected)
-    del tokenizer  # it had to live until now
+    del tokenizer  # kept alive for the measurement
     return overhead
 
 
@@ -273,7 +267,7 @@ def _arithmetic(fit: MemoryCheck) -> str:
 def _packing(
     checkpoint: Checkpoint, weights: str, size: int, files: Sequence[Path], num_threads: int | None
 ) -> dict[str, Any]:
-    """What packing takes, once, of disk and of memory."""
+    """Report where packed weights are stored, and the memory to pack them."""
     place = packed_place(checkpoint, weights, files, num_threads)
     if place.is_there:
         return {"packed_file": f"{place.path}: there already"}
@@ -294,7 +288,7 @@ def _packing(
 
 
 def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) -> str:
-    """What makes the model smaller, with what it comes to."""
+    """List the options that reduce memory, with their effect."""
     smaller = {name: count for name, count in packed.items() if count < fit.info.weight_bytes}
     found = [
         f"weights={name!r}: {gb(count)}"
@@ -309,6 +303,6 @@ def _knobs(fit: MemoryCheck, packed: Mapping[str, int], config: EngineConfig) ->
             f"max_state_bytes or max_num_seqs: the states, {gb(fit.info.kv_spec.bytes_per_state)} "
             "each"
         )
-        if asks_for_drafts(config):  # others are as many as there is room for
+        if asks_for_drafts(config):  # otherwise their number shrinks to fit
             found.append(f"max_draft_tokens: drafts, {gb(fit.info.kv_spec.bytes_per_draft)} each")
     return "; ".join(found)

@@ -1,4 +1,4 @@
-"""`kvboost-edge eval`: perplexity of a text, and what other weights or cache widths change."""
+"""`kvboost-edge eval`: perplexity of a text, and the effect of other weight or KV formats."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def run_eval(
     window: int | None,
     as_json: bool,
 ) -> None:
-    """Print the perplexity, and with `against` the distance of each other set of options; each is
-    loaded in turn beside the first.
+    """Print the perplexity, and the divergence of each set of options in `against`.
+
+    Each of those engines is loaded in turn, next to the first one.
     """
     others = [(text, {**options, **parse_against(text)}) for text in against]
     for _, changed in others:
-        EngineConfig.from_options(**changed)  # before the first of them is loaded
+        EngineConfig.from_options(**changed)  # fail before loading anything
     text = _read(file)
     notes = open_console(stderr=True, quiet=as_json)
     with loaded_engine(model, options, notes) as engine:
@@ -73,8 +74,9 @@ def run_eval(
 
 
 def parse_against(text: str) -> dict[str, Any]:
-    """Engine options from one `--against`: NAME=VALUE pairs between commas; a value such as 8,4 may
-    hold one itself.
+    """Return the engine options of one `--against`: NAME=VALUE pairs separated by commas.
+
+    A value such as 8,4 may contain a comma itself.
     """
     if not text.strip():
         raise ConfigError(
@@ -94,7 +96,7 @@ def _read(file: str) -> str:
 
 @contextmanager
 def _bar(notes: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over tokens."""
+    """Show a progress bar over tokens."""
     columns = (
         text_column("{task.description}"),
         BarColumn(),

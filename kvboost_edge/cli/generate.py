@@ -1,4 +1,4 @@
-"""`kvboost-edge generate`."""
+"""`kvboost-edge generate`: one answer to one prompt."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ def run_generate(
     system: str = "",
     as_json: bool = False,
 ) -> None:
-    """Stream the text to standard output and a summary to standard error, or print the whole result
-    as JSON.
+    """Stream the text to standard output and a summary to standard error, or print JSON.
 
     Args:
-        chat: send the prompt as a user message (True), or as it is (False); None: as a message if
+        prompt: The prompt; "-" reads standard input.
+        model: Path or id of the model.
+        options: Engine options.
+        settings: Sampling parameters and other request options.
+        chat: Send the prompt as a user message (True) or unchanged (False); None sends a message if
             the model has a chat template.
-        system: system message before it; needs a message.
+        system: System message; needs a chat template.
+        as_json: Print the result as JSON instead.
     """
     if system and chat is False:
         raise RequestError(
             "--system needs the chat template, which --raw turns off; give one of the two"
         )
-    check_request(settings)  # before the prompt is waited for
+    check_request(settings)  # before reading standard input
     text = sys.stdin.read() if prompt == "-" else prompt
     check_text("the prompt", text)
     notes = open_console(stderr=True, quiet=as_json)
@@ -65,4 +69,4 @@ def _write(piece: str) -> None:
 
 
 def _ignore(piece: str) -> None:
-    """JSON output prints the text once, at the end."""
+    """Discard a piece: JSON output prints the text at the end."""

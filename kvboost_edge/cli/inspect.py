@@ -1,6 +1,4 @@
-"""`kvboost-edge inspect`: what a model directory holds, checked file by file, without loading the
-model.
-"""
+"""`kvboost-edge inspect`: a report of a model's files, checked without loading the model."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _LONG = 80
 
 
 def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print the report of `model`; a damaged or missing file is an error that names it."""
+    """Print the report of `model`; an error names a damaged or missing file."""
     notes = open_console(stderr=True, quiet=as_json)
     with found_model(model, options, notes) as path, spinner(notes, f"checking {model} …"):
         config = EngineConfig.from_options(**options)
@@ -47,7 +45,7 @@ def run_inspect(model: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """Figures of a model by name. Raises ModelFormatError for what the engine would refuse."""
+    """Return properties of a model by name. Raises ModelFormatError if it cannot load."""
     fields = checkpoint.config
     weights = checkpoint.summary()
     inner = text_config(fields)
@@ -78,7 +76,7 @@ def model_report(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]
 
 
 def _known_of(architecture: str) -> dict[str, str]:
-    """What the table of docs/models.md says of a family."""
+    """Return the entries of docs/models.md for an architecture."""
     known = SUPPORTED_ARCHITECTURES.get(architecture)
     if known is None:
         return {"runs_on": "unknown", "read_from": "unknown", "compared_with": "nothing"}
@@ -90,8 +88,9 @@ def _known_of(architecture: str) -> dict[str, str]:
 
 
 def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """Which runner, weights and backend a model would use on this machine, and why; a refusal is
-    part of the answer.
+    """Return the runner, weights and backend that a model would use here, and why.
+
+    A refusal is reported, not raised.
     """
     compatibility = check_model_compatibility(checkpoint.config, strict=False)
     report: dict[str, Any] = {
@@ -123,7 +122,7 @@ def route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
 
 
 def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
-    """As `route`; a runner whose packages are not installed is no runner."""
+    """Return `route`'s report; a runner whose packages are not installed counts as none."""
     report = route(checkpoint, config)
     name = report["runner"]
     missing = plan_of(name).missing_package(checkpoint.config) if name in RUNNERS else None
@@ -133,7 +132,7 @@ def installed_route(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, A
 
 
 def report_table(report: Mapping[str, Any], title: str) -> Table:
-    """Names and values. A long reason that stands there already is named, not said again."""
+    """Return a table of names and values. A repeated long reason refers to its first row."""
     table = Table(title=title, title_justify="left", show_header=False)
     said: dict[str, str] = {}
     for name, value in report.items():
@@ -148,7 +147,7 @@ def report_table(report: Mapping[str, Any], title: str) -> Table:
 
 
 def shown(name: str, value: Any) -> str:
-    """A value as a person reads it."""
+    """Format a value for display."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):

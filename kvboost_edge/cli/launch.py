@@ -1,4 +1,4 @@
-"""Ask the server what it serves, then print what a client needs, or become the client."""
+"""`kvboost-edge launch`: settings that connect a client to a server, printed or applied."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError
 __all__ = ["CLIENTS", "Launch", "Served", "run_launch"]
 
 
-_ANY_KEY = "none"  # clients want one where the server asks for none
-_TIMEOUT_MS = 3_600_000  # a long prompt takes a CPU minutes
+_ANY_KEY = "none"  # clients require a key even if the server does not
+_TIMEOUT_MS = 3_600_000  # a long prompt takes minutes on a CPU
 _CODEX_KEY = "KVBOOST_API_KEY"
 
 
 class Served(NamedTuple):
-    """A server. url: without a trailing /v1; key: "" where it asks for none; context: tokens, 0 if
-    it does not say.
+    """A running server.
+
+    Attributes:
+        url: URL without a trailing /v1.
+        key: API key; "" if none is needed.
+        model: Name of the served model.
+        context: Context length in tokens; 0 if unknown.
     """
 
     url: str
@@ -32,16 +37,16 @@ class Served(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A command, and what its environment has beside what is there already."""
+    """A command, and the environment variables to add for it."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
 
 
 def _claude(server: Served) -> Launch:
-    """Claude Code. Its header that changes with each request is turned off: it stands in front of
-    the system prompt.
-    """
+    """Return the settings of Claude Code."""
+    # Its attribution header, which precedes the system prompt, changes with each request and would
+    # prevent cache hits.
     models = (
         "ANTHROPIC_MODEL",
         *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("OPUS", "SONNET", "HAIKU")),
@@ -60,7 +65,8 @@ def _claude(server: Served) -> Launch:
 
 
 def _codex(server: Served) -> Launch:
-    """Codex, over /v1/responses. Its settings are TOML; JSON's strings and numbers are TOML too."""
+    """Return the settings of Codex, which uses /v1/responses."""
+    # Codex reads TOML; strings and numbers have the same syntax in JSON.
     settings: dict[str, Any] = {
         "model": server.model,
         "model_provider": "kvboost",
@@ -118,11 +124,11 @@ CLIENTS: dict[str, Callable[[Served], Launch]] = {
 def run_launch(
     client: str, url: str, api_key: str, model: str, arguments: Sequence[str], *, execute: bool
 ) -> None:
-    """Print the environment as lines for a shell, and the command as a remark; with `execute`
-    become the client.
+    """Print a client's environment and command as shell lines, or run the client with `execute`.
 
-    Raises ConfigError for a model that is not served, BackendUnavailable where no server answers,
-    or the client is not installed.
+    Raises:
+        ConfigError: The server does not have the model.
+        BackendUnavailable: No server answers, or the client is not installed.
     """
     launch = CLIENTS[client](_served(url, api_key, model))
     command = [*launch.command, *arguments]
@@ -139,7 +145,7 @@ def run_launch(
 
 
 def _served(url: str, api_key: str, model: str) -> Served:
-    """The server's first model, or the one that is named."""
+    """Return the server and its named or first model."""
     key = api_key or os.environ.get("KVBOOST_API_KEY", "")
     with RemoteChat(url, api_key=key) as server:
         served = {str(one["id"]): one for one in server.models()}

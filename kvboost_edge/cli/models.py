@@ -1,4 +1,4 @@
-"""`kvboost-edge models`: what is on this machine already, and whether it runs here."""
+"""`kvboost-edge models`: the models on this machine, and whether they run here."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from kvboost_edge.text.gguf_tokenizer import check_vocabulary_kind
 __all__ = ["model_rows", "run_models", "run_suggest"]
 
 _REFUSED = "refused"
-_GB = 0.95e9  # a machine of 8 GB shows a little less
+_GB = 0.95e9  # a machine of 8 GB reports slightly less
 
 
 def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
-    """Print a row for each model whose name holds `word`; a model that cannot be read is a row with
-    its reason.
-    """
+    """Print a row for each model whose name contains `word`, also for unreadable ones."""
     console = open_console()
     config = EngineConfig.from_options(**options)
     with spinner(open_console(stderr=True, quiet=as_json), "looking at what is here …"):
         rows = model_rows(word, config)
     if as_json:
-        print(json.dumps(rows))  # ASCII: a name may hold bytes that are no UTF-8
+        print(json.dumps(rows))  # ASCII, because a name may hold bytes that are not UTF-8
         return
     if not rows:
         console.print(
@@ -56,9 +54,7 @@ def run_models(word: str, options: dict[str, Any], *, as_json: bool) -> None:
 
 
 def run_suggest(word: str, *, as_json: bool) -> None:
-    """Print the recommended models whose name holds the word, and which of them this machine's
-    memory is enough for.
-    """
+    """Print the recommended models whose name contains `word`, dimmed if memory is too small."""
     memory = total_bytes()
     wanted = [one for one in SUGGESTIONS if word.lower() in one.name.lower()]
     rows = [{**one._asdict(), "fits": one.memory_gb * _GB <= memory} for one in wanted]
@@ -72,7 +68,8 @@ def run_suggest(word: str, *, as_json: bool) -> None:
     width = max(len(one.name) for one in SUGGESTIONS)
     heading = f"memory   {'name (-m)':<{width}}     size   licence      with Ollama"
     console.print(heading, style="bold", soft_wrap=True)
-    for one, row in zip(wanted, rows, strict=True):  # lines, so that names can be copied
+    # Lines instead of a table, so that names can be copied.
+    for one, row in zip(wanted, rows, strict=True):
         console.print(
             f"{one.memory_gb:3} GB   {one.name:<{width}}   {one.file_bytes / 1e9:4.1f} GB   "
             f"{one.licence:<10}   {OLLAMA}{one.ollama}",
@@ -87,13 +84,14 @@ def run_suggest(word: str, *, as_json: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """What a file is called may move a terminal's cursor, or be no text at all."""
+    """Escape unprintable characters: a file's name may move the cursor, or be invalid text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def model_rows(word: str, config: EngineConfig) -> list[dict[str, Any]]:
-    """name, store, path, format, bytes, runs ('native', 'torch' or 'refused') and reason of every
-    model.
+    """Return a JSON object for each model whose name contains `word`.
+
+    The keys are name, store, path, format, bytes, runs ('native', 'torch' or 'refused') and reason.
     """
     return [_row(model, config) for model in stored_models() if word.lower() in model.name.lower()]
 
@@ -118,9 +116,7 @@ def _row(model: StoredModel, config: EngineConfig) -> dict[str, Any]:
             check_vocabulary_kind(checkpoint.gguf_settings(), name=model.path.name)
     except (KVBoostError, OSError) as error:
         return {**row, "reason": str(error)}
-    except (
-        Exception
-    ) as error:  # whatever else a damaged file brings about: the others are listed all the same
+    except Exception as error:  # a damaged file must not hide the other models
         return {**row, "reason": f"cannot be read: {type(error).__name__}: {error}"}
     runs = taken["runner"] if taken["runner"] != "none" else _REFUSED
     return {**row, "runs": runs, "reason": taken["runner_reason"]}

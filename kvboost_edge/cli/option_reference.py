@@ -38,7 +38,7 @@ _SECTIONS = (
 
 
 def option_page() -> str:
-    """Write the page: a table for each class of options."""
+    """Return the page: a table for each class of options."""
     flags = command_options()
     parts = [_HEAD]
     for title, text, cls in _SECTIONS:

@@ -1,5 +1,6 @@
-"""`NAME=VALUE` options of the command line turned into keyword arguments. Unknown names are the
-engine's to refuse.
+"""Conversion of `NAME=VALUE` command line options to keyword arguments.
+
+Unknown names are passed on, and the engine refuses them.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ __all__ = [
 ]
 
 CACHE_USE = ("mode", "recompute_strategy", "recompute_overlap", "recompute_ratio")
-"""Settings of a request that a server takes in its `kvboost` object."""
+"""Request settings that a server takes in its `kvboost` object."""
 
 _MAX_WIDTH = 100
 _WORDS = {"true": True, "false": False, "none": None}
 _NO_LIMIT = ("max", "none")
-# These stay text whatever they look like.
+# Options whose values are never parsed as numbers or booleans.
 _ENGINE_TEXT = frozenset({"revision", "token", "tenant", "device"})
 
 
@@ -77,16 +78,17 @@ def print_sampling_parameters() -> NoReturn:
 
 
 def option_advice(flag: str, flags: Collection[str]) -> str:
-    """Return how to give an option or parameter that has no flag of this name; "" for others.
+    """Return advice for an option or parameter that has no flag of this name; "" for others.
 
     Args:
-        flags: flags of the command.
+        flag: The unknown flag.
+        flags: Flags of the command.
     """
     name = flag.removeprefix("--").replace("-", "_")
     if flag in ("-o", "-s"):
         return f"It belongs to a command; kvboost-edge generate {flag} list shows its names."
     if name == "num_threads" and "--threads" in flags:
-        return ""  # the nearest flag is it
+        return ""  # the nearest flag is suggested
     if name in options_of(EngineConfig) and "--option" in flags:
         return f"Use -o {name}=VALUE."
     if name in _parameters() and "--sampling" in flags:
@@ -95,7 +97,7 @@ def option_advice(flag: str, flags: Collection[str]) -> str:
 
 
 def _parameters() -> set[str]:
-    """Names of what a request may give."""
+    """Return the names of sampling parameters and request options."""
     return {*options_of(SamplingParams), *options_of(Terms)}
 
 
@@ -117,7 +119,7 @@ def _print_options(*classes: type) -> NoReturn:
 
 
 def read_size(text: str) -> int:
-    """Read the value of a flag that takes bytes."""
+    """Parse the value of a flag that takes bytes."""
     try:
         return read_bytes(text)
     except ValueError as error:
@@ -125,7 +127,7 @@ def read_size(text: str) -> int:
 
 
 def read_tokens(text: str) -> int:
-    """Read the value of a flag that takes tokens."""
+    """Parse the value of a flag that takes tokens."""
     try:
         return int(text)
     except ValueError:
@@ -133,7 +135,7 @@ def read_tokens(text: str) -> int:
 
 
 def parse_value(text: str) -> Any:
-    """'true', 'false', 'none', an integer, a float, else the text itself."""
+    """Return True, False, None, an integer or a float if the text is one, else the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for kind in (int, float):
@@ -145,8 +147,9 @@ def parse_value(text: str) -> Any:
 
 
 def token_limit(text: str | int) -> int | None:
-    """An integer; None, which fills the context, for 'max' and 'none'. BadParameter for anything
-    else.
+    """Return an integer, or None (fill the context) for 'max' and 'none'.
+
+    Raises typer.BadParameter for other texts.
     """
     if str(text).lower() in _NO_LIMIT:
         return None
@@ -163,14 +166,16 @@ def engine_options(
     pack_cache: bool = True,
     **flags: int | None,
 ) -> dict[str, Any]:
-    """Return keyword arguments of the engine's config from `NAME=VALUE` texts.
-
-    Raises ConfigError for a malformed pair, and for an option given both ways.
+    """Return keyword arguments of the engine's config.
 
     Args:
-        kv_cache_bits: value of `--kv-cache-bits`, such as "8" or "8,4".
+        pairs: `NAME=VALUE` texts.
+        kv_cache_bits: Value of `--kv-cache-bits`, such as "8" or "8,4"; None if not given.
         pack_cache: False for `--no-pack-cache`.
-        flags: options with a flag of their own, such as `num_threads`; None: not given.
+        **flags: Options with their own flags, such as `num_threads`; None if not given.
+
+    Raises:
+        ConfigError: A pair is malformed, or an option is given twice.
     """
     options: dict[str, Any] = {}
     if kv_cache_bits is not None:
@@ -199,14 +204,16 @@ def sampling_options(
     schema_file: str | None = None,
     named: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return sampling keywords from `NAME=VALUE` texts; `stop` may be given several times.
-
-    Raises RequestError for a malformed pair, ConfigError for a parameter given both ways and for a
-    file that holds no schema.
+    """Return sampling keyword arguments.
 
     Args:
-        schema_file: file whose JSON schema becomes `json_schema`.
-        named: parameters with a flag of their own; None: not given.
+        pairs: `NAME=VALUE` texts; `stop` may occur several times.
+        schema_file: File whose JSON schema becomes `json_schema`.
+        named: Parameters with their own flags; None if not given.
+
+    Raises:
+        RequestError: A pair is malformed.
+        ConfigError: A parameter is given twice, or the file holds no schema.
     """
     options: dict[str, Any] = {
         name: value for name, value in (named or {}).items() if value is not None
@@ -242,9 +249,8 @@ def sampling_options(
 def _schema(file: str) -> dict[str, Any]:
     try:
         schema = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-        json.dumps(
-            schema, allow_nan=False, ensure_ascii=False
-        ).encode()  # Python reads more than JSON can say
+        # Python reads values that JSON does not allow, such as NaN.
+        json.dumps(schema, allow_nan=False, ensure_ascii=False).encode()
     except OSError as error:
         raise ConfigError(f"--json-schema {file!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -257,8 +263,9 @@ def _schema(file: str) -> dict[str, Any]:
 
 
 def one_model(argument: str | None, option: str | None, default: str | None = None) -> str:
-    """A model that may be given as an argument or as --model. BadParameter for both, and for none
-    without default.
+    """Return the model that is given as an argument or as --model.
+
+    Raises typer.BadParameter if both are given, or neither and there is no default.
     """
     if argument is not None and option is not None:
         raise typer.BadParameter(
@@ -278,17 +285,13 @@ def cache_use(
     overlap: int | None,
     ratio: float | None,
 ) -> dict[str, Any]:
-    """Keywords of `submit` that say how a request may use the cache: those of CACHE_USE that were
-    given.
-    """
+    """Return the given arguments as keywords of `submit`."""
     given = zip(CACHE_USE, (mode, strategy, overlap, ratio), strict=True)
     return {name: value for name, value in given if value is not None}
 
 
 def remote_options(url: str | None, options: Mapping[str, Any], api_key: str) -> None:
-    """Refuse (ConfigError) what belongs to a server beside an engine here, and the other way
-    round.
-    """
+    """Raise ConfigError for engine options with --url, and for an API key without it."""
     if url is not None and options:
         name = next(iter(options))
         raise ConfigError(

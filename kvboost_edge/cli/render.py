@@ -1,6 +1,4 @@
-"""What a terminal shows of the cache, the block map, the figures beside it, what an answer found in
-it; and how far a prompt is.
-"""
+"""Terminal output: block map, pool statistics, cache use of an answer, progress of a prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ from kvboost_edge.engine.request.progress import Progress
 
 __all__ = ["PromptBar", "block_map", "duration_words", "pool_panel", "reuse_words", "tokens_words"]
 
-# State of a block -> (glyph, style, meaning); the glyphs differ, so that the picture works without
-# colour too.
+# (glyph, style, meaning) by block state. The glyphs differ, so that no colour is needed.
 STATES = (
     ("·", "bright_black", "free"),
     ("░", "blue", "idle, cached"),
@@ -32,15 +29,16 @@ STATES = (
 )
 MAX_CELLS = 512
 
-_NO_FIGURES = ("tiers", "step_counts")  # several figures each
+_NO_FIGURES = ("tiers", "step_counts")  # dictionaries
 _PATIENCE_SECONDS = 0.5
 _LINE_SECONDS = 5.0
 
 
 class PromptBar:
-    """A bar while a prompt is read: on a terminal, once that took a while, and gone when it is left
-    or closed. Writing to the terminal meanwhile would spoil it. Outside terminals it is one line,
-    of a prompt that takes long.
+    """A progress bar for a prompt.
+
+    On a terminal it appears after half a second, and disappears when it is closed. Other output to
+    the terminal would break it. Elsewhere it is one line for a long prompt.
     """
 
     def __init__(self, console: Console) -> None:
@@ -61,7 +59,7 @@ class PromptBar:
         self.close()
 
     def show(self, progress: Progress) -> None:
-        """Draw how far it is."""
+        """Show the progress."""
         patience = _PATIENCE_SECONDS if self._console.is_terminal else _LINE_SECONDS
         if not self.is_wanted or time.monotonic() - self._begun < patience:
             return
@@ -88,7 +86,7 @@ class PromptBar:
         )
 
     def close(self) -> None:
-        """Take it away."""
+        """Remove the bar."""
         self.is_wanted = False
         if self._bar is not None:
             self._bar.stop()
@@ -96,7 +94,7 @@ class PromptBar:
 
 
 def progress_words(progress: Progress) -> str:
-    """ "2,560 of 4,210 tokens, 495 per second, about 4 s left"."""
+    """Format progress: "2,560 of 4,210 tokens, 495 per second, about 4 s left"."""
     speed = progress.tokens_per_second
     words = f"{progress.computed:,} of {progress.total:,} tokens"
     words += f", {speed:,.0f} per second" if speed else ""
@@ -105,13 +103,15 @@ def progress_words(progress: Progress) -> str:
 
 
 def duration_words(seconds: float) -> str:
-    """ "4 s", "10 min"."""
+    """Format a duration: "4 s", "10 min"."""
     return f"{max(1, round(seconds))} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def block_map(states: Sequence[int], *, width: int) -> Group:
-    """One glyph per block, `width` to a line, and a legend that counts them. A pool of more than
-    MAX_CELLS blocks is drawn with several blocks to a glyph, which then shows the busiest of them.
+    """Draw one glyph per block, `width` to a line, and a legend with counts.
+
+    In a pool of more than MAX_CELLS blocks a glyph stands for several blocks, and shows the busiest
+    one.
     """
     per_cell = -(-len(states) // MAX_CELLS) or 1
     cells = [max(states[start : start + per_cell]) for start in range(0, len(states), per_cell)]
@@ -133,7 +133,7 @@ def block_map(states: Sequence[int], *, width: int) -> Group:
 def pool_panel(
     states: Sequence[int], stats: dict[str, Any], *, width: int, title: str = "Block pool"
 ) -> Panel:
-    """The block map above all figures of `paged_stats()`."""
+    """Draw the block map and the statistics of `paged_stats()`."""
     picture = block_map(list(states), width=max(16, min(width, 120) - 6))
     columns = 3 if width >= 110 else 2
     return Panel(Group(picture, Text(), _stats_table(stats, columns)), title=title, expand=False)
@@ -146,9 +146,10 @@ def reuse_words(
     reused_span_tokens: int,
     recomputed: int,
 ) -> str:
-    """ "90 prompt tokens, 64 from the cache (48 from disk)"; in brackets what came from tiers
-    outside the pool. Behind it, where there is any, what was reused at other positions, and what
-    was found there and recomputed.
+    """Format cache use: "90 prompt tokens, 64 from the cache (48 from disk)".
+
+    Brackets contain the tokens from offload tiers. Tokens reused at other positions follow, with
+    the recomputed ones.
     """
     outside = [
         f"{tokens} from {tier}" for tier, tokens in hit_tokens.items() if tier != "pool" and tokens
@@ -164,12 +165,12 @@ def reuse_words(
 
 
 def tokens_words(number: int, kind: str = "token") -> str:
-    """ "1 token", "2 tokens"."""
+    """Format a count of tokens: "1 token", "2 tokens"."""
     return f"{number} {kind}{'' if number == 1 else 's'}"
 
 
 def _stats_table(stats: dict[str, Any], columns: int) -> Table:
-    """The figures, so many columns of name and value."""
+    """Make a table of statistics with this many columns of name and value."""
     table = Table.grid(padding=(0, 2))
     cells = [
         (name, _figure(name, value)) for name, value in stats.items() if name not in _NO_FIGURES
@@ -185,7 +186,7 @@ def _stats_table(stats: dict[str, Any], columns: int) -> Table:
 
 
 def _tier_figure(tier: Mapping[str, Any]) -> str:
-    """What a tier holds, or what is wrong with it."""
+    """Format the contents of a tier, or its problem."""
     if tier["state"] or tier["blocks"] is None:
         return tier["state"] or "ready"
     return f"{tier['blocks']:,} blocks, {tier['bytes'] / 1e6:,.1f} MB"

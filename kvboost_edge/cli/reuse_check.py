@@ -1,4 +1,4 @@
-"""`kvboost-edge reuse-check`: test how far non-prefix KV reuse changes a model's answers."""
+"""`kvboost-edge reuse-check`: a test of how much non-prefix KV reuse changes a model's answers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def run_reuse_check(model: str, options: dict[str, Any], *, as_json: bool) -> No
 
 
 def verdict_words(verdict: Verdict) -> str:
-    """Return one line with the verdict and its figures."""
+    """Format a verdict and its figures as one line."""
     word = "passed" if verdict.passed else "failed"
     return f"non-prefix KV reuse {word} its quality test: {verdict}"

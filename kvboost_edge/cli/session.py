@@ -1,4 +1,4 @@
-"""What the commands share: consoles, loading a model with progress, streaming one answer."""
+"""Functions of several commands: loading a model with progress, streaming an answer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["answer", "found_model", "loaded_engine", "memory_line", "timing_line"]
 
-_LOOK_SECONDS = 0.1  # between two looks at how far a prompt, or packing, is
+_LOOK_SECONDS = 0.1  # interval between updates of a progress bar
 
 
 @contextmanager
 def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator[Path]:
-    """The model's local directory or file, downloaded first if it is a hub id: the hub's client
-    shows its bars.
-    """
+    """Yield the model's local directory or file; a model on the hub is downloaded first."""
     wanted = {
         name: options[name] for name in ("revision", "token", "local_files_only") if name in options
     }
@@ -42,9 +40,14 @@ def found_model(model: str, options: dict[str, Any], notes: Console) -> Iterator
 def loaded_engine(
     model: str, options: dict[str, Any], notes: Console, settings: Mapping[str, Any] | None = None
 ) -> Iterator[CPUPagedEngine]:
-    """An engine over `model`, closed at the end whatever happens. Notes and the spinner go to
-    `notes`. settings: of the requests it is for; what can be known to be wrong with them is refused
-    before the model is fetched, or packed.
+    """Yield an engine for `model`, and close it at the end.
+
+    Args:
+        model: Path or id of the model.
+        options: Engine options.
+        notes: Console for progress and notes.
+        settings: Options of the requests to come. Invalid ones are refused before the model is
+            downloaded or packed.
     """
     from kvboost_edge.config import EngineConfig
     from kvboost_edge.engine.precheck import check_limit, check_request
@@ -84,9 +87,7 @@ def loaded_engine(
 
 @contextmanager
 def _loading_shown(notes: Console, model: str, path: Path) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar while the model is loaded; outside terminals, lines. Yield the callback for the
-    progress of packing.
-    """
+    """Show progress while the model is loaded; yield the callback for packing."""
     if notes.is_terminal:
         with _loading_bar(notes, model) as progress:
             yield progress
@@ -103,9 +104,7 @@ def _loading_shown(notes: Console, model: str, path: Path) -> Iterator[Callable[
 
 
 class _LoadingLines:
-    """One line each when a model is loaded, kernels are compiled and weights are packed, with an
-    estimate of the time.
-    """
+    """Progress of loading outside a terminal: a line for each phase, with its estimated time."""
 
     def __init__(self, notes: Console, model: str) -> None:
         self._notes = notes
@@ -114,12 +113,12 @@ class _LoadingLines:
         self._has_said_packing = False
 
     def loading(self, num_bytes: int) -> None:
-        """A model of so many bytes is loaded."""
+        """Announce that a model of `num_bytes` is being loaded."""
         about = duration_words(num_bytes / READ_BYTES_PER_SECOND)
         self._say(f"loading {self._model}, {num_bytes / 1e6:,.0f} MB, about {about}")
 
     def compiling(self, done: int, total: int) -> None:
-        """Announce once how many kernels are compiled, and about how long that takes."""
+        """Announce once how many kernels are compiled, with an estimate of the time."""
         from kvboost_edge.kernels.aot import expected_seconds
 
         if done == 0:
@@ -128,7 +127,7 @@ class _LoadingLines:
             self._say(f"compiling {kernels} for this machine, once, about {about}")
 
     def packing(self, done: int, total: int) -> None:
-        """Announce once, when the speed is known, how long packing takes."""
+        """Announce once how long packing takes, when its speed is known."""
         now = time.monotonic()
         if self._packing_began is None:
             self._packing_began = (now, done)
@@ -148,9 +147,7 @@ class _LoadingLines:
 
 @contextmanager
 def _loading_bar(notes: Console, model: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar that only moves to and fro while the model is loaded, and fills while kernels are
-    compiled or its weights are packed, with how many of them are.
-    """
+    """Show a bar while the model is loaded, kernels are compiled and weights are packed."""
     from kvboost_edge.kernels.aot import on_compiling
 
     columns = (text_column("{task.description}"), BarColumn(), text_column("{task.fields[told]}"))
@@ -194,9 +191,10 @@ def answer(
     write: Callable[[str], None],
     notes: Console,
 ) -> GenerationResult:
-    """Generate, passing each piece of text to `write` as it comes; `notes` shows a bar while a long
-    prompt is computed. Sampling parameters that `settings` leaves out have the engine's defaults.
-    Ctrl-C cancels the request and raises on.
+    """Generate an answer, passing each piece of text to `write` as it arrives.
+
+    `notes` shows a bar while a long prompt is computed. Sampling parameters that `settings` lacks
+    have the engine's defaults. Ctrl-C cancels the request.
     """
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     sampling = {name: value for name, value in settings.items() if name in names}
@@ -217,7 +215,7 @@ def answer(
 
 
 def memory_line(stats: Mapping[str, Any]) -> str:
-    """Write the size that the pool may grow to, and what the process holds now."""
+    """Format the largest size of the pool and the resident memory of the process."""
     resident = f"{_size(stats['process_rss_bytes'])} resident"
     if not stats["pool_bytes"]:
         return resident
@@ -229,7 +227,7 @@ def _size(num_bytes: int) -> str:
 
 
 def timing_line(result: GenerationResult) -> str:
-    """One line under an answer: what was reused and how long it took."""
+    """Format the cache use and speed of an answer as one line."""
     cached = result.exact_cached_tokens
     spans = (result.reused_span_tokens, result.recomputed_tokens)
     return (

@@ -1,6 +1,4 @@
-"""`kvboost-edge warmup`: compile every kernel for this machine once, so that later starts only load
-them.
-"""
+"""`kvboost-edge warmup`: compiles all kernels for this machine, so that later starts are fast."""
 
 from __future__ import annotations
 
@@ -28,16 +26,21 @@ _OF_ONE_MODEL = (*_SIZES, "revision", "token", "local_files_only", "strict")
 
 
 def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None = None) -> None:
-    """Compile the kernels of every form of cache and weights, or of those that options ask for,
-    with short prompts through the bundled model; then run `model` as it would be used, so that its
-    weights are packed in that one format. Says where compiled code lies and how long it took. With
-    mode chunk_kv_reuse `model` is tested for it, so that its first such request need not wait for
-    that; a model that is refused it is said so, with the figures.
+    """Compile the kernels, then load and run `model`.
+
+    Kernels of every KV and weight format are compiled with short prompts through the bundled model,
+    unless the options choose a format. Running `model` packs its weights in the format that the
+    options choose.
+
+    Args:
+        model: Path or id of the model.
+        options: Engine options.
+        mode: CHUNK_KV_REUSE also runs the quality gate's test and prints its verdict.
     """
     console = open_console()
     started = time.perf_counter()
     with found_model(model, options, console):
-        pass  # a wrong name is told before anything is compiled
+        pass  # report a wrong name before compiling
     forms = _forms(options)
     columns = (
         text_column("compiling"),
@@ -77,10 +80,8 @@ def run_warmup(model: str, options: dict[str, Any], mode: GenerationMode | None 
 
 
 def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Options of the runs: what the user fixed stays fixed. The formats of weights share their
-    kernels with each width of the cache, so each is run once, not with every other. None of the
-    torch runner, which compiles nothing.
-    """
+    """Return the options of each run; given options stay fixed."""
+    # The torch runner compiles nothing.
     if options.get("runner") == "torch":
         return []
     if "weights" in options or "runner" in options or "dtype" in options:
@@ -89,6 +90,8 @@ def _forms(options: dict[str, Any]) -> list[dict[str, Any]]:
         first = [{"weights": weights} for weights in _WEIGHTS]
     if "kv_cache_bits" in options:
         return first
+    # Weight formats and KV formats have separate kernels, so each is run once, not in all
+    # combinations.
     return [*first, *({"kv_cache_bits": bits} for bits in KV_BIT_PAIRS if bits != (16, 16))]
 
 
@@ -102,9 +105,7 @@ def _compile(options: dict[str, Any]) -> None:
 
 
 def _compile_rest() -> None:
-    """What no run through the bundled model needs: the packing of GGUF files' block formats, layers
-    with experts or states.
-    """
+    """Compile kernels for GGUF packing, experts and recurrent layers."""
     import numpy as np
 
     from kvboost_edge.host.cpu import default_num_threads

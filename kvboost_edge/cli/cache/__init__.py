@@ -1,1 +1,1 @@
-"""Commands that list, verify and clear what is cached on disk: KV blocks and packed weights."""
+"""Commands that list, verify and clear the KV blocks and packed weights on disk."""

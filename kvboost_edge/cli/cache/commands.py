@@ -15,7 +15,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 class CacheAction(enum.StrEnum):
-    """What `kvboost-edge cache` does."""
+    """Actions of `kvboost-edge cache`."""
 
     STATUS = "status"
     LIST = "list"
@@ -100,7 +100,7 @@ def cache(
 
 
 def add_cache(app: typer.Typer) -> None:
-    """Make it a command of `app`."""
+    """Add the command to `app`."""
     app.command(
         epilog=(
             "[b]Examples[/b]\n\nkvboost-edge cache status\n\nkvboost-edge cache verify\n\n"

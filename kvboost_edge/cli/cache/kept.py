@@ -1,6 +1,4 @@
-"""What there is on this machine's disk: spaces of keys and values, packed weights, tokenizers; of
-which model each is, and whether a process has it open.
-"""
+"""Cached files on this machine's disk: KV blocks, packed weights and tokenizers of each model."""
 
 from __future__ import annotations
 
@@ -33,13 +31,22 @@ TOKENIZER = "tokenizer"
 _ENDINGS = {".kvpack": WEIGHTS, ".kvtok": TOKENIZER}
 _DAY_S = 86_400.0
 _DESCRIBED = ("model", "kv_format", "block_size", "numerics")
-_SHORT = 16  # of a fingerprint in a space's description
+_SHORT = 16  # digits of a fingerprint in a space's description
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """One row: the blocks of a space, a file of packed weights, or a tokenizer. model: its name, ""
-    where nothing says it; name: the fingerprint and the format. `changed` in seconds since 1970.
+    """A cache entry: the blocks of a space, a file of packed weights, or a tokenizer.
+
+    Attributes:
+        kind: BLOCKS, WEIGHTS or TOKENIZER.
+        model: The model's name; "" if unknown.
+        name: Fingerprint and format.
+        path: The file or directory.
+        nbytes: Size on disk.
+        changed: Last use, in seconds since 1970.
+        in_use: True if a process has it open.
+        space: The space of a BLOCKS entry.
     """
 
     kind: str
@@ -53,15 +60,15 @@ class Kept:
 
     @property
     def days(self) -> float:
-        """Since it was last used."""
+        """Days since the last use."""
         return max(0.0, (time.time() - self.changed) / _DAY_S)
 
     def matches(self, word: str) -> bool:
-        """Whether the model's name, or the row's, holds a word."""
+        """Return whether the model's or the entry's name contains `word`."""
         return word.lower() in f"{self.model} {self.name}".lower()
 
     def row(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the entry as JSON fields."""
         described = self.space.description if self.space is not None else {}
         fields = {"kind": self.kind, "model": self.model, "name": self.name, "path": str(self.path)}
         figures = {"bytes": self.nbytes, "days": round(self.days, 2), "in_use": self.in_use}
@@ -69,22 +76,21 @@ class Kept:
 
 
 def packed_directory() -> Path:
-    """Where packed weights and tokenizers lie."""
+    """Return the directory of packed weights and tokenizers."""
     return cache_directory() / "packed"
 
 
 def printable(text: str) -> str:
-    """What a terminal shows as it is: no escape of a damaged or forged file, nor what no encoding
-    has.
-    """
+    """Replace unprintable characters with "?"."""
+    # Names from a damaged or forged file may contain terminal escapes.
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def find_kept(root: Path, files: Files) -> list[Kept]:
-    """What there is, blocks first, each in the order in which it would go. Raises OSError."""
+    """Return all entries, blocks first, least recently used first. Raises OSError."""
     spaces = find_spaces(root, files)
     packed = sorted(_packed(files), key=lambda one: one.changed)
-    # One of a model's files may know its name where others do not.
+    # A model's name may be known from another of its files.
     names = {_fingerprint(one.name): one.model for one in packed if one.model}
     for space in spaces:
         described = {key: space.description.get(key) for key in ("model", "name")}
@@ -98,7 +104,7 @@ def find_kept(root: Path, files: Files) -> list[Kept]:
 
 
 def delete(one: Kept, files: Files) -> bool:
-    """Delete it; False: a process has it open. Raises OSError."""
+    """Delete an entry; return False if a process has it open. Raises OSError."""
     if one.space is not None:
         return delete_space(one.space, files)
     handle = files.open(one.path, READ)
@@ -112,7 +118,7 @@ def delete(one: Kept, files: Files) -> bool:
 
 
 def _fingerprint(name: str) -> str:
-    """The beginning of a row's name or of a description, by which rows of one model are known."""
+    """Return the start of an entry's name, which all entries of a model have in common."""
     return name[:_SHORT]
 
 
@@ -152,9 +158,7 @@ def _is_open(path: Path, files: Files) -> bool:
 
 
 def _is_held(handle: int, files: Files) -> bool:
-    """Whether a process has mapped an open file; where files cannot be locked nobody knows, and it
-    is taken as free.
-    """
+    """Return whether a process has mapped an open file; False where files cannot be locked."""
     try:
         return not files.lock(handle)
     except OSError:

@@ -1,6 +1,4 @@
-"""`kvboost-edge cache`: blocks and packed weights on this machine's disk: sizes, soundness,
-removal.
-"""
+"""`kvboost-edge cache`: size, verification and removal of cached blocks and packed weights."""
 
 from __future__ import annotations
 
@@ -57,11 +55,23 @@ def run_cache(
     sure: bool,
     as_json: bool,
 ) -> None:
-    """Do one of status, list, verify, prune, clear with what `word` names; see `kvboost-edge cache
-    --help`. Before everything is cleared the terminal is asked, unless `sure`.
+    """Run one of the actions status, list, verify, prune and clear.
 
-    Raises ConfigError for options the action does not have and where everything would be cleared
-    with no terminal to ask, KVBoostError where blocks turn out to be damaged.
+    Clearing everything asks for confirmation on the terminal, unless `sure`.
+
+    Args:
+        action: The action.
+        word: Select entries whose name contains it; "" for all.
+        disk_cache_dir: Directory of the disk tier; None for the default.
+        max_disk_bytes: Largest size of all blocks after prune; None for the default.
+        older_than: Days without use after which prune removes an entry.
+        dry_run: Remove nothing.
+        sure: Do not ask for confirmation.
+        as_json: Print JSON.
+
+    Raises:
+        ConfigError: The action does not have the option, or there is no terminal to ask.
+        KVBoostError: Damaged blocks were found, or an entry could not be removed.
     """
     _check(action, max_disk_bytes, older_than, dry_run)
     root = Path(disk_cache_dir).expanduser().absolute() if disk_cache_dir else default_directory()
@@ -89,7 +99,7 @@ def run_cache(
     answer |= {"disk_cache_dir": str(root), "packed_dir": str(packed_directory())}
     answer["bytes"] = sum(row["bytes"] for row in answer["rows"])
     if as_json:
-        print(json.dumps(answer))  # in ASCII: a path may hold bytes that no encoding has
+        print(json.dumps(answer))  # ASCII, as a path may hold bytes that are not valid text
     elif action == "status":
         _print_status(kept, root, console)
     else:
@@ -130,8 +140,9 @@ def _pruned(
     max_disk_bytes: int | None,
     older_than: float | None,
 ) -> list[Kept]:
-    """Return the entries to remove: those older than `older_than` days, and the oldest spaces of
-    blocks beyond the cap. Entries that a process has open are included; they are reported as kept.
+    """Return the entries to remove: old ones, and the oldest blocks beyond the cap.
+
+    Includes entries that a process has open, which are reported as kept.
     """
     cap = default_cap(root, files) if max_disk_bytes is None else max_disk_bytes
     excess = sum(one.nbytes for one in kept if one.space is not None) - cap
@@ -145,9 +156,7 @@ def _pruned(
 
 
 def _remove(going: Sequence[Kept], files: Files, dry_run: bool) -> dict[str, Any]:
-    """Delete, but for what a process has open, whose rows stay with `in_use`, and what the system
-    keeps (`error`).
-    """
+    """Delete entries, except those that a process has open, and return a row for each."""
     rows = []
     for one in going:
         row = one.row()
@@ -177,7 +186,7 @@ def _verify(kept: Sequence[Kept], files: Files, console: Console) -> dict[str, A
 
 
 def _agreed(going: Sequence[Kept], as_json: bool) -> bool:
-    """Ask at the terminal whether all of that may go. Raises ConfigError where there is none."""
+    """Ask for confirmation on the terminal. Raises ConfigError without a terminal."""
     size = sum(one.nbytes for one in going) / 1e6
     if as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""Commands that ask a running server."""
+"""Commands that query a running server."""

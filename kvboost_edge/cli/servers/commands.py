@@ -1,4 +1,4 @@
-"""The commands that ask a running server, and their options."""
+"""The commands that query a running server, and their options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KeyOption = Annotated[
 def run_warm(
     file: str, url: str, api_key: str, *, pin: bool, ttl: float | None, as_json: bool
 ) -> None:
-    """Warm the whole prompt of the chat request in a file: its template, tools and all."""
+    """Warm the whole prompt of the chat request in a file, including template and tools."""
     body = {"add_generation_prompt": True, **_recorded(Path(file))}
     body |= {"pin": True} if pin else {}
     body |= {} if ttl is None else {"ttl": ttl}
@@ -106,7 +106,7 @@ def warm(
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Make them commands of `app`."""
+    """Add the commands to `app`."""
     app.command(
         epilog=(
             "[b]Examples[/b]\n\nkvboost-edge why\n\nkvboost-edge why --list\n\n"

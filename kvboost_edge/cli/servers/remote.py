@@ -1,6 +1,4 @@
-"""`kvboost-edge chat --url`: a conversation with a running server, over its OpenAI-compatible
-endpoint.
-"""
+"""The client of a running server, over its OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 
@@ -30,29 +28,43 @@ __all__ = ["RemoteAnswer", "RemoteChat", "RemoteToolCall", "Thought"]
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 300.0
-_TELLING = (
-    "kvboost-edge",
-    "llamacpp",
-)  # servers that take return_progress, by what owns their models
+# Servers that support return_progress, by `owned_by` of their models.
+_TELLING = ("kvboost-edge", "llamacpp")
 _KEY_VARIABLE = "KVBOOST_API_KEY"
 
 
 class Thought(NamedTuple):
-    """A piece of what the model thinks before its answer."""
+    """A piece of the model's reasoning before its answer."""
 
     text: str
 
 
 class RemoteToolCall(NamedTuple):
-    """A tool the model calls; arguments: JSON, as far as it came."""
+    """A tool call of the model. `arguments` is JSON, possibly cut off."""
 
     name: str
     arguments: str
 
 
 class RemoteAnswer(NamedTuple):
-    """One finished answer and its figures; tokens are None where the server does not tell them,
-    `hit_tokens` (by tier) empty, those reused at other positions, or found there and recomputed, 0.
+    """A complete answer and its statistics.
+
+    Numbers of tokens are None, and those of the KV cache 0 or empty, if the server does not report
+    them.
+
+    Attributes:
+        text: The answer.
+        finish_reason: The server's finish reason.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Prompt tokens found in the cache.
+        generated_tokens: Tokens of the answer.
+        ttft_ms: Time to the first token in milliseconds.
+        total_ms: Time to the last token in milliseconds.
+        hit_tokens: Cached tokens by tier.
+        reused_span_tokens: Tokens reused at other positions.
+        recomputed_tokens: Tokens found at other positions and recomputed.
+        reasoning: The model's reasoning.
+        tool_calls: The model's tool calls.
     """
 
     text: str
@@ -70,7 +82,7 @@ class RemoteAnswer(NamedTuple):
 
     @property
     def timing_line(self) -> str:
-        """What was reused and how long it took, in one line."""
+        """Cache use and speed in one line."""
         parts = []
         if self.prompt_tokens is not None:
             found = (
@@ -88,11 +100,12 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteChat:
-    """A client of one server. A context manager. Every failure is a KVBoostError that says what to
-    do.
+    """A client of one server, and a context manager. Every failure is a KVBoostError.
 
-    `url` is the server's address, with or without a trailing /v1; `api_key` falls back to
-    $KVBOOST_API_KEY; `model` to the first one that the server names.
+    Args:
+        url: The server's URL, with or without a trailing /v1.
+        api_key: API key; default: $KVBOOST_API_KEY.
+        model: Name of the model; default: the server's first one.
     """
 
     def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
@@ -129,9 +142,15 @@ class RemoteChat:
     def stream(
         self, messages: list[dict[str, str]], settings: Mapping[str, Any], *, progress: bool = False
     ) -> Iterator[str | Thought | Progress | RemoteAnswer]:
-        """Pieces of thought and answer as they come, then the RemoteAnswer; before them with
-        `progress` how far the prompt is, from servers that tell it. Closing the iterator hangs up,
-        which stops the server's work. RequestError for what the server refuses.
+        """Yield pieces of reasoning and answer as they arrive, then the `RemoteAnswer`.
+
+        Closing the iterator disconnects, which cancels the request. Raises RequestError for a
+        request that the server refuses.
+
+        Args:
+            messages: The conversation.
+            settings: Further fields of the request.
+            progress: Also yield the prompt's progress, if the server reports it.
         """
         body = {
             "model": self.model,
@@ -160,27 +179,27 @@ class RemoteChat:
         yield heard.answer()
 
     def stats(self) -> Any:
-        """The server's figures, /v1/stats."""
+        """Return the server's statistics, /v1/stats."""
         return self._get("/v1/stats")
 
     def models(self) -> list[dict[str, Any]]:
-        """What /v1/models lists."""
+        """Return the list of /v1/models."""
         return [dict(one) for one in self._get("/v1/models")["data"]]
 
     def last_requests(self) -> Any:
-        """What became of the last prompts of this key, /v1/requests."""
+        """Return the cache reports of this key's last requests, /v1/requests."""
         return self._get("/v1/requests")
 
     def request_cache(self, request_id: str) -> Any:
-        """Why the prompt of one request was read again; "last": of the last one."""
+        """Return the cache-miss report of a request; "last" for the last one."""
         return self._get(f"/v1/requests/{quote(request_id, safe='')}/cache")
 
     def warm(self, body: Mapping[str, Any]) -> Any:
-        """Compute what prompts begin with, /v1/warm."""
+        """Compute a prompt prefix on the server, /v1/warm."""
         return self._got(lambda: self._client.post("/v1/warm", json=body))
 
     def _tells_progress(self) -> bool:
-        """Whether the server takes `return_progress`; others might refuse it."""
+        """Return whether the server supports `return_progress`; others might refuse it."""
         if self._telling is None:
             try:
                 self._telling = any(model.get("owned_by") in _TELLING for model in self.models())
@@ -244,7 +263,7 @@ class RemoteChat:
 
 
 class _Heard:
-    """What has arrived of an answer."""
+    """The parts of an answer that have arrived."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -257,7 +276,7 @@ class _Heard:
         self._told: dict[str, Any] = {}
 
     def take(self, chunk: Mapping[str, Any]) -> Iterator[str | Thought]:
-        """Keeps what a chunk brings; yields its pieces of text."""
+        """Store the contents of a chunk; yield its pieces of text."""
         self._usage = chunk.get("usage") or self._usage
         self._told = chunk.get("kvboost") or self._told
         for choice in chunk.get("choices", ()):
@@ -286,7 +305,7 @@ class _Heard:
         self._calls[index] = RemoteToolCall(known.name + name, known.arguments + arguments)
 
     def answer(self) -> RemoteAnswer:
-        """The whole, as far as it came."""
+        """Return the answer, as far as it has arrived."""
         now = time.perf_counter()
         details = self._usage.get("prompt_tokens_details") or {}
         return RemoteAnswer(
@@ -306,7 +325,7 @@ class _Heard:
 
 
 def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to its [DONE]."""
+    """Yield the JSON objects of a server-sent event stream, up to [DONE]."""
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -320,7 +339,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def _progress(told: Any) -> Progress | None:
-    """What a chunk says of the prompt, if it does."""
+    """Parse a chunk's `prompt_progress`; None if it is missing or incomplete."""
     figures = told if isinstance(told, dict) else {}
     known = {
         name: one

@@ -1,6 +1,4 @@
-"""`kvboost-edge why`: where a prompt left what was asked before, why, what that cost, and what to
-do about it.
-"""
+"""`kvboost-edge why`: cache-miss reports of a server's requests."""
 
 from __future__ import annotations
 
@@ -69,13 +67,11 @@ WORDS = {
     "changed_text": ("another text", "put what changes, such as the date, behind what stays"),
     "other_position": ("tokens were shared at other positions, the rest was read", ""),
 }
-"""What each cause means, and what to do about it."""
+"""The meaning of each cause, and the remedy."""
 
 
 def run_why(request_id: str, url: str, api_key: str, *, lists: bool, as_json: bool) -> None:
-    """Print why the prompt of a request was read again, "last" the last one; or the last
-    requests.
-    """
+    """Print the cache-miss report of a request, or list recent requests."""
     with RemoteChat(url, api_key=api_key, model="any") as server:
         found = server.last_requests() if lists else server.request_cache(request_id)
     if lists and not found["kept_seconds"]:
@@ -117,12 +113,12 @@ def _figures(found: Mapping[str, Any]) -> str:
 
 
 def _tiers(found: Mapping[str, Any]) -> str:
-    """ "4096 pool, 128 disk"."""
+    """Format cached tokens by tier: "4096 pool, 128 disk"."""
     return ", ".join(f"{tokens} {tier}" for tier, tokens in found["hit_tokens"].items() if tokens)
 
 
 def _texts(found: Mapping[str, Any]) -> Table:
-    """Both texts; what differs is marked, also where there is no colour."""
+    """Make a table of both texts. The differences are marked, also without colour."""
     now = found["text"]
     before = found["text_before"]
     same = sum(
