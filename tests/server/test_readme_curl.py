@@ -10,13 +10,29 @@ import pytest
 from helpers.tools import find_curl, must_run
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = [
-    (page, example)
-    for page in ("README.md", "docs/apis.md", "docs/tools.md")
-    for example in re.findall(
-        r"^curl .*(?:\n .*)*", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
-]
+GUIDES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("tutorial", "how-to")
+    for path in (ROOT / "docs" / folder).glob("*.md")
+)
+PAGES = ["README.md", "docs/apis.md", "docs/tools.md", *GUIDES]
+
+
+def examples_of(page):
+    """Return the commands of a page that call curl; in lists they are indented.
+
+    Commands with a key are left out, and the model's name becomes the server's.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"^( *)(curl .*(?:\n\1 .*)*)", text, flags=re.MULTILINE)
+    commands = [command.replace(f"\n{indent}", "\n") for indent, command in found]
+    commands = [command for command in commands if "/dev/null" not in command]
+    commands = [command for command in commands if "Bearer" not in command]
+    commands = [re.sub(r"\?model=\w+", "", command) for command in commands]
+    return [re.sub(r'(?<="model": )"[\w:.-]+"', '"kvboost-edge/demo"', one) for one in commands]
+
+
+EXAMPLES = [(page, example) for page in PAGES for example in examples_of(page)]
 
 
 @pytest.mark.skipif(find_curl() is None and not must_run(), reason="curl is not installed")

@@ -1,0 +1,58 @@
+"""Commands in the documentation: the command line accepts their names, flags and values."""
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from kvboost_edge.cli.app import app
+from kvboost_edge.server.flags import parse_flags
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+BLOCK = re.compile(r"^( *)```(?:sh|bash)\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"\bkvboost-(edge|server)((?: +(?:\"[^\"]*\"|'[^']*'|[^\s\"'|&;)]+))*)")
+FILES = ("my-model.gguf", "another", "embedding-model.gguf", "keys", "admin-keys")
+COMMANDS = typer.main.get_command(app).commands
+
+
+def commands_of(page):
+    """Return the program ("edge", "server") and the arguments of each command in a page."""
+    found = []
+    for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        lines = textwrap.dedent(block).replace("\\\n", " ").splitlines()
+        for line in (line for line in lines if not line.startswith("docker ")):
+            found += [
+                (program, shlex.split(arguments, comments=True))
+                for program, arguments in COMMAND.findall(line)
+            ]
+    return found
+
+
+SHOWN = {page.relative_to(ROOT).as_posix(): commands_of(page) for page in PAGES}
+
+
+def test_the_guides_have_commands():
+    guides = [name for name in SHOWN if name.startswith(("docs/how-to/", "docs/tutorial/"))]
+    assert len(guides) >= 17
+    assert sum(len(SHOWN[name]) for name in guides) >= 50
+
+
+@pytest.mark.parametrize("page", [name for name in SHOWN if SHOWN[name]])
+def test_commands_are_accepted(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in FILES:
+        (tmp_path / name).write_text(name.ljust(48, "."))
+    for program, arguments in SHOWN[page]:
+        if program == "server" or arguments[:1] == ["serve"]:
+            parse_flags(arguments[program == "edge" :], "test")
+        else:
+            name, *rest = arguments
+            rest = rest[: rest.index("--")] if "--" in rest else rest  # arguments of a client
+            COMMANDS[name].make_context(name, rest)
