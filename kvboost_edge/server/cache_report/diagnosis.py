@@ -1,4 +1,4 @@
-"""Where a prompt left what its tenant had in the cache, and why."""
+"""Diagnosis of a cache miss: first diverging token of a prompt, and the cause."""
 
 from __future__ import annotations
 
@@ -13,44 +13,41 @@ from kvboost_edge.server.response_types import Cause
 
 __all__ = ["CAUSES", "diagnose", "placed", "tool_field"]
 
-# tokens shown on either side of the place
+# Tokens shown before and after the first diverging token.
 _BEFORE = 6
 _AFTER = 24
-_SPACE = 2  # characters in front of a message that its first token may have in it
-_PROBE = 48  # characters, which are at most as many tokens, by which a field is found in a prompt
-_WORTH = 64  # tokens of a last message that are worth putting before what changes
-_MAX_COMPARED = 32  # earlier requests that one prompt is compared with
-_ALIKE = 0.5  # share of equal text after the change, in prompts with a short common prefix
+_SPACE = 2  # characters before a message that may be part of its first token
+_PROBE = 48  # first characters by which a field is located in a prompt; at most as many tokens
+_WORTH = 64  # least number of unchanged tokens after a change worth reporting
+_MAX_COMPARED = 32  # earlier requests that a prompt is compared with
+_ALIKE = 0.5  # least share of equal tokens after the change, for prompts with a short common prefix
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""Why the rest of a prompt was computed:
+"""Causes of a cache miss, the reasons why prompt tokens were computed:
 
-none            nothing was
-bypassed        the mode or prompt_logprobs ask for computing
+none            no miss: every token was cached
+bypassed        the mode or prompt_logprobs does not read the cache
 not_started     the request ended while it waited
-not_compared    requests are not kept (--request-history 0), so nothing is known of earlier ones
-first_seen      the tenant asked nothing lately that begins alike: nothing in common, or only the
-                opening of the chat template
-new_text        the prompt goes on where an earlier one, with its answer, ended: what is new is
-                computed once
-tail            the last block, which is not full, is computed again
-evicted         it was cached and was dropped since: for room, by a reset, or with its model
-state           its keys and values are cached, and the state that the model keeps beside them is
-                not, or only further ahead: up to hit_tokens it was taken over, up to `position`
-                computed again. From now
-                  on it is kept there
-not_kept        it was asked before and is not there all the same: that request still runs, or its
-                mode keeps nothing
+not_compared    no earlier requests are kept (--request-history 0)
+first_seen      no recent request of the tenant has this prefix; at most the opening of the chat
+                template is shared
+new_text        the prompt continues an earlier one and its answer; only the new text was computed
+tail            the last block is not full and was recomputed
+evicted         the blocks were evicted, reset, or unloaded with the model
+state           the KV is cached, but not the recurrent state at this position. Tokens up to
+                hit_tokens were reused, those up to `position` recomputed; a snapshot is now kept
+                there
+not_kept        an earlier request has this prefix, but its blocks are not cached: it still runs, or
+                its mode does not write the cache
 tool_order      the same tools in another order
-tools           other tools
-template        the chat template was given other variables
-thinking        the earlier prompt or answer has reasoning there, this one has not
-retokenized     the same text in other tokens
-other_message   another last message behind what was asked before: a new conversation of an
-                assistant, the same prompt with another question, a message written anew. All before
-                it was taken over
-changed_text    another text; in the last message too, if most of the text after it is unchanged
-other_position  tokens were shared at other positions; the rest was computed
+tools           different tools
+template        different variables of the chat template
+thinking        the earlier prompt or answer contains reasoning here, this one does not
+retokenized     the same text as different tokens
+other_message   a different last message after the same prefix, such as a new conversation with the
+                same system prompt. All tokens before it were reused
+changed_text    different text; also in the last message, if most of the text after it is unchanged
+other_position  tokens were reused at other positions; the others were computed
 """
 
 _OUTSIDE = ("bypassed", "not_started")
@@ -67,13 +64,17 @@ def diagnose(
     thinks: str,
     compares: bool = True,
 ) -> Diagnosis:
-    """Find out why the rest of a prompt was computed. The report has no texts yet, see `placed`.
+    """Find the cause of a request's cache miss. The report has no texts yet, see `placed`.
 
     Args:
-        earlier: the tenant's earlier requests that begin alike, each with the length of the common
-            prefix in tokens, the longest first.
-        thinks: opener of reasoning; "": the template has none.
-        compares: earlier requests are kept; False: only the engine's own reason is reported.
+        record: the request.
+        earlier: the tenant's earlier requests with a common prefix, each with the length of the
+            prefix in tokens, longest first.
+        result: the engine's result.
+        block_size: tokens of a block.
+        decode: decodes token ids.
+        thinks: opening marker of reasoning; "" if the template has none.
+        compares: earlier requests are kept; if False, only the engine's own reason is reported.
     """
     found = Diagnosis(
         request_id=record.request_id,
@@ -107,8 +108,8 @@ def diagnose(
         (None, 0),
     )
     if closest is None or result.exact_cached_tokens > common:
-        # Nothing that is kept begins so; the cache may know more, such as other choices of an
-        # answer.
+        # No earlier request has this prefix. The cache may contain more, such as other choices of
+        # an answer.
         cause = "new_text" if is_new and result.exact_cached_tokens else found.cause
         longest = earlier[0][1] if earlier and cause != "first_seen" else 0
         position = max(longest, result.exact_cached_tokens)
@@ -117,7 +118,7 @@ def diagnose(
         )
     found = dataclasses.replace(found, compared_with=closest.request_id)
     if result.exact_cached_tokens + block_size <= common // block_size * block_size:
-        # A pool goes with its model: what it held is gone, and the new one cannot know of it.
+        # The pool is dropped when its model is unloaded, and the new pool cannot know about it.
         pool = ("pool",) if record.loading != closest.loading else ()
         dropped = tuple(dict.fromkeys((*pool, *result.evicted_from)))
         return dataclasses.replace(
@@ -131,7 +132,7 @@ def diagnose(
 def _distinct(
     earlier: Sequence[tuple[RequestRecord, int]],
 ) -> Iterator[tuple[RequestRecord, int]]:
-    """Yield the first of the records that go on alike after the common prefix, up to a limit."""
+    """Yield the records with distinct tokens after the common prefix, up to a limit."""
     seen: set[tuple[int, bytes]] = set()
     for other, common in earlier:
         key = (common, other.ids[common : common + _AFTER].tobytes())
@@ -143,8 +144,9 @@ def _distinct(
 
 
 def _is_alike(record: RequestRecord, other: RequestRecord, common: int, decode: Decode) -> bool:
-    """Return whether two prompts that differ within their first block are one prompt with a change:
-    they share more than the template's opening, and much of the text after the change.
+    """Return whether two prompts that differ in their first block are one prompt with a change.
+
+    They must share more than the opening of the template, and much of the text after the change.
     """
     begun = len(decode(record.ids[:common].tolist()))
     text = decode(record.ids[: common + _PROBE].tolist())
@@ -164,7 +166,7 @@ def _is_alike(record: RequestRecord, other: RequestRecord, common: int, decode: 
 def _cause(
     record: RequestRecord, other: RequestRecord, common: int, decode: Decode, thinks: str
 ) -> Cause:
-    """Why two prompts go apart."""
+    """Return the reason why two prompts diverge."""
     if common >= record.num_prompt:
         return "tail"
     if common >= len(other.ids):
@@ -190,7 +192,7 @@ def _cause(
 
 
 def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int:
-    """Count the last tokens that two prompts share after their common prefix."""
+    """Return the number of equal tokens at the ends of two prompts, after their common prefix."""
     mine = record.ids[common : record.num_prompt][::-1]
     before = other.ids[common : other.num_prompt][::-1]
     length = min(len(mine), len(before))
@@ -199,9 +201,9 @@ def _common_end(record: RequestRecord, other: RequestRecord, common: int) -> int
 
 
 def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) -> bool:
-    """Whether all messages before the last one end before the position."""
+    """Return whether the position is in the last message."""
     fields = record.asked.fields
-    # A raw prompt is one field; a chat has messages, if only one.
+    # A raw prompt is one field; a chat has at least one message.
     has_messages = bool(fields) and fields[-1].name.startswith("message")
     last = fields[-1].text.strip() if has_messages else ""
     if not last:
@@ -214,8 +216,15 @@ def _is_in_last_message(record: RequestRecord, position: int, decode: Decode) ->
 def placed(
     found: Diagnosis, record: RequestRecord, other: RequestRecord | None, decode: Decode
 ) -> Diagnosis:
-    """The same with what stands at the place where the two prompts go apart; takes some 10 ms for
-    30,000 tokens. other: the request that it was compared with, None where it is no longer kept.
+    """Return the report with the texts at the first diverging token.
+
+    Takes about 10 ms for 30,000 tokens.
+
+    Args:
+        found: the report.
+        record: its request.
+        other: the request that it was compared with; None if it is no longer kept.
+        decode: decodes token ids.
     """
     prompt = record.ids[: record.num_prompt]
     return dataclasses.replace(
@@ -232,8 +241,10 @@ def _around(ids: Ids, position: int, decode: Decode) -> str:
 
 
 def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) -> str:
-    """The field whose text begins last before the position; behind the last of them "answer", in
-    front of all of them "template", "prompt" where nothing is known but tokens.
+    """Return the name of the field at a position.
+
+    "answer" is after the last field, "template" before the first. "prompt" is a prompt of token
+    ids.
     """
     if position >= record.num_prompt:
         return "answer" if position < len(ids) else ""
@@ -243,7 +254,7 @@ def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) ->
     text = decode(ids[: position + _PROBE].tolist())
     found = (-1, "template")
     last_end = len(text)
-    after = 0  # messages follow one another; where tools stand is up to the template
+    after = 0  # messages are in order; the template decides where the tools are
     for field in record.asked.fields:
         probe = field.text.strip()[:_PROBE]
         is_tool = field.name.startswith("tool ")
@@ -257,5 +268,5 @@ def _field_at(record: RequestRecord, ids: Ids, position: int, decode: Decode) ->
 
 
 def tool_field(number: int, name: str) -> PromptField:
-    """The field of a tool: it is found by its name."""
+    """Return the field of a tool, which is located by its name."""
     return PromptField(f"tool {number} ({name})", f'"{name}"')

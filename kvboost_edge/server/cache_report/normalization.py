@@ -1,7 +1,7 @@
 """Request normalization: undoing client changes that would break the prefix.
 
-The model sees the same tools, the same arguments and the whole text, except for lines known to be
-meant for somebody else.
+The model sees the same tools, arguments and text, except for lines that are known to be meant for
+another service.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from kvboost_edge.server.settings import NORMALISERS
 __all__ = ["Normaliser", "without_billing"]
 
 _BILLING = ("x-anthropic-billing-header:",)
-_OBJECT_BYTES = 500  # about what Python's objects take around a small one
+_OBJECT_BYTES = 500  # approximate overhead of Python's objects
 
 Json = dict[str, Any]
 
 
 class Normaliser:
-    """Remembers how things were spelled first, for each root (tenant and salt) apart, bounded as
-    `TenantLRU`. Safe to use from any thread.
+    """Store of the first form of tools and arguments, by root (tenant and salt).
 
-    kinds: which of `NORMALISERS` are done:
+    Bounded as `TenantLRU`. Safe to use from any thread. The kinds of normalization are:
+
+    - "tools": tools in another order, or with keys in another order, are replaced by the form that
+      was given first.
+    - "arguments": the same for the arguments of past calls.
+    - "billing": lines of system messages that begin with one of `_BILLING` are removed, because
+      they change with each request.
+    - "thinking": the model's own turns keep their thinking, if the template shows it with
+      preserve_thinking.
 
     Attributes:
-        tools: tools that were given before, in another order or with keys in another order, are
-            taken in the first.
-        arguments: so are the keys of the arguments of past calls.
-        billing: lines of system messages that begin with one of `_BILLING` are left out: they
-            change with each request.
-        thinking: the model's own turns keep their thinking, where its template shows it with
-            preserve_thinking.
+        kinds: enabled kinds of normalization.
     """
 
     def __init__(self, kinds: Collection[str] = NORMALISERS) -> None:
@@ -48,9 +49,7 @@ class Normaliser:
     def tools(
         self, answers: KeptAnswers, tools: list[Json] | None
     ) -> tuple[list[Json] | None, bool]:
-        """The tools as they were given first, and whether that is another order of them or of their
-        keys.
-        """
+        """Return the tools in the form in which they were first given, and whether that differs."""
         if not tools or "tools" not in self.kinds:
             return tools, False
         parts = sorted(_canonical(tool) for tool in tools)
@@ -59,8 +58,10 @@ class Normaliser:
     def messages(
         self, answers: KeptAnswers, messages: Sequence[Json]
     ) -> tuple[list[Json], list[str]]:
-        """Messages as templates know them, with the arguments of calls as they were given first and
-        without billing lines; and which kinds changed something.
+        """Return normalized messages, and the kinds of normalization that changed them.
+
+        Arguments of calls are in the form in which they were first given, and billing lines are
+        removed.
         """
         done: list[str] = []
         found = []
@@ -85,10 +86,10 @@ class Normaliser:
         return {**call, "function": {**function, "arguments": arguments}}, changed
 
     def _as_first(self, whose: KeptAnswers, what: bytes, value: Any) -> tuple[Any, bool]:
-        """The first value that was the same as this one, and whether it is spelled otherwise."""
+        """Return the first value equal to this one, and whether it is written differently."""
         key = hashlib.sha256(what).digest()
         size = 2 * len(what) + _OBJECT_BYTES
-        with self._lock:  # of two at once one is the first
+        with self._lock:  # one of two concurrent requests is first
             known = self._first.find(whose.root, key)
             if known is None:
                 self._first.keep(whose.owner, whose.root, key, value, size)
@@ -97,8 +98,9 @@ class Normaliser:
 
 
 def without_billing(text: str) -> str:
-    """A system message without the lines that tell who pays: they are for the service the client
-    was made for, and change with each request.
+    """Return a system message without its billing lines.
+
+    The lines are meant for the service that the client was made for, and change with each request.
     """
     if not any(mark in text for mark in _BILLING):
         return text

@@ -20,8 +20,13 @@ _PRESERVE = "preserve_thinking"
 
 
 class Normal(NamedTuple):
-    """Messages and tools as templates know them, with the template's variables; and what the doctor
-    keeps of them.
+    """A normalized request.
+
+    Attributes:
+        messages: messages in the format of chat templates.
+        tools: tools in the format of chat templates.
+        variables: variables of the chat template.
+        described: inputs for cache-miss reports.
     """
 
     messages: list[Json]
@@ -38,8 +43,15 @@ def normal(
     tools: list[Json] | None,
     variables: Mapping[str, Any] | None,
 ) -> Normal:
-    """What to ask of the model. messages: as templates know them; answers: of the tenant and salt,
-    whose earlier requests count. variables: the template's, as the client gives them.
+    """Normalize a chat request.
+
+    Args:
+        normaliser: store of first forms.
+        tokenizer: tokenizer of the model.
+        answers: earlier answers of the tenant and salt.
+        messages: messages in the format of chat templates.
+        tools: tools in the format of chat templates.
+        variables: variables of the chat template, as the client gives them.
     """
     same_tools, reordered = normaliser.tools(answers, tools)
     plain, changed = normaliser.messages(answers, messages)
@@ -58,9 +70,10 @@ def normal(
 def _with_thoughts(
     tokenizer: Tokenizer, answers: KeptAnswers, messages: list[Json], given: Json
 ) -> tuple[list[Json], Json, bool]:
-    """The model's own turns with the thinking they were generated with, and the variable by which
-    the template shows it; all as it was where the template has none, or the client says itself what
-    it wants.
+    """Return the messages with the thinking of the model's turns, and variables that show it.
+
+    Nothing changes if the template does not show thinking, or if the client sets the variable to
+    false.
     """
     if not any(message["role"] == "assistant" for message in messages):
         return messages, given, False

@@ -1,7 +1,7 @@
-"""What a tenant asked lately, in memory and for a bounded time: what a new prompt is compared with.
+"""Recent requests of each tenant, with which new prompts are compared.
 
-Token ids and the texts of a request's fields are kept, never on disk and never in logs; no tenant's
-are compared with another's. `--request-history 0` keeps nothing.
+Token ids and texts of a request's fields are kept in memory for a limited time, never on disk or in
+logs. Requests of different tenants are never compared. `--request-history 0` keeps nothing.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ __all__ = ["NOT_SAID", "Diagnosis", "History", "PromptField", "PromptInputs", "R
 
 Ids = npt.NDArray[np.int32]
 
-_MAX_REQUESTS = 256  # of one tenant: comparing with as many of 30,000 tokens takes up to some 2 ms
-_MAX_BYTES = 64 << 20  # of all
+_MAX_REQUESTS = 256  # per tenant; comparing with this many of 30,000 tokens takes up to 2 ms
+_MAX_BYTES = 64 << 20  # of all tenants
 _MAX_TENANT_BYTES = 16 << 20
-_HEAD = 64  # tokens that tell most pairs apart before all of them are looked at
+_HEAD = 64  # tokens compared first, which distinguish most pairs
 _OBJECT_BYTES = 500
 
 
 class PromptField(NamedTuple):
-    """A text that stands in the prompt, and what the request calls it: "system", "tool 3 (search)",
-    "message 7".
+    """A text in the prompt.
+
+    Attributes:
+        name: name in the request, such as "system", "tool 3 (search)" or "message 7".
+        text: the text.
     """
 
     name: str
@@ -40,13 +43,13 @@ class PromptField(NamedTuple):
 
 
 class PromptInputs(NamedTuple):
-    """What a prompt was made of.
+    """Inputs from which a prompt was rendered.
 
-    fields     in the order of the request
-    tools      their names, in its order
-    settings   what else the template was given, as text
-    normalised what was put into another order or left out so that the prompt begins as before, see
-    normalise.py
+    Attributes:
+        fields: texts, in the order of the request.
+        tools: names of the tools, in the order of the request.
+        settings: variables of the chat template, as text.
+        normalised: kinds of normalization that changed the request, see normalization.py.
     """
 
     fields: tuple[PromptField, ...] = ()
@@ -60,9 +63,17 @@ NOT_SAID = PromptInputs()
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request. `ids` are the prompt's, with those computed of the answer behind them once it is
-    there; `num_reasoning` of these are reasoning. `loading`: which loading of its model answers it.
-    `diagnosis`: what became of it.
+    """One request.
+
+    Attributes:
+        request_id: id of the request.
+        asked: inputs of the prompt.
+        ids: token ids of the prompt, later followed by the computed ones of the answer.
+        num_prompt: tokens of the prompt.
+        at: time of the request, in seconds since the epoch.
+        num_reasoning: tokens of the answer that are reasoning.
+        loading: number of the loading of the model that answers it.
+        diagnosis: the report, once the request has ended.
     """
 
     request_id: str
@@ -83,7 +94,7 @@ class RequestRecord:
         )
 
     def common(self, ids: Ids) -> int:
-        """How many first tokens both have in common."""
+        """Return the length of the common prefix in tokens."""
         length = min(len(self.ids), len(ids))
         start = 0
         end = min(_HEAD, length)
@@ -99,18 +110,27 @@ class RequestRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What became of one prompt in the cache. `cause`: one of `diagnosis.CAUSES`.
+    """Cache-miss report of one prompt.
 
     Attributes:
-        position: the token at which it left the longest prefix that was asked before.
-        field: the part of the request it lies in, such as "message 7"; before: where the earlier
-            one was then.
-        text, text_before: what stands there, and what stood there.
-        compared_with: the id of that earlier request, "" without one.
-        computed_tokens: prompt tokens computed; seconds: the time that took.
-        step_share: mean share of the tokens of the request's steps, 0 to 1.
-        evicted_from: the pool and tiers that had the block and dropped it.
-        model: which was asked.
+        request_id: id of the request.
+        at: time of the request, in seconds since the epoch.
+        cause: one of `diagnosis.CAUSES`.
+        prompt_tokens: tokens of the prompt.
+        hit_tokens: prompt tokens found in each tier.
+        reused_span_tokens: prompt tokens reused at other positions.
+        computed_tokens: prompt tokens that were computed.
+        seconds: time that this took.
+        position: first token that differs from the earlier request with the longest common prefix.
+        field: part of the request at this position, such as "message 7".
+        field_before: part of the earlier request at this position.
+        text: text around the position.
+        text_before: text of the earlier request around the position.
+        compared_with: id of the earlier request; "" without one.
+        evicted_from: the pool and tiers that evicted the block.
+        normalised: kinds of normalization that changed the request.
+        model: name of the model.
+        step_share: mean share of the request in the tokens of its steps, 0 to 1.
     """
 
     request_id: str
@@ -133,7 +153,7 @@ class Diagnosis:
     step_share: float = 0.0
 
     def as_json(self) -> PromptCache:
-        """All of it, with times rounded to milliseconds."""
+        """Return all fields, with times rounded to milliseconds."""
         return {
             "request_id": self.request_id,
             "at": round(self.at, 3),
@@ -162,13 +182,11 @@ class _Kept(NamedTuple):
 
 
 class History:
-    """Records by tenant; only the event loop's thread touches it. A tenant's bounds are of all its
-    salts together, so that no number of salts makes the others' records leave, or what is done here
-    slow.
+    """Requests by tenant, used by the event loop's thread only.
 
     Attributes:
-        seconds: how long a record is kept, 0: nothing is.
-        kept: the records of each tenant, the oldest first.
+        seconds: time that a record is kept; 0 keeps none.
+        kept: records of each tenant, oldest first.
     """
 
     def __init__(
@@ -178,6 +196,15 @@ class History:
         max_tenant_bytes: int = _MAX_TENANT_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create an empty history.
+
+        Args:
+            seconds: time that a record is kept; 0 keeps none.
+            max_bytes: limit for all tenants together.
+            max_tenant_bytes: limit for each tenant. It holds for all salts together, so that many
+                salts neither evict other tenants' records nor slow down comparisons.
+            clock: source of the time in seconds.
+        """
         self.seconds = seconds
         self.kept: TenantLRU[_Kept] = TenantLRU(
             max_tenant_bytes,
@@ -191,16 +218,16 @@ class History:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all records take, approximately."""
+        """Approximate bytes of all records."""
         return self.kept.num_bytes
 
     def add(self, tenant: str | None, salt: str | None, record: RequestRecord) -> None:
-        """Keep a record, of an id that is new."""
+        """Add a record with a new id."""
         if self.seconds:
             self.kept.keep(tenant, tenant, record.request_id, _Kept(salt, record), record.nbytes)
 
     def extend(self, tenant: str | None, record: RequestRecord, answer: Sequence[int]) -> None:
-        """Add what was computed of a record's answer, if it is still kept."""
+        """Append the computed tokens of a record's answer, if it is still kept."""
         if self._keeps(tenant, record):
             record.ids = np.concatenate([record.ids, np.asarray(answer, dtype=np.int32)])
             self.kept.resize(tenant, record.request_id, record.nbytes)
@@ -208,10 +235,9 @@ class History:
     def closest(
         self, tenant: str | None, salt: str | None, record: RequestRecord
     ) -> list[tuple[RequestRecord, int]]:
-        """Return the earlier records of the same salt that begin like this one.
+        """Return the earlier records of the same salt with a common prefix.
 
-        Each comes with the length of the common prefix: the longest first, the latest first among
-        equal ones.
+        Each comes with the length of the prefix in tokens; the longest come first, then the latest.
         """
         ids = record.ids[: record.num_prompt]
         earlier = list(
@@ -222,14 +248,13 @@ class History:
         return sorted(alike, key=lambda one: -one[1])
 
     def remove(self, tenant: str | None, record: RequestRecord) -> None:
-        """Drop a record, if it is still kept."""
+        """Remove a record, if it is still kept."""
         if self._keeps(tenant, record):
             self.kept.drop(tenant, record.request_id)
 
     def sweep_later(self) -> None:
-        """Drop records in time where no request comes either, and whether or not their model is
-        still loaded.
-        """
+        """Start the timer that drops expired records."""
+        # Records must expire even if no request arrives or their model is unloaded.
         if self.seconds and self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(self.seconds, self._swept)
 
@@ -245,7 +270,7 @@ class History:
         return None if found is None else found.record
 
     def latest(self, tenant: str | None) -> list[RequestRecord]:
-        """Return the tenant's records, the latest first."""
+        """Return the tenant's records, latest first."""
         records = [kept.record for kept in self.kept.values(tenant)]
         return sorted(records, key=lambda record: record.at, reverse=True)
 

@@ -1,4 +1,4 @@
-"""The tracker of prompts: keeps the latest ones and explains the cache misses of new ones."""
+"""Tracker of requests, which explains their cache misses."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ _loadings = itertools.count(1)
 
 
 class Doctor:
-    """One loaded model's; only the event loop's thread touches it.
+    """Tracker of a loaded model's requests, used by the event loop's thread only.
 
     Attributes:
-        model: its name.
-        history: what was asked before; one that keeps nothing: only what the engine says itself is
-            known.
-        count: is told the cause of each request.
+        history: earlier requests; if it keeps none, only the engine's own reason is reported.
     """
 
     def __init__(
         self, engine: Engine, model: str, history: History, count: Callable[[str], None]
     ) -> None:
+        """Create a tracker.
+
+        Args:
+            engine: engine of the model.
+            model: name of the model.
+            history: earlier requests.
+            count: called with the cause of each request.
+        """
         self.history = history
         self._engine = engine
         self._model = model
@@ -53,7 +58,7 @@ class Doctor:
         token_ids: Sequence[int],
         asked: PromptInputs,
     ) -> Watch:
-        """A request that begins to run."""
+        """Record a request that starts, and return its watch."""
         self.settle()
         self.history.sweep_later()
         ids = np.asarray(token_ids, dtype=np.int32)
@@ -64,7 +69,7 @@ class Doctor:
     def diagnose(
         self, tenant: str | None, salt: str | None, record: RequestRecord, result: GenerationResult
     ) -> Diagnosis:
-        """What became of a request, counted."""
+        """Return and count the report of a request that has ended."""
         tokenizer = self._engine.tokenizer
         found = diagnose(
             record,
@@ -80,15 +85,16 @@ class Doctor:
         return found
 
     def left(self, watch: Watch, handle: RequestHandle) -> None:
-        """A request that nobody waits for: it was cancelled, and what became of it is known within
-        a step.
-        """
+        """Take over a cancelled request, which ends within a step."""
         self._left.append((watch, handle))
 
     def explained(
         self, tenant: str | None, record: RequestRecord
     ) -> Callable[[], Diagnosis] | None:
-        """What says, in any thread, what became of a record, with the texts; None while it runs."""
+        """Return a function that makes the report with texts; None while the request runs.
+
+        The function may be called in any thread.
+        """
         found = record.diagnosis
         tokenizer = self._engine.tokenizer
         if found is None:
@@ -101,16 +107,16 @@ class Doctor:
         )
 
     def settle(self) -> None:
-        """Requests that were left and have ended: what was computed of them is in the cache, so
-        they count; one that never began, or broke, is forgotten.
-        """
+        """Finish the cancelled requests that have ended."""
+        # Their computed blocks are in the cache, so they are kept in the history. A request that
+        # never started or failed is removed.
         left = self._left
         self._left = []
         for watch, handle in left:
             if not handle.done:
                 self._left.append((watch, handle))
                 continue
-            with contextlib.suppress(Exception):  # its own client was told, or is gone
+            with contextlib.suppress(Exception):  # its client has got the error, or is gone
                 result = handle.result(timeout=0)
                 if result.token_times_ms:
                     watch.finish(result)
@@ -118,16 +124,16 @@ class Doctor:
             watch.forget()
 
     def _thinks(self) -> str:
-        """How reasoning begins in this model's chats, "" where it has none."""
+        """Return the opening marker of reasoning; "" if the template has none."""
         try:
             reasoning = self._engine.tokenizer.turn_format.reasoning
-        except KVBoostError:  # there is no chat template
+        except KVBoostError:  # no chat template
             return ""
         return reasoning[0] if reasoning else ""
 
 
 class Watch:
-    """One request under observation."""
+    """Tracking of one request."""
 
     def __init__(
         self, doctor: Doctor, tenant: str | None, salt: str | None, record: RequestRecord
@@ -138,34 +144,35 @@ class Watch:
         self._record = record
 
     def finish(self, result: GenerationResult) -> None:
-        """The end of the request."""
+        """Record the result of the request."""
         self._record.diagnosis = self._doctor.diagnose(
             self._tenant, self._salt, self._record, result
         )
-        computed = result.output_token_ids[
-            :-1
-        ]  # the last was said, and nothing was computed behind it
+        computed = result.output_token_ids[:-1]  # the KV of the last token was not computed
         self._doctor.history.extend(self._tenant, self._record, computed)
 
     @property
     def finished(self) -> bool:
-        """Whether its end was seen."""
+        """True once the result is recorded."""
         return self._record.diagnosis is not None
 
     @property
     def cause(self) -> str:
-        """Why the rest of the prompt was computed; "" before the end."""
+        """Cause of the cache miss; "" before the request has ended."""
         found = self._record.diagnosis
         return "" if found is None else found.cause
 
     def forget(self) -> None:
-        """The request ended and left nothing in the cache."""
+        """Remove the request, which has left nothing in the cache."""
         self._doctor.history.remove(self._tenant, self._record)
 
     def reasoned(self, num_tokens: int) -> None:
-        """How many tokens of the answer are reasoning."""
+        """Set the number of reasoning tokens in the answer."""
         self._record.num_reasoning = num_tokens
 
     def explained(self) -> Callable[[], Diagnosis] | None:
-        """What says, in any thread, what became of the prompt; None before the end."""
+        """Return a function that makes the report with texts; None while the request runs.
+
+        The function may be called in any thread.
+        """
         return self._doctor.explained(self._tenant, self._record)

@@ -1,1 +1,1 @@
-"""Compatibility APIs: each translates requests and responses, with routes of its own."""
+"""Compatibility APIs: translation of requests and responses."""

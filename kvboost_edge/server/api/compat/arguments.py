@@ -1,4 +1,4 @@
-"""The arguments of a call as values, for APIs that show them so: the model wrote JSON."""
+"""Arguments of a tool call as values, for APIs that do not send them as JSON text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ __all__ = ["arguments_of"]
 
 
 def arguments_of(text: str) -> Any:
-    """ValueError or RecursionError for those that were cut short, which are no JSON. A number
-    beyond any double, which JSON may hold and answers cannot, is the largest there is.
+    """Parse the arguments of a call.
+
+    A number beyond the range of a double becomes the largest double, because answers cannot hold
+    infinity.
+
+    Raises:
+        ValueError, RecursionError: the arguments were cut short, so they are not JSON.
     """
     return json.loads(text, parse_float=_finite, parse_constant=_refuse)
 

@@ -1,4 +1,4 @@
-"""From another API's body to ours."""
+"""Construction of OpenAI request bodies from those of other APIs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def chat_request(**fields: Any) -> ChatRequest:
-    """The chat request with these fields, left out where None. ApiError 400, naming our field, for
-    values that the dialect's own bounds let pass and ours do not.
+    """Return a chat request with the fields that are not None.
+
+    Raises:
+        ApiError: a value is out of our bounds (400). It names our field, see `renamed`.
     """
     return _validated(ChatRequest, fields)
 
 
 def completion_request(**fields: Any) -> CompletionRequest:
-    """The same of a completion."""
+    """Return a completion request, see `chat_request`."""
     return _validated(CompletionRequest, fields)
 
 
@@ -57,7 +59,11 @@ def _validated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
 
 @contextmanager
 def renamed(fields: Mapping[str, str]) -> Iterator[None]:
-    """Errors that name one of our fields name the dialect's instead."""
+    """Replace names of our fields in errors with the other API's names.
+
+    Args:
+        fields: the other API's names of our fields.
+    """
     try:
         yield
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""What Anthropic's messages are made of: blocks of text, thinking, calls and their results."""
+"""Content blocks of Anthropic's messages: text, thinking, tool calls and their results."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CallId = Annotated[str, AfterValidator(check_text), counted("tool_call_id")]
 
 
 class CacheControl(Strict):
-    """The prompt up to here is kept for 5 minutes, or an hour."""
+    """Marks the end of a prompt prefix to keep cached for 5 minutes or 1 hour."""
 
-    foreign = {"scope": _IGNORED}  # noqa: RUF012 - whose it is, is the key's
+    foreign = {"scope": _IGNORED}  # noqa: RUF012 - the API key decides the scope
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -49,7 +49,7 @@ class CacheControl(Strict):
 
 
 class Marked(Strict):
-    """What `cache_control` may stand on."""
+    """An object that may have `cache_control`."""
 
     cache_control: CacheControl | None = None
 
@@ -62,7 +62,7 @@ class TextBlock(Marked):
 
 
 class ThinkingBlock(Strict):
-    """What the model thought. Nothing is signed here, so any signature is taken."""
+    """Thinking of the model; any signature is accepted, because this server signs nothing."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -70,7 +70,7 @@ class ThinkingBlock(Strict):
 
 
 class RedactedBlock(Strict):
-    """What another server thought, enciphered: it is left out, as nobody here can read it."""
+    """Encrypted thinking of another server, which is ignored."""
 
     type: Literal["redacted_thinking"]
     data: Text
@@ -86,12 +86,12 @@ class ToolUseBlock(Marked):
 
 
 def _tag(value: Any) -> str:
-    """How a content is given: as a text, or as blocks."""
+    """Return whether a content is a text or blocks."""
     return "text" if isinstance(value, str) else "blocks"
 
 
 def _refusing(*built: str) -> BeforeValidator:
-    """Refuses blocks of other types by name."""
+    """Return a validator that refuses blocks of types not in `built`, by name."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -109,19 +109,17 @@ def _refusing(*built: str) -> BeforeValidator:
 
 
 class Unsaid:
-    """A list's bound that the document leaves out: who tries it from the document sends
-    megabytes.
-    """
+    """Omission of a list's maximum length from the OpenAPI document."""
 
+    # Clients that generate requests from the document would send megabytes.
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         schema: dict[str, Any] = handler(core)
         schema.pop("maxItems", None)
         return schema
 
 
-_few = Field(
-    fail_fast=True, max_length=int(COUNTS["parts"].high)
-)  # none at all: an empty answer that is sent back
+# The list may be empty: clients send empty answers back.
+_few = Field(fail_fast=True, max_length=int(COUNTS["parts"].high))
 _as_given = Discriminator(_tag)
 
 TextOnly = Annotated[TextBlock, _refusing("text")]
@@ -141,9 +139,8 @@ class ToolResultBlock(Marked):
 
     @property
     def told(self) -> str:
-        """What the model is told of it. Templates have no place for `is_error`, so it is said in
-        words.
-        """
+        """Text of the result for the model."""
+        # Templates have no place for `is_error`, so it becomes text.
         text = texts_of(self.content)
         return f"Error: {text}" if self.is_error else text
 
@@ -194,11 +191,11 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> list[Any]:
-    """The content of a message as blocks."""
+    """Return the content of a message as blocks."""
     content: Any = message.content
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
 def texts_of(content: str | Sequence[TextBlock] | None) -> str:
-    """A content of text, in one."""
+    """Return a content as one text."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())

@@ -1,4 +1,4 @@
-"""Requests to /v1/messages, ready to run, and the number of their tokens."""
+"""Requests to /v1/messages, ready to run, and their token counts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ __all__ = ["RenderedMessages", "count_tokens"]
 
 
 class RenderedMessages(RenderedChat):
-    """A request to /v1/messages: a chat, with what `cache_control` wants kept. For worker threads:
-    bodies may be long.
+    """A request to /v1/messages: a chat with prefixes to keep cached.
+
+    Create it in a worker thread, because bodies may be long.
 
     Attributes:
-        kept: of the prompt: (tokens, seconds) of the breakpoints that matter, filled by `encode`.
+        kept: (tokens, seconds) of the breakpoints that matter, filled by `encode`.
     """
 
     def __init__(self, state: ModelState, body: MessagesRequest) -> None:
@@ -33,8 +34,8 @@ class RenderedMessages(RenderedChat):
         self._max_tokens = body.max_tokens
         self.kept: list[tuple[int, float]] = []
         super().__init__(state, chat, pings=True)
-        # Pins of half of the pool must leave room for any request; otherwise what is marked only
-        # goes after all else of its key.
+        # Pins may take half of the pool, which must leave room for any request. Otherwise the
+        # marked prefix is only evicted after all other blocks of its key.
         self._pins_fit = state.admission.pool_tokens // 2 > state.engine.runner_info.max_context
         seconds = max((mark.seconds for mark in self._marks), default=None)
         self.terms = dataclasses.replace(self.terms, retention=None if self._pins_fit else seconds)
@@ -49,8 +50,9 @@ class RenderedMessages(RenderedChat):
         return [dataclasses.replace(prompt, pins=pins)]
 
     def params(self, prompt: EncodedPrompt, choice: int) -> SamplingParams:
-        """As with Anthropic `max_tokens` may be more than the context holds; then that ends the
-        answer.
+        """Return the sampling parameters.
+
+        As in Anthropic's API, `max_tokens` may exceed the context, which then ends the answer.
         """
         wanted = None if self._max_tokens else 0
         room = room_for(self.state, len(prompt.token_ids), "messages", wanted, "max_tokens")
@@ -60,7 +62,7 @@ class RenderedMessages(RenderedChat):
 
 
 def count_tokens(state: ModelState, chat: ChatRequest, answers: KeptAnswers) -> int:
-    """Count the tokens of the prompt that the model would be given; slow for long ones."""
+    """Return the number of prompt tokens; slow for long prompts."""
     return len(encode_asked(state, answers, chat.messages, chat, True, continues=chat.continues)[0])
 
 
@@ -71,8 +73,9 @@ def _length(
     token_ids: Sequence[int],
     answers: KeptAnswers,
 ) -> int:
-    """Count the tokens of the prompt up to a breakpoint; 0 where the template takes no conversation
-    that ends there.
+    """Return the number of prompt tokens up to a breakpoint.
+
+    0 if the template refuses a conversation that ends there.
     """
     if mark.messages is None:
         return len(token_ids)

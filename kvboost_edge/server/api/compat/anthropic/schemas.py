@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens."""
+"""Bodies of /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _own_tool(value: Any) -> Any:
 
 
 def _unmanaged(value: Any) -> None:
-    """The context is managed by who sends it: only edits that keep everything are taken."""
+    """Accept only edits that keep everything: the client manages the context."""
     edits = (
         value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
     )
@@ -113,8 +113,9 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$"), counted("tool_name")
 
 
 class Tool(Marked):
-    """A tool that the client runs. `strict` or not, calls fit the schema as far as docs/tools.md
-    says.
+    """A tool that the client runs.
+
+    With or without `strict`, calls match the schema as described in docs/tools.md.
     """
 
     foreign = {  # noqa: RUF012
@@ -143,7 +144,10 @@ class OneChoice(Strict):
 
 
 class Thinking(Strict):
-    """`budget_tokens` is no bound here: what is thought counts in `max_tokens`."""
+    """Thinking of the model.
+
+    `budget_tokens` sets no limit: thinking counts towards `max_tokens`.
+    """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[int, bounded("budget_tokens")] | None = None
@@ -151,7 +155,7 @@ class Thinking(Strict):
 
 
 class OutputConfig(Strict):
-    """`effort` changes nothing."""
+    """Format of the answer; `effort` is ignored."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Annotated[dict[str, Any] | None, PlainValidator(_format), or_null(_FORMAT)] = None
@@ -162,7 +166,7 @@ class MetaData(Strict):
 
 
 class Prompted(Strict):
-    """What a prompt is made of."""
+    """Fields that form the prompt."""
 
     foreign = _FOREIGN
 
@@ -180,7 +184,7 @@ class Prompted(Strict):
     context_management: Annotated[None, PlainValidator(_unmanaged), or_null(_UNMANAGED)] = None
 
     def check_together(self) -> None:
-        """ApiError for more breakpoints than there may be."""
+        """Raise ApiError for too many breakpoints."""
         most = COUNTS["cache_marks"].high
         count = sum(1 for _ in self._marks())
         if count > most:
@@ -200,11 +204,14 @@ class Prompted(Strict):
 
 
 class CountTokensRequest(Prompted):
-    """What would be sent to /v1/messages, without the fields about the answer."""
+    """A body of /v1/messages without the fields about the answer."""
 
 
 class MessagesRequest(Prompted):
-    """With max_tokens 0 the prompt is computed, and cached, without an answer."""
+    """A conversation to continue.
+
+    With max_tokens 0, the prompt is computed and cached without an answer.
+    """
 
     max_tokens: Annotated[int, bounded("max_tokens")]
     return_progress: bool | None = Field(
@@ -216,6 +223,6 @@ class MessagesRequest(Prompted):
     top_p: Annotated[float, bounded("top_p")] | None = None
     top_k: Annotated[int, bounded("top_k")] | None = None
 
-    # Neutral: accepted and ignored.
+    # Accepted and ignored.
     metadata: MetaData | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -1,6 +1,4 @@
-"""From Anthropic's messages to a chat request, and from `cache_control` to the tokens that it is
-about.
-"""
+"""Translation of Anthropic's messages to a chat request, and of `cache_control` to breakpoints."""
 
 from __future__ import annotations
 
@@ -26,16 +24,16 @@ __all__ = ["Breakpoint", "breakpoints", "translated"]
 Json = dict[str, Any]
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NOT_SAID = "x"  # a user's message where the template wants one
+_NOT_SAID = "x"  # a user message, if the template needs one
 
 
 class Breakpoint(NamedTuple):
-    """A place up to which the prompt is to be kept.
+    """End of a prefix to keep cached.
 
     Attributes:
-        seconds: for how long.
-        messages: the conversation up to there, its last message perhaps cut short; None: the whole
-            prompt.
+        seconds: time to keep it.
+        messages: the conversation up to there, its last message possibly cut short; None for the
+            whole prompt.
     """
 
     seconds: float
@@ -43,7 +41,11 @@ class Breakpoint(NamedTuple):
 
 
 def translated(body: Prompted) -> ChatRequest:
-    """The chat request that the body is, ApiError where it is none."""
+    """Return the chat request of a body.
+
+    Raises:
+        ApiError: the body cannot be translated (400).
+    """
     body.check_together()
     fields: Json = {"chat_template_kwargs": {"enable_thinking": _thinks(body)}, **_tools(body)}
     if isinstance(body, MessagesRequest):
@@ -64,10 +66,9 @@ def translated(body: Prompted) -> ChatRequest:
 
 
 def breakpoints(body: Prompted) -> list[Breakpoint]:
-    """The places that matter: what is kept up to a later one is kept up to an earlier one too, so
-    the last of all, and the last of those for an hour where that is another one. Templates write
-    tools with the system message, on either side of it: a mark on tools stands behind both.
-    """
+    """Return the breakpoints that matter: the last one, and the last one for an hour."""
+    # A prefix kept up to a later breakpoint is kept up to the earlier ones too. Templates write
+    # tools before or after the system text, so a mark on tools covers both.
     system = _system_blocks(body)
     marks = [(-1, to, mark.seconds) for to, mark in _marked(system)]
     marks += [
@@ -89,7 +90,7 @@ def breakpoints(body: Prompted) -> list[Breakpoint]:
 
 
 def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
-    """Of blocks with a mark: how many blocks end there, and the mark."""
+    """Return the number of blocks up to each mark, and the mark."""
     marks = [
         (number, getattr(block, "cache_control", None)) for number, block in enumerate(blocks, 1)
     ]
@@ -97,7 +98,7 @@ def _marked(blocks: Sequence[Any]) -> list[tuple[int, CacheControl]]:
 
 
 def _up_to(body: Prompted, at: int, to: int) -> list[ChatMessage] | None:
-    """The messages up to block `to` of message `at`; -1 is the system message."""
+    """Return the messages up to block `to` of message `at`; -1 is the system message."""
     if at >= len(body.messages) - 1 and (
         at >= len(body.messages) or to == len(blocks_of(body.messages[at]))
     ):
@@ -122,13 +123,15 @@ def _system_blocks(body: Prompted) -> list[TextBlock]:
 
 
 def _turns(body: Prompted) -> list[tuple[str, list[Any]]]:
-    """Role and blocks of each message."""
+    """Return role and blocks of each message."""
     return [(message.role, blocks_of(message)) for message in body.messages]
 
 
 def _messages(system: str | None, turns: Sequence[tuple[str, list[Any]]]) -> list[Json]:
-    """Messages of the chat. As with Anthropic, messages of one role that follow one another are
-    one; a system message behind the first is text of the user, as most templates take none there.
+    """Return the messages of the chat.
+
+    As in Anthropic's API, consecutive messages of one role are merged. A later system message
+    becomes text of the user, because most templates accept none there.
     """
     messages: list[Json] = [] if system is None else [{"role": "system", "content": system}]
     for role, blocks in turns:
@@ -151,7 +154,7 @@ def _messages(system: str | None, turns: Sequence[tuple[str, list[Any]]]) -> lis
 
 
 def _add_assistant(messages: list[Json], blocks: Sequence[Any]) -> None:
-    """Add an assistant's message; its texts were one before they were blocks."""
+    """Add an assistant message; its text blocks are joined without separators."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     message = messages[-1]
@@ -195,7 +198,8 @@ def _tools(body: Prompted) -> Json:
 
 
 def _thinks(body: Prompted) -> bool:
-    """Whether the template's variable `enable_thinking` is true: as with Anthropic only where
-    thinking is asked for.
+    """Return the value of the template's variable `enable_thinking`.
+
+    As in Anthropic's API, the model thinks only if the request enables it.
     """
     return body.thinking is not None and body.thinking.type != "disabled"

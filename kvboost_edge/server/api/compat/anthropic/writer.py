@@ -1,4 +1,4 @@
-"""How /v1/messages is answered: one message of content blocks, or the events that build it."""
+"""Writer of /v1/messages: one message of content blocks, or the events that build it."""
 
 from __future__ import annotations
 
@@ -34,19 +34,24 @@ __all__ = ["AnthropicWriter"]
 Json = dict[str, Any]
 
 _HOUR = 3600.0
-# Clients send a thought back only with a signature; nothing here signs one.
+# Clients send thinking back only with a signature. This server signs nothing.
 _SIGNATURE = "unsigned"
 _PATH = "/v1/messages"
 
 
 class AnthropicWriter(TurnWriter):
-    """kept   of the prompt: (tokens, seconds) of the breakpoints that matter; filled before the
-    request runs
-    """
+    """`AnswerWriter` of /v1/messages."""
 
     def __init__(
         self, state: ModelState, body: MessagesRequest, kept: Sequence[tuple[int, float]]
     ) -> None:
+        """Create a writer.
+
+        Args:
+            state: the model.
+            body: the body of the request.
+            kept: (tokens, seconds) of the breakpoints that matter, filled before the request runs.
+        """
         super().__init__(state, body.stop_sequences or ())
         self._body = body
         self._blocks = _Blocks(
@@ -57,9 +62,10 @@ class AnthropicWriter(TurnWriter):
         self._kept = kept
 
     def whole(self, run: Running, results: list[GenerationResult]) -> bytes:
-        """By the same steps as a stream, as blocks stand in the order in which they came."""
+        """Return the JSON of the answer."""
         self.begin(run)
         (result,) = results
+        # Push tokens as for a stream, so that the blocks are in the order of the text.
         events = [TokenEvent(token_id, "", 0.0) for token_id in result.output_token_ids]
         for one in (
             [TokenEvent(0, result.output_text, 0.0)] if run.prompts[0].turn is None else events
@@ -129,7 +135,7 @@ class AnthropicWriter(TurnWriter):
         }
 
     def _ending(self, result: GenerationResult, reason: str) -> Json:
-        """Why it ended."""
+        """Return the stop reason and the stop string."""
         if reason == "tool_calls":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if reason == "length":
@@ -145,9 +151,8 @@ class AnthropicWriter(TurnWriter):
         }
 
     def _stop_of(self, result: GenerationResult) -> str | None:
-        """The stop string that ended it. Those that are a marker's text count too, so special
-        tokens are looked at.
-        """
+        """Return the stop string that ended the answer, or None."""
+        # A stop string may be the text of a special token, so special tokens are decoded too.
         checker = StopChecker(self._stop)
         if self._stop:
             checker.push(
@@ -158,8 +163,10 @@ class AnthropicWriter(TurnWriter):
         return checker.stop
 
     def _usage(self, generated: int, prompt: int, cached: int) -> Json:
-        """`cache_creation_input_tokens`: those behind what was found, up to the last breakpoint, in
-        full blocks. The three counts of the input add up to the prompt.
+        """Return Anthropic's usage; the three counts of the input add up to the prompt.
+
+        `cache_creation_input_tokens` are the tokens after the cached ones up to the last
+        breakpoint, in full blocks.
         """
         size = self.state.engine.config.block_size
         written = [
@@ -200,7 +207,7 @@ class AnthropicWriter(TurnWriter):
 
 
 class _Blocks:
-    """The content blocks of a message, from its parts in order."""
+    """Content blocks of a message, built from its parts in order."""
 
     def __init__(self, writer: TurnWriter, *, shows_thoughts: bool) -> None:
         self._writer = writer
@@ -210,7 +217,7 @@ class _Blocks:
         self._arguments: list[str] = []
 
     def add(self, parts: Sequence[Part]) -> list[Json]:
-        """The events of some more parts."""
+        """Add parts and return their events."""
         events: list[Json] = []
         for part in folded(parts):
             match part:
@@ -237,7 +244,7 @@ class _Blocks:
         return events
 
     def end(self) -> list[Json]:
-        """The end of the block that is open, if one is."""
+        """End the open block, if any, and return its events."""
         if not self._open:
             return []
         self._open = False
@@ -252,7 +259,7 @@ class _Blocks:
         return [*events, {"type": "content_block_stop", "index": len(self.content) - 1}]
 
     def _begun(self, block: Json) -> list[Json]:
-        """A block of this type is open; the events that make it so."""
+        """Open a block of this type, unless one is open, and return the events."""
         if self._open and self.content[-1]["type"] == block["type"]:
             return []
         events = self.end()
@@ -268,7 +275,7 @@ class _Blocks:
 
 
 def _object(arguments: str) -> Json:
-    """A call's arguments; {} for those that were cut short, which are no JSON."""
+    """Return the arguments of a call; {} if they were cut short, so that they are not JSON."""
     try:
         given = arguments_of(arguments or "{}")
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The bodies of /completion, /infill and /apply-template."""
+"""Bodies of /completion, /infill and /apply-template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvboost_edge.server.api.schemas.tools import Tools
 __all__ = ["ApplyTemplate", "Infill", "LlamaCompletion", "Pieces"]
 
 Pieces = list[str | list[int]]
-"""Texts and runs of token ids, in a row."""
+"""Texts and runs of token ids, in order."""
 
 _HERE = (
     *(
@@ -83,7 +83,7 @@ _FOREIGN_TO_INFILL = {
 
 
 def _pieces(value: Any) -> Pieces:
-    """A text, token ids, or texts and token ids in a row, as what stands one behind the other."""
+    """Convert a text, token ids, or a list of both to texts and runs of token ids."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
         raise field_error(
@@ -139,7 +139,7 @@ Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
 class _Sampling(Strict):
-    """llama.cpp's fields and defaults. `n_predict` -1 and -2: as far as the context goes."""
+    """llama.cpp's fields and defaults; `n_predict` -1 and -2 let the answer fill the context."""
 
     foreign = _FOREIGN
 
@@ -169,7 +169,7 @@ class LlamaCompletion(_Sampling):
 
 
 class Infill(_Sampling):
-    """What stands between two texts. `prompt` stands behind the prefix."""
+    """A prefix and a suffix between which text is generated; `prompt` follows the prefix."""
 
     foreign = _FOREIGN_TO_INFILL
 

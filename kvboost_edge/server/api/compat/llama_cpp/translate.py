@@ -1,4 +1,4 @@
-"""From llama.cpp's bodies to ours, and prompts of several pieces to token ids."""
+"""Translation of llama.cpp's bodies, and encoding of prompts in several pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvboost_edge.text.tokenizer import Tokenizer
 __all__ = ["FIELDS", "RenderedPieces", "completion_of", "infill_of"]
 
 FIELDS = {"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"}
-"""What our fields are called here."""
+"""llama.cpp's names of our fields."""
 
 _SAME = (
     *SAMPLING_FIELDS,
@@ -30,8 +30,8 @@ _SAME = (
     "stream",
     "return_progress",
 )
-# The tokens before the prefix, before the suffix and before what is to be found, as families of
-# models have them.
+# Infill tokens of model families: before the prefix, before the suffix, and before the generated
+# text.
 _INFILL = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -42,7 +42,7 @@ _INFILL = (
 
 
 class RenderedPieces(RenderedCompletion):
-    """A completion of one prompt that is texts and token ids in a row."""
+    """A completion of one prompt that consists of texts and token ids."""
 
     def __init__(
         self,
@@ -66,13 +66,19 @@ class RenderedPieces(RenderedCompletion):
 
 
 def completion_of(state: ModelState, body: LlamaCompletion) -> RenderedPieces:
-    """Render a request to go on with a prompt. ApiError names the field."""
+    """Return a completion request, ready to run.
+
+    Raises:
+        ApiError: a field is invalid (400).
+    """
     return _rendered(state, body, body.prompt, with_bos=True, field="prompt")
 
 
 def infill_of(state: ModelState, body: Infill) -> RenderedPieces:
-    """Render a request for what stands between two texts. ApiError for a model that has no tokens
-    for that.
+    """Return an infill request, ready to run.
+
+    Raises:
+        ApiError: the model has no infill tokens, or a field is invalid (400).
     """
     before, between, behind = _infill_ids(state.engine.tokenizer)
     prefix = body.input_prefix + (body.prompt or "")
@@ -101,7 +107,7 @@ def _rendered(
     state: ModelState, body: LlamaCompletion | Infill, pieces: Pieces, *, with_bos: bool, field: str
 ) -> RenderedPieces:
     limit = body.n_predict
-    # What is sent stands in for the prompt until it is tokenized: it has about as many tokens.
+    # Until the pieces are tokenized, a text of about as many tokens takes the place of the prompt.
     stands_in = "".join(
         piece if isinstance(piece, str) else "....." * len(piece) for piece in pieces
     )

@@ -1,4 +1,4 @@
-"""How llama.cpp's completions are written: one object, or events with the whole one at the end."""
+"""Writer of llama.cpp's completions: one object, or events that end with the whole object."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ Json = dict[str, Any]
 
 
 def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
-    """Return the sampling values in force for a request, or of one that names none, under
-    llama.cpp's names.
-    """
+    """Return the sampling values of a request, or the defaults, under llama.cpp's names."""
     values = defaults.values_for(body)
     return {
         "repeat_penalty" if name == "repetition_penalty" else name: value
@@ -37,9 +35,16 @@ def default_settings(defaults: SamplingDefaults, body: object = None) -> Json:
 
 
 class LlamaWriter(TurnWriter):
-    """with_ids: pieces and the whole hold the token ids."""
+    """`AnswerWriter` of /completion and /infill."""
 
     def __init__(self, state: ModelState, body: CompletionRequest, *, with_ids: bool) -> None:
+        """Create a writer.
+
+        Args:
+            state: the model.
+            body: the body of the request.
+            with_ids: pieces and the whole answer contain token ids.
+        """
         super().__init__(state, body.stop or ())
         self._body = body
         self._with_ids = with_ids
@@ -56,7 +61,7 @@ class LlamaWriter(TurnWriter):
         return self._stream
 
     def opened(self) -> None:
-        """Nothing is said before there is something to say."""
+        """Write nothing until there is text."""
 
     def push(self, index: int, event: TokenEvent) -> None:
         self._ids.append(event.token_id)
@@ -116,7 +121,7 @@ class LlamaWriter(TurnWriter):
         }
 
     def _stopping_word(self, result: GenerationResult) -> str:
-        """The stop string that ended the text, "" where none did."""
+        """Return the stop string that ended the text; "" if none did."""
         if not self._stops:
             return ""
         written = self.state.engine.tokenizer.decode(

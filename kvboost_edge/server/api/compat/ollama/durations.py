@@ -1,4 +1,4 @@
-"""How long Ollama's clients ask for a model to stay: seconds, or Go's spelling of a duration."""
+"""The `keep_alive` of Ollama's requests: seconds, or a duration in Go's notation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _WRONG = (
 
 
 def _seconds(value: Any) -> float | None:
-    """Seconds; infinite for what is negative."""
+    """Convert a value to seconds; negative values become infinite."""
     if value is None:
         return None
     if isinstance(value, str):
         seconds = _of_text(value)
     else:
-        seconds = value if type(value) in (int, float) and value == value else None  # NaN is not
+        seconds = value if type(value) in (int, float) and value == value else None  # not NaN
     if seconds is None:
         raise field_error("keep_alive", _WRONG)
-    # Compared as it is: an integer of hundreds of digits is no float.
+    # Compared without conversion, because an integer of hundreds of digits overflows a float.
     if not BOUNDS["keep_alive"].low <= seconds <= BOUNDS["keep_alive"].high:
         raise field_error(
             "keep_alive", f"must be at most {BOUNDS['keep_alive'].high:g} seconds, or -1 for ever"
@@ -58,4 +58,4 @@ KeepAlive = Annotated[
         {"anyOf": [number_schema("keep_alive"), {"enum": ["5m", "1h30m", "-1"]}, {"type": "null"}]}
     ),
 ]
-"""Seconds that the model stays loaded when nobody uses it any more; infinite: for ever."""
+"""Seconds that the model stays loaded while idle; infinite for no limit."""

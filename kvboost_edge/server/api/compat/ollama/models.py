@@ -1,4 +1,4 @@
-"""The models as Ollama's clients list them and look at them."""
+"""Models in the format of Ollama's listings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["API_VERSION", "listed", "named", "running", "shown"]
 Json = dict[str, Any]
 
 API_VERSION = "0.12.0"
-"""Ollama's API as it is spoken here; its clients ask for a lowest one."""
+"""Version of Ollama's API; clients require a minimum."""
 
 _LATEST = ":latest"
 _FOREVER = "9999-12-31T23:59:59Z"
 
 
 def named(models: Models, name: str | None) -> str:
-    """Our name of the model that a client names, with a tag or without. ApiError 404 for one that
-    is not served.
+    """Return our name of a model that a client names, with or without a tag.
+
+    Raises:
+        ApiError: the model is not served here (404).
     """
     for known in (name, (name or "").removesuffix(_LATEST), f"{name}{_LATEST}"):
         if known in models.names:
@@ -37,13 +39,13 @@ def named(models: Models, name: str | None) -> str:
 
 
 def listed(server: ServerState) -> list[Json]:
-    """Every model, loaded or not, by each of its names."""
+    """Return all models, loaded or not, by each of their names."""
     modified = {"modified_at": _created(server)}
     return [_entry(one, name) | modified for one in server.models.all for name in one.names]
 
 
 def running(server: ServerState) -> list[Json]:
-    """Those that are loaded, and until when."""
+    """Return the loaded models, and when each will be unloaded."""
     return [
         _entry(one, name)
         | {
@@ -58,7 +60,8 @@ def running(server: ServerState) -> list[Json]:
 
 
 def shown(server: ServerState, served: ServedModel) -> Json:
-    """What there is to know of a model; of one that was never loaded that is nothing but its name.
+    """Return information about a model; only its name if it was never loaded.
+
     May take a while.
     """
     known = served.known
@@ -75,7 +78,7 @@ def shown(server: ServerState, served: ServedModel) -> Json:
             else {}
         ),
     }
-    state = served.state  # it may be unloaded meanwhile
+    state = served.state  # read once, because the model may be unloaded meanwhile
     abilities = served.abilities if state is None else abilities_of(state.engine)
     return {
         "license": "",
@@ -118,9 +121,8 @@ def _details(known: Known | None) -> Json:
 
 
 def _expiry(server: ServerState, served: ServedModel) -> str:
-    """When it will be unloaded; while somebody uses it, as if that ended now. Several keys are not
-    told: it would show when another one asked last.
-    """
+    """Return the time at which the model will be unloaded; for one in use, as if that ended now."""
+    # With several keys the time is hidden: it would reveal when another key was last used.
     if served.source is None or served.keep_alive == math.inf or len(server.settings.all_keys) > 1:
         return _FOREVER
     since = time.monotonic() if served.in_use else served.idle_since

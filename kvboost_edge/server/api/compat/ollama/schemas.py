@@ -1,4 +1,4 @@
-"""The bodies of /api/chat, /api/generate and /api/show."""
+"""Bodies of /api/chat, /api/generate and /api/show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOADING = (
     *("use_mlock", "embedding_only", "num_thread", "num_keep"),
 )
 _OPTIONS = {
-    **dict.fromkeys(_LOADING, _IGNORED),  # the model is loaded, and the context never shifted
+    **dict.fromkeys(_LOADING, _IGNORED),  # the model is loaded already, and its context is fixed
     "mirostat": Foreign(_SAMPLER, (0,)),
     "mirostat_tau": _IGNORED,
     "mirostat_eta": _IGNORED,
@@ -60,7 +60,7 @@ _MOST_MESSAGES = int(COUNTS["messages"].high)
 
 
 def _format(value: Any) -> dict[str, Any] | None:
-    """The JSON schema that the answer fits; None: any text."""
+    """Return the JSON schema of the answer; None for any text."""
     if value is None or value == "":
         return None
     if value == "json":
@@ -80,8 +80,10 @@ Think = bool | Literal["low", "medium", "high"]
 
 
 class Options(Strict):
-    """Ollama's options. `num_predict` -1 and -2: as far as the context goes. A larger
-    `num_ctx` than the context is reduced to it.
+    """Ollama's sampling options.
+
+    `num_predict` -1 and -2 let the answer fill the context. A `num_ctx` above the context is
+    reduced to it.
     """
 
     foreign = _OPTIONS
@@ -106,7 +108,7 @@ class CallFunction(Strict):
 
 
 class Call(Strict):
-    """A call that was made; ids are ours, and may be left out."""
+    """A tool call of an earlier message; the id is optional."""
 
     function: CallFunction
     id: Annotated[str, AfterValidator(check_text), counted("tool_call_id")] | None = None
@@ -143,7 +145,7 @@ class _Generating(Strict):
 
 
 class OllamaChat(_Generating):
-    """Without messages nothing is asked, and the answer says that the model is loaded."""
+    """A conversation to continue; without messages, the model is loaded or unloaded."""
 
     messages: (
         Annotated[list[OllamaMessage], Field(fail_fast=True, max_length=_MOST_MESSAGES)] | None
@@ -152,7 +154,7 @@ class OllamaChat(_Generating):
 
 
 class OllamaGenerate(_Generating):
-    """raw: the prompt is continued as it is, without the model's chat template."""
+    """A prompt to answer; with `raw`, it is continued without the chat template."""
 
     prompt: Text | None = None
     system: Text | None = None
@@ -160,7 +162,7 @@ class OllamaGenerate(_Generating):
 
 
 class OllamaShow(Strict):
-    """`name` is what `model` was called before."""
+    """Name of a model; `name` is an older name of the field `model`."""
 
     model: ModelName | None = None
     name: ModelName | None = None

@@ -1,4 +1,4 @@
-"""From Ollama's bodies to ours."""
+"""Translation of Ollama's bodies."""
 
 from __future__ import annotations
 
@@ -45,15 +45,19 @@ _OPTIONS = {
 }
 CHAT_FIELDS = _OPTIONS
 GENERATE_FIELDS = {**_OPTIONS, "messages": "prompt"}
-"""What our fields are called here."""
+"""Ollama's names of our fields."""
 
-# Engines whose context was exceeded by a num_ctx, which was logged.
+# Engines for which a too large num_ctx was logged.
 _TOLD: weakref.WeakSet[Engine] = weakref.WeakSet()
-_ID = "call{:05d}"  # nine letters and digits, as some templates want them
+_ID = "call{:05d}"  # nine letters and digits, as some templates require
 
 
 def chat_of(body: OllamaChat) -> ChatRequest:
-    """The chat that the body asks for. ApiError names the field."""
+    """Return the chat request of a body.
+
+    Raises:
+        ApiError: a field is invalid (400).
+    """
     return chat_request(
         messages=_messages(body.messages or ()),
         tools=body.tools or None,
@@ -62,7 +66,7 @@ def chat_of(body: OllamaChat) -> ChatRequest:
 
 
 def generation_of(body: OllamaGenerate) -> ChatRequest:
-    """A prompt as a chat of one message."""
+    """Return a prompt as a chat of one message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     return chat_request(
         messages=[*system, {"role": "user", "content": body.prompt}], **_shared(body)
@@ -70,7 +74,11 @@ def generation_of(body: OllamaGenerate) -> ChatRequest:
 
 
 def prompt_of(body: OllamaGenerate) -> CompletionRequest:
-    """A raw prompt, to be continued as it is. ApiError for what needs a template."""
+    """Return a raw prompt as a completion request.
+
+    Raises:
+        ApiError: a field needs the chat template (400).
+    """
     for name in ("system", "think"):
         if getattr(body, name):
             raise bad_field(name, f"{name} needs the model's chat template; leave it out, or raw")
@@ -80,7 +88,7 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
 
 
 def log_reduced_context(options: Options, engine: Engine) -> None:
-    """Log, once for each engine, that a request asks for a larger context than there is."""
+    """Log, once for each engine, that a request sets a larger context than the model's."""
     context = engine.runner_info.max_context
     if options.num_ctx is None or options.num_ctx <= context or engine in _TOLD:
         return
@@ -108,7 +116,7 @@ def _shared(body: OllamaChat | OllamaGenerate) -> Json:
 
 
 def _variables(think: bool | str | None) -> Json | None:
-    """What a chat template is told; it takes what it knows."""
+    """Return the variables for the chat template, which ignores unknown ones."""
     if think is None:
         return None
     return (
@@ -119,8 +127,10 @@ def _variables(think: bool | str | None) -> Json | None:
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
-    """Ollama's calls have no ids of need: results belong to the calls before them, in their order,
-    or by the tool's name.
+    """Return the messages of a chat, with ids of calls.
+
+    Ollama's calls need no ids. Results belong to the calls before them by the tool's name, or in
+    order.
     """
     waiting: deque[tuple[str, str]] = deque()  # (id, name) of calls without a result
     number = 0
@@ -154,7 +164,11 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[Json]:
 
 
 def _answered(waiting: deque[tuple[str, str]], name: str | None, at: int) -> str:
-    """The id of the call that a result belongs to. ApiError where there is none."""
+    """Return the id of the call that a result belongs to.
+
+    Raises:
+        ApiError: there is no such call (400).
+    """
     chosen = next((call for call in waiting if name in (None, call[1])), None)
     if chosen is None:
         raise bad_field(

@@ -1,4 +1,4 @@
-"""How Ollama's answers are written: one object, or one a line."""
+"""Writer of Ollama's answers: one object, or one per line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LINES = "application/x-ndjson"
 
 
 def now() -> str:
-    """The time as Ollama writes it."""
+    """Return the current time in Ollama's format."""
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def loaded(name: str, *, stays: bool, chat: bool) -> Json:
-    """The answer to a request that asks nothing."""
+    """Return the answer to a request that only loads or unloads the model."""
     reason = "load" if stays else "unload"
     return {
         "model": name,
@@ -42,9 +42,17 @@ def loaded(name: str, *, stays: bool, chat: bool) -> Json:
 
 
 class OllamaWriter(TurnWriter):
-    """name: the model as it was asked for; chat: answers hold a message, else a response."""
+    """`AnswerWriter` of /api/chat and /api/generate."""
 
     def __init__(self, state: ModelState, name: str, stop: Sequence[str], *, chat: bool) -> None:
+        """Create a writer.
+
+        Args:
+            state: the model.
+            name: name of the model in the request.
+            stop: stop strings.
+            chat: answers contain a message; otherwise a response.
+        """
         super().__init__(state, stop)
         self._name = name
         self._chat = chat
@@ -62,12 +70,12 @@ class OllamaWriter(TurnWriter):
         return self._stream
 
     def opened(self) -> None:
-        """Nothing is said before there is something to say."""
+        """Write nothing until there is text."""
 
     def told(self, parts: Sequence[Part]) -> None:
         content = "".join(part.text for part in parts if isinstance(part, ContentDelta))
         thinking = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
-        # A call is told when it is whole: when the next one begins, or at the end.
+        # A call is sent once it is complete: when the next one begins, or at the end.
         begun = max(
             (part.index for part in parts if isinstance(part, CallStart)), default=self._calls_told
         )
@@ -86,9 +94,8 @@ class OllamaWriter(TurnWriter):
             )
 
     def _whole_calls(self, until: int) -> list[Json]:
-        """The calls that were not told yet. One that was cut short is none to make, and has no
-        arguments to show.
-        """
+        """Return the calls that were not sent yet."""
+        # A call that was cut short cannot be made and has no arguments, so it is left out.
         calls: list[Json] = []
         for index in range(self._calls_told, until):
             call = self.message.calls[index]
@@ -108,9 +115,7 @@ class OllamaWriter(TurnWriter):
         return {"model": self._name, "created_at": now()}
 
     def _figures(self, result: GenerationResult, reason: str) -> Json:
-        """Times in nanoseconds. The prompt's tokens are all of them, with those that were read from
-        the cache.
-        """
+        """Return Ollama's figures: times in nanoseconds, prompt tokens including cached ones."""
         usage = usage_of([result], 1)
         spent = costs(
             [result], 1, self.run.tokenize_ms, self.run.prompts[0].dropped, self.run.cause

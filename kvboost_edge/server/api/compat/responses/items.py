@@ -1,8 +1,6 @@
-"""What a conversation is made of in OpenAI's responses: messages, calls, results of calls and
-reasoning, each an item.
+"""Items of OpenAI's Responses API: messages, calls, their results and reasoning.
 
-Items are checked as far as their shape goes; what they mean together is checked where they become
-messages.
+Only the structure of items is checked here; the translation to messages checks their relations.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ __all__ = ["Items", "new_id", "size_of_items", "text_of"]
 Json = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system", "developer")
-# Of each kind of part the member that holds its text.
+# Member that holds the text, by type of part.
 _PARTS = {
     "input_text": "text",
     "output_text": "text",
@@ -35,22 +33,22 @@ _PARTS = {
 }
 _SAID = ("input_text", "output_text", "text", "refusal")
 _THOUGHT = ("reasoning_text", "text")
-# Members of a part that say nothing to a model.
+# Members of a part that the model does not see.
 _BESIDE = {"annotations", "logprobs"}
 
 
 def new_id(prefix: str) -> str:
-    """The id of an item, or of a response."""
+    """Return a new id of an item or a response."""
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The text of checked parts."""
+    """Return the text of validated parts."""
     return "\n".join(part[_PARTS[part["type"]]] for part in parts)
 
 
 def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of all their texts."""
+    """Return the number of characters of all texts."""
     parts = sum(len(text_of(item.get("content") or ())) for item in items)
     return parts + sum(
         len(item.get("arguments", "")) + len(item.get("output", "")) for item in items
@@ -58,8 +56,9 @@ def size_of_items(items: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _items(value: Any) -> list[Json]:
-    """A text, or items, as a list of whole items: with an id, a type and, in messages, a list of
-    parts.
+    """Convert a text, or items, to complete items with id and type.
+
+    Messages contain a list of parts.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]

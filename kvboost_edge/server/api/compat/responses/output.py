@@ -1,4 +1,4 @@
-"""The items of an answer while it is written, and the events that tell of them."""
+"""Items of an answer while it is written, and their events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Output"]
 
 Json = dict[str, Any]
 
-# How the text of a kind of item is called: the type of its part and the stem of its events.
+# Type of the text part, and prefix of its events, by type of item.
 _TEXTS = {
     "message": ("output_text", "response.output_text"),
     "reasoning": ("reasoning_text", "response.reasoning_text"),
@@ -26,20 +26,30 @@ _TEXTS = {
 
 
 class Output:
-    """Items: reasoning, then a message, then calls, each only where there is something of it.
+    """Output items of a response: reasoning, then a message, then calls, if present.
 
     Attributes:
-        names: of each name that the model calls, the members of a call that name the function.
+        items: the items so far.
     """
 
     def __init__(self, names: Mapping[str, Json]) -> None:
+        """Create an empty output.
+
+        Args:
+            names: for each name that the model calls, the members of a call that name the function.
+        """
         self.items: list[Json] = []
         self._names = names
-        self._pieces: list[str] = []  # of the item that is open
+        self._pieces: list[str] = []  # of the open item
         self._open = False
 
     def add(self, part: Part, call_id: str = "") -> Iterator[Json]:
-        """The events of one more part; `call_id` of the call that it begins."""
+        """Add a part and yield its events.
+
+        Args:
+            part: the part.
+            call_id: id of the call that the part begins.
+        """
         match part:
             case ReasoningDelta(text):
                 yield from self._text("reasoning", text)
@@ -61,7 +71,7 @@ class Output:
                 yield {**self._place("response.function_call_arguments.delta"), "delta": text}
 
     def close(self, status: str = "completed") -> Iterator[Json]:
-        """The end of the item that is open, if any."""
+        """End the open item, if any, and yield its events."""
         if not self._open:
             return
         self._open = False
@@ -86,7 +96,7 @@ class Output:
         }
 
     def end(self, status: str) -> Iterator[Json]:
-        """The end of the answer; one without a word is an empty message."""
+        """End the output and yield its events; an output without items gets an empty message."""
         if not self.items:
             yield from self._begin_text("message")
         yield from self.close(status)

@@ -1,4 +1,4 @@
-"""The body of /v1/responses."""
+"""Body of /v1/responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Reasoning", "ResponseRequest", "StreamOptions"]
 
 _CONVERSATION = "conversations are not held as such; use previous_response_id"
 _FOREIGN = {
-    "client_metadata": Foreign("", ignored=True),  # codex says there who it is
+    "client_metadata": Foreign("", ignored=True),  # codex identifies itself there
     "messages": Foreign("send input, or messages to /v1/chat/completions"),
     "max_tokens": Foreign("use max_output_tokens"),
     "max_completion_tokens": Foreign("use max_output_tokens"),
@@ -54,9 +54,7 @@ def _truncation(value: Any) -> str:
 
 
 def _include(value: Any) -> list[str]:
-    """What a client may ask for where there is nothing of it: reasoning is in its items as it
-    is.
-    """
+    """Accept only values that need no extra output: reasoning is in the output items anyway."""
     if not isinstance(value, list) or any(one != "reasoning.encrypted_content" for one in value):
         message = (
             "holds what is not built in this server; 'reasoning.encrypted_content' is taken and "
@@ -67,9 +65,11 @@ def _include(value: Any) -> list[str]:
 
 
 class Reasoning(Strict):
-    """effort: "none" turns thinking off where the model's chat template can, all others turn it on;
-    a template with levels is told the level. No summary is written: the reasoning itself is in the
-    answer.
+    """Reasoning of the model.
+
+    Effort "none" disables thinking if the chat template supports that; other levels enable it and
+    are passed to templates that have levels. No summary is written; the answer contains the
+    reasoning itself.
     """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -82,8 +82,9 @@ class StreamOptions(Strict):
 
 
 class ResponseRequest(Strict):
-    """OpenAI's fields first, then ours. Without `max_output_tokens` the answer may fill the
-    context.
+    """A conversation to continue, in OpenAI's format with additional fields.
+
+    Without `max_output_tokens`, the answer may fill the context.
     """
 
     foreign = _FOREIGN
@@ -117,7 +118,7 @@ class ResponseRequest(Strict):
     background: OnlyFalse = None
     moderation: NotBuilt = None
 
-    # Neutral: accepted and ignored.
+    # Accepted and ignored.
     metadata: Metadata | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -137,5 +138,5 @@ class ResponseRequest(Strict):
 
     @property
     def size(self) -> int:
-        """Characters that were sent."""
+        """Number of characters in the request."""
         return len(self.instructions or "") + size_of_items(self.input)

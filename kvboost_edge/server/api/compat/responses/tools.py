@@ -1,5 +1,6 @@
-"""Tools, the choice among them and the form of the text, as responses spell them: flat, where chat
-has them nested.
+"""Tools, tool choice and text format of the Responses API.
+
+These are flat objects, while the chat API nests them.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _FUNCTION = {"type", "name", "description", "parameters", "strict"}
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """What the model knows a function by."""
+    """Return the name by which the model knows a function."""
     return f"{namespace}.{name}" if namespace else name
 
 
 def as_tool(tool: Json) -> Json:
-    """The tool as chat has it."""
+    """Return the tool in the chat API's format."""
     function = {
         name: tool[name]
         for name in ("description", "parameters", "strict")
@@ -49,7 +50,7 @@ def as_tool(tool: Json) -> Json:
 
 
 def names_of(tools: Sequence[Json]) -> dict[str, Json]:
-    """Of each name that the model knows, the members of a call that name the function."""
+    """Return, for each name that the model knows, the members of a call that name the function."""
     spaces = [{"namespace": tool["namespace"]} if "namespace" in tool else {} for tool in tools]
     return {
         full_name(tool.get("namespace"), tool["name"]): {**space, "name": tool["name"]}
@@ -58,7 +59,7 @@ def names_of(tools: Sequence[Json]) -> dict[str, Json]:
 
 
 def as_chosen(choice: Any) -> Any:
-    """The choice as chat has it."""
+    """Return the tool choice in the chat API's format."""
     if isinstance(choice, str):
         return choice
     if choice["type"] == "function":
@@ -68,7 +69,7 @@ def as_chosen(choice: Any) -> Any:
 
 
 def as_format(text: Json) -> Json | None:
-    """The form of the text as chat's response_format; None: any text."""
+    """Return the text format as the chat API's response_format; None for any text."""
     form = text.get("format") or {"type": "text"}
     if form["type"] != "json_schema":
         return None if form["type"] == "text" else form
@@ -94,7 +95,7 @@ def _tools(value: Any) -> list[Json]:
 
 
 def _tools_of(tool: Any) -> list[Json]:
-    """One function, or those of a namespace."""
+    """Return one function, or the functions of a namespace."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind not in ("function", "namespace"):
         raise field_error(

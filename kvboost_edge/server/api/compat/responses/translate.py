@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to a chat request: items become messages."""
+"""Translation of a body of /v1/responses to a chat request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
 }
-"""What our fields are called here."""
+"""Names of our fields in the Responses API."""
 
 _SAME = (
     *(
@@ -53,8 +53,14 @@ _LEVELS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "
 
 
 def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
-    """The chat that the body asks for. before: the items of the conversation that it continues.
-    ApiError names the field.
+    """Return the chat request of a body.
+
+    Args:
+        body: the body.
+        before: items of the conversation that it continues.
+
+    Raises:
+        ApiError: a field is invalid (400).
     """
     variables = {**_variables(body.reasoning), **(body.chat_template_kwargs or {})}
     return chat_request(
@@ -70,12 +76,17 @@ def to_chat(body: ResponseRequest, before: Sequence[Json]) -> ChatRequest:
 
 
 def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) -> list[Json]:
-    """The messages that the items are. What an assistant thought, said and called, in this order,
-    is one message; what comes first of a system's and developer's, with the instructions, is one
-    too: many templates know only one. ApiError for the result of a call that there is not.
+    """Return the messages of a list of items.
+
+    Consecutive reasoning, text and calls of an assistant, in this order, form one message. Leading
+    system and developer messages are joined with the instructions, because many templates accept
+    only one.
+
+    Raises:
+        ApiError: a result has no call (400).
     """
     messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
-    open_turn: Json | None = None  # the assistant's message that may go on
+    open_turn: Json | None = None  # the assistant message that may continue
     called: set[str] = set()
     for item in items:
         if item["type"] == "function_call_output":
@@ -111,7 +122,7 @@ def _add(messages: list[Json], role: str, text: str) -> None:
 
 
 def _goes_on(turn: Json, item: Mapping[str, Any]) -> bool:
-    """Whether the item belongs to the same message."""
+    """Return whether the item belongs to the same message."""
     if item["type"] == "function_call":
         return True
     return "tool_calls" not in turn and "content" not in turn
@@ -137,13 +148,13 @@ def _extend(turn: Json, item: Mapping[str, Any], called: set[str]) -> None:
 
 
 def _choice(body: ResponseRequest) -> Any:
-    """As chat has it; what lets the model choose among no tools says nothing."""
+    """Return the tool choice in the chat API's format; None for a choice without tools."""
     nothing = body.tool_choice is None or (not body.tools and body.tool_choice in ("auto", "none"))
     return None if nothing else as_chosen(body.tool_choice)
 
 
 def _variables(reasoning: Reasoning | None) -> Json:
-    """What a chat template is told; it takes what it knows."""
+    """Return the variables for the chat template, which ignores unknown ones."""
     effort = None if reasoning is None else reasoning.effort
     if effort is None:
         return {}

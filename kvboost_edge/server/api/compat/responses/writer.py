@@ -1,4 +1,4 @@
-"""How a response is written: one object, or the events of its stream."""
+"""Writer of /v1/responses: one object, or the events of its stream."""
 
 from __future__ import annotations
 
@@ -34,9 +34,17 @@ Keep = Callable[[str, bytes], bool]
 
 
 class ResponsesWriter(TurnWriter):
-    """keep: remembers the JSON of a finished response under its id; False: it is too large."""
+    """`AnswerWriter` of /v1/responses."""
 
     def __init__(self, state: ModelState, body: ResponseRequest, keep: Keep | None) -> None:
+        """Create a writer.
+
+        Args:
+            state: the model.
+            body: the body of the request.
+            keep: stores the JSON of a finished response under its id and returns False if it is too
+                large; None to store nothing.
+        """
         super().__init__(state)
         self._keep = keep
         self._response = _head(state, body)
@@ -48,7 +56,7 @@ class ResponsesWriter(TurnWriter):
     def written(self, result: GenerationResult, reason: str) -> bytes:
         for part in self._parts():
             for _ in self._added(part):
-                pass  # only its items are wanted
+                pass  # only the items are needed
         for _ in self._output.end(_status(reason)):
             pass
         return self._finished(result, reason)
@@ -84,7 +92,7 @@ class ResponsesWriter(TurnWriter):
         self._stream.add(named, head[:-1], b',"response":', whole, b"}\n\n")
 
     def _parts(self) -> list[Part]:
-        """Those of a whole message, in the order in which a turn has them."""
+        """Return the parts of a whole message, in the order of a turn."""
         sent = self.message.as_sent()
         parts: list[Part] = (
             [ReasoningDelta(sent["reasoning_content"])] if "reasoning_content" in sent else []
@@ -108,7 +116,7 @@ class ResponsesWriter(TurnWriter):
         self._number += 1
 
     def _finished(self, result: GenerationResult, reason: str) -> bytes:
-        """The JSON of the response, which is remembered if it is to be."""
+        """Return the JSON of the response, after storing it if requested."""
         usage = usage_of([result], 1, self.num_reasoning_tokens, self.state.mode)
         label = {"approximate": usage["approximate"]} if "approximate" in usage else {}
         self._response |= {
@@ -133,8 +141,8 @@ class ResponsesWriter(TurnWriter):
         return whole
 
     def _failure(self, error: ApiError) -> bytes:
-        """The events of an error behind others."""
-        # OpenAI's clients know no other code of a request that was wrong.
+        """Return the events of an error in a stream."""
+        # OpenAI's clients know no other code for an invalid request.
         code = "invalid_prompt" if error.status_code < 500 else "server_error"
         told = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         failed = {
@@ -157,7 +165,7 @@ def _status(reason: str) -> str:
 
 
 def _head(state: ModelState, body: ResponseRequest) -> Json:
-    """A response that has just begun."""
+    """Return a response in its initial state."""
     reasoning = body.reasoning
     sampling = state.engine.sampling_defaults.values_for(body)
     return {
