@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from kvboost_edge.config import MOST_DRAFT_TOKENS
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.options import option_of
 from kvboost_edge.server.settings import MAX_KEEP_ALIVE
 
 __all__ = ["BOUNDS", "COUNTS", "Bound", "bounded", "counted"]
@@ -38,14 +40,22 @@ class Bound(NamedTuple):
         return f"{'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
 
 
+def _declared(options: type, name: str) -> Bound:
+    """Return the range that an option's declaration states."""
+    declared = option_of(options, name)
+    assert declared.low is not None
+    assert declared.high is not None
+    return Bound(declared.low, declared.high, declared.kind is int, declared.open_low)
+
+
 BOUNDS: dict[str, Bound] = {
     "temperature": Bound(0, 2, integer=False),
-    "top_p": Bound(0, 1, integer=False, open_low=True),
+    "top_p": _declared(SamplingParams, "top_p"),
     "top_k": Bound(-1, 1_000_000),  # -1 and 0: off
-    "min_p": Bound(0, 1, integer=False),
+    "min_p": _declared(SamplingParams, "min_p"),
     "repetition_penalty": Bound(0.01, 100, integer=False),
-    "presence_penalty": Bound(-2, 2, integer=False),
-    "frequency_penalty": Bound(-2, 2, integer=False),
+    "presence_penalty": _declared(SamplingParams, "presence_penalty"),
+    "frequency_penalty": _declared(SamplingParams, "frequency_penalty"),
     "logit_bias": Bound(-100, 100, integer=False),
     "seed": Bound(-(2**63), 2**63 - 1),  # -1: a random one
     "n": Bound(1, 128),
@@ -60,15 +70,15 @@ BOUNDS: dict[str, Bound] = {
     "logprobs": Bound(0, 20),
     "top_logprobs": Bound(0, 20),
     "priority": Bound(-1_000_000, 1_000_000),
-    "recompute_overlap": Bound(0, 4096),
-    "recompute_ratio": Bound(0, 1, integer=False),
-    "max_draft_tokens": Bound(1, MOST_DRAFT_TOKENS),
+    "recompute_overlap": _declared(Terms, "recompute_overlap"),
+    "recompute_ratio": _declared(Terms, "recompute_ratio"),
+    "max_draft_tokens": _declared(Terms, "max_draft_tokens"),
     "position_offset": Bound(0, 2**24),
     "dimensions": Bound(1, 2**16),
     "top_n": Bound(1, 2**16),
     "anthropic_temperature": Bound(0, 1, integer=False),
     "budget_tokens": Bound(1, 2**24),
-    "ttl": Bound(0, 10**9, integer=False, open_low=True),  # seconds
+    "ttl": _declared(Terms, "ttl"),
     "token_id": Bound(0, 2**31 - 1),
     "template_number": Bound(-(2**53), 2**53, integer=False),
 }
