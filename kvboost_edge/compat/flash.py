@@ -21,8 +21,9 @@ __all__ = [
 
 
 def flash_attention_available() -> bool:
-    """Tell whether there is a GPU with a flash-attention kernel. False on every machine without a
-    CUDA device.
+    """Return whether the machine has a GPU with a flash-attention kernel.
+
+    False on every machine without a CUDA device.
     """
     return get_flash_attn_tier() != "vanilla"
 
@@ -43,13 +44,18 @@ def get_flash_attn_tier() -> str:
 
 
 def install_flash_attention(model: Any) -> int:
-    """Make a transformers model call the best kernel of its device; return the number of attention
-    modules that now do.
+    """Make a transformers model call the best kernel of its device.
 
-    Returns 0 and changes nothing on a CPU, on a GPU without a kernel, and if it is installed
-    already. Calls whose mask is not plainly causal (padding, packed sequences) are computed by
-    torch with that mask, so results stay right. Raises RequestError for an object other than a
-    transformers model, ModelFormatError for a model that does not run with it.
+    Changes nothing on a CPU, on a GPU without a kernel, and if it is installed already. Calls whose
+    mask is not plainly causal (padding, packed sequences) are computed by torch with that mask, so
+    results stay right.
+
+    Returns:
+        The number of attention modules that now call the kernel.
+
+    Raises:
+        RequestError: `model` is not a transformers model.
+        ModelFormatError: the model does not run with the kernel.
     """
     require_torch("install_flash_attention", "transformers")
     from kvboost_edge.runners.torch import flash
@@ -58,8 +64,10 @@ def install_flash_attention(model: Any) -> int:
 
 
 def uninstall_flash_attention(model: Any) -> int:
-    """Restore the model's own attention; return the number of attention modules changed, 0 if
-    nothing was installed.
+    """Restore the model's own attention.
+
+    Returns:
+        The number of attention modules changed; 0 if nothing was installed.
     """
     require_torch("uninstall_flash_attention", "transformers")
     from kvboost_edge.runners.torch import flash

@@ -1,8 +1,7 @@
-"""Batches over a plain transformers model, outside the engine: shared prefixes, left padding,
-batched decoding.
+"""Batches over a plain transformers model, outside the engine.
 
-The names and signatures are those users know; masks and positions are right for every row. torch
-and transformers are loaded on first use.
+Shared prefixes, left padding and batched decoding, with KVBoost's names and signatures. Masks and
+positions are right for every row. torch and transformers are loaded on first use.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ __all__ = [
 
 
 def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
-    """Expand KV [1, heads, tokens, dim] of each layer to [batch_size, heads, tokens, dim]: views,
-    no copy.
+    """Expand the KV of each layer from [1, heads, tokens, dim] to [batch_size, …].
+
+    The returned tensors are views; nothing is copied.
     """
     return tuple(
         (k.expand(batch_size, -1, -1, -1), v.expand(batch_size, -1, -1, -1)) for k, v in kv
@@ -46,13 +46,15 @@ def broadcast_kv(kv: LegacyKV, batch_size: int) -> LegacyKV:
 def pad_and_mask(
     suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-pad: (ids, masks), both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on
-    padding.
+    """Pad rows of token ids on the left.
 
     Padding is on the left so that the last column holds each row's last token. After a shared
-    prefix of P tokens, the attention mask is P ones followed by the row's mask, and the positions
-    are P + cumsum(mask) - 1. transformers measures a sliding window in slots, padding included: for
+    prefix of P tokens, the attention mask is P ones followed by the row's mask. The positions are P
+    + cumsum(mask) - 1. transformers measures a sliding window in slots, padding included. For
     models with one, pad whole prompts, not suffixes of a prefix.
+
+    Returns:
+        Ids and masks, both int64 [batch, longest suffix]; masks are 1 on tokens and 0 on padding.
     """
     require_torch("pad_and_mask (kvboost_edge.batch has one without)")
     import torch
@@ -78,22 +80,33 @@ def batched_decode(
     *,
     attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[list[int]], LegacyKV]:
-    """Decode a batch whose prompts are already in `past_kv`; return (token ids of each row, grown
-    KV).
-
-    Args:
-        past_kv: (keys, values) of each layer, [batch, kv_heads, slots, dim]; the cache of a sliding
-            window may be cut to it.
-        first_tokens: [batch] the first new token of each row, counted in max_new_tokens and part of
-            the output.
-        start_pos: position of the first new token; one for each row if their lengths differ.
-        attention_mask: [batch, slots], a tensor or lists: 0 hides a slot, so padding may be
-            anywhere. None: each row's last start_pos slots hold tokens, as left padding leaves
-            them. Rows that share a prefix need a mask if their lengths differ, because padding may
-            follow the prefix; start_pos=slots says that no slot is padding.
+    """Decode a batch whose prompts are already in `past_kv`.
 
     A row ends with its EOS token, which is part of its output. Sampling draws from torch's global
-    generator. Raises RequestError if the arguments leave open which slots hold tokens.
+    generator.
+
+    Args:
+        model: a transformers model.
+        past_kv: (keys, values) of each layer, [batch, kv_heads, slots, dim]. The cache of a sliding
+            window may be cut to the window.
+        first_tokens: [batch] the first new token of each row, counted in max_new_tokens and part of
+            the output.
+        start_pos: position of the first new token; a list if the rows' lengths differ.
+        max_new_tokens: largest number of new tokens of each row.
+        eos_token_id: token or tokens that end a row.
+        temperature: sampling temperature.
+        do_sample: sample; otherwise take the most likely token.
+        device: device of the new tensors.
+        attention_mask: [batch, slots], a tensor or lists; 0 hides a slot, so padding may be
+            anywhere. None: each row's last start_pos slots hold tokens, as left padding leaves
+            them. Rows that share a prefix need a mask if their lengths differ, because padding may
+            follow the prefix. start_pos=slots means that no slot is padding.
+
+    Returns:
+        Token ids of each row, and the grown KV.
+
+    Raises:
+        RequestError: the arguments leave open which slots hold tokens.
     """
     require_torch("batched_decode", "transformers")
     import torch
@@ -148,11 +161,11 @@ def batched_decode(
 
 
 def _check_shared_prefix(kv: LegacyKV, start_pos: int | Sequence[int], *, is_full: bool) -> None:
-    """Raise RequestError if rows share a prefix, hence equal first slots, and may have padding
-    after it.
+    """Raise RequestError if rows share a prefix and may have padding after it.
 
-    Only a mask tells where padding is, unless `is_full`: start_pos counts every slot. One number
-    for all rows may be the padded length, so that is logged once.
+    Rows with equal first slots share a prefix. Only a mask tells where padding is, unless
+    `is_full`: start_pos counts every slot. One number for all rows may be the padded length, so
+    that is logged once.
     """
     first = kv[0][0][:, :, 0]
     if len(first) < 2 or not bool((first == first[:1]).all()):

@@ -1,9 +1,8 @@
-"""llmds' page cache: payloads of any kind, with prefix sharing and copy-on-write, over the integer
-block pool.
+"""llmds' page cache over the integer block pool, with prefix sharing and copy-on-write.
 
-Sequences are attached and detached as a whole; `get` returns the attached payloads. Pages with
-equal prefix tokens and payloads are held once. `KVCacheManager` does the bookkeeping; the payloads
-are kept separately, by page.
+Payloads may be of any type. Sequences are attached and detached as a whole; `get` returns the
+attached payloads. Pages with equal prefix tokens and payloads are held once. `KVCacheManager` does
+the bookkeeping; the payloads are kept separately, by page.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from kvboost_edge.kvcache.manager import BLOCK_FREE, KVCacheManager
 
 __all__ = ["Draft", "KVCache", "PageAllocator", "PageStats"]
 
-# Stands in the key of a page for positions the prefix does not reach. A prefix that ends with this
-# very id finds the same page; that is harmless, since the payloads of a page are compared before it
-# is shared.
+# Fills the key of a page at positions after the prefix. A prefix that ends with this id finds the
+# same page. That is harmless, because the payloads of a page are compared before it is shared.
 _FILLER = 2**32 - 1
 _ROOT = b"llmds"
 _NOT_OFFERED = {
@@ -42,13 +40,13 @@ _NOT_OFFERED = {
 class KVCache:
     """Payloads of sequences in `max_pages` pages of `page_size` each. Not thread-safe.
 
-    Example, page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two pages, the
-    first one keyed by the four tokens; attach("b", [k0 .. k3, x], prefix_tokens=[7, 8, 9, 10])
-    shares that page and takes one of its own.
+    An example with page_size 4: attach("a", [k0 .. k5], prefix_tokens=[7, 8, 9, 10]) takes two
+    pages; the first one is keyed by the four tokens. Then attach("b", [k0 .. k3, x],
+    prefix_tokens=[7, 8, 9, 10]) shares that page and takes one more.
 
     Payloads are deep-copied on the way in and out, so no caller can change those of another
-    sequence; objects that Python cannot copy (a lock, a generator) are kept by reference. Two
-    payloads are equal if `==` says so and their types and signs are equal, inside them too; for
+    sequence. Objects that Python cannot copy (a lock, a generator) are kept by reference. Two
+    payloads are equal if `==` says so and their types and signs are equal, also inside them; for
     arrays and tensors shape, dtype and every element. If in doubt, they differ and nothing is
     shared.
 
@@ -77,7 +75,7 @@ class KVCache:
 
     @property
     def page_size(self) -> int:
-        """Payloads of a page."""
+        """Number of payloads in a page."""
         return self._page_size
 
     @property
@@ -88,16 +86,21 @@ class KVCache:
     def attach(
         self, seq_id: Hashable, kv_tokens: Sequence[Any], prefix_tokens: Sequence[int] | None = None
     ) -> None:
-        """Store a sequence's payloads; a live `seq_id` is replaced, and its open drafts are
-        rejected.
+        """Store a sequence's payloads, replacing a sequence with the same id.
+
+        Open drafts of a replaced sequence are rejected.
 
         Args:
+            seq_id: id of the sequence, hashable.
+            kv_tokens: the payloads.
             prefix_tokens: token ids of the first payloads; ids beyond the last payload are ignored.
                 Their pages are shared with sequences of the same prefix and payloads. From the
                 first page with other payloads on, the sequence has its own.
 
-        Raises CapacityError if the pages do not suffice even without the replaced sequence,
-        RequestError for prefix tokens that are not token ids; the cache is then unchanged.
+        Raises:
+            CapacityError: the pages do not suffice even without the replaced sequence. The cache is
+                unchanged.
+            RequestError: prefix_tokens are not token ids. The cache is unchanged.
         """
         _check_hashable(seq_id)
         payloads = _copies("kv_tokens", kv_tokens)
@@ -115,9 +118,8 @@ class KVCache:
             )
         self.detach(seq_id)
         for index in range(num_shared, len(table)):
-            self._manager.make_writable(
-                table, index
-            )  # divergent payloads: wholly overwritten, nothing to copy
+            # The payloads differ and are overwritten as a whole, so nothing is copied.
+            self._manager.make_writable(table, index)
         self._manager.commit(
             table, key, max(num_shared * self._page_size, table.num_computed_tokens)
         )
@@ -137,21 +139,21 @@ class KVCache:
             self._free(table)
 
     def get(self, seq_id: Hashable) -> list[Any] | None:
-        """Copy the sequence's payloads, in order; None for an unknown id."""
+        """Return copies of the sequence's payloads, in order; None for an unknown id."""
         table = self._sequences.get(seq_id)
         return None if table is None else self._read(table)
 
     def stats(self) -> dict[str, int]:
-        """Return the current counts.
+        """Return the current counts, by these names:
 
-        total_sequences     sequences attached
-        total_pages         max_pages
-        allocated_pages     pages held by sequences and open drafts
-        free_pages          the others, idle matchable ones included
-        prefix_shares       attaches so far that shared at least one page
-        prefix_map_size     prefixes attached that can still be matched to their end
-        shared_pages_count  pages held more than once
-        total_page_refs     holds on all pages
+        - total_sequences: sequences attached.
+        - total_pages: `max_pages`.
+        - allocated_pages: pages held by sequences and open drafts.
+        - free_pages: the other pages, including idle matchable ones.
+        - prefix_shares: attaches so far that shared at least one page.
+        - prefix_map_size: prefixes attached that can still be matched to their end.
+        - shared_pages_count: pages held more than once.
+        - total_page_refs: references to all pages.
         """
         return {
             "total_sequences": len(self._sequences),
@@ -167,11 +169,16 @@ class KVCache:
     def hook_speculative_decode(
         self, seq_id: Hashable, draft_tokens: Sequence[Any]
     ) -> Draft | None:
-        """Append draft payloads to a sequence, copy-on-write, and return the handle that decides on
-        them; ignore an unknown id and return None.
+        """Append draft payloads to a sequence, copy-on-write.
 
         The sequence itself is unchanged until the draft is accepted; several drafts may be open at
-        once. Raises CapacityError (nothing changed) if the pages do not suffice.
+        once.
+
+        Returns:
+            The draft, which is accepted or rejected by its methods; None for an unknown id.
+
+        Raises:
+            CapacityError: the pages do not suffice. The cache is unchanged.
         """
         table = self._sequences.get(seq_id)
         if table is None:
@@ -188,8 +195,10 @@ class KVCache:
         return draft
 
     def check_invariants(self) -> None:
-        """Recompute the bookkeeping from scratch; raise CacheCorruption on the first
-        contradiction.
+        """Recompute the bookkeeping from scratch.
+
+        Raises:
+            CacheCorruption: the bookkeeping contradicts itself.
         """
         drafts = [draft._table for drafts in self._drafts.values() for draft in drafts]
         self._manager.check_invariants([*self._sequences.values(), *drafts])
@@ -197,7 +206,7 @@ class KVCache:
     # ---- drafts
 
     def _accept(self, draft: Draft, payloads: list[Any]) -> None:
-        # Drop the drafts before appending: their pages cover the new payloads, so this cannot
+        # Drop the drafts before appending: their pages suffice for the new payloads, so this cannot
         # fail halfway.
         self._close_drafts(draft._seq_id)
         self._append(self._sequences[draft._seq_id], payloads)
@@ -221,9 +230,7 @@ class KVCache:
         return -(-num_payloads // self._page_size)
 
     def _key(self, prefix_tokens: Sequence[int] | None, num_payloads: int) -> list[int]:
-        """Return the token ids of the prefix's pages, filled up to whole pages; empty if nothing is
-        shared.
-        """
+        """Return the token ids of the prefix, padded to whole pages; empty if nothing is shared."""
         if not self._enable_prefix_sharing or prefix_tokens is None:
             return []
         if isinstance(prefix_tokens, (str, bytes)) or not hasattr(prefix_tokens, "__getitem__"):
@@ -247,7 +254,7 @@ class KVCache:
             self._prefixes = dict.fromkeys(live)
 
     def _num_equal_pages(self, table: BlockTable, payloads: list[Any]) -> int:
-        """Count the matched pages with exactly these payloads, up to the first that differs."""
+        """Return the number of matched pages with equal payloads, up to the first that differs."""
         for index, page_id in enumerate(table.block_ids):
             if not _equal(
                 self._payloads[page_id],
@@ -257,9 +264,7 @@ class KVCache:
         return len(table)
 
     def _available_for(self, seq_id: Hashable, table: BlockTable, num_shared: int) -> int:
-        """Count the pages that are free without `seq_id` while `table` keeps its first
-        `num_shared`.
-        """
+        """Return the pages free without `seq_id` if `table` keeps its first `num_shared`."""
         leaving = [draft._table for draft in self._drafts.get(seq_id, [])]
         if seq_id in self._sequences:
             leaving.append(self._sequences[seq_id])
@@ -283,9 +288,7 @@ class KVCache:
         self._seal(table)
 
     def _seal(self, table: BlockTable) -> None:
-        """Count all pages as written: no token ids stand for their payloads, so they are never
-        published.
-        """
+        """Mark all pages as written, but never publish them: their payloads have no token ids."""
         num_slots = len(table) * self._page_size
         self._manager.commit(table, range(num_slots), num_slots, publish=False)
 
@@ -316,7 +319,14 @@ class KVCache:
 
 
 class PageStats(NamedTuple):
-    """Counts of the pages. fragmentation_ratio is the allocated share of them, as in llmds."""
+    """Counts of the pages.
+
+    Attributes:
+        total_pages: all pages.
+        allocated_pages: pages in use.
+        free_pages: pages not in use.
+        fragmentation_ratio: share of allocated pages, as in llmds.
+    """
 
     total_pages: int
     allocated_pages: int
@@ -328,7 +338,7 @@ class PageStats(NamedTuple):
 
 
 class PageAllocator:
-    """A read-only view of a cache's pages, by the names of llmds' PagedAllocator."""
+    """A read-only view of a cache's pages, with the names of llmds' PagedAllocator."""
 
     __slots__ = ("_manager",)
 
@@ -337,12 +347,12 @@ class PageAllocator:
 
     @property
     def page_size(self) -> int:
-        """Payloads of a page."""
+        """Number of payloads in a page."""
         return self._manager.block_size
 
     @property
     def max_pages(self) -> int:
-        """Pages of the cache."""
+        """Number of pages in the cache."""
         return self._manager.num_blocks
 
     def stats(self) -> PageStats:
@@ -362,10 +372,10 @@ def _refuse(view: object, name: str) -> NoReturn:
 
 
 class Draft:
-    """Draft payloads after a sequence: `accept(n)` keeps the first n of them, `reject()` none.
+    """Draft payloads of a sequence: `accept(n)` keeps the first n of them, `reject()` none.
 
-    A draft closes when it is decided, when another draft of its sequence is accepted, and when the
-    sequence is detached or replaced.
+    A draft closes when it is accepted or rejected, when another draft of its sequence is accepted,
+    and when the sequence is detached or replaced.
     """
 
     __slots__ = ("_cache", "_open", "_payloads", "_seq_id", "_table")
@@ -385,8 +395,10 @@ class Draft:
         return self._open
 
     def get(self) -> list[Any]:
-        """Copy the sequence's payloads with the drafts after them; raise RequestError on a closed
-        draft.
+        """Return copies of the sequence's payloads followed by the drafts.
+
+        Raises:
+            RequestError: the draft is closed.
         """
         self._check_open()
         return self._cache._read(self._table)
@@ -394,7 +406,8 @@ class Draft:
     def accept(self, n: int) -> None:
         """Append the first `n` drafts to the sequence and close all its drafts.
 
-        Raises RequestError for `n` outside 0 .. number of drafts and on a closed draft.
+        Raises:
+            RequestError: `n` is not between 0 and the number of drafts, or the draft is closed.
         """
         self._check_open()
         count = _integer(n)
@@ -427,12 +440,15 @@ def _check_hashable(seq_id: Hashable) -> None:
 
 
 def _integer(value: object) -> int | None:
-    """Convert `value` to an int. NumPy's integers are accepted; booleans and floats give None."""
+    """Return `value` as an int, or None for booleans, floats and other types.
+
+    NumPy's integers are accepted.
+    """
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # an array has __index__ and is none
+    except TypeError:  # an array has __index__, but is not an integer
         return None
 
 
@@ -452,19 +468,18 @@ def _copies(name: str, payloads: object) -> list[Any]:
 def _copied(payload: Any) -> Any:
     try:
         return copy.deepcopy(payload)
-    except (
-        Exception
-    ):  # whatever a foreign object's copy raises, the object itself is still a payload
+    except Exception:  # an object that cannot be copied is still a payload
         return payload
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Tell whether two payloads (or lists of them) are surely equal, types included. Never
-    raises.
+    """Return whether two payloads, or lists of them, are certainly equal, including types.
+
+    Never raises.
     """
     try:
         return _compared(left, right)
-    except Exception:  # a foreign object that cannot say it is equal is taken for different
+    except Exception:  # an object that cannot be compared counts as different
         return False
 
 
@@ -475,9 +490,8 @@ def _compared(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(_compared, left, right))
-    if isinstance(
-        left, dict
-    ):  # pair by pair: 1 and True are one key, and the order is part of what is given back
+    if isinstance(left, dict):
+        # Pair by pair: 1 and True are the same key, and the order is part of the payload.
         return len(left) == len(right) and all(map(_compared, left.items(), right.items()))
     if isinstance(left, (set, frozenset)):
         return left == right and all(type(item) is str for item in left | right)
@@ -485,18 +499,18 @@ def _compared(left: Any, right: Any) -> bool:
         return left == right and repr(left) == repr(right)  # 0.0 == -0.0
     result = left == right
     if not isinstance(result, bool):
-        # Arrays and tensors compare element by element, and would broadcast over different shapes.
+        # Arrays and tensors compare elementwise, and would broadcast different shapes.
         same_kind = left.shape == right.shape and left.dtype == right.dtype
         return bool(same_kind and result.all() and _bits(left) == _bits(right))
     if not result or isinstance(left, (int, str, bytes, bytearray)):
         return result
-    # Parts of equal objects may differ in a type or a sign.
+    # Parts of equal objects may differ in type or sign.
     return _compared(left.__reduce_ex__(4), right.__reduce_ex__(4))
 
 
 def _bits(array: Any) -> bytes:
     """Return the elements of an array or tensor as bytes."""
-    if hasattr(array, "untyped_storage"):  # a tensor; not every type of torch's is one of NumPy's
+    if hasattr(array, "untyped_storage"):  # a tensor; NumPy lacks some of torch's types
         array = array.detach().cpu().contiguous().reshape(-1)
         array = array.view(sys.modules["torch"].uint8).numpy()
     return np.asarray(array).tobytes()

@@ -1,4 +1,4 @@
-"""The check that torch and transformers are installed, made before they are imported."""
+"""Check that torch and transformers are installed, before they are imported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ __all__ = ["require_torch"]
 
 
 def require_torch(caller: str, *others: str) -> None:
-    """Raise BackendUnavailable, with the extra to install, if torch or one of the other packages is
-    missing.
+    """Raise BackendUnavailable, with the extra to install, if a package is missing.
+
+    Args:
+        caller: name of the function that needs torch.
+        others: further packages that it needs.
     """
     missing = [name for name in ("torch", *others) if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,8 +1,8 @@
-"""KV as users pass it, and as the bytes of a chunk: NumPy arrays or torch tensors of any real type.
+"""Conversion between KV arrays and the bytes of chunks.
 
-A chunk's bytes are one blob [num_layers, 2, …] of its tokens, k before v, in the format of the
-engine. A `ChunkShape` says how to read them, and whether arrays or tensors were stored: the same
-kind is returned, on the CPU.
+KV are NumPy arrays or torch tensors of any real type. A chunk's bytes are one blob [num_layers, 2,
+…] of its tokens, k before v, in the format of the engine. A `ChunkShape` describes the blob, and
+whether arrays or tensors were stored. The same kind is returned, on the CPU.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class ChunkShape(NamedTuple):
         library: "numpy" or "torch".
         dtype: type by that library's name.
         itemsize: bytes of the type.
+        num_layers: layers of the model.
+        num_heads: KV heads.
+        head_size: elements of a head.
+        num_tokens: tokens of the chunk.
     """
 
     library: str
@@ -55,20 +59,23 @@ class ChunkShape(NamedTuple):
         )
 
     def encode(self) -> bytes:
-        """Encode the shape in `SHAPE_BYTES` bytes."""
+        """Return the shape encoded in `SHAPE_BYTES` bytes."""
         return _PACKED.pack(_MAGIC[self.library], self.dtype.encode(), *self[2:])
 
 
 class KeysAndValues(NamedTuple):
-    """A view of k and v of each layer, three axes in the engine's format, elements as unsigned
-    words.
+    """A view of the KV of each layer.
+
+    Attributes:
+        shape: shape of all tokens.
+        layers: (k, v) of each layer, three axes in the engine's format, elements as unsigned words.
     """
 
     shape: ChunkShape
     layers: list[tuple[NDArray[Any], NDArray[Any]]]
 
     def chunk(self, start: int, end: int, fmt: str) -> tuple[ChunkShape, NDArray[np.uint8]]:
-        """Copy the tokens [start, end)."""
+        """Return a copy of the tokens [start, end)."""
         shape = self.shape._replace(num_tokens=end - start)
         blob = np.empty(_blob_shape(shape, fmt), _WORDS[shape.itemsize])
         window = (slice(None),) * _TOKEN_AXIS[fmt] + (slice(start, end),)
@@ -79,9 +86,10 @@ class KeysAndValues(NamedTuple):
 
 
 def read_kv(kv: Any, fmt: str) -> KeysAndValues:
-    """Check (k, v) of each layer, or a blob [num_layers, 2, …]; all must have one shape and type.
+    """Return a view of (k, v) of each layer, or of a blob [num_layers, 2, …].
 
-    Raises RequestError.
+    Raises:
+        RequestError: the arrays differ in shape or type, or cannot be stored.
     """
     if isinstance(kv, np.ndarray) or is_tensor(kv):
         if kv.ndim != 5 or kv.shape[1] != 2:
@@ -118,10 +126,12 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
 
 
 def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, fmt: str) -> Any:
-    """Copy the chunks' tokens without the first `skip` into one blob [num_layers, 2, …] of the
-    stored kind.
+    """Copy the chunks' tokens, without the first `skip`, into one blob [num_layers, 2, …].
 
-    Raises BackendUnavailable if tensors were stored and torch is missing.
+    The blob is of the stored kind.
+
+    Raises:
+        BackendUnavailable: tensors were stored and torch is missing.
     """
     first = chunks[0][0]
     total = sum(shape.num_tokens for shape, _ in chunks) - skip
@@ -149,9 +159,7 @@ def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, 
 
 
 def decode_shape(data: bytes, num_tokens: int) -> ChunkShape | None:
-    """Decode the shape of a chunk of `num_tokens` tokens; None for a shape unknown to this
-    version.
-    """
+    """Return the decoded shape of a chunk of `num_tokens` tokens; None for an unknown shape."""
     magic, name, *numbers = _PACKED.unpack(data)
     library = next((library for library, own in _MAGIC.items() if own == magic), None)
     dtype = name.rstrip(b"\0").decode("ascii", "replace")
@@ -175,8 +183,9 @@ def _blob_shape(shape: ChunkShape, fmt: str) -> tuple[int, ...]:
 
 
 def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
-    """Return library, type and item size, and the same elements as unsigned words, without a copy
-    on the CPU.
+    """Return (library, type, item size), and the elements as unsigned words.
+
+    Elements on the CPU are not copied.
     """
     if is_tensor(array):
         torch = sys.modules["torch"]
@@ -207,6 +216,6 @@ def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
 
 
 def _is_numpy_type(name: str, itemsize: int) -> bool:
-    """Tell whether a type is a number: an object's bytes would be an address."""
+    """Return whether a type is a real number; an object's bytes would be an address."""
     found = re.fullmatch(r"[<>|][fiub]([1248])", name)
     return found is not None and int(found[1]) == itemsize

@@ -1,4 +1,4 @@
-"""Engines by name, for callers that cannot hand one around."""
+"""Engines by name, for callers that cannot pass one around."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LMCacheEngineBuilder"]
 
 
 class LMCacheEngineBuilder:
-    """One engine for each `instance_id` in this process. Any thread may call."""
+    """Table of one engine for each `instance_id` in this process. Safe to use from any thread."""
 
     _lock = threading.Lock()
     # The interface guarantees one table for the whole process.
@@ -24,7 +24,8 @@ class LMCacheEngineBuilder:
     ) -> LMCacheEngine:
         """Return the engine of that name, creating it if needed.
 
-        Raises ConfigError, a ValueError, if it has another configuration.
+        Raises:
+            ConfigError: the engine has another configuration. It is a ValueError.
         """
         with cls._lock:
             engine = cls._engines.get(instance_id)
@@ -45,7 +46,7 @@ class LMCacheEngineBuilder:
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
-        """Close the engine of that name and forget it; ignore an unknown name."""
+        """Close and remove the engine of that name; ignore an unknown name."""
         with cls._lock:
             engine = cls._engines.pop(instance_id, None)
         if engine is not None:

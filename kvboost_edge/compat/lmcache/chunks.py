@@ -1,4 +1,4 @@
-"""Tokens and masks as users pass them, and the chunks of a sequence."""
+"""Token ids and masks, and the chunks of a sequence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _MAX_TOKEN_ID = 2**32 - 1
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether this is a torch tensor, without loading torch."""
+    """Return whether this is a torch tensor, without loading torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def token_bytes(tokens: Any) -> bytes:
-    """Encode token ids [num_tokens], of any integer type, as little-endian u32: equal ids are equal
-    bytes.
+    """Return token ids [num_tokens], of any integer type, as little-endian u32.
+
+    Equal ids have equal bytes.
     """
     array = _array(tokens)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -37,7 +38,7 @@ def token_bytes(tokens: Any) -> bytes:
 
 
 def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockAddress]:
-    """List the chunks of a sequence from its first token on; the last may hold fewer tokens."""
+    """Return the addresses of a sequence's chunks; the last chunk may hold fewer tokens."""
     addresses: list[BlockAddress] = []
     parent = space
     step = chunk_size * TOKEN_BYTES
@@ -49,7 +50,7 @@ def chunk_addresses(space: bytes, tokens: bytes, chunk_size: int) -> list[BlockA
 
 
 def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
-    """Count the tokens that a mask False* True* leaves out at the front; None leaves out none."""
+    """Return the number of tokens that a mask False* True* skips at the front; 0 for None."""
     if mask is None:
         return 0
     array = _array(mask)
@@ -64,9 +65,7 @@ def num_skipped(name: str, mask: Any, num_tokens: int) -> int:
 
 
 def mask_like(tokens: Any, start: int, end: int, num_tokens: int) -> Any:
-    """Make a mask [num_tokens], True in [start, end): a tensor if the tokens are one, otherwise an
-    array.
-    """
+    """Return a mask [num_tokens], True in [start, end), of the tokens' kind: tensor or array."""
     mask: NDArray[np.bool_] = np.zeros(num_tokens, np.bool_)
     mask[start:end] = True
     return sys.modules["torch"].from_numpy(mask).to(tokens.device) if is_tensor(tokens) else mask

@@ -1,4 +1,4 @@
-"""Configuration and metadata of an engine, by LMCache's names."""
+"""Configuration and metadata of an engine, under LMCache's names."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ _REDIS = ("redis://", "rediss://", "unix://", "valkey://")
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheEngineConfig:
-    """Chunk size and backends of an engine.
+    """Chunk size and backends of an engine. The repr shows neither URLs nor secrets.
 
     Attributes:
         chunk_size: tokens in a chunk, at least 1.
-        save_decode_cache: kept for connectors, which read it: whether they store the KV of
-            decoding; the engine itself stores everything it is given.
-        backend: "memory" (or "cpu"), "file:///directory" or a redis://, rediss://, unix:// or
-            valkey:// URL; or several, the nearest first: all are written, the first that has a
-            chunk serves it.
-        max_memory_bytes: cap of "memory", a number or a text such as "4GB"; least recently used
+        save_decode_cache: whether connectors store the KV of decoding. They read this option; the
+            engine itself stores everything it is given.
+        backend: "memory" (or "cpu"), "file:///directory", or a URL with redis://, rediss://,
+            unix:// or valkey://. Of several backends, nearest first, all are written, and the first
+            that has a chunk serves it.
+        max_memory_bytes: limit of "memory", a number or a text such as "4GB". Least recently used
             chains are evicted first, tails before heads.
-        max_disk_bytes: cap of the directory, likewise; None: the smaller of 16 GiB and a fifth of
-            the free space.
+        max_disk_bytes: limit of the directory, in the same form; None: the smaller of 16 GiB and a
+            fifth of the free space.
         redis_secret: secret that seals values; None: the environment variable
             KVBOOST_EDGE_REDIS_SECRET.
         redis_trust: without a secret, trust every value on the server.
         redis_ttl_s: seconds that a chunk lives in Redis after its last use.
-        save_unfull_chunk: whether the last chunk of fewer tokens is stored.
+        save_unfull_chunk: whether a last chunk of fewer tokens is stored.
 
-    Raises ConfigError. The repr shows neither URLs nor secrets.
+    Raises:
+        ConfigError: an option is invalid.
     """
 
     chunk_size: int = 256
@@ -94,12 +95,13 @@ class LMCacheEngineConfig:
 
     @classmethod
     def from_defaults(cls, **options: Any) -> LMCacheEngineConfig:
-        """Make a configuration by the later engine's names and defaults; sizes in GiB.
+        """Return a configuration with the later engine's names and defaults; sizes are in GiB.
 
         The options are chunk_size=256, local_cpu=True, max_local_cpu_size=5.0, local_disk=None (a
         directory or file:// URL), max_local_disk_size=0.0, remote_url=None (Redis),
-        remote_serde="naive", cache_policy="LRU", save_decode_cache=False, save_unfull_chunk=False;
-        redis_secret, redis_trust and redis_ttl_s as above. Other options are refused by name.
+        remote_serde="naive", cache_policy="LRU", save_decode_cache=False and
+        save_unfull_chunk=False. redis_secret, redis_trust and redis_ttl_s are as above. Other
+        options are refused by name.
         """
         unknown = sorted(options.keys() - _LATER.keys() - _OWN)
         if unknown:
@@ -128,10 +130,10 @@ class LMCacheEngineConfig:
 
     @classmethod
     def from_env(cls, environment: Mapping[str, str] | None = None) -> LMCacheEngineConfig:
-        """Call `from_defaults` with the environment variables LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU
-        and so on.
+        """Return the configuration in LMCACHE_CHUNK_SIZE, LMCACHE_LOCAL_CPU and so on.
 
-        Unsupported ones are refused by name. The secret is KVBOOST_EDGE_REDIS_SECRET.
+        The options are those of `from_defaults`. Unsupported variables are refused by name. The
+        secret is KVBOOST_EDGE_REDIS_SECRET.
         """
         environment = os.environ if environment is None else environment
         options: dict[str, Any] = {}
@@ -146,7 +148,7 @@ class LMCacheEngineConfig:
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:
-        """Kind ("memory", "disk", "redis") and path or URL of each backend, the nearest first."""
+        """Kind ("memory", "disk", "redis") and path or URL of each backend, nearest first."""
         given = (self.backend,) if isinstance(self.backend, str) else self.backend
         return tuple((_kind(backend), backend.removeprefix("file://")) for backend in given)
 
@@ -185,9 +187,7 @@ class LMCacheEngineMetadata:
 
 
 class Metadata(Protocol):
-    """The metadata that an engine uses: the axes of k and v, and the root hash of its chunk
-    chains.
-    """
+    """Metadata that an engine uses: axes of k and v, and root hash of its chunk chains."""
 
     @property
     def fmt(self) -> str: ...
@@ -197,8 +197,9 @@ class Metadata(Protocol):
 
 
 def space_of(*fields: object) -> bytes:
-    """Hash fields to 32 bytes, the root of chunk chains; only equal fields in equal order have
-    them.
+    """Return a 32-byte hash of fields, the root of chunk chains.
+
+    Only equal fields in equal order have the same hash.
     """
     root = b"kvboost-edge lmcache space 1"
     for index, field in enumerate(fields):
@@ -213,7 +214,7 @@ def _gib(name: str, value: object) -> int:
 
 
 def _parsed(variable: str, text: str, default: object) -> object:
-    """Convert the text to the type of the option's default."""
+    """Return the text converted to the type of the option's default."""
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     try:
         if isinstance(default, bool):

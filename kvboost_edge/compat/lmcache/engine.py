@@ -1,4 +1,4 @@
-"""`LMCacheEngine`: stores KV by the tokens it belongs to, and finds the longest stored prefix."""
+"""`LMCacheEngine`: storage of KV by tokens, with lookup of the longest stored prefix."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvboost_edge.tiers.redis.tier import RedisTier
 __all__ = ["LMCacheEngine", "open_stores"]
 
 _BATCH_BYTES = 32 << 20  # chunks cut and written at once
-_MOST_PENDING_BYTES = 256 << 20  # of stores that nobody waits for
+_MOST_PENDING_BYTES = 256 << 20  # of stores without waiting
 
 
 class LMCacheEngine:
-    """A cache of KV in chunks of `chunk_size` tokens. Any thread may call any method.
+    """A cache of KV in chunks of `chunk_size` tokens. Safe to use from any thread.
 
     Tokens are one row of integers of any type: list, NumPy array or torch tensor. A mask is
-    returned as a tensor if the tokens were one. KV is returned as stored, NumPy or torch, type and
-    bits, as copies on the CPU. A failure of a device, file or server is never an error here: it is
+    returned as a tensor if the tokens were one. KV is returned as stored (NumPy or torch, type and
+    bits), as copies on the CPU. A failure of a device, file or server is never an error here: it is
     a miss.
 
-    Invalid arguments are a ValueError (`RequestError`) and change nothing.
+    Invalid arguments raise RequestError, a ValueError, and change nothing.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: Metadata) -> None:
@@ -51,7 +51,7 @@ class LMCacheEngine:
 
     @property
     def hit_rate(self) -> float:
-        """Share of requested tokens that `retrieve` found; 0.0 before the first call."""
+        """Share of requested tokens that `retrieve` has found; 0.0 before the first call."""
         with self._lock:
             asked = self.hit_tokens_count + self.miss_tokens_count
             return self.hit_tokens_count / asked if asked else 0.0
@@ -66,16 +66,16 @@ class LMCacheEngine:
     ) -> None:
         """Store the KV of a sequence.
 
+        Data that could not be stored is missing afterwards; `stats` counts it.
+
         Args:
             tokens: [num_tokens], the whole sequence from its first token on.
             kv_tensors_raw: (k, v) of each layer, or one blob [num_layers, 2, …], of the tokens
                 where the mask is True.
             kv_tensors_mask: booleans False* True*; the number of False is a multiple of chunk_size.
-            skip_existing: True: existing chunks stay; False: they are replaced.
-            blocking: False: a thread of the engine writes disk and Redis from a copy made here; the
-                call waits only if more than 256 MiB are pending.
-
-        Data that could not be stored is missing afterwards; `stats` counts it.
+            skip_existing: keep existing chunks; if False, they are replaced.
+            blocking: if False, a thread of the engine writes disk and Redis from a copy made here.
+                The call then waits only if more than 256 MiB are pending.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -105,17 +105,18 @@ class LMCacheEngine:
                     self._put(store, chunks, chain, replace=not skip_existing, wait=blocking)
 
     def retrieve(self, tokens: Any, mask: Any = None, return_tuple: bool = True) -> tuple[Any, Any]:
-        """Return the KV of the longest stored prefix, without the tokens that the mask leaves out
-        at its front.
+        """Return the KV of the longest stored prefix, without the tokens that the mask skips.
+
+        Requested tokens that were not found count as missed.
 
         Args:
             tokens: [num_tokens], the whole sequence.
-            mask: booleans False* True*, any number of False; None asks for all.
-            return_tuple: False: one blob [num_layers, 2, …] instead of (k, v) of each layer.
+            mask: booleans False* True*, any number of False; None asks for all tokens.
+            return_tuple: if False, one blob [num_layers, 2, …] instead of (k, v) of each layer.
 
-        Returns (kv, ret_mask): ret_mask [num_tokens] is True for the tokens in kv. If nothing is
-        found, kv is () and ret_mask all False. Requested tokens that were not found count as
-        missed.
+        Returns:
+            KV and a mask [num_tokens], True for the tokens in the KV. If nothing is found, the KV
+                is () and the mask is False everywhere.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -146,19 +147,24 @@ class LMCacheEngine:
         return kv, mask_like(tokens, start, end, num_tokens)
 
     def lookup(self, tokens: Any) -> int:
-        """Return the length of the longest stored prefix, in tokens. Counts neither hits nor
-        misses.
+        """Return the length of the longest stored prefix, in tokens.
+
+        Counts neither hits nor misses.
         """
         return self.find_prefix(tokens, None)
 
     def find_prefix(
         self, tokens: Any, kinds: Sequence[str] | None, pin: list[bytes] | None = None
     ) -> int:
-        """Look up the longest prefix in some kinds of stores, one continuing where another ends.
+        """Return the length of the longest prefix in some kinds of stores.
+
+        One store may continue where another ends.
 
         Args:
-            kinds: "memory", "disk", "redis"; None: all.
-            pin: list that receives the keys of chunks in memory, which stay there; None: no pins.
+            tokens: [num_tokens], the whole sequence.
+            kinds: "memory", "disk", "redis"; None for all.
+            pin: list that receives the keys of chunks in memory, which are pinned; None for no
+                pins.
         """
         self._check_open()
         ids, num_tokens = self._tokens(tokens)
@@ -186,7 +192,8 @@ class LMCacheEngine:
         """Drop the chunks of a sequence from stores of these kinds; return their number.
 
         Args:
-            tokens: the sequence; None: all chunks in memory.
+            tokens: the sequence; None for all chunks in memory.
+            kinds: kinds of stores; None for all.
         """
         self._check_open()
         stores = [store for store in self._stores if kinds is None or store.name in kinds]
@@ -202,14 +209,16 @@ class LMCacheEngine:
         return sum(store.drop(addresses) for store in stores)
 
     def stats(self) -> dict[str, TierStats]:
-        """Return counters by kind of store. A block is a chunk in memory, and half of one in a
-        tier.
+        """Return counters by kind of store.
+
+        A block is one chunk in memory, and half a chunk in a tier.
         """
         return {store.name: store.stat() for store in self._stores}
 
     def close(self) -> None:
-        """Finish pending writes and release memory, files and connections. A second call does
-        nothing.
+        """Finish pending writes and release memory, files and connections.
+
+        A second call does nothing.
         """
         with self._lock:
             was_closed = self._closed
@@ -235,8 +244,9 @@ class LMCacheEngine:
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool
     ) -> Iterator[tuple[int, list[StoredChunk]]]:
-        """Yield batches of copied chunks, from number `first` on, that some store lacks, with each
-        batch's first number.
+        """Yield batches of copied chunks that some store lacks, from number `first` on.
+
+        Each comes with the number of its first chunk.
         """
         here = addresses[first:]
         held = 0 if replace else min((store.holds(here) for store in self._stores), default=0)
@@ -254,8 +264,9 @@ class LMCacheEngine:
             yield len(addresses) - len(batch), batch
 
     def _find(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
-        """Find chunks of one kind from the first on, each in the nearest store that has it, and
-        copy them to memory.
+        """Return the stored chunks of one kind from the first on, and copy them to memory.
+
+        Each chunk is read from the nearest store that has it.
         """
         found: list[StoredChunk] = []
         before = -1
@@ -284,7 +295,7 @@ class LMCacheEngine:
     ) -> None:
         """Store chunks in the order of the calls.
 
-        After the first write without waiting, all writes to a store go through the writing thread.
+        After the first write without waiting, all writes go through the writer thread.
         """
         nbytes = sum(chunk.nbytes for chunk in chunks)
         with self._lock:
@@ -310,7 +321,7 @@ class LMCacheEngine:
         replace: bool,
         nbytes: int,
     ) -> None:
-        """Store chunks on the writing thread."""
+        """Store chunks in the writer thread."""
         try:
             store.put(chunks, chain, replace=replace)
         finally:
@@ -319,9 +330,11 @@ class LMCacheEngine:
 
 
 def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
-    """Open the stores that a configuration names, the nearest first.
+    """Return the stores of a configuration, nearest first.
 
-    Raises ConfigError and BackendUnavailable.
+    Raises:
+        ConfigError: an option is invalid.
+        BackendUnavailable: a store cannot be opened.
     """
     stores: list[ChunkStore] = []
     try:
@@ -347,5 +360,5 @@ def open_stores(config: LMCacheEngineConfig, space: bytes) -> list[ChunkStore]:
 
 
 def _kind(shape: ChunkShape) -> ChunkShape:
-    """Return the properties that all chunks of one blob share."""
+    """Return the properties that all chunks of one blob have in common."""
     return shape._replace(num_tokens=0)

@@ -1,9 +1,8 @@
-"""Chunk stores: in this process's memory, or in a tier as two blocks for each chunk, its shape and
-its bytes.
+"""Chunk stores, in this process's memory or in a tier.
 
-In a tier, the block at a chunk's own address is its shape. Its bytes are at an address that
-includes the shape. So bytes are never read in another shape than they were written in, whatever is
-overwritten meanwhile.
+In a tier, each chunk takes two blocks. The block at the chunk's own address is its shape. Its bytes
+are at an address that includes the shape. Bytes are therefore never read in a shape other than the
+one in which they were written, whatever is overwritten meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +28,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class StoredChunk(NamedTuple):
-    """KV of one chunk; `data` belongs to the stores and is never changed."""
+    """KV of one chunk.
+
+    Attributes:
+        address: address of the chunk.
+        shape: description of the bytes.
+        data: the bytes, which belong to the stores and never change.
+    """
 
     address: BlockAddress
     shape: ChunkShape
@@ -42,14 +47,15 @@ class StoredChunk(NamedTuple):
 
 
 class ChunkStore(Protocol):
-    """A store of chunks. Any thread may call any method. `addresses` are consecutive chunks of a
-    sequence.
+    """A store of chunks. Safe to use from any thread.
+
+    `addresses` are consecutive chunks of a sequence.
     """
 
     name: str
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
-        """Count the stored chunks from the first on."""
+        """Return the number of stored chunks from the first on."""
         ...
 
     def get(self, addresses: Sequence[BlockAddress]) -> list[StoredChunk]:
@@ -59,13 +65,17 @@ class ChunkStore(Protocol):
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """Store chunks of a sequence whose earlier chunks are `chain`; return the number stored
-        afterwards.
+        """Store chunks of a sequence; return the number stored afterwards.
+
+        Args:
+            chunks: the chunks.
+            chain: addresses of the sequence up to the last of the chunks.
+            replace: replace existing chunks.
         """
         ...
 
     def drop(self, addresses: Sequence[BlockAddress]) -> int:
-        """Forget these chunks; return their number, as far as known."""
+        """Drop these chunks; return their number, as far as known."""
         ...
 
     def stat(self) -> TierStats:
@@ -78,10 +88,10 @@ class ChunkStore(Protocol):
 
 
 class MemoryStore:
-    """Chunks in a bounded number of bytes; least recently used chains are evicted first, tails
-    before heads.
+    """Chunks in a bounded number of bytes.
 
-    The first sequence that does not fit and the first eviction are logged, once each.
+    Least recently used chains are evicted first, tails before heads. The first sequence that does
+    not fit and the first eviction are logged, once each.
     """
 
     name = "memory"
@@ -114,8 +124,9 @@ class MemoryStore:
     def put(
         self, chunks: Sequence[StoredChunk], chain: Sequence[BlockAddress], *, replace: bool
     ) -> int:
-        """See ChunkStore. A chunk is not stored if only its own chain or pinned chunks could be
-        evicted for it.
+        """See ChunkStore.
+
+        A chunk is not stored if only its own chain or pinned chunks could be evicted for it.
         """
         kept = {address.prefix_hash for address in chain}
         there = 0
@@ -153,7 +164,7 @@ class MemoryStore:
             return sum(self._remove(address.prefix_hash) for address in addresses)
 
     def clear(self) -> int:
-        """Forget all chunks and pins; return the number of chunks."""
+        """Drop all chunks and pins; return the number of chunks."""
         with self._lock:
             count = len(self._chunks)
             self._chunks.clear()
@@ -162,7 +173,7 @@ class MemoryStore:
             return count
 
     def pin(self, addresses: Sequence[BlockAddress]) -> list[bytes]:
-        """Protect the chunks that are here from eviction; return the keys for `unpin`."""
+        """Pin the stored chunks, so that they are not evicted; return the keys for `unpin`."""
         with self._lock:
             pinned = [
                 address.prefix_hash for address in addresses if address.prefix_hash in self._chunks
@@ -171,7 +182,7 @@ class MemoryStore:
             return pinned
 
     def unpin(self, keys: Iterable[bytes]) -> None:
-        """Release pins, once for each time they were taken."""
+        """Release pins, one for each key."""
         with self._lock:
             for key in keys:
                 self._pins[key] -= 1
@@ -241,7 +252,7 @@ class TierStore:
     def __init__(self, tier: Tier) -> None:
         self.name = tier.name
         self._tier = tier
-        self._lock = threading.Lock()  # a tier is read and written by one thread at a time
+        self._lock = threading.Lock()  # only one thread may use a tier at a time
 
     def holds(self, addresses: Sequence[BlockAddress]) -> int:
         """See ChunkStore."""
@@ -259,7 +270,7 @@ class TierStore:
             places = [_data_address(a, s) for a, s in zip(addresses, shapes, strict=False)]
             try:
                 data = [np.empty(shape.nbytes, np.uint8) for shape in shapes]
-            except (MemoryError, ValueError):  # a shape that nobody stored
+            except (MemoryError, ValueError):  # a corrupt shape
                 return []
             count = self._tier.read(places, [array.data for array in data])
             self._tier.touch(

@@ -1,5 +1,4 @@
-"""The names of LMCache's later engine (lmcache.v1), as far as they make sense without a GPU
-connector.
+"""Names of LMCache's later engine (lmcache.v1) that make sense without a GPU connector.
 
 A connector moves KV between the cache and a GPU's paged memory. Here the caller's own arrays
 replace it: `kvcaches`, (k, v) of each layer, [num_tokens, num_heads, head_size], one row for each
@@ -37,14 +36,19 @@ _REFUSED = {
 
 @dataclasses.dataclass(frozen=True)
 class LMCacheMetadata:
-    """Identity of the KV. model_name, world_size, worker_id, kv_dtype and kv_shape without its
-    chunk are part of the key; the other fields say where an engine runs, and engines that differ
-    only in them share.
+    """Identity of the KV.
+
+    model_name, world_size, worker_id, kv_dtype and kv_shape without its chunk size are part of the
+    key. The other fields describe where an engine runs; engines that differ only in them share
+    chunks.
 
     Attributes:
-        kv_dtype: type of the stored KV, as text or by its library; None: any.
-        kv_shape: (num_layers, 2, chunk_size, num_kv_heads, head_size); None: any.
-        use_mla: only False: keys and values are two tensors.
+        model_name: any text that names the model.
+        world_size: number of workers of the model.
+        worker_id: number of this worker.
+        kv_dtype: type of the stored KV, as text or by its library; None for any.
+        kv_shape: (num_layers, 2, chunk_size, num_kv_heads, head_size); None for any.
+        use_mla: must be False: keys and values are two tensors.
     """
 
     model_name: str
@@ -76,7 +80,7 @@ class LMCacheMetadata:
 
     @property
     def fmt(self) -> str:
-        """Axes of k and v: tokens first."""
+        """Format of k and v: tokens first."""
         return "vllm"
 
     @property
@@ -88,8 +92,9 @@ class LMCacheMetadata:
 
 
 class LMCacheEngine:
-    """lmcache.v1's engine without a connector. Any thread may call any method. Invalid arguments
-    are a ValueError.
+    """lmcache.v1's engine without a connector. Safe to use from any thread.
+
+    Invalid arguments raise RequestError, a ValueError.
     """
 
     def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
@@ -116,8 +121,13 @@ class LMCacheEngine:
         *,
         kvcaches: Any = None,
     ) -> None:
-        """Store the tokens where `mask` (False* True*, False in whole chunks) is True, from
-        `kvcaches`.
+        """Store the KV in `kvcaches` of the tokens where `mask` is True.
+
+        Args:
+            tokens: [num_tokens], the whole sequence.
+            hashes, offsets: not supported.
+            mask: booleans False* True*; the number of False is a multiple of chunk_size.
+            kvcaches: (k, v) of each layer.
         """
         ids = self._tokens("store", tokens, hashes=hashes, offsets=offsets)
         layers = _layers(kvcaches, len(ids))
@@ -126,8 +136,15 @@ class LMCacheEngine:
         self._engine.store(ids, tuple((k[start:], v[start:]) for k, v in layers), mask)
 
     def retrieve(self, tokens: Any, mask: Any = None, *, kvcaches: Any = None) -> Any:
-        """Write the stored KV of tokens where `mask` is True into `kvcaches`; return a mask of the
-        tokens written.
+        """Write the stored KV of the tokens where `mask` is True into `kvcaches`.
+
+        Args:
+            tokens: [num_tokens], the whole sequence.
+            mask: booleans False* True*; None for all tokens.
+            kvcaches: (k, v) of each layer, changed in place.
+
+        Returns:
+            A mask of the tokens that were written.
         """
         ids = self._tokens("retrieve", tokens)
         layers = _layers(kvcaches, len(ids))
@@ -161,9 +178,12 @@ class LMCacheEngine:
         """Return the length of the longest stored prefix, in tokens.
 
         Args:
-            search_range: of "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"; None: all that
-                the engine has.
-            pin: whether its chunks in memory stay there until `lookup_unpin(lookup_id)`.
+            tokens: [num_tokens], the whole sequence.
+            hashes, request_configs: not supported.
+            search_range: any of "LocalCPUBackend", "LocalDiskBackend" and "RemoteBackend"; None for
+                all that the engine has.
+            lookup_id: name of the pins.
+            pin: keep the chunks in memory until `lookup_unpin(lookup_id)`.
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:
@@ -192,14 +212,15 @@ class LMCacheEngine:
     ) -> int:
         """Drop the chunks of a sequence; return their number, summed over the locations.
 
-        Without tokens, all chunks in memory are dropped, the only location that can be cleared so.
+        Without tokens, all chunks in memory are dropped; other locations cannot be cleared this
+        way.
         """
         if request_configs is not None:
             raise RequestError("clear(request_configs=) is not offered")
         return self._engine.forget(tokens, _kinds("locations", locations))
 
     def health(self) -> bool:
-        """Tell whether every backend works, as far as observed."""
+        """Return whether every backend works, as far as observed."""
         return not any(stat.state for stat in self._engine.stats().values())
 
     def close(self) -> None:
@@ -229,7 +250,7 @@ class LMCacheEngine:
 
 
 def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
-    """Return (k, v) of each layer, every one of `num_tokens` rows."""
+    """Return (k, v) of each layer; each must have `num_tokens` rows."""
     if not isinstance(kvcaches, Sequence) or not kvcaches:
         raise RequestError(
             "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; no "

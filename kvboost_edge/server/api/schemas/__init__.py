@@ -1,1 +1,1 @@
-"""Request schemas, a module for each route."""
+"""Request schemas, one module for each group of routes."""

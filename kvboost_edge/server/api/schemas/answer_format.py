@@ -1,5 +1,7 @@
-"""What an answer has to fit, as OpenAI, llama.cpp and vLLM spell it: one of the engine's
-json_schema, regex, grammar and choice. What is in a schema or a grammar is judged by the engine.
+"""Fields for structured output, as spelled by OpenAI, llama.cpp and vLLM.
+
+Each becomes one of the engine's json_schema, regex, grammar and choice. The engine checks schemas
+and grammars themselves.
 """
 
 from __future__ import annotations
@@ -18,14 +20,12 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def _response_format(value: Any) -> dict[str, Any]:
-    """The engine's keywords for it."""
+    """Return the engine's keywords for a response_format."""
     if value is None or value == {"type": "text"}:
         return {}
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "json_object" and value.keys() <= {
-        "type",
-        "schema",
-    }:  # llama.cpp has the schema beside it
+    # llama.cpp puts the schema next to the type.
+    if kind == "json_object" and value.keys() <= {"type", "schema"}:
         return {"json_schema": _object("response_format", value.get("schema", _ANY_OBJECT))}
     inner = (
         value.get("json_schema")
@@ -59,7 +59,7 @@ def _object(kind: str, value: Any) -> dict[str, Any]:
 
 
 def _schema(value: Any) -> dict[str, Any] | str:
-    if isinstance(value, str) and value:  # vLLM takes its text too
+    if isinstance(value, str) and value:  # vLLM accepts a schema as text too
         return value
     return _object("json_schema", value)
 
@@ -119,9 +119,7 @@ Structured = Annotated[dict[str, Any], PlainValidator(_structured), WithJsonSche
 
 
 def merged(fields: dict[str, dict[str, Any]]) -> dict[str, Any] | tuple[str, str]:
-    """The engine's keywords of all fields that were given, by field; the names of two fields that
-    say different things.
-    """
+    """Return the engine's keywords of the given fields, or the names of two that contradict."""
     found: dict[str, Any] = {}
     first = ""
     for name, keywords in fields.items():

@@ -1,4 +1,4 @@
-"""The `kvboost` object of a body: how a request may use the cache, and what was said before."""
+"""The `kvboost` object of a body: use of the cache, and speculative decoding."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ __all__ = ["CacheUse"]
 
 
 class CacheUse(Strict):
-    """Answers with mode "chunk_kv_reuse" are approximate; the other fields say how much of what it
-    shares is computed all the same, in place of what the server was started with.
+    """Use of the cache and speculative decoding by one request; answers may become approximate.
+
+    Fields that are left out have the values with which the server was started. The recompute fields
+    are for mode "chunk_kv_reuse".
     """
 
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
@@ -52,19 +54,19 @@ class CacheUse(Strict):
 
     @property
     def repair(self) -> dict[str, Any]:
-        """The fields that were given of those that say how reuse is repaired."""
+        """Given fields about the recompute of reused tokens."""
         return self._given("recompute_strategy", "recompute_overlap", "recompute_ratio")
 
     @property
     def drafts(self) -> dict[str, Any]:
-        """The fields that were given of those about tokens guessed ahead."""
+        """Given fields about speculative decoding."""
         return self._given("speculation", "max_draft_tokens")
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def check_together(self, cache_prompt: bool | None) -> None:
-        """Refuse a mode that contradicts the body's `cache_prompt` (ApiError)."""
+        """Raise ApiError for a mode that contradicts the body's `cache_prompt`."""
         if None not in (cache_prompt, self.mode) and cache_prompt == (self.mode == "baseline"):
             given = f"cache_prompt={str(cache_prompt).lower()}"
             raise bad_field(

@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions."""
+"""Body of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _role(value: Any) -> str:
 
 
 def _content(value: Any) -> str:
-    """Text, or text parts joined by line ends."""
+    """Return a content as one text; text parts are joined by line ends."""
     count = COUNTS["parts"]
     if isinstance(value, list) and count.low <= len(value) <= count.high:
         value = "\n".join(_part(part) for part in value)
@@ -97,7 +97,7 @@ def _check_template_value(item: Any) -> None:
             raise field_error(
                 "chat_template_kwargs", f"each text must have {length.describe()} characters"
             )
-    elif isinstance(item, (int, float)):  # true and false are among the integers
+    elif isinstance(item, (int, float)):  # includes true and false
         if not number.low <= item <= number.high:
             raise field_error("chat_template_kwargs", f"each number must be in {number.describe()}")
     else:
@@ -151,7 +151,7 @@ Content = Annotated[
 
 
 def _by_role(schema: dict[str, Any]) -> None:
-    """What `_belongs_to_its_role` checks, in the document."""
+    """Add the conditions of `_belongs_to_its_role` to the OpenAPI document."""
     null = {"type": "null"}
     given = {"not": {"type": "null"}}
     schema["oneOf"] = [
@@ -176,7 +176,7 @@ def _by_role(schema: dict[str, Any]) -> None:
 
 
 class ChatMessage(Strict):
-    """One message. `content` is plain text after validation."""
+    """A message of a conversation."""
 
     model_config = ConfigDict(json_schema_extra=_by_role)
     role: Annotated[str, PlainValidator(_role), WithJsonSchema({"enum": list(_ROLES)})]
@@ -206,9 +206,8 @@ class ChatMessage(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As templates know messages: a developer's message is the system's under its older
-        name.
-        """
+        """Return the message in the format of chat templates."""
+        # "developer" is a new name of the system role, which templates do not know.
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
@@ -225,12 +224,12 @@ class ChatMessage(Strict):
 
     @property
     def text(self) -> str:
-        """The content, "" where there is none."""
+        """The content, or ""."""
         return self.content or ""
 
     @property
     def size(self) -> int:
-        """Characters of all its texts."""
+        """Number of characters of all texts."""
         calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls or ())
         return len(self.text) + len(self.reasoning_content or self.reasoning or "") + calls
 
@@ -239,8 +238,10 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True), counted("messages
 
 
 class ChatRequest(SamplingFields):
-    """Without `max_tokens` or `max_completion_tokens` the answer may fill the context, or, with log
-    probabilities, hold as many of them as an answer may.
+    """A conversation to continue.
+
+    Without `max_tokens` or `max_completion_tokens`, the answer may fill the context. With log
+    probabilities, their number limits it too.
     """
 
     messages: Messages
@@ -314,14 +315,12 @@ class ChatRequest(SamplingFields):
 
     @property
     def called(self) -> ToolChoice:
-        """Which of the tools the model may call; as in OpenAI's API it may call all unless told
-        otherwise.
-        """
+        """Tools that the model may call; all of them by default, as in OpenAI's API."""
         return self.tool_choice or ToolChoice("auto" if self.tools else "none")
 
     @property
     def context_overflow(self) -> str | None:
-        """What to do where the messages do not fit; None: as the server does."""
+        """Handling of messages that exceed the context; None for the server's default."""
         return None if self.kvboost is None else self.kvboost.context_overflow
 
     @property
@@ -330,7 +329,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def continues(self) -> bool:
-        """The answer goes on with the last message."""
+        """True if the answer continues the last message."""
         if self.continue_final_message is not None:
             return self.continue_final_message
         return self.messages[-1].role == "assistant" and self.add_generation_prompt is None

@@ -1,4 +1,4 @@
-"""The body of /v1/completions."""
+"""Body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CompletionRequest"]
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """One prompt or a list of them, as text or as token ids, to a list; all of one kind."""
+    """Return one or more prompts as a list, all texts or all token ids."""
     count = COUNTS["prompts"]
     tokens = COUNTS["prompt_tokens"]
     if isinstance(value, list) and value and type(value[0]) is int:
@@ -83,8 +83,9 @@ Prompts = Annotated[
 
 
 class CompletionRequest(SamplingFields):
-    """`prompt` is a list after validation. `max_tokens` is 16 unless given, as in OpenAI's API; 0
-    only with `echo`.
+    """One or more prompts to continue.
+
+    `max_tokens` is 16 by default, as in OpenAI's API; 0 needs `echo`.
     """
 
     prompt: Prompts

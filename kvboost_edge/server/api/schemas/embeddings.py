@@ -23,7 +23,7 @@ _KINDS = "must be a string, a list of strings, a list of token ids, or a list of
 
 
 def _inputs(value: Any) -> list[str | list[int]]:
-    """One input or a list of them, as text or as token ids, to a list."""
+    """Return one or more inputs as a list of texts and token ids."""
     count = COUNTS["inputs"]
     tokens = COUNTS["prompt_tokens"]
     if isinstance(value, list) and value and type(value[0]) is int:
@@ -50,7 +50,7 @@ def _inputs(value: Any) -> list[str | list[int]]:
 
 
 def _document(value: Any) -> str:
-    """A text, or an object that holds it as Cohere's clients send it."""
+    """Return the text of a document, which may be an object as sent by Cohere's clients."""
     text = value["text"] if isinstance(value, dict) and set(value) == {"text"} else value
     if not is_text(text) or not 1 <= len(text) <= COUNTS["text"].high:
         limit = int(COUNTS["text"].high)
@@ -91,7 +91,7 @@ class _Common(Strict):
 
 
 class EmbeddingRequest(_Common):
-    """`input` is a list after validation."""
+    """Texts or token ids to embed."""
 
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
@@ -99,7 +99,7 @@ class EmbeddingRequest(_Common):
 
 
 class RerankRequest(_Common):
-    """`top_n`: the best so many alone; more than there are: all."""
+    """A query, and documents to rank."""
 
     query: Query
     documents: Annotated[list[Document], counted("reranked")]

@@ -1,7 +1,7 @@
-"""The one table of fields that other servers have and this one has not: taken under our name, taken
-and ignored, or refused with what to use instead.
+"""Fields of other servers that this server does not have.
 
-null means "not given" for each of them.
+They are accepted under our name, ignored, or refused with advice. null means that a field is not
+given.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ _SHOWN_LENGTH = 64
 
 
 class Foreign(NamedTuple):
-    """`instead` is what an error says; values in `harmless` mean nothing and are ignored;
-    `ignored`: all values are.
+    """A field of another server.
+
+    Attributes:
+        instead: advice in the error message.
+        harmless: values without effect, which are accepted.
+        ignored: all values are accepted and ignored.
     """
 
     instead: str
@@ -37,7 +41,7 @@ SAME_AS = {
     "repeat_penalty": "repetition_penalty",  # llama.cpp, Ollama
     "return_tokens": "return_token_ids",  # llama.cpp
 }
-"""Fields that are taken under our name for them."""
+"""Fields that are accepted under our name."""
 
 NO_IMAGES = "images are not supported; this server takes text only"
 """Message for an image in a request."""
@@ -112,12 +116,16 @@ GENERATING: dict[str, Foreign] = {
     "input": Foreign("send messages to /v1/chat/completions"),
     "max_output_tokens": Foreign("use max_tokens", ()),
 }
-"""Of both generating endpoints. A field that one of them has is not foreign there."""
+"""Fields of both generating endpoints. A field that an endpoint has is not foreign there."""
 
 
 def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Foreign]) -> Any:
-    """The object with known names only. An error names the first few others; what follows them
-    costs nothing.
+    """Return the object with known fields only; raise an error for the first unknown ones.
+
+    Args:
+        value: an object, or any other value, which is returned unchanged.
+        fields: names of the known fields.
+        foreign: fields of other servers.
     """
     if not isinstance(value, dict) or all(name in fields for name in value):
         return value
@@ -145,7 +153,7 @@ def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Fore
 
 
 def _spellings(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An integer counts in its other spelling too: 1 and 1.0."""
+    """Return the values with integers also as floats: 1 and 1.0 are the same number."""
     return (*values, *(float(value) for value in values if type(value) is int))
 
 
@@ -162,7 +170,5 @@ def _unknown(names: list[str], fields: Iterable[str]) -> PydanticCustomError:
 
 
 def refused_field(name: str, message: str) -> PydanticCustomError:
-    """An error whose place is the field, although the object around it is what is being
-    validated.
-    """
+    """Return an error of a field, for use while the object around it is validated."""
     return PydanticCustomError("foreign_field", "{message}", {"message": message, "field": name})

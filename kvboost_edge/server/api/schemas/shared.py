@@ -1,9 +1,8 @@
-"""What every request body has in common: strict fields, sampling, and what is refused or ignored by
-name.
+"""Fields and checks that request bodies have in common.
 
-A field is honoured, ignored by name (neutral ones, which change nothing about the answer), refused
-by name (`NotBuilt`) or unknown; the last two answer 400 and name the field. null means "not given"
-where a field is optional.
+A field is used, ignored (it has no effect on the answer), refused by name (`NotBuilt`) or unknown.
+Refused and unknown fields are errors (400) that name the field. null means that an optional field
+is not given.
 """
 
 from __future__ import annotations
@@ -91,24 +90,24 @@ def _only_one(value: Any) -> None:
 
 
 def or_null(schema: dict[str, Any]) -> WithJsonSchema:
-    """JSON Schema of a field that only one kind of value, or null, may have."""
+    """Return the JSON Schema of a field that accepts `schema` or null."""
     return WithJsonSchema({"anyOf": [schema, {"type": "null"}]})
 
 
 OnlyEmpty = Annotated[None, PlainValidator(_only_empty), or_null({"type": "array", "maxItems": 0})]
 OnlyNone = Annotated[None, PlainValidator(_only_none), or_null({"const": "none"})]
 OnlyOne = Annotated[None, PlainValidator(_only_one), or_null({"const": 1})]
-"""Fields that clients send with the value that means nothing."""
+"""Fields that accept only the value without effect, which clients send."""
 
 NotBuilt = Annotated[None, BeforeValidator(_refuse)]
-"""A field that OpenAI's API has and this server has not: null or absent."""
+"""A field of OpenAI's API that is not supported: null or absent."""
 
 OnlyFalse = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False})] | None
-"""A switch that is off here."""
+"""A switch that is not supported: false, null or absent."""
 
 
 def is_text(value: Any) -> bool:
-    """True for a string that is valid Unicode: JSON can spell lone surrogates."""
+    """Return whether a value is a string of valid Unicode; JSON allows lone surrogates."""
     if not isinstance(value, str):
         return False
     try:
@@ -119,14 +118,14 @@ def is_text(value: Any) -> bool:
 
 
 def check_text(value: str) -> str:
-    """The string, if it is valid Unicode."""
+    """Return the string; raise an error if it is not valid Unicode."""
     if not is_text(value):
         raise field_error("text", "holds a lone surrogate; it is no valid text")
     return value
 
 
 def check_count(kind: str, name: str, value: Sized, what: str = "entries") -> None:
-    """An error for a value with more of `what` than COUNTS[name] allows."""
+    """Raise an error for a value with more than COUNTS[name] entries."""
     if len(value) > COUNTS[name].high:
         raise field_error(
             kind, f"holds {len(value)} {what}; at most {COUNTS[name].high} are allowed"
@@ -134,7 +133,7 @@ def check_count(kind: str, name: str, value: Sized, what: str = "entries") -> No
 
 
 def map_schema(name: str, names: dict[str, Any], values: dict[str, Any]) -> WithJsonSchema:
-    """JSON Schema of an object with at most COUNTS[name] entries."""
+    """Return the JSON Schema of an object with at most COUNTS[name] entries."""
     limit = COUNTS[name].high
     return WithJsonSchema(
         {
@@ -147,7 +146,7 @@ def map_schema(name: str, names: dict[str, Any], values: dict[str, Any]) -> With
 
 
 def number_schema(name: str) -> dict[str, Any]:
-    """JSON Schema of a number in BOUNDS[name]."""
+    """Return the JSON Schema of a number in BOUNDS[name]."""
     bound = BOUNDS[name]
     return {
         "type": "integer" if bound.integer else "number",
@@ -174,9 +173,8 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """A list of token ids in their bounds. One pass of C code: prompts of a million ids are
-    validated too.
-    """
+    """Return a list of token ids; raise an error for other values."""
+    # `set`, `map`, `min` and `max` are fast enough for prompts of a million ids.
     if not isinstance(value, list) or set(map(type, value)) - {int}:
         raise field_error("token_ids", "must be a list of token ids (integers)")
     bound = BOUNDS["token_id"]
@@ -272,16 +270,14 @@ Label = Annotated[str, AfterValidator(check_text), counted("label")]
 
 
 class StreamOptions(Strict):
-    """OpenAI's stream options. Chunks are not padded, so `include_obfuscation` may only be
-    false.
-    """
+    """Options of a stream, as in OpenAI's API."""
 
     include_usage: bool | None = None
     include_obfuscation: OnlyFalse = None
 
 
 class SamplingFields(Strict):
-    """Fields that both generating endpoints share, OpenAI's first, then vLLM's and llama.cpp's."""
+    """Fields of both generating endpoints: OpenAI's first, then those of vLLM and llama.cpp."""
 
     foreign = GENERATING
 
@@ -333,7 +329,7 @@ class SamplingFields(Strict):
         ),
     )
 
-    # Neutral: accepted and ignored.
+    # Accepted and ignored.
     user: Label | None = None
     metadata: Metadata | None = None
     store: OnlyFalse = None
@@ -341,7 +337,7 @@ class SamplingFields(Strict):
     safety_identifier: Label | None = None
 
     def check_together(self) -> None:
-        """What no field shows alone; ApiError names the field."""
+        """Raise ApiError for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise bad_field("stream_options", "stream_options is only allowed when stream is true")
         if self.kvboost is not None:
@@ -352,7 +348,7 @@ class SamplingFields(Strict):
             )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ApiError for a token id that the model does not have."""
+        """Raise ApiError for a token id outside of the vocabulary."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             if ids and max(ids) >= vocab_size:
                 raise bad_field(
@@ -370,31 +366,29 @@ class SamplingFields(Strict):
 
     @property
     def explain(self) -> bool:
-        """Whether the answer says why its prompt was read again."""
+        """True if the answer contains a cache-miss report."""
         return self.kvboost is not None and bool(self.kvboost.explain)
 
     @property
     def mode(self) -> GenerationMode | None:
-        """The mode that the body chooses; None: the server's default."""
+        """Mode in the body; None for the server's default."""
         if self.kvboost is not None and self.kvboost.mode is not None:
             return GenerationMode(self.kvboost.mode)
         return GenerationMode.BASELINE if self.cache_prompt is False else None
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """What was said of reuse at other positions and of drafts: keywords of the engine's
-        `submit`.
-        """
+        """Keywords of the engine's `submit` for non-prefix KV reuse and speculative decoding."""
         return {} if self.kvboost is None else {**self.kvboost.repair, **self.kvboost.drafts}
 
     @property
     def cache_key(self) -> str | None:
-        """The key; an empty one is none."""
+        """The key; None if it is empty."""
         return self.prompt_cache_key or None
 
     @property
     def retention(self) -> float | None:
-        """Seconds that the prompt is retained."""
+        """Seconds for which the prompt's blocks are retained, or None."""
         return _DAY_SECONDS if self.prompt_cache_retention == "24h" else None
 
     def _answer_formats(self) -> dict[str, Any] | tuple[str, str]:
@@ -414,7 +408,7 @@ class SamplingFields(Strict):
 
     @property
     def answer_format(self) -> dict[str, Any]:
-        """What the answer has to fit: keywords of the engine's parameters."""
+        """Keywords of the engine's sampling parameters for structured output."""
         found = self._answer_formats()
         return {} if isinstance(found, tuple) else found
 
@@ -430,12 +424,16 @@ class SamplingFields(Strict):
     ) -> SamplingParams:
         """Return the engine's parameters of one choice.
 
-        Choice i of a seeded request has seed + i. As in llama.cpp -1 is a seed drawn by the engine;
-        others count modulo 2^64.
+        Choice i of a seeded request has the seed + i, modulo 2^64. As in llama.cpp, -1 is a random
+        seed.
 
         Args:
-            defaults: values of what the request does not name.
-            fits: keywords of what the answer has to fit; None: `answer_format`.
+            defaults: values of fields that the request leaves out.
+            max_new_tokens: limit of new tokens.
+            logprobs: number of alternatives with log probabilities; None for no log probabilities.
+            choice: number of the choice.
+            fits: keywords for structured output; None for `answer_format`.
+            more: further parameters.
         """
         seed = None if self.seed in (None, -1) else (self.seed + choice) % 2**64
         params = SamplingParams(

@@ -1,6 +1,4 @@
-"""What all bodies are made of: JSON types as they are, known fields only, errors that name the
-field.
-"""
+"""Base of all bodies: strict JSON types, known fields only, errors that name the field."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ __all__ = ["Strict", "bad_field", "field_error"]
 
 
 class Strict(BaseModel):
-    """JSON types as they are: "1" is no number, true is no integer, an unknown field is an
-    error.
+    """A body with strict JSON types.
+
+    A string is never a number, true is not an integer, and an unknown field is an error.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -27,15 +26,16 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, value: Any) -> Any:
-        """Before pydantic looks: it would collect an error for each unknown field."""
+        """Check the names of the fields."""
+        # Before pydantic, which would collect an error for each unknown field.
         return known_fields(value, cls.model_fields, cls.foreign)
 
 
 def field_error(kind: str, message: str) -> PydanticCustomError:
-    """An error of the field that is being validated. Braces in the message stay as they are."""
+    """Return an error of the field that is being validated; braces in the message are kept."""
     return PydanticCustomError(kind, "{message}", {"message": message})
 
 
 def bad_field(name: str, message: str) -> ApiError:
-    """The error of a field that is right alone and wrong beside another one."""
+    """Return the error of a field that contradicts another one."""
     return ApiError(400, message, param=name, code="invalid_value")

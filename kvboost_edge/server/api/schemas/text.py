@@ -1,4 +1,4 @@
-"""Bodies of the small routes: tokenize, detokenize, warm, reset."""
+"""Bodies of /tokenize, /detokenize, /v1/warm, /v1/unpin and /cache/reset."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _few_tokens(ids: list[int]) -> list[int]:
 Text = Annotated[str, AfterValidator(check_text), counted("text")]
 
 
-# Fields of /tokenize that concern one kind of text only.
+# Fields of /tokenize for one kind of text only.
 _BELONGS_TO = {
     "add_special": ("content",),
     "add_special_tokens": ("prompt",),
@@ -40,8 +40,10 @@ _BELONGS_TO = {
 
 
 class TokenizeRequest(Strict):
-    """llama.cpp's form (`content`, special tokens only if asked for) or vLLM's (`prompt` or
-    `messages`, with special tokens unless told otherwise).
+    """A text or messages to tokenize.
+
+    `content` is llama.cpp's field (no special tokens by default). `prompt` and `messages` are
+    vLLM's (with special tokens by default).
     """
 
     content: Text | None = None
@@ -57,7 +59,7 @@ class TokenizeRequest(Strict):
     model: ModelName | None = None
 
     def check_together(self) -> None:
-        """ApiError unless exactly one kind of text is given."""
+        """Raise ApiError unless exactly one kind of text is given."""
         given = [
             name for name in ("content", "prompt", "messages") if getattr(self, name) is not None
         ]
@@ -101,7 +103,7 @@ class UnpinRequest(Strict):
     model: ModelName | None = None
 
     def check_together(self) -> None:
-        """ApiError unless exactly one of the two is given."""
+        """Raise ApiError unless exactly one of text and messages is given."""
         if (self.text is None) == (self.messages is None):
             raise bad_field("text", "give exactly one of text and messages")
         self._check_of_messages("text", self.text)
@@ -149,13 +151,13 @@ _OF_ANSWERS = frozenset(
         *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     }
 )
-"""Fields of a recorded chat request that say how it is answered, and nothing about its prompt."""
+"""Fields of a chat request that do not affect its prompt."""
 
 
 class WarmRequest(UnpinRequest):
-    """The same, to be computed now; a recorded chat request will do, what concerns its answer is
-    ignored. `pin`: it stays, for `ttl` seconds or until it is unpinned. For kvboost.mode
-    "chunk_kv_reuse": `documents`, or a text as it stands behind `position_offset` others.
+    """A text, messages or documents to compute into the cache.
+
+    A recorded chat request is accepted too; fields about its answer are ignored.
     """
 
     documents: Annotated[list[Document], counted("documents")] | None = None
@@ -167,14 +169,14 @@ class WarmRequest(UnpinRequest):
     @model_validator(mode="before")
     @classmethod
     def _prompt_alone(cls, value: Any) -> Any:
-        """A recorded chat request without what concerns its answer."""
+        """Return a chat request without the fields about its answer."""
         if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
             return value
         return {name: item for name, item in value.items() if name not in _OF_ANSWERS}
 
     @property
     def alone(self) -> str | None:
-        """The field by which it is computed alone, for reuse at other positions."""
+        """Field that asks for computation outside of a prompt, for non-prefix reuse, or None."""
         return (
             "documents"
             if self.documents is not None
@@ -200,4 +202,4 @@ class WarmRequest(UnpinRequest):
 
 
 class ResetRequest(Strict):
-    """Nothing: a reset has no options."""
+    """An empty object: a reset has no options."""

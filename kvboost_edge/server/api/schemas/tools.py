@@ -1,6 +1,4 @@
-"""Tools that a model may call, which of them it has to, and calls that were made, as OpenAI spells
-them.
-"""
+"""Tools, tool choice and tool calls in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,21 +27,32 @@ _CHOICES = ("none", "auto", "required")
 
 
 class ToolChoice(NamedTuple):
-    """mode: "none", "auto" or "required"; names: the tools that may be called, None for all."""
+    """Tools that the model may call.
+
+    Attributes:
+        mode: "none", "auto" or "required".
+        names: names of the tools that may be called; None for all.
+    """
 
     mode: str
     names: tuple[str, ...] | None = None
 
 
 class Called(NamedTuple):
-    """A call that was made. arguments: JSON of an object, as the model wrote it."""
+    """A tool call of an earlier message.
+
+    Attributes:
+        id: id of the call.
+        name: name of the function.
+        arguments: JSON of an object, as the model wrote it.
+    """
 
     id: str
     name: str
     arguments: str
 
     def for_template(self) -> dict[str, Any]:
-        """As templates know it: the arguments are an object."""
+        """Return the call in the format of chat templates, with arguments as an object."""
         function = {"name": self.name, "arguments": json.loads(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -58,7 +67,7 @@ def _name(kind: str, value: Any) -> str:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Functions as templates know them: a type, and a name, a description and parameters."""
+    """Return tools in the format of chat templates."""
     if not isinstance(value, list):
         raise field_error(
             "tools", "must be a list of {'type': 'function', 'function': {'name': …}}"
@@ -115,13 +124,13 @@ def _tool(value: Any) -> dict[str, Any]:
         )
     if not isinstance(function.get("strict"), (bool, type(None))):
         raise field_error("tools", "a function's strict must be true or false")
-    # What holds in any case, strict, is not said to the model.
+    # `strict` has no effect and is not passed to the model.
     known = {"name": _name("tools", function.get("name")), "description": description or ""}
     return {"type": "function", "function": {**known, "parameters": parameters or _ANY_ARGUMENTS}}
 
 
 def _types_of(schema: dict[str, Any]) -> list[Any]:
-    """What a schema says its values are; an object unless it says otherwise."""
+    """Return the types that a schema allows, by default an object."""
     types = schema.get("type", "object")
     return types if isinstance(types, list) else [types]
 
@@ -192,7 +201,7 @@ def _called(value: Any) -> Called:
 
 
 def _is_text(value: Any) -> bool:
-    """True where all strings in it are valid Unicode: JSON can spell lone surrogates."""
+    """Return whether all strings in a value are valid Unicode; JSON allows lone surrogates."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -201,7 +210,7 @@ def _is_text(value: Any) -> bool:
 
 
 def size_of_tools(tools: list[dict[str, Any]] | None) -> int:
-    """Characters that they take, about."""
+    """Return the approximate number of characters of the tools in a prompt."""
     return len(json.dumps(tools, ensure_ascii=False)) if tools else 0
 
 
@@ -221,7 +230,7 @@ NAME_SCHEMA = {
     "pattern": f"^{_NAME.pattern}$",
     "maxLength": COUNTS["tool_name"].high,
 }
-"""Of a function's name."""
+"""JSON Schema of a function's name."""
 _TOOL = _object(
     {
         "type": _FUNCTION,
