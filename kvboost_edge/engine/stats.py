@@ -28,19 +28,33 @@ has 0 to 3.
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
-    """The cache as its users know it. A chunk is a block; hits and misses are whole chunks of
-    prompts looked up.
+    """Return the figures of the cache under KVBoost's names. A chunk is a block.
 
-    hot_chunks          published chunks in the pool, idle or in use; hot_memory_mb their size
-    budget_mb           size of the pool; budget_utilization the published share of it
-    cache_hits, approximate_hits, cache_misses, evictions    chunks; approximate are those shared at
-                                                             other positions
-    hit_rate            (exact and approximate) hits / lookups; exact_hit_rate the exact ones alone
-    disk_*              the disk tier: chunks and memory_mb it holds, budget_mb its cap; chunks
-                        since the start: hits it gave back, misses it was asked for in vain, writes,
-                        evictions, refused ones (damaged or not what was asked for) and lost ones
-                        (not stored); errors of the device. All 0 where it is off; the same under
-                        the name of any other tier there is
+    Pool:
+        hot_chunks: full blocks in the prefix index, used or cached.
+        hot_memory_mb: size of these blocks, in MB.
+        budget_mb: size of the pool, in MB.
+        budget_utilization: share of the pool that these blocks take, 0 to 1.
+
+    Prompts, in whole blocks since the start:
+        cache_hits: blocks found as a prefix.
+        approximate_hits: blocks reused from other positions.
+        cache_misses: blocks computed.
+        evictions: cached blocks whose space was given to other tokens.
+        hit_rate: share of exact and approximate hits, 0 to 1.
+        exact_hit_rate: share of exact hits, 0 to 1.
+
+    Disk tier, all 0 without one; a Redis tier has the same figures, named redis_*:
+        disk_chunks: blocks on disk.
+        disk_memory_mb: size of the blocks on disk, in MB.
+        disk_budget_mb: largest size of the blocks on disk, in MB.
+        disk_hits: blocks read and verified.
+        disk_misses: blocks that were looked up and not found.
+        disk_writes: blocks written.
+        disk_evictions: blocks evicted from disk.
+        disk_refused: blocks that were damaged or did not match, and were dropped.
+        disk_lost: blocks that could not be stored.
+        disk_errors: failed operations of the device.
     """
     manager = parts.manager
     block_bytes = parts.backend.spec.bytes_per_block
@@ -96,56 +110,80 @@ def paged_stats(
     tiering: Untiered,
     step_times: StepTimes,
 ) -> dict[str, Any]:
-    """Return the figures of the pool and the engine.
+    """Return the figures of the pool and the engine, by name. Counters count since the start.
 
     Blocks:
-
-    occupied_blocks        blocks that hold KV: used_blocks and cached_blocks
-    cache_utilization      their share of the pool; it stays near 1 once the cache is full
-    used_blocks            blocks that sequences or pins reference; 0 in an idle engine without pins
-    block_utilization      their share of the pool: the load, not the content
-    cached_blocks          unreferenced blocks that still match prompts
-    free_blocks            blocks that are not used, cached ones included
-    pinned_blocks          used blocks of pinned prompts, at most max_pinned_blocks
-    pinned_bytes           their size, a part of pool_bytes
-    retained_blocks        blocks that are evicted after all others of their tenant
-    tokens_held            tokens whose KV is in the pool; shared tokens count once
+        num_blocks: blocks of the pool.
+        block_size: tokens in a block.
+        bytes_per_block: size of a block over all layers, in bytes.
+        occupied_blocks: blocks that hold KV: used_blocks and cached_blocks.
+        cache_utilization: share of the pool that is occupied, 0 to 1. It stays near 1 once the
+            cache is full.
+        used_blocks: blocks that sequences or pins reference; 0 in an idle engine without pins.
+        block_utilization: share of the pool that is used, 0 to 1: the load, not the content.
+        shared_blocks: used blocks with more than one reference.
+        cached_blocks: unreferenced blocks that still match prompts.
+        free_blocks: blocks that are not used, cached ones included.
+        pinned_blocks: used blocks of pinned prompts, at most max_pinned_blocks.
+        max_pinned_blocks: largest number of pinned blocks.
+        pinned_bytes: size of the pinned blocks, a part of pool_bytes.
+        retained_blocks: blocks that are evicted after all others of their tenant.
+        loaded_chunks: full blocks in the prefix index, used or cached. KVBoost's name.
+        blocks_used_by_chunks: the same number, under KVBoost's other name.
+        evictions: cached blocks whose space was given to other tokens.
+        cow_copies: shared blocks that were copied before a write (copy-on-write).
+        tokens_held: tokens whose KV is in the pool; shared tokens count once.
 
     Tokens:
+        hit_tokens: prompt tokens found as a prefix.
+        span_tokens: prompt tokens reused from other positions.
+        miss_tokens: prompt tokens computed.
+        generated_tokens: generated tokens.
+        drafted_tokens: draft tokens verified.
+        accepted_tokens: draft tokens accepted, a part of generated_tokens.
+        max_draft_tokens: default limit of draft tokens in a step; for a hybrid model, of all
+            sequences together.
 
-    hit_tokens             prompt tokens found as a prefix
-    span_tokens            prompt tokens reused from other positions
-    miss_tokens            prompt tokens computed
-    drafted_tokens         draft tokens verified
-    accepted_tokens        draft tokens accepted; they are among generated_tokens
-    max_draft_tokens       default limit of draft tokens in a step; of a hybrid model for all
-                           sequences together
-    draft_bytes            memory of the draft history, at most 118 MB, a part of other_bytes
+    Requests and steps:
+        num_running: sequences that hold blocks.
+        num_waiting: sequences that wait for blocks.
+        max_num_seqs: largest number of sequences computed together.
+        preemptions: sequences that lost their blocks to others and were recomputed.
+        step_seconds: time of all steps, from schedule to sampled tokens, in seconds.
+        step_counts: number of steps that took at most so many seconds, by that bound; "+Inf": all.
 
-    Steps:
+    Memory:
+        weight_bytes: weights, in bytes.
+        pool_bytes: block pool, in bytes.
+        state_bytes: slots of recurrent state, in bytes; room for draft tokens is included.
+        copied_bytes: copies of KV that the runner makes, in bytes.
+        buffer_bytes: buffers of the largest pass and of the draft history, in bytes.
+        draft_bytes: draft history, in bytes: at most 118 MB, a part of other_bytes.
+        other_bytes: resident memory of no other owner, in bytes: interpreter, packages, kernels,
+            activations.
+        process_rss_bytes: resident memory of the process, in bytes.
+        process_peak_bytes: largest resident memory of the process so far, in bytes.
 
-    step_seconds           time of all steps, from plan to sampled tokens
-    step_counts            number of steps of at most so many seconds, "+Inf" of all
+    Recurrent state of hybrid models, 0 for other models:
+        state_slots: slots for recurrent states.
+        state_slots_used: slots that hold a state.
+        state_snapshots: slots that hold a snapshot, by the reason it is kept for.
+        replayed_tokens: tokens recomputed for their state alone.
 
-    Processor:
-
-    isa                    instruction set of the processor
-    kernel_path            form of the linear kernels that runs; "none": torch's run
-    attention_path         likewise of the attention kernels
-
-    Recurrent state of hybrid models, 0 for others:
-
-    state_slots            slots for states
-    state_slots_used       slots that hold a state
-    state_snapshots        slots that hold a snapshot, by the reason it is kept for
-    state_bytes            size of all slots, room for draft tokens included
-    replayed_tokens        tokens recomputed for their state alone
+    Hardware and runner:
+        backend: name of the backend.
+        device: device of the backend.
+        runner: name of the runner: native, torch or onnx.
+        isa: instruction set of the processor.
+        kernel_path: variant of the linear kernels that runs; "none" if torch's kernels run.
+        attention_path: variant of the attention kernels that runs.
+        threading_layer: name of the thread pool that computes.
+        num_threads: threads that compute.
 
     Offload tiers:
-
-    tiers                  the fields of `TierStats`, by tier
-    staging_bytes          size of blocks on their way between pool and tiers
-    lost_blocks            blocks evicted before a tier could take them
+        tiers: fields of `TierStats`, by tier.
+        staging_bytes: size of the blocks on their way between pool and tiers, in bytes.
+        lost_blocks: blocks evicted before a tier could store them.
     """
     manager = parts.manager
     backend = parts.backend.describe()
