@@ -8,6 +8,7 @@ PEERS := .venv-peers
 CUDA_TOOLS := .venv-cuda
 STAMP := $(VENV)/.setup-stamp
 DEMO_STAMP := $(VENV)/.demo-stamp
+DOCS_STAMP := $(VENV)/.docs-stamp
 PYTEST := $(BIN)/python -m pytest -q
 # Several worker processes run at a time; all tests of a file run in one of them.
 WORKERS ?= 2
@@ -31,7 +32,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help setup demo real-model redis-server clean
 .PHONY: test test-all test-quick test-times test-loaded test-arm64 coverage lint mutants
-.PHONY: cuda-check cuda-table cuda-test quality quality-source docs-images
+.PHONY: cuda-check cuda-table cuda-test quality quality-source
+.PHONY: docs docs-images docs-reference
 .PHONY: bench bench-kernels bench-block-pool bench-eviction bench-snapshots bench-router
 .PHONY: bench-prefix-reuse bench-linear bench-startup bench-onnx bench-packing bench-bundled
 .PHONY: bench-states bench-peers bench-embeddings bench-tiers bench-agents
@@ -50,7 +52,7 @@ setup: $(STAMP)  ## create .venv with everything that tests and tools need
 $(STAMP): $(DEMO_STAMP)
 	@echo "Installing the packages for tests and tools, torch among them: some minutes"
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		-c constraints.txt -e '.[torch,server,dev]'
+		-c constraints.txt -e '.[torch,server,docs,dev]'
 	@touch $@
 
 # The packages that the native runner needs; torch is none of them.
@@ -122,6 +124,7 @@ lint: setup  ## run ruff, mypy and the import contracts
 	$(BIN)/mypy
 	MYPYPATH=cuda_ext $(BIN)/mypy --strict cuda_ext/kvboost_edge_cuda cuda_ext/compile_check
 	$(BIN)/mypy --strict --allow-untyped-decorators training
+	$(BIN)/mypy --strict docs_site
 	$(BIN)/lint-imports
 
 mutants: setup  ## plant about 470 faults; each must make a test fail (mutation testing)
@@ -226,10 +229,23 @@ quality-source: setup  ## measure answers about source code under reuse; MODEL=F
 	$(BIN)/python benchmarks/quality/source_questions.py --model "$(MODEL)" \
 		--out benchmarks/results/quality-source.json
 
-##@ Other
+##@ Documentation
+
+$(DOCS_STAMP): $(DEMO_STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)  ## build the documentation site into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open site/index.html"
+
+docs-reference: setup  ## generate docs/commands.md and docs/reference/ from the code
+	$(BIN)/python -m docs_site.reference --write
 
 docs-images: $(DEMO_STAMP)  ## draw the README's chart from benchmarks/results
 	$(BIN)/python benchmarks/bench/readme_chart.py
+
+##@ Other
 
 # NVIDIA's compilers in an environment of their own: about 700 MB, no GPU and no driver needed.
 $(CUDA_TOOLS)/.setup-stamp: cuda_ext/constraints.txt
@@ -251,7 +267,7 @@ cuda-test: setup  ## build cuda_ext, test and time it on this machine's GPU
 	$(BIN)/python benchmarks/bench/bench_cuda.py
 
 clean:  ## remove build products and caches, keep .venv
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache .coverage .coverage.*
-	find kvboost_edge tests benchmarks examples training cuda_ext \
+	find kvboost_edge tests benchmarks docs_site examples training cuda_ext \
 		-name __pycache__ -type d -prune -exec rm -rf {} +

@@ -146,8 +146,10 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         network), which is also the model if none is given.
 
         Args:
-            model_name, path_or_id: other names of the first parameter.
+            model_name_or_path: model directory, GGUF file or hub id.
             strict: the option of that name, by position too.
+            model_name: another name of model_name_or_path.
+            path_or_id: another name of model_name_or_path.
             progress: called with (bytes done, bytes in all) while the native runner packs the
                 weights, once per model.
 

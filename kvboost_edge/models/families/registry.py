@@ -24,7 +24,7 @@ __all__ = [
     "WRAPPERS",
 ]
 
-_READERS = ("registry", "table")  # of what the other files say
+_READERS = ("registry",)  # the modules that read the families' files
 
 
 def _files() -> Iterator[ModuleType]:

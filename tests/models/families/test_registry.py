@@ -10,7 +10,6 @@ import pytest
 from kvboost_edge.models import families
 from kvboost_edge.models.families import registry
 from kvboost_edge.models.families.registry import ARCHITECTURES, FAMILIES, MODEL_TYPES, WRAPPERS
-from kvboost_edge.models.families.table import families_table, main, with_table
 
 PACKAGE = Path(families.__file__).parent
 FILES = sorted(
@@ -18,7 +17,6 @@ FILES = sorted(
     for path in PACKAGE.glob("*.py")
     if re.search("^MODEL_TYPES: ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
 )
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def test_every_model_type_is_of_one_file():
@@ -52,19 +50,3 @@ def test_no_family_imports_what_reads_the_families():
         if found.name not in registry._READERS:
             above = graph.find_upstream_modules(f"{families.__name__}.{found.name}")
             assert not above & readers, found.name
-
-
-def test_the_page_has_the_table(capsys):
-    page = PAGE.read_text(encoding="utf-8")
-    assert families_table() in page
-    assert with_table(page) == page
-    assert with_table(page.replace("Qwen2 and Qwen2.5", "another note")) == page
-    main([])
-    assert capsys.readouterr().out == families_table()
-
-
-def test_a_page_without_the_table_and_unknown_options_are_refused():
-    with pytest.raises(ValueError, match="one table"):
-        with_table("# Models\n")
-    with pytest.raises(SystemExit, match=r"docs/models\.md"):
-        main(["--wrong"])

@@ -1,14 +1,8 @@
-"""The reference page of all options, docs/reference/options.md.
-
-python -m kvboost_edge.cli.option_reference            print it
-python -m kvboost_edge.cli.option_reference --write    write it
-"""
+"""The page of all options, docs/reference/options.md."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from docs_site.reference.tables import table
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
@@ -16,12 +10,11 @@ from kvboost_edge.options import options_of
 from kvboost_edge.server.serve_options import command_options
 from kvboost_edge.server.settings import ServerSettings
 
-__all__ = ["PAGE", "option_page"]
+__all__ = ["option_page"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
 _HEAD = """# Options
 
-`python -m kvboost_edge.cli.option_reference --write` generates this page from the declarations.
+Every option of the engine, a request and the server: its meaning, allowed values, unit and default.
 `serve` takes the options with a flag. Other commands take engine options as `-o NAME=VALUE` and
 sampling parameters as `-s NAME=VALUE`.
 """
@@ -44,28 +37,11 @@ def option_page() -> str:
     for title, text, cls in _SECTIONS:
         has_flags = cls in (EngineConfig, ServerSettings)
         names = ("option", "flag") if has_flags else ("option",)
-        columns = (*names, "meaning", "allowed", "default")
-        rows = [columns, ("---",) * len(columns)]
+        rows = []
         for name, declared in options_of(cls).items():
             flag = ", ".join(f"`{one}`" for one in declared.flags(name)) if name in flags else ""
             cells = (f"`{name}`", flag) if has_flags else (f"`{name}`",)
-            shown = declared.shown_default
-            rows.append((*cells, declared.help, declared.allowed, shown))
-        lines = "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
-        parts.append(f"\n## {title}\n\n{text}\n\n{lines}\n")
+            rows.append((*cells, declared.help, declared.allowed, declared.shown_default))
+        columns = (*names, "meaning", "allowed", "default")
+        parts.append(f"\n## {title}\n\n{text}\n\n{table(columns, rows)}")
     return "".join(parts)
-
-
-def main(arguments: list[str]) -> None:
-    """Print the page, or write it."""
-    if arguments not in ([], ["--write"]):
-        raise SystemExit(__doc__)
-    if arguments:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(option_page(), encoding="utf-8")
-    else:
-        sys.stdout.write(option_page())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""The generated reference pages are current and complete."""
+
+import re
+
+import pytest
+
+import kvboost_edge
+from docs_site.reference import __main__ as script
+from docs_site.reference.commands import command_page, commands
+from docs_site.reference.families import families_table, with_table
+from docs_site.reference.metrics import families, metrics_page
+from docs_site.reference.options import option_page
+from docs_site.reference.pages import generated_pages
+from docs_site.reference.python import python_page
+from docs_site.reference.stats import documented_keys, stats_page
+from docs_site.reference.tables import paragraph, table
+from kvboost_edge import CPUPagedEngine
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine import stats
+from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.terms import Terms
+from kvboost_edge.options import options_of
+from kvboost_edge.server.serve_options import command_options
+from kvboost_edge.server.settings import ServerSettings
+
+
+@pytest.mark.parametrize("path", generated_pages(), ids=lambda path: path.name)
+def test_pages_are_current(path):
+    assert path.read_text(encoding="utf-8") == generated_pages()[path], "run make docs-reference"
+
+
+def test_the_script_writes_and_checks(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "generated_pages", lambda: {page: "text\n"})
+    assert script.main(["--check"]) == 1
+    assert "make docs-reference" in capsys.readouterr().err
+    assert script.main(["--write"]) == 0
+    assert page.read_text() == "text\n"
+    assert script.main(["--check"]) == 0
+    with pytest.raises(SystemExit, match="--check"):
+        script.main([])
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, Terms, ServerSettings])
+def test_every_option_is_declared_and_has_a_row(cls):
+    assert [*options_of(cls)] == [*cls.__dataclass_fields__]
+    page = option_page()
+    assert all(f"\n| `{name}` |" in page for name in options_of(cls))
+
+
+def test_every_command_and_each_of_its_flags_is_listed():
+    page = command_page()
+    sections = dict(
+        re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, flags=re.DOTALL | re.MULTILINE)
+    )
+    assert [*sections] == [*commands()]
+    for name, command in commands().items():
+        flags = [flag for one in command.params for flag in (*one.opts, *one.secondary_opts)]
+        missing = [flag for flag in flags if flag[0] == "-" and f"`{flag}`" not in sections[name]]
+        assert not missing, name
+        assert f"\nkvboost-edge {name}" in sections[name]
+
+
+def test_the_flags_of_the_server_are_on_one_of_two_pages():
+    pages = option_page() + command_page()
+    flags = [flag for name, one in command_options().items() for flag in one.flags(name)]
+    assert len(flags) > 50
+    assert not [flag for flag in flags if f"`{flag}`" not in pages]
+
+
+def test_every_metric_has_a_type_labels_and_a_meaning():
+    rows = re.findall(
+        r"^\| `(\w+:\w+)` \| (\w+) \| (.*?) ?\| (.+) \|$", metrics_page(), re.MULTILINE
+    )
+    assert len(rows) == len(families()) > 70
+    assert {kind for _, kind, _, _ in rows} == {"counter", "gauge", "histogram"}
+    labels = {name: text for name, _, text, _ in rows}
+    assert labels["kvboost:http_requests_total"] == "`route`, `status`"
+    assert labels["vllm:request_success_total"] == "`model_name`, `finished_reason`"
+
+
+def test_every_key_of_the_statistics_is_described(tmp_path):
+    options = {"max_cache_bytes": 16e6, "num_threads": 1, "disk_cache_dir": tmp_path}
+    with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
+        figures = engine.paged_stats()
+        chunks = engine.cache_stats()
+    assert documented_keys(stats.paged_stats) == figures.keys()
+    assert documented_keys(stats.cache_stats) == chunks.keys()
+    fields = figures["tiers"]["disk"]
+    assert not [name for name in fields if f"\n| `{name}` |" not in stats_page()]
+
+
+def test_every_public_name_has_a_directive():
+    page = python_page()
+    names = set(re.findall(r"^::: kvboost_edge\.(\w+)$", page, flags=re.MULTILINE))
+    aliases = {name for name in kvboost_edge.__all__ if f"\n| `{name}` |" in page}
+    assert aliases == {"KVBoost", "InferenceEngine"}
+    assert names | aliases | {"__version__"} == set(kvboost_edge.__all__)
+
+
+def test_a_public_name_without_a_group_is_refused(monkeypatch):
+    monkeypatch.setattr(kvboost_edge, "__all__", [*kvboost_edge.__all__, "New"])
+    with pytest.raises(ValueError, match="New"):
+        python_page()
+
+
+def test_the_table_of_families_is_replaced_and_must_be_there():
+    page = f"# Models\n\n{families_table()}\nMore.\n"
+    assert with_table(page.replace("Qwen2 and Qwen2.5", "another note")) == page
+    with pytest.raises(ValueError, match="one table"):
+        with_table("# Models\n")
+
+
+def test_cells_stay_on_one_line_and_lines_have_at_most_100_columns():
+    assert table(("a", "b"), [("1|2", "two\nlines")]) == (
+        "| a | b |\n| --- | --- |\n| 1\\|2 | two lines |\n"
+    )
+    assert max(map(len, paragraph("word " * 50).splitlines())) <= 100
