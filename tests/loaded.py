@@ -24,6 +24,7 @@ STARTS_A_PROCESS = re.compile(
     r"mark\.(alone|cluster)\b|\bsubprocess\b|\bPopen\b|running_redis|running_chromium"
 )
 SPIN = "while True: pass"
+WIDE = {**os.environ, "COLUMNS": "400"}  # pytest cuts the reasons of failures to the width
 FAILURE = re.compile(r"^(FAILED|ERROR) ")
 
 
@@ -63,7 +64,9 @@ def main() -> int:
     with busy_cores(cores):
         for number in range(1, options.runs + 1):
             started = time.monotonic()
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=ROOT, env=WIDE, capture_output=True, text=True, check=False
+            )
             failed += done.returncode != 0
             lines = done.stdout.splitlines() or done.stderr.splitlines() or ["no output"]
             for line in filter(FAILURE.match, lines):
