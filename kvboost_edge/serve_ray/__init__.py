@@ -11,11 +11,10 @@ __all__ = ["app"]
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """Build the application for `serve run kvboost_edge.serve_ray:app` and for a serve.yaml's
-    `import_path`.
+    """Build the application for `serve run` and for the `import_path` of a serve.yaml.
 
     Args:
-        args: flags of `kvboost-edge serve` by name, see `start.flags_of`.
+        args: Flags of `kvboost-edge serve` by name, see `start.flags_of`.
     """
     from kvboost_edge.serve_ray.ingress import application
 

@@ -1,4 +1,4 @@
-"""The figures of several replicas as those of one engine."""
+"""Statistics of several replicas, combined into those of one engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 __all__ = ["summed_cache", "summed_paged"]
 
-_SAME = ("block_size", "bytes_per_block")  # of every replica the same, so the first one's
-_COUNTS = ("state_snapshots", "step_counts")  # numbers by their names
-_SHARED_TIERS = ("redis",)  # one server for all: its sizes are counted once
+_SAME = ("block_size", "bytes_per_block")  # equal in all replicas
+_COUNTS = ("state_snapshots", "step_counts")  # dictionaries of numbers
+_SHARED_TIERS = ("redis",)  # one server for all replicas, whose sizes are counted once
 _SIZES = ("blocks", "bytes", "max_bytes")
 
 
@@ -51,9 +51,9 @@ def _summed_tier(name: str, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any
         values = [one[field] for one in stats if one[field] is not None]
         if not values:
             continue
-        if isinstance(values[0], str):  # what is wrong with one of them
+        if isinstance(values[0], str):  # the problem of one replica
             summed[field] = next(filter(None, values), "")
-        elif isinstance(values[0], bool):  # of a directory that several use one alone is the owner
+        elif isinstance(values[0], bool):  # ownership of a shared directory, which one replica has
             summed[field] = any(values)
         elif name in _SHARED_TIERS and field in _SIZES:
             summed[field] = max(values)

@@ -1,4 +1,4 @@
-"""The Ray Serve deployment of the replicas. Loads Ray."""
+"""The Ray Serve deployment of the replicas. Imports Ray."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvboost_edge.server.work.prepare import prepare
 __all__ = ["NAME", "RayReplica", "replica_deployment"]
 
 NAME = "engine"
-_HEALTH_SECONDS = 2.0  # so soon a replica whose engine died is replaced
-# For what is cancelled at the end of the grace, and for the tiers to store what they still hold.
+_HEALTH_SECONDS = 2.0  # a replica whose engine died is replaced after this time
+# After the drain period: time to cancel requests and to store blocks in the tiers.
 _LAST_SECONDS = 5.0
-_MOST_AT_ONCE = 1_000_000  # the ingress bounds what is in flight; the engine queues it
+_MOST_AT_ONCE = 1_000_000  # the ingress limits requests in flight, and the engine queues them
 
 
 class RayReplica(EngineReplica):
@@ -40,7 +40,7 @@ class RayReplica(EngineReplica):
         engine = own_options(options.engine, cpus, memory)
 
         def ready(engine: CPUPagedEngine) -> None:
-            # The ingress refuses a mode that the model cannot have.
+            # The ingress refuses a mode that the model does not support.
             can_reuse = engine.default_reuse_refusal is None
             mode = options.mode if can_reuse else GenerationMode.PREFIX_CACHE
             prepare(engine, options.warm, options.warm_documents, options.tenants, mode)
@@ -50,11 +50,8 @@ class RayReplica(EngineReplica):
         super().__init__(options._replace(engine=engine), name, ready)
 
     async def check_health(self) -> None:
-        """Check the replica; end this process at once if its engine is stuck.
-
-        Ray would have nothing to wait for: the requests are computed elsewhere, or their clients
-        are notified.
-        """
+        """Check the replica; end this process at once if its engine is stuck."""
+        # Other replicas compute the requests, or their clients are notified, so Ray need not wait.
         try:
             await super().check_health()
         except EngineStuck as error:
@@ -62,17 +59,13 @@ class RayReplica(EngineReplica):
             os._exit(1)
 
     def __del__(self) -> None:
-        """Close the engine; Ray calls this when the replica's requests are done or have timed
-        out.
-        """
+        """Close the engine. Ray calls this after the replica's requests have ended."""
         if hasattr(self, "_engine"):
             self.close()
 
 
 def _share(cpus: float, memory: int) -> float:
-    """Return the fraction of this machine's memory for a replica: its reservation, otherwise its
-    fraction of the CPUs.
-    """
+    """Return a replica's fraction of this machine's memory: as reserved, else by its CPUs."""
     if memory:
         return min(1.0, memory / available_bytes())
     here = ray.get_runtime_context().get_node_id()

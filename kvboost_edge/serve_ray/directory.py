@@ -1,4 +1,4 @@
-"""Directory for the files of the server's own Ray."""
+"""The directory for files of the server's own Ray."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from kvboost_edge.server.logs import log_facts
 
 __all__ = ["MEMORY_PLACE", "STORE_BYTES", "ray_directory"]
 
-STORE_BYTES = 80 << 20  # answers are small: what Ray needs at least
+STORE_BYTES = 80 << 20  # Ray's minimum, because answers are small
 MEMORY_PLACE = "/dev/shm"
-_MEMORY_BYTES = (
-    4 * STORE_BYTES
-)  # free there: for Ray's store, what does not fit into that, and logs
-_RANDOM = 8  # characters that `mkdtemp` puts behind it
+# Space for Ray's object store, for objects beyond it, and for logs.
+_MEMORY_BYTES = 4 * STORE_BYTES
+_RANDOM = 8  # characters that `mkdtemp` appends
 _INSIDE = "r"
-_MOST_SOCKET_PATH = 107  # of a Unix socket; Ray's lie below its directory
-_SESSION_PATH = 70  # what Ray puts behind it
+_MOST_SOCKET_PATH = 107  # characters of a Unix socket's path; Ray's sockets are in the directory
+_SESSION_PATH = 70  # characters that Ray appends
 
 
 @contextlib.contextmanager
 def ray_directory() -> Iterator[str]:
-    """Provide a directory for the files of one Ray, and remove it in the end.
+    """Create a directory for the files of one Ray, and remove it at the end.
 
-    Directories of killed servers are removed first. Ray opens its directory to every user, so it is
-    inside one that only its user may enter. Raises ConfigError if its path is too long for Ray.
+    Directories of killed servers are removed first. Raises ConfigError if the path is too long for
+    Ray.
     """
     _remove_abandoned()
+    # Ray makes its directory accessible to every user, so it is inside one that only this user may
+    # enter.
     outer = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_place()))
     try:
-        with open_unfinished(
-            outer
-        ):  # as long as it is open, somebody lives who will remove all this
+        with open_unfinished(outer):  # while it is locked, no other server removes the directory
             inner = outer / _INSIDE
             if len(str(inner)) + _SESSION_PATH > _MOST_SOCKET_PATH:
                 most = _MOST_SOCKET_PATH - _SESSION_PATH - len(f"/{_prefix()}/{_INSIDE}") - _RANDOM
@@ -57,11 +56,8 @@ def ray_directory() -> Iterator[str]:
 
 
 def _prefix() -> str:
-    """Return the prefix of directory names for this machine since its start.
-
-    Other machines may use the same directory, on a file system that does not show them the locks
-    here.
-    """
+    """Return the prefix of directory names for this machine since its start."""
+    # Machines may share the directory over a file system that does not share their locks.
     boot = b""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -69,11 +65,7 @@ def _prefix() -> str:
 
 
 def _place() -> str:
-    """Choose the parent directory: in memory if the system has one with enough space, otherwise
-    that for temporary files.
-
-    Prompts that exceed Ray's object store are among the files.
-    """
+    """Return the parent directory: in memory if there is enough space, else for temporary files."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(MEMORY_PLACE).free >= _MEMORY_BYTES:
             return MEMORY_PLACE
@@ -81,9 +73,7 @@ def _place() -> str:
 
 
 def _remove_abandoned() -> None:
-    """Remove directories of this user's killed servers on this machine. A failure costs only disk
-    space.
-    """
+    """Remove directories of this user's killed servers on this machine."""
     for place in (MEMORY_PLACE, tempfile.gettempdir()):
         for path in Path(place).glob(f"{_prefix()}*"):
             with contextlib.suppress(OSError):
@@ -97,8 +87,9 @@ def _remove_abandoned() -> None:
 
 
 def _remove(outer: Path) -> None:
-    """Remove a directory, its locked file last: without the lock, a later server could not tell
-    that the rest may be removed.
+    """Remove a directory, its locked file last.
+
+    Without the lock, a later server could not tell that the rest may be removed.
     """
     shutil.rmtree(outer / _INSIDE, ignore_errors=True)
     if not (outer / _INSIDE).exists():
@@ -106,5 +97,5 @@ def _remove(outer: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Tell whether a path belongs to this user. Files of others are not even opened."""
+    """Return whether a directory belongs to this user. Files of other users are not opened."""
     return sys.platform != "win32" and path.lstat().st_uid == os.getuid() and path.is_dir()

@@ -1,4 +1,4 @@
-"""One request from the ingress to a replica and back. All of it runs on the pool's event loop."""
+"""One request from the ingress to a replica and back, on the pool's event loop."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from kvboost_edge.server.errors import ApiError, NoReplica
 __all__ = ["Cancelled", "Flight", "ReplicaLost", "Stream", "is_loss"]
 
 _TRIES = 4
-_TARGETS = 3  # replicas that are tried in order, before any
-_ENDING_SECONDS = 5.0  # a cancelled request that has not ended by then is given up
+_TARGETS = 3  # replicas to try in order, before any other
+_ENDING_SECONDS = 5.0  # wait for a cancelled request to end
 
 
 class ReplicaLost(ApiError):
-    """503: the replica ended in the middle of an answer. If the request is sent again, another
-    replica computes it.
+    """503: the replica ended in the middle of an answer.
+
+    If the request is sent again, another replica computes it.
     """
 
     def __init__(self) -> None:
@@ -35,13 +36,11 @@ class ReplicaLost(ApiError):
 
 
 class Cancelled(KVBoostError):
-    """The request was cancelled before a replica began it, or its replica did not report an
-    outcome.
-    """
+    """The request was cancelled before a replica began it, or its replica reported no outcome."""
 
 
 class Stream(Protocol):
-    """The stream that Ray returns for a streaming call."""
+    """Ray's stream of a streaming call."""
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
 
@@ -49,7 +48,7 @@ class Stream(Protocol):
 
 
 def is_loss(error: BaseException) -> bool:
-    """Tell whether an error of a call means that its replica, or the connection to it, is lost."""
+    """Return whether a call's error means that the replica or the connection to it is lost."""
     from ray import exceptions
     from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -63,14 +62,20 @@ def is_loss(error: BaseException) -> bool:
 
 
 class Flight:
-    """Transport of one request's answer into its handle.
+    """The transport of one request's answer into its handle.
+
+    Args:
+        sent: The request.
+        chain: Its prompt.
+        handle: Receives the answer.
+        router: Is informed of the request's start.
+        choices: Returns at most this many replicas for a prompt, best first.
+        call: Sends the request and returns the stream of its answer.
+        end: Asks the replicas to cancel it.
+        keep: Receives the token ids of the answer's text.
 
     Attributes:
-        choices: returns at most that many replicas for a prompt, the best first.
-        call: sends the request and returns the stream of its answer.
-        end: asks the replicas to cancel it.
-        keep: receives the token ids of the answer's text.
-        progress: progress of the prompt, as far as the replica reported it.
+        progress: Progress of the prompt, as reported by the replica.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class Flight:
         self._call = call
         self._end = end
         self._keep = keep
-        self._queued: RoutingDecision | None = None  # where its tokens count as waiting
+        self._queued: RoutingDecision | None = None  # the replica where its tokens count as waiting
         self.progress: Progress | None = None
         self._begun = time.monotonic()
         self._has_begun = self._has_events = self._is_cancelled = False
@@ -120,7 +125,7 @@ class Flight:
                 self._ending.cancel()
 
     def cancel(self) -> None:
-        """Cancel the request: in the replica if it has begun there, otherwise here."""
+        """Cancel the request: in the replica if it has begun there, else here."""
         self._is_cancelled = True
         if self._ending is None and self._task is not None and not self._task.done():
             if self._has_begun:
@@ -147,9 +152,7 @@ class Flight:
                 if await self._follow(sent):
                     return
                 tries += 1
-            except (
-                CapacityError
-            ) as error:  # the pool of another replica may be larger: all are tried
+            except CapacityError as error:  # another replica may have a larger pool
                 if self._has_events or self._ending is not None or choice is None:
                     raise
                 refusal = error
@@ -159,7 +162,7 @@ class Flight:
                 tries += 1
             if self._has_events or self._ending is not None:
                 raise ReplicaLost
-            # No client has seen any of it, so another replica may compute it.
+            # The client has not seen any of it, so another replica may compute it.
             if self._stream is not None:
                 self._stream.cancel()
             self._settle()
@@ -169,15 +172,13 @@ class Flight:
         raise NoReplica if refusal is None else refusal
 
     def _settle(self) -> None:
-        """Tell the router that the request's tokens no longer wait, without waiting for the next
-        report.
-        """
+        """Tell the router that the request's tokens no longer wait."""
         if self._queued is not None:
             self._router.note_not_started(self._queued)
             self._queued = None
 
     def _placed(self, lost: set[str]) -> tuple[RoutingDecision | None, Sent]:
-        """Return the request with its target replicas. Lost ones are tried last, by Ray only."""
+        """Return the request with its target replicas. Lost ones are not among them."""
         now = time.monotonic()
         choices = [
             choice

@@ -1,5 +1,6 @@
-"""The server as a Ray Serve deployment, for `serve run` and clusters: one application with the
-replicas. Loads Ray.
+"""The server as a Ray Serve deployment, for `serve run` and clusters. Imports Ray.
+
+The server and its replicas are one application.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from kvboost_edge.server.serve_options import ServeOptions
 __all__ = ["application"]
 
 _PROG = "kvboost_edge.serve_ray:app"
-_OPENING_SECONDS = 3600.0  # a large model is packed once; Ray's own limits end it before
+_OPENING_SECONDS = 3600.0  # packing a large model takes long; Ray's own limits are shorter
 
 
 def application(arguments: Mapping[str, Any]) -> serve.Application:
-    """Build the complete application: the server and its replicas."""
+    """Build the whole application: the server and its replicas."""
     flags = flags_of(arguments)
     options = _parsed(flags)
     cpus = options.engine.get("num_threads") or 1
@@ -45,11 +46,11 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def _parsed(flags: Sequence[str]) -> ServeOptions:
-    """Parse flags; raise ConfigError for unknown ones instead of ending a process of Ray's."""
+    """Parse flags; raise ConfigError for unknown ones, where argparse would end Ray's process."""
     try:
         return parse_flags(flags, _PROG)
     except SystemExit as error:
-        # Values may be secrets, and Ray logs this.
+        # Values may be secrets, and Ray logs this message.
         named = " ".join(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
         raise ConfigError(
             f"wrong flags or values: {named}; those of `kvboost-edge serve` are known"
@@ -57,8 +58,9 @@ def _parsed(flags: Sequence[str]) -> ServeOptions:
 
 
 def _is_settled() -> bool:
-    """Tell whether all replicas have this version. During an update, earlier replicas may have
-    another model.
+    """Return whether all replicas have this version.
+
+    During an update, earlier replicas may have another model.
     """
     status = serve.status().applications.get(serve.get_replica_context().app_name)
     engines = None if status is None else status.deployments.get(NAME)
@@ -67,14 +69,14 @@ def _is_settled() -> bool:
 
 @serve.deployment(
     name="server",
-    num_replicas=1,  # it counts what is in flight and remembers what was asked
+    num_replicas=1,  # the server counts requests in flight and keeps their history
     ray_actor_options={"num_cpus": 1},
     max_ongoing_requests=100_000,
     graceful_shutdown_wait_loop_s=0.1,
 )
 @serve.ingress()
 class Server:
-    """One process with the application; keys are read from its own environment or files."""
+    """The process of the HTTP application. It reads API keys from its own environment or files."""
 
     def __init__(self, flags: Sequence[str], engines: Any) -> None:
         options = _parsed(flags)
@@ -99,7 +101,7 @@ class Server:
         return create_app(self._pool, self._settings)
 
     def check_health(self) -> None:
-        """Pass: without replicas the server still answers, with that error."""
+        """Do nothing: without replicas the server still answers, with an error."""
 
     def __del__(self) -> None:
         if hasattr(self, "_pool"):

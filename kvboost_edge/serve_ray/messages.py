@@ -1,6 +1,4 @@
-"""What ingress and replicas tell each other. Ray carries these records between processes of one
-cluster.
-"""
+"""Messages between ingress and replicas, which Ray carries between the processes of a cluster."""
 
 from __future__ import annotations
 
@@ -34,8 +32,12 @@ _KINDS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(ki
 
 
 class Failure(NamedTuple):
-    """An error of a replica: the name of its class, and its message where that is one of ours.
-    has_died: the replica's engine has, so another replica may do what this one could not.
+    """An error of a replica.
+
+    Attributes:
+        kind: Name of the error's class.
+        message: Its message; "" for an error that is not of this package.
+        has_died: True if the engine has died, so that another replica may succeed.
     """
 
     kind: str
@@ -43,23 +45,33 @@ class Failure(NamedTuple):
     has_died: bool = False
 
     def as_error(self) -> Exception:
-        """The same error here; whatever is not ours stays without its message, which may quote a
-        client.
-        """
+        """Return the same error; for foreign errors, a RuntimeError without their message."""
+        # A foreign message may quote the client's text.
         kind = _KINDS.get(self.kind)
         return RuntimeError(f"{self.kind} in a replica") if kind is None else kind(self.message)
 
 
 def failure_of(error: Exception, is_alive: bool = True) -> Failure:
-    """What the ingress is told of an error."""
+    """Return the `Failure` that reports an error to the ingress."""
     return Failure(
         type(error).__name__, str(error) if isinstance(error, KVBoostError) else "", not is_alive
     )
 
 
 class Description(NamedTuple):
-    """What a replica is. `model` and `root` must be those of every other: they are digests of the
-    model's files, and of these with all that shapes keys and values.
+    """The description of a replica.
+
+    Attributes:
+        replica: The replica's name.
+        pid: Its process id.
+        model: Digest of the model's files; equal in all replicas.
+        root: Digest of these and of everything else that determines the KV; equal in all replicas.
+        block_size: Tokens per block.
+        info: Its runner's description.
+        sampling_defaults: The model's default sampling parameters.
+        reuse_refusal: Why the model refuses non-prefix reuse; None if it does not.
+        embedding_size: Length of an embedding; 0 if unsupported.
+        default_reuse_refusal: Why it refuses non-prefix reuse with the default options.
     """
 
     replica: str
@@ -75,19 +87,21 @@ class Description(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A request on its way.
+    """A request on its way to a replica.
 
     Attributes:
-        request: its name, no two requests of an ingress have the same.
-        targets: replicas in the order in which they are to be tried; empty: any.
-        tokens: of the prompt, little-endian u32.
-        terms: without the deadline, which no other machine's clock knows.
-        since: seconds since the call began.
-        left: seconds until the deadline.
-        missing_tokens: of the prompt, that the router thinks must be computed.
-        restored_tokens: that it thinks a tier has.
-        hashes: of the prompt's full blocks, 32 bytes each in one piece: the replica looks up what
-            it has by them.
+        request: Unique name of the request.
+        targets: Replicas to try in order; empty for any.
+        tokens: The prompt's tokens, little-endian uint32.
+        sampling: Sampling parameters.
+        terms: Further options, without the deadline, which depends on this machine's clock.
+        prompt_text: Text of the prompt; None if it was given as tokens.
+        since: Seconds since the call began.
+        left: Seconds until the deadline; None without one.
+        missing_tokens: Prompt tokens that the router expects to be computed.
+        restored_tokens: Prompt tokens that the router expects in an offload tier.
+        hashes: Hashes of the prompt's full blocks, 32 bytes each, concatenated. The replica looks
+            up its blocks by them.
     """
 
     request: str
@@ -104,8 +118,12 @@ class Sent(NamedTuple):
 
 
 class ReplicaCall(NamedTuple):
-    """A question to one replica, which no other may answer: the name of one of its methods, and the
-    arguments.
+    """A call to one particular replica.
+
+    Attributes:
+        targets: The replica's name.
+        method: The name of its method.
+        arguments: The method's arguments.
     """
 
     targets: tuple[str, ...]
@@ -114,10 +132,18 @@ class ReplicaCall(NamedTuple):
 
 
 class Came(NamedTuple):
-    """Something of an answer: tokens; at the end the result, or the error. The first of them holds
-    the replica's name alone: the request has begun. Until there are tokens `progress` says now and
-    then how far the prompt is. `kept`: the ids that its text was written with, to be found by the
-    next turn.
+    """A part of an answer. The first one has only the replica's name: the request has begun.
+
+    Attributes:
+        replica: The replica's name.
+        events: New tokens.
+        cached_tokens: Prompt tokens found in the cache.
+        prompt_logprobs: Log probabilities of the prompt, if requested.
+        result: The result, in the last part.
+        pinned_tokens: Tokens of pinned blocks.
+        kept: Token ids of the answer's text, for reuse in the next turn.
+        failure: The error that ended the request.
+        progress: Progress of the prompt, before the first token.
     """
 
     replica: str
@@ -132,8 +158,12 @@ class Came(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What became of a call that gives a value of its own: that or an error, and the results of its
-    requests.
+    """The outcome of an engine call that returns a value of its own.
+
+    Attributes:
+        value: The value; None after an error.
+        results: Results of the call's requests.
+        failure: The error.
     """
 
     value: Any
@@ -143,7 +173,7 @@ class Computed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """All figures of one replica, as its engine gives them."""
+    """All statistics of one replica's engine."""
 
     replica: str
     paged: dict[str, Any]
@@ -154,7 +184,7 @@ class ReplicaFigures:
 
 
 class ReplicaUpdate(NamedTuple):
-    """What a replica tells the router now and then."""
+    """A replica's periodic report to the router."""
 
     replica: str
     is_alive: bool

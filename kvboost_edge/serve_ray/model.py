@@ -1,4 +1,4 @@
-"""The model's files for ingress and replicas; the ingress needs the tokenizer, and no weights."""
+"""The model's files for ingress and replicas. The ingress needs only the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["model_digest", "open_tokenizer"]
 
 
 def open_tokenizer(path_or_id: str, config: EngineConfig) -> tuple[Tokenizer, str]:
-    """Open tokenizer and chat template of a model, and compute the digest of all its files.
+    """Return a model's tokenizer with chat template, and the digest of all its files.
 
-    Raises the exceptions of loading the model for files that are missing or wrong.
+    Raises the errors of loading the model for missing or invalid files.
     """
     checkpoint = _open(path_or_id, config)
     return load_tokenizer(checkpoint), checkpoint.fingerprint()
 
 
 def model_digest(path_or_id: str, config: EngineConfig) -> str:
-    """Compute the digest of all files of a model; each is read once, and again after a change."""
+    """Return the digest of a model's files. Each file is read once, and again after a change."""
     return _open(path_or_id, config).fingerprint()
 
 

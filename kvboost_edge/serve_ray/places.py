@@ -1,4 +1,4 @@
-"""Machines for replicas, and the address of a cluster."""
+"""CPUs of the machines of a cluster, and the cluster's address."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvboost_edge.errors import BackendUnavailable, ConfigError
 __all__ = ["check_address", "cpus_of_each"]
 
 _ANSWERING_SECONDS = 10.0
-# What a client of HTTP/2 begins with, and the kind of the frame that a server begins with: Ray's
-# head is one.
+# An HTTP/2 client preface, and the type of a server's first frame. Ray's head node is an HTTP/2
+# server.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
 _FRAME_HEAD = 9  # bytes
@@ -21,14 +21,16 @@ _FRAME_HEAD = 9  # bytes
 def cpus_of_each(
     workers: int, num_threads: int | None, machines: Sequence[int], free: int | None = None
 ) -> int:
-    """Return the CPUs that each replica reserves: its threads, or the most with which all replicas
-    fit.
+    """Return the CPUs that each replica reserves: its threads, or as many as possible.
 
     Args:
-        machines: CPUs of each machine; one replica is on one machine.
-        free: CPUs on all machines that are not reserved; None: all.
+        workers: Number of replicas.
+        num_threads: Threads of a replica; None to choose the largest number with which all fit.
+        machines: CPUs of each machine. A replica runs on one machine.
+        free: Unreserved CPUs of all machines; None for all.
 
-    Raises ConfigError if there are too few.
+    Raises:
+        ConfigError: There are too few CPUs.
     """
     free = sum(machines) if free is None else free
     most = max(machines, default=0)
@@ -61,16 +63,20 @@ def cpus_of_each(
 
 
 def _places(machines: Sequence[int], each: int) -> int:
-    """Count the replicas of `each` CPUs that fit on these machines."""
+    """Return the number of replicas of `each` CPUs that fit on these machines."""
     return sum(cpus // each for cpus in machines)
 
 
 def check_address(address: str) -> None:
-    """Check the address of a cluster; Ray would wait for minutes.
+    """Check that a Ray cluster answers at an address.
 
-    Raises ConfigError for an invalid address, BackendUnavailable if no cluster's head answers. With
-    Ray's TLS, whose keys only Ray has, an open port is enough.
+    With Ray's TLS, an open port is enough, because only Ray has the keys.
+
+    Raises:
+        ConfigError: The address is invalid.
+        BackendUnavailable: No cluster answers.
     """
+    # Ray itself would wait for minutes.
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Replicas as one engine: what the server asks of an engine, asked of those that Ray runs."""
+"""Replicas behind the interface of one engine, for the server."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["ReplicaView", "ReplicatedEngine"]
 
-_ASKING_SECONDS = 10.0  # a replica that has not done what it is asked to by then is left out
-_SAYING_SECONDS = 5.0  # and one that has not said how it is
+# A replica that does not answer within this time is left out.
+_ASKING_SECONDS = 10.0  # actions
+_SAYING_SECONDS = 5.0  # statistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica's figures, as they were when they were asked for; its blocks as they are."""
+    """One replica's statistics at the time of the query; its block map is current."""
 
     pool: ReplicatedEngine = dataclasses.field(repr=False)
     figures: ReplicaFigures
@@ -71,12 +72,12 @@ class ReplicaView:
 
 
 class ReplicatedEngine:
-    """Several engines as one, for `server.app.create_app`. Prompts are tokenized here and computed
-    there; a request goes to the replica that is expected to give its first token first.
+    """Several replicas as one engine, for `server.app.create_app`.
 
-    Its members mean what they mean of `CPUPagedEngine`. What has no single place goes to all
-    replicas: a reset, an unpin and documents for reuse at other positions; figures are sums,
-    `replicas` has them one by one. Close it to end its thread; replicas are Ray's to end.
+    Prompts are tokenized here. A request goes to the replica with the shortest expected time to
+    first token. Members are those of `CPUPagedEngine`. Resets, unpins, and documents for reuse at
+    other positions go to all replicas. Statistics are sums; `replicas` has them for each replica.
+    Closing the pool ends its thread, not the replicas, which belong to Ray.
     """
 
     def __init__(self, replicas: Replicas, tokenizer: Tokenizer, config: EngineConfig) -> None:
@@ -90,7 +91,7 @@ class ReplicatedEngine:
 
     @property
     def _about(self) -> Description:
-        """It changes when replicas of a newer version take the place of all others."""
+        """Description of the replicas. It changes when a newer version has replaced all of them."""
         return self._replicas.about
 
     @property
@@ -132,9 +133,10 @@ class ReplicatedEngine:
         entry: RequestArrival | None = None,
         **options: Any,
     ) -> RequestHandle:
-        """Send a request to a replica and return at once. RequestError for what is wrong with it
-        here; what only a replica can tell, such as a request that its pool cannot hold, the handle
-        raises.
+        """Send a request to a replica and return at once.
+
+        Raises RequestError for an invalid request. Errors that only a replica detects, such as a
+        full pool, are raised by the handle.
         """
         entry = RequestArrival(time.perf_counter()) if entry is None else entry
         self._check_open()
@@ -197,10 +199,8 @@ class ReplicatedEngine:
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """A text that prompts begin with is computed by its home replica alone; documents, and a
-        text that stands behind others, by every replica, as nothing tells where a prompt with them
-        goes.
-        """
+        """Compute a prompt prefix in one replica; documents or a text at an offset in all."""
+        # A prefix has a home replica. A prompt that contains documents may go to any replica.
         if documents is None and not position_offset:
             terms = {name: options[name] for name in ("tenant", "cache_salt") if name in options}
             handle = self.submit(text or "", sampling=SamplingParams(max_new_tokens=0), **options)
@@ -216,7 +216,7 @@ class ReplicatedEngine:
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult:
-        """Of the replica that holds the most."""
+        """Return the result of the replica that holds the most."""
         found: list[WarmResult] = self._ask(
             "warm_result", encode_tokens(token_ids), tenant, cache_salt
         )
@@ -243,8 +243,9 @@ class ReplicatedEngine:
     # What there is to know.
 
     def replicas(self, *, patient: bool = False) -> dict[str, ReplicaView]:
-        """Each replica by its name, in the order of these; those that do not answer are left out,
-        and are not waited for once that is known, unless `patient`.
+        """Return the replicas by name, sorted.
+
+        Replicas that do not answer are left out. Silent ones are asked only if `patient`.
         """
         asked = self._replicas.usable if patient else self._replicas.talking
         found: list[ReplicaFigures] = self._replicas.ask(
@@ -261,7 +262,7 @@ class ReplicatedEngine:
         return summed_paged([view.paged_stats() for view in self.replicas().values()])
 
     def block_map(self) -> list[int]:
-        """Of all replicas in a row, in the order of `replicas`."""
+        """Return the block maps of all replicas, concatenated in the order of `replicas`."""
         return [state for states, _ in self._blocks(0, self._replicas.talking) for state in states]
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
@@ -269,7 +270,7 @@ class ReplicatedEngine:
         return details[: max(0, limit)]
 
     def blocks_of(self, replica: str, limit: int) -> tuple[list[int], list[BlockDetail]]:
-        """`block_map` and `block_details` of one replica; empty where it is gone."""
+        """Return `block_map` and `block_details` of one replica; empty if it is gone."""
         return next(iter(self._blocks(limit, (replica,))), ([], []))
 
     def _blocks(
@@ -288,14 +289,14 @@ class ReplicatedEngine:
         return sum(view.waiting_tokens() for view in self.replicas().values())
 
     def is_alive(self) -> bool:
-        """Whether at least one replica takes requests, as far as it is known here."""
+        """Return whether at least one replica is known to take requests."""
         return self._replicas.is_open and bool(self._replicas.usable)
 
     def read_ahead(self) -> None:
-        """Every replica does it when it starts."""
+        """Do nothing: every replica reads ahead when it starts."""
 
     def close(self) -> None:
-        """End what is in flight and the pool's thread. May be called again."""
+        """Cancel requests in flight and end the pool's thread. May be called again."""
         self._replicas.close()
 
     def __enter__(self) -> ReplicatedEngine:
@@ -350,7 +351,7 @@ class ReplicatedEngine:
         )
 
     def _ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What each replica answers; NoReplica if none does."""
+        """Return each replica's answer; raise NoReplica if there is none."""
         found = self._replicas.ask(method, *arguments, seconds=_ASKING_SECONDS)
         if not found:
             raise NoReplica
@@ -364,8 +365,10 @@ class ReplicatedEngine:
         *,
         everywhere: bool = False,
     ) -> Any:
-        """The engine's call of this name in one replica or in all; `handles` gets one that cancels
-        it, and in the end those of its requests.
+        """Call a method of the engine in one replica or in all.
+
+        While it runs, `handles` contains a handle that cancels it, afterwards those of its
+        requests.
         """
         self._check_open()
         given = options.pop("handles", None)

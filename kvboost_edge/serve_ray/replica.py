@@ -38,10 +38,10 @@ from kvboost_edge.serve_ray.watch.stillness import Stillness, major_faults
 
 __all__ = ["EngineReplica", "EngineStuck", "ReplicaOptions", "own_options"]
 
-_PROGRESS_SECONDS = 0.5  # between two looks at how far a prompt is
+_PROGRESS_SECONDS = 0.5  # interval between progress reports of a prompt
 _COMPUTING_THREADS = 32  # each waits for one `embed`, `rerank` or `warm`
-_MEASURED_TOKENS = 64  # of the prompt whose time says how fast a replica is, before its requests do
-# Figures of an engine of which one moves with every step.
+_MEASURED_TOKENS = 64  # length of the prompt that measures a new replica's speed
+# Statistics of which at least one changes with every step.
 _MOVING = (
     "num_running",
     "num_waiting",
@@ -52,15 +52,20 @@ _MOVING = (
     "generated_tokens",
 )
 _PLACES = {"disk": Place.DISK, "redis": Place.SHARED}
-_GUESSED_SPEEDS = {
-    "disk": 500e6,
-    "redis": 200e6,
-}  # bytes a second that a tier gives, before one was read
+# Assumed speeds in bytes per second before the first read.
+_GUESSED_SPEEDS = {"disk": 500e6, "redis": 200e6}
 
 
 class ReplicaOptions(NamedTuple):
-    """Parameters of every replica: the model, the engine's options, the texts that it computes
-    before it takes requests, a copy for each tenant, and the mode of requests that choose none.
+    """Parameters of every replica.
+
+    Attributes:
+        model: Path or id of the model.
+        engine: Engine options.
+        warm: Prompt prefixes to compute before taking requests.
+        warm_documents: Documents to compute before taking requests.
+        tenants: Tenants that each get a copy of those texts.
+        mode: Mode of requests that choose none.
     """
 
     model: str
@@ -71,18 +76,21 @@ class ReplicaOptions(NamedTuple):
     mode: GenerationMode = GenerationMode.PREFIX_CACHE
 
     def __repr__(self) -> str:
-        """Represent it without the engine's options, which may hold a password: Ray logs its
-        arguments.
-        """
+        """Represent the options without those of the engine, which may contain a password."""
+        # Ray logs its arguments.
         return f"ReplicaOptions({self.model!r})"
 
 
 def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str, Any]:
-    """Return an engine's options for a replica's reserved CPUs and bytes of memory (0: none
-    reserved).
+    """Return the engine options of a replica with reserved CPUs and memory.
 
-    The number of threads is that of the CPUs unless given. Raises CapacityError if more memory is
-    reserved than exists.
+    Args:
+        engine: Options of every replica.
+        cpus: Reserved CPUs, the default number of threads.
+        memory: Reserved bytes; 0 for none.
+
+    Raises:
+        CapacityError: More memory is reserved than available.
     """
     options = dict(engine)
     if cpus >= 1:
@@ -96,18 +104,19 @@ def own_options(engine: Mapping[str, Any], cpus: float, memory: int) -> dict[str
 
 
 class EngineStuck(KVBoostError):
-    """An engine that computes no more; its requests will never end."""
+    """An engine that makes no progress; its requests will never end."""
 
 
 class EngineReplica:
-    """The owner of one engine. Its methods run on one event loop; waits for the engine run in
-    threads.
+    """The owner of one engine. Its methods run on one event loop, blocking calls in threads.
 
-    Attributes:
-        name: name for the router; "" outside of Ray.
+    Args:
+        options: The parameters of every replica.
+        name: Name for the router; "" outside of Ray.
+        prepare: Called with the engine before it takes requests.
     """
 
-    still_seconds = 120.0  # an engine that does nothing for so long though it has work is given up
+    still_seconds = 120.0  # time without progress after which a busy engine counts as stuck
 
     def __init__(
         self,
@@ -122,7 +131,7 @@ class EngineReplica:
         self._handles: dict[str, RequestHandle] = {}
         self._stillness = Stillness()
         self._learning: asyncio.Task[None] | None = None
-        # A pool of its own: in the loop's threads, long calls would delay health checks and new
+        # Its own pool: long calls in the event loop's threads would delay health checks and new
         # requests.
         self._computing = ThreadPoolExecutor(
             _COMPUTING_THREADS, thread_name_prefix="kvboost-compute"
@@ -148,10 +157,11 @@ class EngineReplica:
     # Calls of Ray.
 
     async def check_health(self) -> None:
-        """Raise KVBoostError if the engine's thread has died: Ray then ends this process and starts
-        another.
+        """Check the engine. After an error, Ray replaces this process.
 
-        Raises EngineStuck if the engine has done nothing for minutes although there are requests.
+        Raises:
+            KVBoostError: The engine's thread has died.
+            EngineStuck: The engine has requests, and has made no progress for `still_seconds`.
         """
         engine = self._engine
         if not engine.is_alive():
@@ -171,29 +181,30 @@ class EngineReplica:
         return {"model": self._model, "root": self._engine.cache_root.hex()}
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load, for other routers and for Ray's own pages."""
+        """Return the load, for other routers and for Ray's dashboard."""
         return dataclasses.asdict(
             self._meter.report(time.monotonic(), free_blocks=await self._free_blocks())
         )
 
     def close(self) -> None:
-        """End the engine after its tiers have stored pending blocks."""
+        """Close the engine after its tiers have stored pending blocks."""
         self._engine.close()
         self._computing.shutdown(wait=False)
 
     # Requests.
 
     async def generate(self, sent: Sent) -> AsyncIterator[Came]:
-        """Answer a request in pieces, see `Came`. Closing the stream, as Ray does to cancel it,
-        cancels the request.
+        """Yield the parts of a request's answer, see `Came`.
+
+        Closing the stream, as Ray does to cancel it, cancels the request.
         """
         now = time.monotonic()
         deadline = None if sent.left is None else now + sent.left
         terms = dataclasses.replace(sent.terms, deadline=deadline)
         try:
             ids = decode_tokens(sent.tokens)
-            # The ingress does not know yet of this replica's new blocks: without hashes, nothing is
-            # found by them.
+            # The ingress does not know this replica's latest blocks. Without hashes, no block is
+            # found.
             full = len(ids) // self._engine.config.block_size
             hashes = sent.hashes if len(sent.hashes) == full * HASH_BYTES else b""
             entry = RequestArrival(time.perf_counter() - sent.since, sent.prompt_text, hashes)
@@ -207,7 +218,7 @@ class EngineReplica:
             try:
                 handle = await asyncio.shield(submitting)
             except asyncio.CancelledError:
-                submitting.add_done_callback(_cancel_submitted)  # its thread goes on
+                submitting.add_done_callback(_cancel_submitted)  # its thread continues
                 raise
         except Exception as error:
             yield Came(self.name, failure=self._failure(error))
@@ -233,9 +244,8 @@ class EngineReplica:
             yield Came(self.name, failure=self._failure(error))
         finally:
             handle.cancel()
-            if (
-                self._handles.get(sent.request) is handle
-            ):  # the same request may have been sent here again
+            # A retry may have sent the same request here again.
+            if self._handles.get(sent.request) is handle:
                 del self._handles[sent.request]
             self._meter.end(sent.request, time.monotonic(), num_tokens)
 
@@ -255,7 +265,7 @@ class EngineReplica:
         )
 
     def _note_restored(self, result: GenerationResult) -> None:
-        """Measure a tier's speed from a result whose restored tokens all came from it."""
+        """Measure a tier's speed, if all restored tokens came from the same tier."""
         read = [
             (name, tokens)
             for name, tokens in result.hit_tokens.items()
@@ -270,8 +280,9 @@ class EngineReplica:
     async def compute(
         self, sent: Sent, call: str, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> AsyncIterator[Computed | None]:
-        """Run the engine's `embed`, `rerank` or `warm`: yield None at once, then the outcome.
-        Closing the stream ends the work.
+        """Run the engine's `embed`, `rerank` or `warm`; yield None at once, then the outcome.
+
+        Closing the stream cancels the work.
         """
         handles = Handles()
         deadline = None if sent.left is None else time.monotonic() + sent.left
@@ -289,7 +300,7 @@ class EngineReplica:
 
         async def computed() -> (
             Any
-        ):  # its errors are the call's, that of a replica that is closed among them
+        ):  # errors belong to the call, including those of a closed replica
             return await asyncio.get_running_loop().run_in_executor(self._computing, run)
 
         task = asyncio.ensure_future(computed())
@@ -311,8 +322,10 @@ class EngineReplica:
     # Calls of an ingress to this replica.
 
     async def ask(self, asked: ReplicaCall) -> Any:
-        """Answer by one of the methods below; return an error of ours as a `Failure`, and None if
-        the call is for another replica.
+        """Call one of the methods below.
+
+        Returns a `Failure` for an error of this package, and None if the call is for another
+        replica.
         """
         if self.name not in asked.targets:
             return None
@@ -345,11 +358,10 @@ class EngineReplica:
         )
 
     async def _tell(self, cursor: Cursor) -> ReplicaUpdate:
-        """Report this replica's load, and the cache events that an ingress does not know yet."""
+        """Return this replica's load, and the cache events that an ingress does not know yet."""
         alive = self._engine.is_alive()
         if alive:
-            # A task of its own: the engine reports each event once, even if no caller waits any
-            # more.
+            # A separate task: the engine reports each event once, even if the caller stops waiting.
             if self._learning is None or self._learning.done():
                 self._learning = asyncio.ensure_future(self._learn())
             await asyncio.shield(self._learning)
@@ -360,7 +372,7 @@ class EngineReplica:
     async def _learn(self) -> None:
         """Record the blocks that were added to the engine's cache and evicted from it."""
         engine = self._engine
-        with contextlib.suppress(KVBoostError):  # it may stop meanwhile
+        with contextlib.suppress(KVBoostError):  # the engine may stop in the meantime
             pool, tiers = await asyncio.to_thread(
                 lambda: (engine.take_cache_events(), engine.take_tier_events())
             )
@@ -424,9 +436,8 @@ _QUESTIONS: dict[str, Callable[..., Awaitable[Any]]] = {
 
 
 def _measured_speed(engine: CPUPagedEngine) -> float:
-    """Measure the seconds for each prompt token with one uncached prompt, so that unequal machines
-    are known from the first request on.
-    """
+    """Return the seconds per prompt token, measured with one uncached prompt."""
+    # Unequal machines are known as such from the first request on.
     capacity = int(engine.paged_stats()["num_blocks"]) * engine.config.block_size
     prompt = [0] * max(1, min(_MEASURED_TOKENS, engine.runner_info.max_context - 1, capacity - 1))
     began = time.perf_counter()
@@ -438,13 +449,13 @@ def _measured_speed(engine: CPUPagedEngine) -> float:
 
 
 def _cancel_submitted(submitting: asyncio.Future[RequestHandle]) -> None:
-    """Cancel a request that has no waiting client any more."""
+    """Cancel a request that no client waits for any more."""
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()
 
 
 def _results_of(handles: Sequence[RequestHandle]) -> tuple[GenerationResult, ...]:
-    """Collect the available results; an error of one is the call's."""
+    """Return the available results, ignoring failed requests."""
     found = []
     for handle in handles:
         with contextlib.suppress(Exception):

@@ -39,24 +39,28 @@ __all__ = ["Replicas"]
 
 T = TypeVar("T")
 
-# between two looks at the replicas
-_BUSY_SECONDS = 0.1
-_IDLE_SECONDS = 1.0
-_TELLING_SECONDS = 2.0  # who says nothing for so long is not chosen until he does
-_WATCHED_SECONDS = 1.0  # after a request the looks go on as with one
+# Seconds.
+_BUSY_SECONDS = 0.1  # polling interval with requests in flight
+_IDLE_SECONDS = 1.0  # polling interval without
+_TELLING_SECONDS = 2.0  # a replica that does not answer within this time is not chosen
+_WATCHED_SECONDS = 1.0  # polling stays frequent for this time after a request
 _TRIES = 3
-_CANCEL_SECONDS = 0.1  # until work that did not end is cancelled again
+_CANCEL_SECONDS = 0.1  # before unfinished work is cancelled again
 
 
 class Replicas:
     """The replicas of a deployment.
 
-    Attributes:
+    Args:
         handle: Ray's handle of the deployment.
-        model: digest of the files from which the ingress reads the tokenizer.
-        about: description of the replicas after `open`, by one that is usable or was the last
-            usable one.
-        router: chooses the replica of a request.
+        model: Digest of the files from which the ingress reads the tokenizer.
+
+    Attributes:
+        about: After `open`, the description of a usable replica, or of the last one that was
+            usable.
+        router: Chooses the replica of a request.
+        usable: Names of the replicas that match the model and each other.
+        is_open: False after `close`.
     """
 
     about: Description
@@ -76,20 +80,23 @@ class Replicas:
         self._silent: set[str] = set()
         self._looks = HealthChecks(self._look_at)
         self._busy_until = 0.0
-        self._changed = asyncio.Event()  # other replicas than before: they are looked at soon
+        self._changed = asyncio.Event()  # the membership has changed, so poll soon
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="kvboost-replicas", daemon=True)
         self._thread.start()
 
     def open(self, seconds: float, is_settled: Callable[[], bool] = lambda: True) -> None:
-        """Wait for the first replica, and begin to monitor all of them.
+        """Wait for the first replica, and start polling all of them.
 
         Args:
-            is_settled: False while other replicas may still come, such as those of a newer version.
+            seconds: Longest time to wait.
+            is_settled: Returns False while further replicas may start, such as those of a newer
+                version.
 
-        Raises ConfigError if the existing replicas have another model or other settings,
-        BackendUnavailable after `seconds`.
+        Raises:
+            ConfigError: The replicas have another model or other settings.
+            BackendUnavailable: No replica was ready in time.
         """
         end = time.monotonic() + seconds
         pause = 0.05
@@ -101,7 +108,7 @@ class Replicas:
             ]
             if found:
                 self.about = found[0]
-                # Poll first, so that their cached blocks are known before the first request.
+                # Poll first, so that cached blocks are known before the first request.
                 self.start(self._look_at_all()).result()
                 self.start(self._look_after())
                 return
@@ -115,15 +122,13 @@ class Replicas:
             pause = min(1.2 * pause, 1.0)
 
     def members_changed(self, members: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-        """Take Ray's current replicas with their metadata; return the usable ones. Callable from
-        any thread.
-        """
+        """Set Ray's current replicas with their metadata; return the usable ones. Thread-safe."""
         with self._lock:
             if self._root not in {
                 str(one.get("root")) for one in members.values() if one.get("model") == self._model
             }:
                 self._root = (
-                    None  # all of that kind are gone: those that come may be of a newer one
+                    None  # all replicas of this version are gone, so a newer one may follow
                 )
             accepted = set()
             for name in sorted(members):
@@ -148,9 +153,8 @@ class Replicas:
         return self.usable - self._silent or self.usable
 
     def _refusal(self, name: str, about: Mapping[str, Any]) -> str | None:
-        """Return the reason why a replica cannot join the others, or None. The first accepted one
-        defines the settings.
-        """
+        """Return why a replica cannot join the others, or None."""
+        # The first accepted replica defines the settings.
         model = str(about.get("model"))
         root = str(about.get("root"))
         if model != self._model:
@@ -174,10 +178,8 @@ class Replicas:
         self._changed.set()
 
     def choices(self, chain: PromptChain, count: int) -> list[RoutingDecision]:
-        """List replicas for a request, the best first, without silent ones unless all are silent.
-
-        Knowledge about silent ones is kept: they may only be busy.
-        """
+        """Return replicas for a request, best first; silent ones only if all are silent."""
+        # The router keeps its knowledge of silent replicas, which may only be busy.
         return self.router.choose(chain, time.monotonic(), among=self.talking or None, count=count)
 
     # Calls.
@@ -189,7 +191,7 @@ class Replicas:
         return stream
 
     async def cancel(self, sent: Sent) -> None:
-        """Ask the replica that computes a request to cancel it."""
+        """Ask the replicas to cancel a request."""
         await self._gather("cancel", (sent.request,), self.usable, _TELLING_SECONDS)
 
     async def compute(
@@ -200,9 +202,7 @@ class Replicas:
         options: Mapping[str, Any],
         everywhere: bool,
     ) -> Computed:
-        """Make an engine call in one replica, or in all; then return the answer of the one that
-        found the most.
-        """
+        """Call an engine method in one replica, or in all and return the largest result."""
         if everywhere:
             names = sorted(self.usable)
             each = [self._compute_at(sent, (name,), call, arguments, options) for name in names]
@@ -226,7 +226,7 @@ class Replicas:
         arguments: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> Computed | None:
-        """Make an engine call at targets; return None if the replica ended meanwhile."""
+        """Call an engine method in a target; return None if the replica has ended."""
         self._busy_until = time.monotonic() + _WATCHED_SECONDS
         stream = self._computing.remote(
             sent._replace(targets=targets), call, arguments, dict(options)
@@ -248,10 +248,15 @@ class Replicas:
     def ask(
         self, method: str, *arguments: Any, seconds: float, among: Iterable[str] | None = None
     ) -> list[Any]:
-        """Collect the answers of usable replicas, in the order of their names.
+        """Return the answers of usable replicas, in the order of their names.
 
-        Replicas that do not answer within `seconds` are left out. The call blocks, so it is not for
-        the event loop. KVBoostError and its subclasses are raised as by the replica.
+        Blocks, so do not call it on the event loop. A KVBoostError of a replica is raised here.
+
+        Args:
+            method: Name of the replica's method.
+            *arguments: Its arguments.
+            seconds: Time after which a replica is left out.
+            among: Ask only these replicas; None for all usable ones.
         """
         if not self.is_open:
             raise KVBoostError("the pool of replicas is closed")
@@ -271,7 +276,7 @@ class Replicas:
         return [answer for answer in answers if answer is not None]
 
     async def _ask_one(self, asked: ReplicaCall, seconds: float) -> Any:
-        """Ask one replica; return None if it does not answer in time."""
+        """Call a method of one replica; return None if it does not answer in time."""
         response = self._asking.remote(asked)
         try:
             return await asyncio.wait_for(_answer(response), seconds)
@@ -286,7 +291,7 @@ class Replicas:
     # Polling.
 
     async def _look_after(self) -> None:
-        """Poll the load and the cache events of each replica."""
+        """Poll the load and the cache events of each replica until cancelled."""
         try:
             while True:
                 self._looks.begin(self._looked_at())
@@ -300,7 +305,7 @@ class Replicas:
             await self._looks.end()
 
     async def _look_at_all(self) -> None:
-        """Poll all replicas once, until they have answered or timed out."""
+        """Poll all replicas once, and wait until they have answered or timed out."""
         self._looks.begin(self._looked_at())
         await self._looks.settle()
 
@@ -308,7 +313,7 @@ class Replicas:
         return self.usable & frozenset(self.router.members())
 
     async def _look_at(self, name: str) -> None:
-        if name not in self.router.members():  # it went before this began
+        if name not in self.router.members():  # it has left
             return
         told = await self._ask_quietly(name, "tell", self.router.cursor(name))
         if not isinstance(told, ReplicaUpdate):
@@ -322,10 +327,8 @@ class Replicas:
             await self._learn_from(name)
 
     def _is_about_gone(self) -> bool:
-        """Tell whether the replica that defined the settings is gone.
-
-        Then another one defines them: it may have a newer version with other settings.
-        """
+        """Return whether the replica that defined the settings is gone."""
+        # If so, another replica defines them, possibly of a newer version.
         return self.about.replica not in self.usable
 
     async def _learn_from(self, name: str) -> None:
@@ -338,9 +341,8 @@ class Replicas:
             self.about = found
 
     async def _ask_quietly(self, name: str, method: str, *arguments: Any) -> Any:
-        """Ask a replica; return None if it fails or times out, because one failure must not stop
-        the polling of others.
-        """
+        """Call a method of one replica; return None if it fails or times out."""
+        # A failure of one replica must not stop the polling of the others.
         try:
             return await self._ask_one(ReplicaCall((name,), method, arguments), _TELLING_SECONDS)
         except Exception as error:
@@ -352,12 +354,10 @@ class Replicas:
     # The loop.
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run work on the loop, outside of any request of Ray's.
-
-        Inside a request, all calls would have the same id, by which Ray's router distinguishes
-        them.
-        """
-        with self._lock:  # nothing may come behind the last that runs there
+        """Run a coroutine on the loop, outside of any Ray request."""
+        # Inside a request, all calls would have the same id, by which Ray's router distinguishes
+        # them.
+        with self._lock:  # nothing may start after the loop has ended
             if not self.is_open:
                 work.close()
                 raise KVBoostError("the pool of replicas is closed")
@@ -366,7 +366,7 @@ class Replicas:
             )
 
     def call_soon(self, work: Callable[[], object]) -> None:
-        """Call work on the loop; do nothing once it is closed."""
+        """Call a function on the loop; do nothing after `close`."""
         try:
             self._loop.call_soon_threadsafe(work, context=contextvars.Context())
         except RuntimeError:
@@ -374,7 +374,7 @@ class Replicas:
                 raise
 
     def close(self) -> None:
-        """End all work and the thread."""
+        """Cancel all work and end the thread."""
         with self._lock:
             if not self.is_open:
                 return
@@ -395,9 +395,9 @@ class Replicas:
             self._tasks.discard(task)
 
     async def _end_all(self) -> None:
-        """Cancel all work until it has ended: Ray may answer a cancelled call with an error of its
-        own, after which a loop goes on.
-        """
+        """Cancel all work until it has ended."""
+        # Ray may answer a cancelled call with an error of its own, after which a polling loop
+        # continues.
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()

@@ -1,6 +1,4 @@
-"""`kvboost-edge serve --workers N`: replicas on this machine's own Ray or on a cluster, with one
-server.
-"""
+"""`kvboost-edge serve --workers N`: one server with replicas on its own Ray or on a cluster."""
 
 from __future__ import annotations
 
@@ -46,24 +44,22 @@ __all__ = [
 ]
 
 FLAGS_VARIABLE = "KVBOOST_EDGE_SERVE_FLAGS"
-_REFUSED = (
-    "ray_address",
-    "port",
-)  # of a serve.yaml: the cluster is the one it runs on, and Ray's proxy listens
+# Not in a serve.yaml, which runs on its own cluster with Ray's proxy.
+_REFUSED = ("ray_address", "port")
 
-_OPENING_SECONDS = 60.0  # from "the deployment is ready" to the first replica's answer
-_ENDING_SECONDS = 10.0  # for processes that are killed
-_WAITING_SECONDS = 0.1  # between two looks at why replicas are not there
-_MOST_REASON = 500  # characters of it, the last ones
-# Of this process: Ray remembers the first it sees.
+_OPENING_SECONDS = 60.0  # from a ready deployment to the first replica's answer
+_ENDING_SECONDS = 10.0  # wait for killed processes
+_WAITING_SECONDS = 0.1  # polling interval while replicas start
+_MOST_REASON = 500  # characters from the end of Ray's message
+# One token per process, because Ray remembers the first one.
 _TOKEN = secrets.token_hex(32)
 _LOOPBACK = "127.0.0.1"
-# Variables of a Ray of this process's own; None: not set.
+# Environment variables for Ray on this machine; None to unset one.
 _OWN: dict[str, str | None] = {
     "RAY_ADDRESS": None,
-    "RAY_AUTH_MODE": None,  # by default tokens are asked for
+    "RAY_AUTH_MODE": None,  # the default requires tokens
     "RAY_AUTH_TOKEN": _TOKEN,
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on every system: loopback alone
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only, on every system
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _ERRORS = {kind.__name__ for kind in vars(errors).values() if isinstance(kind, type)}
@@ -84,12 +80,11 @@ def replica_options(options: ServeOptions) -> ReplicaOptions:
 
 
 def flags_of(arguments: Mapping[str, Any]) -> list[str]:
-    """Convert arguments by name, as in `serve.yaml` and `serve run`, to flags of `kvboost-edge
-    serve`.
+    """Convert arguments of `serve.yaml` or `serve run` to flags of `kvboost-edge serve`.
 
-    Examples: `num_threads: 4`, a list for a repeatable flag, true for a flag without a value.
+    Examples: `num_threads: 4`; a list for a repeatable flag; true for a flag without a value.
     Without arguments, the environment variable KVBOOST_EDGE_SERVE_FLAGS is used. Raises ConfigError
-    for unknown arguments.
+    for arguments that Ray's configuration sets.
     """
     if not arguments:
         return shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
@@ -110,9 +105,9 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def replicated(options: ServeOptions) -> Iterator[ReplicatedEngine]:
-    """Start the replicas of the options as one engine; end all of them when the block is left."""
+    """Start the replicas, and yield them as one engine; end them afterwards."""
     config = EngineConfig.from_options(**options.engine)
-    # Before Ray starts, so that wrong options and files are reported at once.
+    # Before Ray starts, so that invalid options and files are reported at once.
     tokenizer, digest = open_tokenizer(options.model, config)
     threads = options.engine.get("num_threads")
     with cluster(options.ray_address, options.workers, threads) as each:
@@ -135,13 +130,16 @@ def pooled(
     seconds: float = _OPENING_SECONDS,
     is_settled: Callable[[], bool] = lambda: True,
 ) -> Iterator[ReplicatedEngine]:
-    """Provide the replicas of a handle as one engine, once the first of them exists.
+    """Yield the replicas of a handle as one engine, once the first one is ready.
 
     Args:
-        name: see `TargetRouter`.
-        digest: digest of the model's files, see `open_tokenizer`.
-
-    The other parameters, and errors, are those of `Replicas.open`.
+        handle: Ray's handle of the deployment.
+        name: Name of the ingress, see `TargetRouter`.
+        tokenizer: The model's tokenizer.
+        digest: Digest of the model's files, see `open_tokenizer`.
+        config: The engine's configuration.
+        seconds: As for `Replicas.open`, whose errors it raises.
+        is_settled: As for `Replicas.open`.
     """
     from kvboost_edge.serve_ray.pool import ReplicatedEngine
     from kvboost_edge.serve_ray.replicas import Replicas
@@ -158,9 +156,7 @@ def pooled(
 
 @contextlib.contextmanager
 def cluster(address: str | None, workers: int, num_threads: int | None) -> Iterator[int]:
-    """Start Ray for that many replicas, or connect to the cluster at the address; yield the CPUs of
-    each replica.
-    """
+    """Start Ray for `workers` replicas, or connect to a cluster; yield the CPUs of each replica."""
     if address is None:
         each = cpus_of_each(workers, num_threads, [default_num_threads()])
         with own_cluster(workers * each):
@@ -188,16 +184,16 @@ def cluster(address: str | None, workers: int, num_threads: int | None) -> Itera
 
 @contextlib.contextmanager
 def own_cluster(num_cpus: int) -> Iterator[None]:
-    """Start Ray on this machine only.
+    """Start Ray on this machine only, and stop it afterwards.
 
-    It listens on loopback with a token of its own, without dashboard and usage reports, its files
-    in a directory that is removed in the end. Raises BackendUnavailable if it does not start.
+    Ray listens on loopback with its own token, without dashboard and usage reports. Its files are
+    in a directory that is removed at the end. Raises BackendUnavailable if Ray does not start.
     """
     with ray_directory() as directory, _environment(_OWN):
         import ray
 
         try:
-            # Quiet: Ray would only log that tokens are required.
+            # Quiet: Ray would only log that it requires tokens.
             with _kept_signals(), _on_loopback(), _quiet("ray._private.authentication"):
                 ray.init(
                     address="local",
@@ -212,8 +208,8 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
                 )
         except (
             BaseException
-        ) as error:  # where a part of it is too slow, of no kind of its own; of a signal too
-            _end_processes(directory)  # before the directory goes
+        ) as error:  # signals, and Ray's timeouts, which have no class of their own
+            _end_processes(directory)  # before the directory is removed
             if not isinstance(error, Exception):
                 raise
             raise BackendUnavailable(
@@ -230,9 +226,8 @@ def own_cluster(num_cpus: int) -> Iterator[None]:
 
 
 def _end_processes(directory: str) -> None:
-    """End the processes of a partly started Ray with its files there; they would run as long as
-    this process.
-    """
+    """Kill the processes of a partly started Ray that uses `directory`."""
+    # They would run as long as this process.
     import psutil
 
     found = []
@@ -246,9 +241,9 @@ def _end_processes(directory: str) -> None:
 
 @contextlib.contextmanager
 def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
-    """Deploy the replicas and wait until all are loaded; yield Ray's handle.
+    """Deploy the replicas, wait until all are loaded, and yield Ray's handle.
 
-    Raises the error of a replica that could not load.
+    Raises the error of a replica that fails to load.
     """
     from ray import serve
     from ray.serve.schema import LoggingConfig
@@ -279,11 +274,11 @@ def deployed(options: ServeOptions, name: str, cpus: int) -> Iterator[Any]:
 
 
 def _wait_for(name: str) -> None:
-    """Wait until all replicas of an application exist.
+    """Wait until all replicas of an application run, and log the reason for a long wait.
 
-    Ray waits indefinitely, such as for CPUs that were reserved by others meanwhile; the log says
-    for what. Raises the error of a replica that could not load.
+    Raises the error of a replica that fails to load.
     """
+    # Ray may wait forever, for example for CPUs that another application has reserved.
     from ray import serve
 
     told = ""
@@ -311,7 +306,7 @@ def _messages(name: str) -> str:
 
 
 def loading_error(text: str) -> KVBoostError:
-    """Find a replica's error in Ray's message, which is a traceback as text."""
+    """Return the error of a replica from Ray's message, which contains a traceback."""
     found = [
         match
         for line in text.splitlines()
@@ -334,7 +329,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for this process and its children while the block runs; None removes one."""
+    """Set environment variables for this process and its children; None unsets one."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -345,12 +340,9 @@ def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray use loopback as this machine's address, and any free port for its node's agent,
-    while the block runs.
-
-    By default every Ray uses the same port, and a second one would not start. `ray.init` has no
-    arguments for it.
-    """
+    """Make Ray use the loopback address, and any free port for its node's agent."""
+    # `ray.init` has no arguments for these. By default every Ray uses the same port, and a second
+    # one would not start.
     from ray._private import parameter, ray_constants
 
     made = parameter.RayParams
@@ -366,7 +358,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress messages below an error of this logger while the block runs."""
+    """Suppress messages of a logger below errors."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -386,10 +378,7 @@ def _set(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Keep Ray from taking SIGTERM, which it would do for good, while the block runs.
-
-    What ends this process, and with which status, is not Ray's decision even while it starts.
-    """
+    """Keep Ray from installing its SIGTERM handler, which it would never remove."""
     from ray._private import utils
 
     take = utils.set_sigterm_handler
@@ -401,7 +390,7 @@ def _kept_signals() -> Iterator[None]:
 
 
 def log_replicas(pool: ReplicatedEngine) -> None:
-    """Log the replicas."""
+    """Log each replica's runner, backend, threads and pool."""
     for name, view in pool.replicas().items():
         stats = view.paged_stats()
         shown = {

@@ -1,8 +1,8 @@
-"""Ray's router of an ingress: it sends a request to the replica that the ingress selected.
+"""The request router that Ray runs in an ingress: it sends requests to the selected replicas.
 
-Ray calls it in the process of the ingress, in a thread of its own, and updates its list of
-replicas. Ray creates the class from a copy of this module's code, so nothing may be stored here;
-see members.py.
+Ray calls it in the ingress process, in a separate thread, and updates its list of replicas. Ray
+creates the class from a copy of this module's code, so this module cannot hold state; see
+members.py.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ __all__ = ["TargetRouter"]
 
 
 class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are not checked
-    """A router that tries a request's `targets` in order, then any other usable replica, the least
-    busy first. A call to one replica (`ReplicaCall`) goes nowhere else.
+    """A router that tries a request's `targets` in order, then other usable replicas.
 
-    Attributes:
-        ingress: the ingress of a process that this router belongs to, see `members.watch_members`.
+    Of those it takes the least busy one first. A `ReplicaCall` goes to its target only.
     """
 
     def initialize_state(self, ingress: str = "") -> None:
         self._ingress = ingress
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take Ray's current replicas."""
+        """Set Ray's current replicas."""
         found = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
-        # First, because the next call sends waiting requests.
+        # First, because super() sends waiting requests.
         tell_members(self._ingress, found)
         super().update_replicas(replicas)
 
@@ -38,9 +36,9 @@ class TargetRouter(RequestRouter):  # type: ignore[misc] # Ray's own types are n
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the available targets, each a rank of its own, then all others as one rank.
+        """Return the ranks of replicas: each available target, then all others together.
 
-        A request without targets may go anywhere.
+        A request without targets may go to any replica.
         """
         targets: tuple[str, ...] = ()
         is_strict = False

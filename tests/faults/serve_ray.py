@@ -94,7 +94,7 @@ FAULTS = (
     fault(
         "a cancelled prompt counts as computed",
         "serve_ray/routing/meter.py",
-        "            self._free_since = now  # what it took is nobody's measure\n",
+        "            self._free_since = now  # its time is not used as a measurement\n",
         "",
         f"{_METER}::test_a_cancelled_prompt_measures_nothing",
     ),

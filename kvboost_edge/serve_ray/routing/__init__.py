@@ -1,1 +1,1 @@
-"""Prefix-aware routing: a replica by its cached prefixes, load and expected time. No network."""
+"""Prefix-aware routing: replicas by cached prefixes, load and expected time. No network code."""

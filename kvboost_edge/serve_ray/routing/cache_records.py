@@ -20,22 +20,25 @@ __all__ = [
 ]
 
 KEY_BYTES = 8
-"""Of each prefix hash 8 bytes are told and remembered. Two hashes that are alike there make the
-router believe in a block that is not there: the replica compares whole hashes and tokens, so that
-costs time and nothing else.
+"""Bytes of each prefix hash that are reported and stored.
+
+Two hashes with equal keys make the router believe in a block that does not exist. The replica
+compares whole hashes and tokens, so this only costs time.
 """
 
 OUTSIDE_MASK = 3
-"""Of blocks outside of pools those are told whose key has these bits 0, one in four: there are many
-more of them, and a few blocks that are read or not make little difference.
+"""Outside of pools, only blocks with these bits of the key unset are reported: one in four.
+
+Tiers hold many more blocks than pools, and a few blocks more or less to read make little
+difference.
 """
 
 
 class Place(enum.IntEnum):
-    """Location of a block: a replica's pool, a disk that it can read, or a server that all replicas
-    share.
+    """The location of a block: a replica's pool, a disk that it can read, or a shared server.
 
-    Each has its own key of a hash: its bytes from 8 times the number on.
+    At each place the key of a hash is a different part of it: the 8 bytes from 8 times the number
+    on.
     """
 
     POOL = 0
@@ -44,8 +47,9 @@ class Place(enum.IntEnum):
 
 
 class Cursor(NamedTuple):
-    """Position in a replica's events: all batches of `epoch` up to `serial` are known; (0, -1):
-    none.
+    """A position in a replica's events: all batches of `epoch` up to `serial` are known.
+
+    The value (0, -1) means none.
     """
 
     epoch: int
@@ -56,16 +60,16 @@ NOTHING_KNOWN = Cursor(0, -1)
 
 
 class EventBatch(NamedTuple):
-    """Changes in a replica's pool, and in its knowledge of tiers, since the previous batch; or
-    everything.
+    """Changes of a replica's pool and tiers since the previous batch, or their whole content.
 
     Attributes:
-        epoch: a random number of the replica's process, never 0: another one means an empty cache
-            and new serials.
-        serial: counts the batches of an epoch from 0.
-        is_whole: `published` is everything after batch `serial`; earlier knowledge is forgotten.
-        published, evicted: keys of blocks at a `Place`, KEY_BYTES each, concatenated; each key is
-            in at most one of the two.
+        epoch: Random number of the replica's process, never 0. A new one means an empty cache and
+            new serials.
+        serial: Number of the batch in its epoch, from 0.
+        is_whole: True if `published` is the whole content after batch `serial`, which replaces
+            earlier knowledge.
+        published: Keys of added blocks at a `Place`, KEY_BYTES each, concatenated.
+        evicted: Keys of evicted blocks. A key is in at most one of both.
     """
 
     epoch: int
@@ -77,25 +81,24 @@ class EventBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A replica's figures at one moment. Raises ConfigError for an invalid figure.
+    """A replica's load at one moment. Raises ConfigError for an invalid value.
 
     Attributes:
-        serial: counts a replica's reports; a late one is ignored.
-        seconds_per_token: measured time of a prompt token, alone in its batch of prompt tokens;
-            above 0.
-        queued_tokens: prompt tokens that wait or are being computed.
-        num_running: requests after their first token and not done.
-        decode_seconds: current time of a decode step; 0 without running requests.
-        step_tokens: most tokens in a step (`max_batch_tokens`), shared by running requests and
-            prompts.
-        num_waiting: requests before their first token.
-        max_running: most requests that run together (`max_num_seqs`).
-        free_blocks: blocks without references, idle cached ones included.
-        answer_seconds: average time that a request holds its place after its first token; 0:
-            unknown.
-        is_draining: it takes no more requests.
-        disk_token_seconds, shared_token_seconds: measured time to read a prompt token there; 0: it
-            reads nothing.
+        serial: Number of the report; an older one is ignored.
+        seconds_per_token: Measured time of a prompt token without other prompts in its batch; above
+            0.
+        queued_tokens: Prompt tokens that wait or are being computed.
+        num_running: Requests after their first token.
+        decode_seconds: Current time of a decode step; 0 without running requests.
+        step_tokens: Most tokens in a step (`max_batch_tokens`), for running requests and prompts.
+        num_waiting: Requests before their first token.
+        max_running: Most requests that run together (`max_num_seqs`).
+        free_blocks: Blocks without references, including cached ones.
+        answer_seconds: Average time from a request's first to its last token; 0 if unknown.
+        is_draining: True if the replica takes no more requests.
+        disk_token_seconds: Measured time to read a prompt token from disk; 0 without a disk tier.
+        shared_token_seconds: Measured time to read a prompt token from the shared server; 0 without
+            one.
     """
 
     serial: int
@@ -138,14 +141,13 @@ class RoutingDecision(NamedTuple):
     """A replica for a request.
 
     Attributes:
-        replica_id: name of the replica.
-        matched_tokens: prompt tokens believed to be in its pool.
-        missing_tokens: tokens to compute, at least 1; tell the replica, whose `Meter` counts them
-            as queued.
-        expected_seconds: expected time to first token.
-        restored_tokens: the rest of the prompt: believed to be in a tier that the replica reads.
-        present_tokens: of those, tokens believed to be in its pool too, so that only the recurrent
-            state after them is read.
+        replica_id: Name of the replica.
+        matched_tokens: Prompt tokens believed to be in its pool.
+        missing_tokens: Tokens to compute, at least 1. The replica's `Meter` counts them as queued.
+        expected_seconds: Expected time to first token.
+        restored_tokens: Prompt tokens believed to be in a tier that the replica reads.
+        present_tokens: Those of `restored_tokens` also believed to be in its pool, so that only the
+            recurrent state after them is read.
     """
 
     replica_id: str

@@ -1,6 +1,4 @@
-"""A prompt in the router's form: the prefix hashes of its full blocks, computed by the engine's
-code.
-"""
+"""A prompt in the router's form: the prefix hashes of its full blocks."""
 
 from __future__ import annotations
 
@@ -24,13 +22,16 @@ __all__ = ["Outside", "PromptChain", "key_of", "prefix_hashes"]
 
 
 def key_of(prefix_hash: bytes, place: Place = Place.POOL) -> int:
-    """Return the part of a hash by which the router remembers a block at a place."""
+    """Return the part of a hash that identifies a block at a place."""
     return int.from_bytes(prefix_hash[place * KEY_BYTES : (place + 1) * KEY_BYTES], "little")
 
 
 class Outside(NamedTuple):
-    """The blocks of a chain that are reported at a place outside of pools (`OUTSIDE_MASK`): their
-    keys there, in order, and the number of blocks of the chain up to each.
+    """The blocks of a chain that are reported at a place outside of pools (`OUTSIDE_MASK`).
+
+    Attributes:
+        keys: Their keys, in order.
+        ends: For each of them, the number of the chain's blocks up to its end.
     """
 
     keys: tuple[int, ...] = ()
@@ -41,14 +42,15 @@ class PromptChain(NamedTuple):
     """A prompt to be routed, without its text and tokens.
 
     Attributes:
-        keys: keys of its full blocks, in order.
-        num_tokens: tokens of the prompt, at least 1.
-        block_size: tokens of a block.
-        cache_key: hash of the caller's `prompt_cache_key`, or None; such prompts favour one
-            replica.
-        disk, shared: the same blocks in those places.
-        states: for models with recurrent state: by `Place`, the keys of the states after all these
-            blocks; otherwise ().
+        keys: Keys of its full blocks, in order.
+        num_tokens: Tokens of the prompt, at least 1.
+        block_size: Tokens of a block.
+        cache_key: Hash of the caller's `prompt_cache_key`, or None. Prompts with the same one
+            prefer the same replica.
+        disk: The same blocks on disk.
+        shared: The same blocks on the shared server.
+        states: For hybrid models, the keys of the states after all these blocks by `Place`; else
+            ().
     """
 
     keys: tuple[int, ...]
@@ -69,10 +71,14 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """Build it from a prompt's tokens.
+        """Build a chain from a prompt's tokens.
 
         Args:
-            root: root hash of its tenant and salt, see `hashing.shared_root`.
+            token_ids: The prompt.
+            root: Root hash of its tenant and salt, see `hashing.shared_root`.
+            block_size: Tokens of a block.
+            prompt_cache_key: The caller's key for a preferred replica.
+            has_states: As for `of_hashes`.
         """
         hashes = prefix_hashes(token_ids, root, block_size)
         return cls.of_hashes(
@@ -90,11 +96,15 @@ class PromptChain(NamedTuple):
         *,
         has_states: bool = False,
     ) -> PromptChain:
-        """Build it from known hashes.
+        """Build a chain from known hashes.
 
         Args:
-            root: the tenant's own root; used only for a `prompt_cache_key`.
-            has_states: whether the model has recurrent state, without which blocks cannot be used.
+            hashes: Prefix hashes of the full blocks.
+            num_tokens: Tokens of the prompt.
+            block_size: Tokens of a block.
+            root: Root hash of the tenant; only used with a `prompt_cache_key`.
+            prompt_cache_key: The caller's key for a preferred replica.
+            has_states: Whether the model has recurrent state, without which blocks cannot be used.
         """
         if num_tokens < 1 or len(hashes) != num_tokens // block_size:
             raise RequestError(
@@ -113,10 +123,8 @@ class PromptChain(NamedTuple):
         return cls(keys, num_tokens, block_size, cache_key, disk, shared, states)
 
     def servable_states(self, place: Place) -> tuple[int, ...]:
-        """Return the keys at a place of the states that this prompt could continue from.
-
-        At least its last token is computed, so the state after that token is useless.
-        """
+        """Return the keys at a place of the states that this prompt could continue from."""
+        # At least the last token is computed, so a state after it is useless.
         return self.states[place][: (self.num_tokens - 1) // self.block_size]
 
 

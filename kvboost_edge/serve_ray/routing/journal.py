@@ -1,5 +1,7 @@
-"""A replica's journal of cache events: numbered batches, kept for a while, so that several routers
-can poll at their own pace, and late ones receive everything.
+"""A replica's journal of cache events, for several routers that poll at their own pace.
+
+Events are in numbered batches that are kept for a while. A router that is too late gets the whole
+content.
 """
 
 from __future__ import annotations
@@ -21,12 +23,11 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """The event batches of one replica's lifetime. Not thread-safe.
+    """The event batches of one replica process. Not thread-safe.
 
-    Attributes:
-        max_changes: most keys of old batches kept; a router that is further behind gets one whole
-            batch.
-        epoch: a random number of this lifetime, never 0.
+    Args:
+        max_changes: Most keys in stored batches.
+        epoch: Number of the process, never 0; random by default.
     """
 
     def __init__(self, max_changes: int = 100_000, epoch: int | None = None) -> None:
@@ -38,8 +39,7 @@ class Journal:
         self._held: dict[Place, set[bytes]] = {place: set() for place in Place}
 
     def add(self, events: CacheEvents, place: Place = Place.POOL) -> EventBatch | None:
-        """Add the events of the engine's `take_cache_events`, or of `take_tier_events` for a tier
-        at a place.
+        """Add events of the engine's `take_cache_events`, or of `take_tier_events` for a tier.
 
         Returns the new batch, or None if nothing changed.
         """
@@ -48,8 +48,8 @@ class Journal:
         if events.is_whole:
             evicted = held - published
         else:
-            # If two hashes share a key, an added one outweighs an evicted one: a false belief costs
-            # only time.
+            # If two hashes share a key, an added block outweighs an evicted one: a false belief
+            # only costs time.
             evicted = (_keys(events.evicted, place) - published) & held
         published -= held
         if not published and not evicted and self._serial >= 0:
@@ -66,9 +66,9 @@ class Journal:
         return batch
 
     def since(self, cursor: Cursor) -> list[EventBatch]:
-        """Return the batches after a cursor, in order, [] if there are none.
+        """Return the batches after a cursor, in order.
 
-        One whole batch is returned if they are no longer kept, or if the cursor has another epoch.
+        Returns one whole batch if they are no longer stored, or if the cursor has another epoch.
         """
         if self._serial < 0:
             return []
@@ -82,7 +82,7 @@ class Journal:
 
 
 def _keys(prefix_hashes: Iterable[bytes], place: Place) -> set[bytes]:
-    """Return the keys of the hashes that are reported for a place."""
+    """Return the keys of those hashes that are reported for a place."""
     start = place * KEY_BYTES
     keys = {prefix_hash[start : start + KEY_BYTES] for prefix_hash in prefix_hashes}
     return keys if place is Place.POOL else {key for key in keys if not key[0] & OUTSIDE_MASK}

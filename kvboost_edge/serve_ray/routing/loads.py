@@ -1,6 +1,4 @@
-"""Load of each replica, and the cost of a first token there: arrays with one number for each
-replica.
-"""
+"""The load of replicas, and the cost of a first token on each: arrays with an entry per replica."""
 
 from __future__ import annotations
 
@@ -15,35 +13,35 @@ __all__ = ["ReplicaLoads"]
 
 Vector = npt.NDArray[np.float64]
 
-_ASSUMED_SECONDS = 1e-3  # of a token, before any replica has reported
+_ASSUMED_SECONDS = 1e-3  # per token, before the first report of any replica
 _FIGURES = """busy_until seconds_per_token decode_seconds step_tokens num_running num_waiting
 max_running free_blocks answer_seconds disk_token_seconds shared_token_seconds""".split()
 
 
 class ReplicaLoads:
-    """Load of the replicas in slots 0, 1, ..., updated from each report by the requests routed
-    since.
+    """The load of the replicas in slots 0, 1, ...
 
-    A replica works through its queue by itself. So the time at which it is empty is kept, not its
-    length, and it needs no report to become shorter.
+    The last report of each replica is updated by the requests routed since. A replica works through
+    its queue without reports, so the time when the queue will be empty is stored, not its length.
+
+    Args:
+        report_seconds: Possible age of a report on arrival. It lacks requests routed within that
+            time.
 
     Attributes:
-        report_seconds: possible age of a report on arrival: requests routed since then are not in
-            it.
-        usable: bool [slots]: present, and not draining.
+        usable: bool [slots], True for replicas that exist and are not draining.
     """
 
     def __init__(self, report_seconds: float) -> None:
         self._report_seconds = report_seconds
         self._serials: dict[int, int] = {}
-        self._underway: dict[
-            int, deque[tuple[float, float, float]]
-        ] = {}  # (when, tokens, blocks) routed lately
+        # Recently routed requests: (time, tokens, blocks).
+        self._underway: dict[int, deque[tuple[float, float, float]]] = {}
         self.usable = np.zeros(0, bool)
         self._figures: dict[str, Vector] = {name: np.zeros(0) for name in _FIGURES}
 
     def open(self, slot: int) -> None:
-        """Add a replica without known figures: idle, and as fast as the others."""
+        """Add a replica with unknown load: idle, and as fast as the others."""
         if slot >= len(self.usable):
             more = max(64, slot)
             self.usable = np.concatenate([self.usable, np.zeros(more, bool)])
@@ -70,9 +68,7 @@ class ReplicaLoads:
         self.usable[slot] = not report.is_draining
 
     def take(self, slot: int, report: ReplicaReport, now: float) -> None:
-        """Take a replica's own figures and add the requests that it cannot have seen. Late reports
-        change nothing.
-        """
+        """Take a replica's report, and add later requests. Old reports are ignored."""
         if report.serial <= self._serials[slot]:
             return
         self._serials[slot] = report.serial
@@ -85,12 +81,12 @@ class ReplicaLoads:
             self._add(slot, tokens, blocks, now)
 
     def note_routed(self, slot: int, num_tokens: int, num_blocks: int, now: float) -> None:
-        """Note prompt tokens sent to a replica, and the free blocks that they need."""
+        """Add prompt tokens sent to a replica, and the free blocks that they need."""
         self._underway[slot].append((now, num_tokens, num_blocks))
         self._add(slot, num_tokens, num_blocks, now)
 
     def note_not_started(self, slot: int, num_tokens: int) -> None:
-        """Take back tokens that were noted."""
+        """Remove a request that never started."""
         for one in self._underway[slot]:
             if one[1] == num_tokens:
                 self._underway[slot].remove(one)
@@ -105,9 +101,7 @@ class ReplicaLoads:
         figures["free_blocks"][slot] -= num_blocks
 
     def token_seconds(self, place: Place) -> Vector:
-        """Return the seconds to read a token from a disk or a shared server, [slots]; 0: the
-        replica reads nothing there.
-        """
+        """Return the seconds to read a token at a place, [slots]; 0 where a replica cannot."""
         return self._figures[
             "disk_token_seconds" if place is Place.DISK else "shared_token_seconds"
         ]
@@ -119,23 +113,23 @@ class ReplicaLoads:
         now: float,
         restoring: Vector | float = 0.0,
     ) -> tuple[Vector, Vector]:
-        """Return (expected time to first token, the part of it for its own tokens) in each slot,
-        [slots].
+        """Return the expected time to first token in each slot, and the prompt's own part of it.
+
+        Both are [slots]. The rest is the queue, the running step, and in a full replica the time
+        until a request ends.
 
         Args:
-            missing_tokens, missing_blocks: to compute, in each slot.
-            restoring: seconds of reading blocks, during which the queue is computed.
-
-        The rest is the queue, the running step, and in a full replica the time until a request
-        ends.
+            missing_tokens: Tokens to compute, [slots].
+            missing_blocks: Blocks to compute, [slots].
+            now: Monotonic time in seconds.
+            restoring: Seconds to read blocks, during which the queue is computed.
         """
         figures = self._figures
         running = figures["num_running"]
         step_tokens = figures["step_tokens"]
         wait = np.maximum(figures["busy_until"] - now, restoring)
-        share = np.maximum(
-            1.0 - running / np.maximum(step_tokens, 1.0), 0.125
-        )  # of a step, left to prompts
+        # The part of a step that is left to prompts.
+        share = np.maximum(1.0 - running / np.maximum(step_tokens, 1.0), 0.125)
         own = missing_tokens * figures["seconds_per_token"] / share
         too_many = np.maximum(running + figures["num_waiting"] + 1.0 - figures["max_running"], 0.0)
         leaving = np.maximum(too_many, missing_blocks > figures["free_blocks"])

@@ -1,4 +1,4 @@
-"""A replica's own figures, measured from the times at which its requests begin, answer and end."""
+"""Measurement of a replica's load, from the times at which its requests begin, answer and end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvboost_edge.serve_ray.routing.cache_records import Place, ReplicaReport
 
 __all__ = ["Meter"]
 
-_REMEMBERED_TOKENS = 20_000  # what was measured longer ago counts for less than a third
+_REMEMBERED_TOKENS = 20_000  # measurements before that many tokens count less than a third
 _PRIOR_TOKENS = 512.0
 _REMEMBERED_ANSWERS = 20.0
 
@@ -17,14 +17,14 @@ _REMEMBERED_ANSWERS = 20.0
 class Meter:
     """Measurements for a `ReplicaReport`. Not thread-safe; `now` as in `PrefixRouter`.
 
-    Prompts count as computed one after another: a request's tokens took the time from its
-    beginning, or from the previous first token if that was later.
+    Prompts count as computed one after another. A request's tokens took the time since its
+    beginning, or since the previous first token if that was later.
 
-    Attributes:
-        seconds_per_token: assumed before the first measurement.
-        step_tokens, max_running: see ReplicaReport.
-        tiers: places outside the pool that are read, with the time for a token that is assumed
-            before the first measurement.
+    Args:
+        seconds_per_token: Assumed before the first measurement.
+        step_tokens: See `ReplicaReport`.
+        max_running: See `ReplicaReport`.
+        tiers: Places to read from, with the seconds per token assumed before the first measurement.
     """
 
     def __init__(
@@ -46,27 +46,30 @@ class Meter:
         self._max_running = max_running
         self._tokens = _PRIOR_TOKENS
         self._seconds = _PRIOR_TOKENS * seconds_per_token
-        # For each place read: (tokens, their seconds).
+        # By place: tokens read, and their seconds.
         self._read = {
             place: (_PRIOR_TOKENS, _PRIOR_TOKENS * seconds)
             for place, seconds in (tiers or {}).items()
         }
-        # Requests before their first token: (start, missing tokens, whether the time is theirs
-        # only).
+        # Requests before their first token: start, missing tokens, and whether all of the time is
+        # theirs.
         self._begun: dict[Hashable, tuple[float, int, bool]] = {}
-        self._running: dict[Hashable, float] = {}  # since their first token
+        self._running: dict[Hashable, float] = {}  # time of the first token
         self._queued_tokens = 0
-        self._free_since = -math.inf  # the last first token
+        self._free_since = -math.inf  # time of the last first token
         self._answer_seconds = self._step_seconds = 0.0
         self._serial = -1
 
     def begin(
         self, request: Hashable, missing_tokens: int, now: float, restored_tokens: int = 0
     ) -> None:
-        """Note a request with that many prompt tokens to compute, and to read first (see
-        `RoutingDecision`).
+        """Record the start of a request; a known request starts again.
 
-        A known request begins again.
+        Args:
+            request: The request.
+            missing_tokens: Prompt tokens to compute, see `RoutingDecision`.
+            now: Monotonic time in seconds.
+            restored_tokens: Prompt tokens to read first.
         """
         before = self._begun.pop(request, None)
         self._queued_tokens -= 0 if before is None else before[1]
@@ -75,7 +78,7 @@ class Meter:
         self._queued_tokens += missing_tokens
 
     def first_token(self, request: Hashable, now: float) -> None:
-        """Note a request's first token; later calls for the same request do nothing."""
+        """Record a request's first token; later calls for the same request do nothing."""
         begun = self._begun.pop(request, None)
         if begun is None:
             return
@@ -88,18 +91,16 @@ class Meter:
         self._running[request] = now
 
     def restored(self, place: Place, num_tokens: int, seconds: float) -> None:
-        """Note prompt tokens that were read for one request from this place only."""
+        """Record prompt tokens that were read for one request from this place only."""
         if place in self._read and num_tokens > 0:
             self._read[place] = _faded(*self._read[place], num_tokens, seconds)
 
     def end(self, request: Hashable, now: float, num_tokens: int = 0) -> None:
-        """Note that a request is done, cancelled or failed, after that many tokens of its
-        answer.
-        """
+        """Record the end of a request after `num_tokens` tokens of its answer."""
         begun = self._begun.pop(request, None)
         if begun is not None:
             self._queued_tokens -= begun[1]
-            self._free_since = now  # what it took is nobody's measure
+            self._free_since = now  # its time is not used as a measurement
             return
         since = self._running.pop(request, None)
         if since is None:
@@ -109,11 +110,11 @@ class Meter:
             self._step_seconds = _moved(self._step_seconds, (now - since) / (num_tokens - 1))
 
     def report(self, now: float, *, free_blocks: int, is_draining: bool = False) -> ReplicaReport:
-        """Return the current figures."""
+        """Return the current load."""
         self._serial += 1
         return ReplicaReport(
             serial=self._serial,
-            # With a clock too coarse for a step, a token would be free.
+            # With a clock too coarse for a step, the time of a token would be 0.
             seconds_per_token=max(self._seconds / self._tokens, 1e-9),
             queued_tokens=self._queued_tokens,
             num_running=len(self._running),
@@ -142,5 +143,5 @@ def _faded(
 
 
 def _moved(mean: float, value: float) -> float:
-    """Update a moving average, from the first value on."""
+    """Update a moving average; the first value sets it."""
     return value if mean == 0.0 else mean + (value - mean) / _REMEMBERED_ANSWERS

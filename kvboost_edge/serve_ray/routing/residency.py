@@ -1,16 +1,13 @@
-"""Believed content of each replica: a bounded map from keys of blocks to the replicas that have
-them.
+"""Beliefs about each replica's cache: a bounded map from block keys to the replicas that have them.
 
-Replicas are numbers here, their slots. The holders of a block are one integer with a bit for each
-slot. So the holders of all blocks up to here are an `and` of two integers, for any number of
-replicas.
+Replicas are numbers, called slots. The holders of a block are one integer with a bit for each slot,
+so the holders of all blocks of a prefix are an AND of two integers for any number of replicas.
 
-Beliefs come from the replicas' events, in order and without gaps, or from prompts sent there, and
-then expire. After a gap, all reported content becomes such a belief until the replica has reported
-everything again. A wrong belief costs only time.
+Beliefs come from the replicas' events, in order and without gaps. Prompts sent to a replica are
+beliefs that expire. After a gap, all reported content expires in the same way until the replica has
+reported everything again. A wrong belief only costs time.
 
-Recurrent states have their own keys next to those of the blocks before them (`hashing.state_hash`)
-and are held likewise.
+Recurrent states have their own keys (`hashing.state_hash`), and are stored likewise.
 """
 
 from __future__ import annotations
@@ -34,13 +31,16 @@ from kvboost_edge.serve_ray.routing.cache_records import (
 
 __all__ = ["MOST_LEVELS", "Level", "Residency"]
 
-_TOLD = math.inf  # when a belief expires that a replica told
+_TOLD = math.inf  # expiry of reported content
 MOST_LEVELS = 32
 
 
 class Level(NamedTuple):
-    """The replicas whose bits are set in `holders` hold the first `num_blocks` blocks of a
-    chain.
+    """A prefix of a chain and its holders.
+
+    Attributes:
+        num_blocks: Length of the prefix in blocks.
+        holders: Bits of the slots that hold it.
     """
 
     num_blocks: int
@@ -51,9 +51,9 @@ class _Known:
     """Knowledge about one replica.
 
     Attributes:
-        until: keys that it is believed to hold, with the time of expiry.
-        cursor: the last batch applied or seen.
-        is_synced: whether no batch is missing.
+        until: Keys that it is believed to hold, with their expiry.
+        cursor: The last batch applied or seen.
+        is_synced: True if no batch is missing.
     """
 
     __slots__ = ("cursor", "is_synced", "until")
@@ -65,8 +65,13 @@ class _Known:
 
 
 class _Expiry(NamedTuple):
-    """Expiry at time `at` of the beliefs in `keys` that were not renewed; None: of all content that
-    the replica did not report since.
+    """The expiry of beliefs that are not renewed.
+
+    Attributes:
+        at: Time of the expiry.
+        slot: The replica.
+        known: The knowledge about it.
+        keys: The keys; None for everything that the replica has not reported since.
     """
 
     at: float
@@ -78,12 +83,12 @@ class _Expiry(NamedTuple):
 class Residency:
     """Beliefs about the replicas in slots 0, 1, ... Not thread-safe.
 
-    Attributes:
-        max_entries: most (replica, block) pairs. Beyond it, only blocks whose key has one more zero
-            bit at its end are kept: half of them, the same ones for all replicas. So matches lose
-            precision, and no beginning of a prompt is forgotten. The others are dropped gradually;
-            states, of which 8 bits are zero, when one block in 256 is left.
-        believed_seconds: lifetime of a belief that no replica reported.
+    Args:
+        max_entries: Most (replica, block) pairs. Beyond it, the map keeps only blocks whose key has
+            one more zero bit at its end: half of them, the same ones for all replicas. Matches
+            become less precise, but no prefix is forgotten. The others are dropped gradually.
+            States have 8 zero bits, so they are dropped only when one block in 256 is left.
+        believed_seconds: Lifetime of a belief that no replica has reported.
     """
 
     def __init__(self, max_entries: int, believed_seconds: float) -> None:
@@ -95,8 +100,8 @@ class Residency:
         self._believed_seconds = believed_seconds
         self._holders: dict[int, int] = {}
         self._known: dict[int, _Known] = {}
-        self._expiries: deque[_Expiry] = deque()  # in order: all last equally long
-        self._coarse = 0  # a key is kept if these low bits of it are 0
+        self._expiries: deque[_Expiry] = deque()  # in order, as all have the same lifetime
+        self._coarse = 0  # keys with these bits set are dropped
         self._unswept: list[int] = []  # slots that may hold other keys
         self.num_entries = 0
 
@@ -115,20 +120,14 @@ class Residency:
         del self._known[slot]
 
     def cursor(self, slot: int) -> Cursor:
-        """Return the position in the replica's events from which to poll; NOTHING_KNOWN if batches
-        are missing.
-        """
+        """Return the position in the replica's events to poll from; NOTHING_KNOWN after a gap."""
         known = self._known[slot]
         return known.cursor if known.is_synced else NOTHING_KNOWN
 
     def apply(self, slot: int, batch: EventBatch, now: float) -> bool:
-        """Apply a batch; return False if earlier ones are missing. Repeated and late ones change
-        nothing.
-        """
+        """Apply a batch; return False if earlier ones are missing. Old ones are ignored."""
         known = self._known[slot]
-        if (
-            batch.epoch != known.cursor.epoch
-        ):  # another process: nothing of the old one's cache is left
+        if batch.epoch != known.cursor.epoch:  # a new process, with an empty cache
             self._forget(slot)
             known = self._known[slot]
             known.is_synced = not batch.is_whole and batch.serial == 0
@@ -155,9 +154,8 @@ class Residency:
         return known.is_synced
 
     def _expire_at(self, slot: int, batch: EventBatch, now: float) -> float:
-        """Let a batch's content expire while batches are missing: it is true now, and no later
-        batch may tell when it ends.
-        """
+        """Let a batch's content expire while batches are missing; return the time."""
+        # It is true now, but a missing batch may have evicted it.
         at = now + self._believed_seconds
         self._expiries.append(_Expiry(at, slot, self._known[slot], tuple(_keys(batch.published))))
         return at
@@ -173,10 +171,14 @@ class Residency:
         self._expiries.append(_Expiry(at, slot, known, None))
 
     def believe(self, slot: int, keys: Sequence[int], num_matched: int, now: float) -> None:
-        """Believe that these blocks of a prompt sent there will exist.
+        """Record that a replica will have these blocks of a prompt sent to it.
 
-        `num_matched` of them were believed already: they are renewed only if the last one is about
-        to expire.
+        Args:
+            slot: The replica.
+            keys: Keys of the prompt's blocks.
+            num_matched: Number of them that were believed before. They are renewed only if the last
+                one is about to expire.
+            now: Monotonic time in seconds.
         """
         until = self._known[slot].until
         at = now + self._believed_seconds
@@ -205,11 +207,10 @@ class Residency:
                 )
 
     def levels(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
-        """Return the holders of a chain by length, from its beginning: ever more blocks, ever fewer
-        holders.
+        """Return prefixes of a chain with their holders, each longer and with fewer holders.
 
-        Returns [] without holders, and at most `most` levels: finer differences are ignored. Blocks
-        are looked up by bisection, as if a replica that holds a block held all earlier ones.
+        Returns [] without holders, and at most `most` levels, which ignores small differences.
+        Blocks are found by bisection, assuming that a replica with a block has all earlier ones.
         """
         places = self._places(keys)
         found: list[Level] = []
@@ -239,8 +240,8 @@ class Residency:
     def deepest(self, keys: Sequence[int], most: int = MOST_LEVELS) -> list[Level]:
         """Return the last state along a chain that each replica has, like `levels`.
 
-        Earlier states need not exist. The deepest of all is exact; others in the same of `most`
-        parts of the chain count as the first one there.
+        Earlier states need not exist. The deepest one is exact. The chain has `most` parts, and
+        other states count as the first one of their part.
         """
         found: list[Level] = []
         seen = 0
@@ -259,7 +260,7 @@ class Residency:
         return found[::-1]
 
     def _places(self, keys: Sequence[int]) -> Sequence[int]:
-        """Return the indices of keys that are remembered if reported."""
+        """Return the indices of keys that the map keeps."""
         return (
             range(len(keys))
             if not self._coarse
@@ -267,9 +268,7 @@ class Residency:
         )
 
     def reach(self, keys: Sequence[int]) -> int:
-        """Count the blocks of a chain, from its beginning, that any replica reported; by bisection
-        as in `levels`.
-        """
+        """Return the length of the longest reported prefix of a chain, in blocks."""
         places = self._places(keys)
         holders = self._holders
         held = bisect.bisect_left(places, True, key=lambda index: keys[index] not in holders)
@@ -284,7 +283,7 @@ class Residency:
         }
 
     def num_bytes(self) -> int:
-        """Compute the memory of beliefs and expiries, object by object: walks through all of it."""
+        """Return the memory of beliefs and expiries, from the size of each object (slow)."""
         tables: list[Mapping[int, object]] = [
             self._holders,
             *(known.until for known in self._known.values()),
@@ -295,9 +294,7 @@ class Residency:
         return sum(map(sys.getsizeof, tables)) + sum(sizes.values())
 
     def check(self) -> None:
-        """Recompute the map from the knowledge about each replica; raise AssertionError on any
-        difference.
-        """
+        """Recompute the map from each replica's content; raise AssertionError if it differs."""
         holders: dict[int, int] = {}
         for slot, known in self._known.items():
             for key in known.until:
@@ -340,7 +337,7 @@ class Residency:
         self._known[slot] = _Known()
 
     def _bound(self) -> None:
-        """Keep within `max_entries`, one slot at a time."""
+        """Reduce the map towards `max_entries`, one slot per call."""
         if self._unswept:
             slot = self._unswept.pop()
             if slot in self._known:

@@ -1,4 +1,4 @@
-"""The router: members, their content and load, and the placement of requests."""
+"""The router: members, their cache content and load, and the placement of requests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["PrefixRouter", "choose", "home", "seed_of"]
 
 Depths = npt.NDArray[np.int64]
 
-_KEY_SHARE = 0.8  # what a second costs at the home of a prompt's cache key
-_OTHERS = 0.5  # of a prompt's own seconds, for those who come after it
-_DISK_LEVELS = 8  # of a chain: an eighth of it is soon read
-_FEW_HOLDERS = 8  # so many bits are looked at one by one
+_KEY_SHARE = 0.8  # weight of a second at the home of a prompt's cache key
+_OTHERS = 0.5  # share of a prompt's own seconds that is added for the delay of later requests
+_DISK_LEVELS = 8  # parts of a chain; reading an eighth takes little time
+_FEW_HOLDERS = 8  # up to this many bits are handled one by one
 
 
 _TIE_SHARE = 0.02
@@ -37,14 +37,14 @@ Slots = npt.NDArray[np.intp]
 
 
 def seed_of(replica_id: str) -> int:
-    """Return a replica's number for rendezvous hashing, the same in every process."""
+    """Return a replica's seed for rendezvous hashing, the same in every process."""
     return int.from_bytes(
         hashlib.sha256(replica_id.encode("utf-8", "surrogatepass")).digest()[:8], "little"
     )
 
 
 def home(key: int, slots: Slots, seeds: Seeds) -> int:
-    """Return the slot of a key by rendezvous hashing: it changes only if that slot disappears."""
+    """Return the home slot of a key by rendezvous hashing; stable unless it is removed."""
     mixed = seeds[slots] ^ np.uint64(key)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -54,9 +54,9 @@ def home(key: int, slots: Slots, seeds: Seeds) -> int:
 def choose(
     seconds: npt.NDArray[np.float64], depths: npt.NDArray[np.int64], key: int, seeds: Seeds
 ) -> int:
-    """Return the slot with the least `seconds`; inf means unusable.
+    """Return the slot with the fewest `seconds`; inf marks unusable ones.
 
-    Among nearly equal ones it is the one that holds most, and among equals the home of `key`.
+    Of nearly equal slots it is the one with the most blocks, and of equal ones the home of `key`.
     """
     least = float(seconds.min())
     near = np.flatnonzero(seconds <= least * (1 + _TIE_SHARE) + _TIE_SECONDS)
@@ -67,19 +67,19 @@ def choose(
 
 
 class PrefixRouter:
-    """Choice of replicas by the expected time to first token.
+    """A router that chooses replicas by their expected time to first token. Not thread-safe.
 
-    Blocks in no pool and no tier are computed, those in a tier are read. For a model with recurrent
-    state, blocks after a replica's deepest state are computed too. Not thread-safe.
+    Blocks in no pool and no tier are computed, and blocks in a tier are read. For a hybrid model,
+    blocks after a replica's deepest state are computed too.
 
-    `now` is in seconds of a monotonic clock (`time.monotonic`). The router's beliefs may be wrong,
-    which costs time. The set of usable replicas is never a belief: only those added, not removed,
-    not draining.
+    The router's beliefs about caches may be wrong, which costs time. The set of usable replicas is
+    always exact: those added, not removed, and not draining. `now` is a monotonic time in seconds
+    (`time.monotonic`).
 
-    Attributes:
-        max_entries: most (replica, block) pairs remembered, see `Residency`.
-        believed_seconds: lifetime of the belief that a replica holds a prompt sent there.
-        report_seconds: possible age of a report on arrival.
+    Args:
+        max_entries: Most (replica, block) pairs to remember, see `Residency`.
+        believed_seconds: Lifetime of the belief that a replica holds a prompt sent to it.
+        report_seconds: Possible age of a report on arrival.
     """
 
     def __init__(
@@ -98,9 +98,7 @@ class PrefixRouter:
         self._num_routed = 0
 
     def set_members(self, replica_ids: Iterable[str]) -> None:
-        """Set the replicas; others are forgotten with all knowledge about them, new ones hold
-        nothing.
-        """
+        """Set the replicas. New ones hold nothing, and knowledge about removed ones is dropped."""
         members = dict.fromkeys(replica_ids)
         for replica_id in self._slots.keys() - members.keys():
             self.remove(replica_id)
@@ -108,7 +106,7 @@ class PrefixRouter:
             self.add(replica_id)
 
     def members(self) -> list[str]:
-        """List the replicas."""
+        """Return the names of the replicas."""
         return list(self._slots)
 
     def add(self, replica_id: str) -> None:
@@ -138,16 +136,14 @@ class PrefixRouter:
         self._free.append(slot)
 
     def cursor(self, replica_id: str) -> Cursor:
-        """Return the known position in a replica's events, for its `Journal.since`; after a gap
-        NOTHING_KNOWN.
-        """
+        """Return a replica's position for `Journal.since`; NOTHING_KNOWN after a gap."""
         return self._residency.cursor(self._slots[replica_id])
 
     def take_events(self, replica_id: str, batches: Iterable[EventBatch], now: float) -> bool:
-        """Apply a replica's event batches; return False if some are missing, then poll again from
-        `cursor`.
+        """Apply a replica's event batches; return False if some are missing.
 
-        Repeated and late batches change nothing. Those of an unknown replica are ignored (True).
+        After False, poll again from `cursor`. Repeated and late batches are ignored, and so are
+        those of an unknown replica (True).
         """
         slot = self._slots.get(replica_id)
         if slot is None:
@@ -158,7 +154,7 @@ class PrefixRouter:
         return is_synced
 
     def take_report(self, replica_id: str, report: ReplicaReport, now: float) -> None:
-        """Take a replica's figures; ignore late ones and those of an unknown replica."""
+        """Take a replica's report. Late ones and those of an unknown replica are ignored."""
         slot = self._slots.get(replica_id)
         if slot is not None:
             self._loads.take(slot, report, now)
@@ -166,10 +162,15 @@ class PrefixRouter:
     def choose(
         self, chain: PromptChain, now: float, among: Collection[str] | None = None, count: int = 1
     ) -> list[RoutingDecision]:
-        """List at most `count` replicas, the best first, of `among` if given; [] if none takes
-        requests.
+        """Return at most `count` replicas for a prompt, best first; [] if none takes requests.
 
         Changes nothing except expired beliefs.
+
+        Args:
+            chain: The prompt.
+            now: Monotonic time in seconds.
+            among: Choose from these replicas only; None for all.
+            count: Most replicas to return.
         """
         self._residency.expire(now)
         usable = self._usable(among)
@@ -179,10 +180,10 @@ class PrefixRouter:
         levels = self._residency.levels(chain.keys)
         depths = ties = held = _depths(levels, len(usable))
         if chain.states:
-            # Among equals, prefer the one with more blocks: the next state belongs at their end.
+            # Prefer the replica with more blocks, because the next state will be at their end.
             depths = self._state_ends(chain, Place.POOL, len(usable))
             ties = depths * (len(chain.keys) + 1) + held
-        most = chain.num_tokens - 1  # the last token of a prompt is always computed
+        most = chain.num_tokens - 1  # the last token is always computed
         matched = np.minimum(depths * chain.block_size, most)
         reached, restoring = self._restoring(chain, depths, held)
         served = np.minimum(reached * chain.block_size, most)
@@ -191,7 +192,7 @@ class PrefixRouter:
         missing_blocks = (-(-chain.num_tokens // chain.block_size) - shared).astype(np.float64)
         missing_tokens = (chain.num_tokens - served).astype(np.float64)
         seconds, own = self._loads.seconds(missing_tokens, missing_blocks, now, restoring)
-        # Computing here delays others too, so a token to compute weighs more than waiting.
+        # Computing also delays other requests, so it weighs more than waiting.
         ranks = np.where(usable, seconds + _OTHERS * own, np.inf)
         if chain.cache_key is not None:
             ranks[home(chain.cache_key, slots, self._seeds)] *= _KEY_SHARE
@@ -221,12 +222,12 @@ class PrefixRouter:
     def _restoring(
         self, chain: PromptChain, depths: Depths, held: Depths
     ) -> tuple[Depths, npt.NDArray[np.float64] | float]:
-        """Return (blocks of a chain that each slot has after reading its tiers, [slots], seconds
-        for that).
+        """Return the blocks of a chain that each slot has after reading its tiers, and the seconds.
 
-        A disk is read before a shared server, and each from the end of the blocks `held` in the
-        pool, or on the disk. Only the deepest state is read, which takes as long as a block.
+        Both are [slots].
         """
+        # A disk is read before a shared server, each after the `held` blocks of the pool. Only the
+        # deepest state is read, which takes as long as a block.
         on_disk, on_server = (
             self._loads.token_seconds(place) for place in (Place.DISK, Place.SHARED)
         )
@@ -242,7 +243,7 @@ class PrefixRouter:
             )
         if reached is depths:
             return depths, 0.0
-        in_pool = np.maximum(held, depths)  # blocks before a state in the pool are there too
+        in_pool = np.maximum(held, depths)  # blocks before a state in the pool are in the pool too
         from_disk = disk_end - np.minimum(in_pool, disk_end)
         from_server = reached - np.minimum(np.maximum(in_pool, disk_end), reached)
         if chain.states:
@@ -254,31 +255,25 @@ class PrefixRouter:
         )
 
     def _on_disk(self, chain: PromptChain, num_slots: int) -> Depths:
-        """Count the usable blocks of a chain on each slot's disk, [num_slots].
-
-        A block is evicted from a disk only after all later ones.
-        """
+        """Return the usable blocks of a chain on each slot's disk, [num_slots]."""
         if chain.states:
             return self._state_ends(chain, Place.DISK, num_slots)
+        # A block is evicted from a disk only after all later ones.
         told = _depths(self._residency.levels(chain.disk.keys, _DISK_LEVELS), num_slots)
         ends: Depths = np.array((0, *chain.disk.ends))
         return ends[told]
 
     def _on_server(self, chain: PromptChain) -> int:
-        """Count the usable blocks of a chain on the shared server.
-
-        A state was written after its blocks and lives as long as they do. Blocks that were not used
-        lately are no longer reported, but exist.
-        """
+        """Return the usable blocks of a chain on the shared server."""
+        # A state was written after its blocks, and has their lifetime. Blocks that were not used
+        # recently exist, but are no longer reported.
         if not chain.states:
             return (0, *chain.shared.ends)[self._residency.reach(chain.shared.keys)]
         levels = self._residency.deepest(chain.servable_states(Place.SHARED))
         return levels[-1].num_blocks if levels else 0
 
     def _state_ends(self, chain: PromptChain, place: Place, num_slots: int) -> Depths:
-        """Count the blocks of a chain before the last state of each slot at a place,
-        [num_slots].
-        """
+        """Return the blocks before the last state of each slot at a place, [num_slots]."""
         return _depths(self._residency.deepest(chain.servable_states(place)), num_slots)
 
     def _usable(self, among: Collection[str] | None) -> npt.NDArray[np.bool_]:
@@ -289,22 +284,20 @@ class PrefixRouter:
         return asked & self._loads.usable
 
     def _tie_key(self, chain: PromptChain, levels: Sequence[Level]) -> int:
-        """Return a key of the prompt's new part: prompts that continue alike after the known part
-        meet at its home.
-        """
+        """Return a key of the prompt's new part."""
+        # Prompts that continue in the same way after the known part meet at that key's home.
         if chain.cache_key is not None:
             return chain.cache_key
         if not chain.keys:
-            return (
-                self._num_routed * 0x9E3779B97F4A7C15 % 2**64
-            )  # nothing to be found again: anywhere
+            # No block can be found again, so any replica will do.
+            return self._num_routed * 0x9E3779B97F4A7C15 % 2**64
         known = levels[-1].num_blocks if levels else 0
         return chain.keys[min(known, len(chain.keys) - 1)]
 
     def note_routed(self, choice: RoutingDecision, chain: PromptChain, now: float) -> None:
-        """Note that a request was sent to a replica.
+        """Record that a request was sent to a replica.
 
-        Its tokens count as queued until the next report, and its blocks as present for
+        Its tokens count as queued until the next report, and its blocks as cached for
         `believed_seconds`.
         """
         self._num_routed += 1
@@ -315,28 +308,26 @@ class PrefixRouter:
         num_blocks = -(-taking // chain.block_size)
         self._loads.note_routed(slot, choice.missing_tokens, num_blocks, now)
         self._residency.believe(slot, chain.keys, choice.matched_tokens // chain.block_size, now)
-        if chain.states:  # kept for the same prompt again, and for what goes on from it
+        if chain.states:  # states for a repeated prompt, and for its continuation
             ends = {*chain.servable_states(Place.POOL)[-1:], *chain.states[Place.POOL][-1:]}
             self._residency.believe(slot, tuple(ends), 0, now)
 
     def note_not_started(self, choice: RoutingDecision) -> None:
-        """Take back a request that never reached the replica."""
+        """Undo `note_routed` for a request that did not start in the replica."""
         slot = self._slots.get(choice.replica_id)
         if slot is not None:
             self._loads.note_not_started(slot, choice.missing_tokens)
 
     def num_entries(self) -> int:
-        """Count the remembered (replica, block) pairs."""
+        """Return the number of remembered (replica, block) pairs."""
         return self._residency.num_entries
 
     def num_bytes(self) -> int:
-        """Estimate the memory of the beliefs: the map, its keys and holders."""
+        """Return the memory of the beliefs in bytes, approximately."""
         return self._residency.num_bytes()
 
     def beliefs(self, replica_id: str) -> dict[int, bool]:
-        """Return the keys of blocks, at any `Place`, that a replica is believed to hold, and
-        whether it reported each.
-        """
+        """Return the keys that a replica is believed to hold, and whether it reported each."""
         return self._residency.keys_of(self._slots[replica_id])
 
     def check(self) -> None:
@@ -348,7 +339,7 @@ class PrefixRouter:
 
 
 def _depths(levels: Sequence[Level], num_slots: int) -> Depths:
-    """Count the blocks of a chain that each slot holds, [num_slots]."""
+    """Return the blocks of a chain that each slot holds, [num_slots]."""
     depths = np.zeros(num_slots, np.int64)
     many = [level for level in levels if level.holders.bit_count() > _FEW_HOLDERS]
     if many:

@@ -1,1 +1,1 @@
-"""Health of replicas: membership, health checks, stall detection."""
+"""Health of replicas: membership, health checks and stall detection."""

@@ -1,4 +1,4 @@
-"""Health checks of replicas, each on its own: a hanging replica delays no other's check."""
+"""Independent health checks of replicas: a hanging replica does not delay the others' checks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["HealthChecks"]
 
 
 class HealthChecks:
-    """At most one check of each replica at a time; all on one event loop.
+    """At most one check of each replica at a time, on one event loop.
 
-    Attributes:
-        look: checks the replica of a name, in bounded time; its exceptions are logged and end only
+    Args:
+        look: Checks a replica by its name, in bounded time. An exception is logged and ends only
             that check.
     """
 
@@ -24,13 +24,13 @@ class HealthChecks:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, names: Iterable[str]) -> None:
-        """Begin a check of each replica that has none in progress."""
+        """Start a check of each replica that is not being checked."""
         for name in names:
             if name not in self._under_way:
                 self._under_way[name] = asyncio.ensure_future(self._look_at(name))
 
     async def settle(self) -> None:
-        """Wait until the checks in progress have ended."""
+        """Wait until the running checks have ended."""
         await asyncio.gather(*self._under_way.values())
 
     async def end(self) -> None:
@@ -44,7 +44,7 @@ class HealthChecks:
     async def _look_at(self, name: str) -> None:
         try:
             await self._look(name)
-        except Exception as error:  # without further looks nothing would ever be known of it again
+        except Exception as error:  # later checks must go on
             facts = {"replica": name, "error": type(error).__name__, "place": failure_place(error)}
             log_facts(logging.WARNING, "replica not looked at", **facts)
         finally:

@@ -17,10 +17,12 @@ _watchers: dict[str, Callable[[Members], frozenset[str]]] = {}
 
 
 def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | None) -> None:
-    """Call `watcher` with all replicas and their metadata, now if known and on every change.
+    """Call `watcher` with all replicas and their metadata, now if known and after every change.
 
-    It returns the usable ones. It is called in any thread, one call at a time, and must not block.
-    None ends the watching.
+    Args:
+        ingress: Name of the ingress.
+        watcher: Returns the usable replicas. Called in any thread, one call at a time; must not
+            block. None stops watching.
     """
     with _lock:
         if watcher is None:
@@ -34,7 +36,7 @@ def watch_members(ingress: str, watcher: Callable[[Members], frozenset[str]] | N
 
 
 def tell_members(ingress: str, members: Members) -> None:
-    """Take all current replicas of an ingress."""
+    """Set the current replicas of an ingress."""
     with _lock:
         _members[ingress] = members
         watcher = _watchers.get(ingress)
@@ -42,7 +44,5 @@ def tell_members(ingress: str, members: Members) -> None:
 
 
 def usable_members(ingress: str) -> frozenset[str]:
-    """Return the usable replicas. Without a watcher none is refused: a later watcher may still do
-    so.
-    """
+    """Return the usable replicas of an ingress; all of them without a watcher."""
     return _usable.get(ingress, frozenset())

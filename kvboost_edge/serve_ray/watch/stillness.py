@@ -6,14 +6,13 @@ from collections.abc import Hashable
 
 __all__ = ["Stillness", "major_faults"]
 
-_CPU_SHARE = 0.2  # of one CPU: looking after a replica takes less, computing takes more
-_UNWATCHED_SECONDS = 60.0  # looks that far apart: the process itself was stopped meanwhile
+_CPU_SHARE = 0.2  # of one core; polling a replica takes less, computing takes more
+_UNWATCHED_SECONDS = 60.0  # after such a gap the process itself was stopped
 
 
 def major_faults() -> int:
-    """Return the pages for which this process has waited for a disk: an engine that waits for its
-    weights uses no CPU time. 0 if the system does not tell.
-    """
+    """Return the number of page faults that waited for a disk; 0 if unknown."""
+    # They count as progress: an engine that reads its weights uses no CPU time.
     try:
         import resource
     except ImportError:  # Windows
@@ -22,10 +21,10 @@ def major_faults() -> int:
 
 
 class Stillness:
-    """Duration without progress, from repeated figures of an engine. Not thread-safe.
+    """The time without progress, from repeated statistics of an engine. Not thread-safe.
 
-    A slow engine is not stalled: a step of minutes uses CPU time. Nor is an engine that was frozen
-    with its whole process: after a long time without figures, the measurement starts again.
+    A slow engine is not stalled, because its step uses CPU time. Nor is an engine whose process was
+    frozen: after a long gap between calls the measurement starts again.
     """
 
     def __init__(self) -> None:
@@ -33,12 +32,13 @@ class Stillness:
         self._since = self._cpu_seconds = self._looked = 0.0
 
     def look(self, figures: Hashable, has_work: bool, cpu_seconds: float, now: float) -> float:
-        """Return the seconds up to `now` with work, without a change of figures, and with almost no
-        CPU time.
+        """Return the seconds up to `now` without progress.
 
         Args:
-            figures: figures that change when an engine computes.
+            figures: Statistics that change when the engine computes.
+            has_work: Whether the engine has requests.
             cpu_seconds: CPU time of the process since its start.
+            now: Monotonic time in seconds.
         """
         used = cpu_seconds - self._cpu_seconds
         was_frozen = now - self._looked > _UNWATCHED_SECONDS
