@@ -1,1 +1,1 @@
-"""A forward pass as a table of operations that one kernel call runs."""
+"""Forward pass as a table of operations that one kernel call runs."""

@@ -1,6 +1,4 @@
-"""Activations of 16 lanes: what an MLP makes of its gate and of the way up, or of the way up
-alone.
-"""
+"""MLP activations of 16 lanes: act(gate) * up, or act(up) for MLPs without a gate."""
 
 from __future__ import annotations
 
@@ -52,20 +50,24 @@ def _splat(value: float) -> ir.Constant:
 
 @kernel
 def matrices_in(act: int) -> Any:
-    """How many matrices an MLP with this activation has on its way in: gate and up, or up alone."""
+    """Return the input matrices of an MLP with this activation: 2 (gate and up), or 1 (up)."""
     return 1 if act == ACT_RELU2 else 2
 
 
 def _emit_limit(b: Builder, x: Value, limit: float) -> Value:
-    """No further from 0 than that on its side; NaN stays."""
+    """Clip at a limit above or below 0; NaN stays NaN."""
     return b.select(b.fcmp_ordered(">" if limit > 0 else "<", x, _splat(limit)), _splat(limit), x)
 
 
 def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
-    """act(x) * up: silu, or gelu in its tanh form, which is x / (1 + exp(-2 * inner)).
-    ACT_CLAMPED_SWIGLU: x / (1 + exp(-alpha * x)) * (up + 1), x at most the limit, up within it on
-    both sides. ACT_SIGMOID: silu without its factor. ACT_RELU2: the square of x, of what is below 0
-    of 0; up has no meaning.
+    """Return act(x) * up for an activation that is known at run time.
+
+    - ACT_SILU: x / (1 + exp(-x)) * up.
+    - ACT_GELU_TANH: GELU in its tanh form, as x / (1 + exp(-2 * inner)), times up.
+    - ACT_CLAMPED_SWIGLU: x / (1 + exp(-1.702 * x)) * (up + 1), with x <= 7 and -7 <= up <= 7
+      (gpt-oss).
+    - ACT_SIGMOID: 1 / (1 + exp(-x)) * up.
+    - ACT_RELU2: max(x, 0) squared; `up` is ignored.
     """
     is_squared = b.icmp_signed("==", act, int_constant(ACT_RELU2))
     raw = x
@@ -87,7 +89,7 @@ def emit_activate(b: Builder, x: Value, up: Value, act: Value) -> Value:
 
 
 def _emit_one_and_power(b: Builder, x: Value) -> Value:
-    """1 + exp(-x)."""
+    """Return 1 + exp(-x)."""
     exponent = b.fsub(_splat(0.0), x)
     exponent = b.select(
         b.fcmp_ordered(">", exponent, _splat(_MAX_EXPONENT)), _splat(_MAX_EXPONENT), exponent
@@ -96,7 +98,7 @@ def _emit_one_and_power(b: Builder, x: Value) -> Value:
 
 
 def emit_silu(b: Builder, x: Value) -> Value:
-    """x / (1 + exp(-x)) of 16 lanes, as in activations."""
+    """Return x / (1 + exp(-x)) of 16 lanes, bit-identical to ACT_SILU."""
     return b.fdiv(x, _emit_one_and_power(b, x))
 
 
@@ -104,8 +106,15 @@ def emit_silu(b: Builder, x: Value) -> Value:
 def activate_vectors(
     typing: Any, gate: Any, up: Any, kind: Any, count: Any, vectors: Any, out: Any
 ) -> Any:
-    """out = act(gate) * up, `vectors` vectors; outputs from `count` on are 0 (their inputs are
-    read). ACT_SIGMOID is silu without its factor.
+    """Set out = act(gate) * up for `vectors` vectors of float32.
+
+    Args:
+        gate: address of float32 [16 * vectors].
+        up: address of float32 [16 * vectors].
+        kind: the activation, an ACT_* number.
+        count: outputs from this index on become 0; their inputs are still read.
+        vectors: number of vectors.
+        out: address of float32 [16 * vectors], written; may be `gate`.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -124,6 +133,6 @@ def activate_vectors(
 
 
 def _clamp(b: Builder, left: Value) -> Value:
-    """At least 0 and at most 16, so that it fits the lane index type."""
+    """Clip to 0..16, so that it fits the lane index type."""
     left = b.select(b.icmp_signed("<", left, int_constant(0)), int_constant(0), left)
     return b.select(b.icmp_signed(">", left, int_constant(LANES)), int_constant(LANES), left)

@@ -1,6 +1,4 @@
-"""Attention inside a layer program: a layer's call as one row of int64, so that a whole pass is one
-kernel call.
-"""
+"""Attention inside a layer program: a row of int64 per layer, so a pass is one kernel call."""
 
 from __future__ import annotations
 
@@ -65,15 +63,17 @@ __all__ = [
 
 
 class AttentionRow(NamedTuple):
-    """What attention of one layer reads and writes in a pass; kept in memory as tuples.py has it.
+    """Inputs and outputs of one layer's attention in a pass, stored in memory as in tuples.py.
 
     Attributes:
-        job: where the pool is not quantized nothing but `plain` and `slots` counts.
-        turn: zeros in a pass whose parts have no delta.
-        slots: address of the tokens' slots, int64.
-        continued: address of pairs (from, to) of buffers, int64, copied before anything is written.
-        closed: address of pairs (buffer, block), int64, quantized when all is written.
-        stage: address of float32 [num_threads, dim * block], where threads quantize.
+        job: the attention call. If the pool is not quantized, only `plain` and `slots` are used.
+        turn: queries before RoPE; zeros if no segment has a delta.
+        slots: address of int64 [tokens], slots of the tokens.
+        continued: address of int64 pairs (from, to) of buffers, copied before anything is written.
+        num_continued: number of these pairs.
+        closed: address of int64 pairs (buffer, block), quantized after everything is written.
+        num_closed: number of these pairs.
+        stage: address of float32 [num_threads, dim * block], scratch for quantizing.
     """
 
     job: CodedJob
@@ -93,7 +93,7 @@ def _at(path: str) -> int:
 ROW_NUMBERS = -(-num_numbers(AttentionRow) // 8) * 8  # whole cache lines
 _PLAIN = _at("job.plain")
 _TURN = _at("turn")
-# Columns of rows that differ from layer to layer, or that only a pass knows.
+# Columns that differ between layers, or that are known only in a pass.
 R_KEYS = _at("job.plain.keys")
 R_VALUES = _at("job.plain.values")
 R_SINKS = _at("job.plain.sinks")
@@ -123,8 +123,9 @@ R_NUM_CLOSED = _at("num_closed")
 
 
 def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
-    """int64 [ROW_NUMBERS], the call alone. It holds addresses of the call's arrays, which must
-    outlive it.
+    """Return the row of a call, int64 [ROW_NUMBERS].
+
+    It holds addresses of the call's arrays, which must outlive it.
     """
     row = np.zeros(ROW_NUMBERS, dtype=np.int64)
     for first, kind in (
@@ -137,14 +138,12 @@ def row_of(call: AttentionCall) -> npt.NDArray[np.int64]:
 
 @kernel
 def attention_row(job: ProgramJob, layer: int) -> Any:
-    """Address of a layer's attention row."""
+    """Return the address of a layer's attention row."""
     return job.buffers[B_ROWS] + 8 * ROW_NUMBERS * layer
 
 
 attend_row = caller(types.int64)
-"""(at): take units of the attention call whose row is at this address until none is left. Of an
-entry of:
-"""
+"""Call an entry of `attend_entries` with (at): take units of the attention call at this row."""
 
 
 @kernel
@@ -161,15 +160,20 @@ def _attend_codes(at: int) -> None:
 
 @kernel
 def is_attended(at: int) -> Any:
-    """Whether all units of the call are done."""
+    """Return whether all units of the call are done."""
     job = load_row(AttentionRow, at).job.plain
     return load_acquire(job.counters + 8 * UNITS_DONE) >= job.num_items * job.shape.num_kv_heads
 
 
 @kernel
 def store_token(at: int, keys: int, values: int, token: int) -> None:
-    """Write a token's keys and values, float32 [num_kv_heads, head_dim] each, at its slot of the
-    call's pool.
+    """Write a token's keys and values to its slot in the call's pool.
+
+    Args:
+        at: address of the layer's attention row.
+        keys: address of float32 [num_kv_heads, head_dim].
+        values: address of float32 [num_kv_heads, head_dim].
+        token: row of the pass.
     """
     row = load_row(AttentionRow, at)
     job = row.job.plain
@@ -194,13 +198,13 @@ def store_token(at: int, keys: int, values: int, token: int) -> None:
 
 @kernel
 def continuing_units(at: int) -> Any:
-    """Units of `continue_block`."""
+    """Return the number of units of `continue_block`."""
     return load_row(AttentionRow, at).num_continued
 
 
 @kernel
 def continue_block(at: int, index: int) -> None:
-    """Copy what a block that this pass fills held before into its buffer of this pass; float16."""
+    """Copy the float16 content of a block that the pass continues into its new buffer."""
     row = load_row(AttentionRow, at)
     job = row.job.plain
     shape = row.job.plain.shape
@@ -214,16 +218,14 @@ def continue_block(at: int, index: int) -> None:
 
 @kernel
 def closing_units(at: int) -> Any:
-    """Units of `close_blocks`: not more than there are threads, because each works in a place of
-    its own.
-    """
+    """Return the number of units of `close_blocks`: at most one per thread, as each has scratch."""
     row = load_row(AttentionRow, at)
     return min(row.job.plain.num_threads, row.num_closed * row.job.plain.shape.num_kv_heads)
 
 
 @kernel
 def _close_blocks(at: int, unit: int) -> None:
-    """Quantize this unit's share of the blocks that are full now."""
+    """Quantize this unit's share of the completed blocks."""
     row = load_row(AttentionRow, at)
     job = row.job.plain
     layout = row.job.layout
@@ -239,10 +241,10 @@ def _close_blocks(at: int, unit: int) -> None:
 
 
 close_blocks = caller(types.int64, types.int64)
-"""(at, unit): quantize this unit's share of the blocks that are full now. Of the entry:"""
+"""Call `close_entry` with (at, unit)."""
 close_entry = KernelEntry(_close_blocks, types.int64, types.int64)
 attend_entries = {
     False: KernelEntry(_attend_floats, types.int64),
     True: KernelEntry(_attend_codes, types.int64),
 }
-"""Whether the pool is quantized -> attention."""
+"""True if the pool is quantized -> attention entry."""

@@ -1,6 +1,4 @@
-"""Which entries (see kernels/entry.py) a program needs, and the table of their addresses that its
-jobs carry.
-"""
+"""The entries (kernels/entry.py) that a program needs, and the table of their addresses."""
 
 from __future__ import annotations
 
@@ -23,8 +21,10 @@ __all__ = ["entries_of", "kernel_table", "pass_entries", "table_entries"]
 
 
 def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
-    """Return the entries that run operations: `K_PROGRAM`, and indices of a job's `kernels`.
-    ConfigError for an operation that none of them knows.
+    """Return the entries that run these operations: K_PROGRAM and indices of a job's `kernels`.
+
+    Raises:
+        ConfigError: no entry runs one of the operations.
     """
     found = set()
     for operation in operations:
@@ -41,10 +41,12 @@ def entries_of(operations: Iterable[type[lt.Operation]]) -> list[int]:
 def table_entries(
     kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None
 ) -> dict[int, KernelEntry]:
-    """Index of a job's `kernels` -> the entry whose address stands there.
+    """Return index in a job's `kernels` -> entry.
 
-    kinds: of the weights; operations: of the program; quantized: whether the pool is, None where
-    attention is not run in the program.
+    Args:
+        kinds: numbers of the weight formats.
+        operations: operations of the program.
+        quantized: whether the pool is quantized; None if the program does not run attention.
     """
     found = {kind: ladders[kind] for kind in sorted(set(kinds))}
     found |= {
@@ -60,8 +62,12 @@ def table_entries(
 def pass_entries(
     kinds: Iterable[int], operations: Iterable[type[lt.Operation]], *, quantized: bool
 ) -> list[KernelEntry]:
-    """All entries that passes over weights of these kinds run, those that take longest to compile
-    first.
+    """Return all entries of a pass, the slowest to compile first.
+
+    Args:
+        kinds: numbers of the weight formats.
+        operations: operations of the program.
+        quantized: whether the pool is quantized.
     """
     of_table = table_entries(kinds, operations, quantized)
     longest = [
@@ -73,9 +79,7 @@ def pass_entries(
 def kernel_table(
     kinds: Iterable[int], operations: Iterable[type[lt.Operation]], quantized: bool | None = None
 ) -> npt.NDArray[np.int64]:
-    """int64 [NUM_KERNELS] for a job of these operations; entries that were never compiled here are
-    compiled now.
-    """
+    """Return a job's `kernels`, int64 [NUM_KERNELS]; compile entries that are not on disk."""
     table = np.zeros(lt.NUM_KERNELS, dtype=np.int64)
     for index, entry in table_entries(kinds, operations, quantized).items():
         table[index] = entry.address

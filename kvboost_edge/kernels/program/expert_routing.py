@@ -1,16 +1,17 @@
-"""Experts: which ones a token goes to, and which tokens an expert has.
+"""Mixture of experts: choice of each token's experts, and the tokens of each expert.
 
-B_CHOSEN is int64 [tokens, used], each token's experts ascending, B_SHARES float32 of the same
-shape. A place in them, token * used + rank, is a slot's content; B_DISPATCH has int64
+B_CHOSEN is int64 [tokens, used], each token's experts in ascending order. B_SHARES is float32 of
+the same shape. The index of an entry, token * used + rank, is its place. B_DISPATCH is int64:
 
-    1            number of experts that have tokens: the active ones
-    experts      the active experts, ascending
-    experts + 1  the first slot of each active one, and the end of the last
-    experts      for counting
-    tokens*used  the slots: the places of the first active expert ascending, then those of the next
+ numbers        content
+ 1              active experts: those that have tokens
+ experts        the active experts, ascending
+ experts + 1    first slot of each active expert, and the end of the last
+ experts        counters
+ tokens * used  slots: places of the first active expert, ascending, then of the next
 
-Only integers depend on who shares a pass: a token's experts and shares are functions of its own
-row.
+Only these integers depend on the other tokens of a pass. A token's experts and shares depend on
+its own row.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _HIGHEST = np.float32(np.inf)
 
 
 def dispatch_numbers(experts: int) -> int:
-    """Numbers of B_DISPATCH before the slots."""
+    """Return the numbers in B_DISPATCH before the slots."""
     return 2 + 3 * experts
 
 
 @kernel
 def count_active(job: ProgramJob) -> Any:
-    """Experts that have tokens in this pass."""
+    """Return the number of experts that have tokens in this pass."""
     return load_i64(job.buffers[lt.B_DISPATCH])
 
 
@@ -63,36 +64,35 @@ def active_expert(job: ProgramJob, index: int) -> Any:
 
 @kernel
 def first_slot(job: ProgramJob, experts: int, index: int) -> Any:
-    """Of active expert `index`; of the number of them the end of all slots."""
+    """Return the first slot of active expert `index`; for `count_active`, the end of all slots."""
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (1 + experts + index))
 
 
 @kernel
 def place_at(job: ProgramJob, experts: int, slot: int) -> Any:
-    """token * used + rank of a slot."""
+    """Return the place in a slot, token * used + rank."""
     return load_i64(job.buffers[lt.B_DISPATCH] + 8 * (2 + 3 * experts + slot))
 
 
 @kernel
 def most_active(job: ProgramJob, experts: ExpertCounts) -> Any:
-    """Experts that can have tokens at most. A number that no pass changes: threads that come late
-    ask for it, too.
-    """
+    """Return the most experts that can have tokens."""
+    # Independent of the routing, because threads that join late ask for it, too.
     return min(experts.total, job.tokens * experts.used)
 
 
 @kernel
 def sigmoid_f32(x: Any) -> Any:
-    """1 / (1 + exp(-x)), NaN of NaN."""
+    """Return 1 / (1 + exp(-x)); NaN for NaN."""
     power = -x
-    if power > _MAX_EXPONENT:  # and not min(), which may lose a NaN
+    if power > _MAX_EXPONENT:  # min() could lose a NaN
         power = _MAX_EXPONENT
     return np.float32(1.0) / (np.float32(1.0) + exp_f32(power))
 
 
 @kernel
 def _softmax(row: int, count: int) -> None:
-    """In place, the sum in ascending order."""
+    """Compute the softmax of `count` float32 in place, summing in ascending order."""
     largest = load_f32(row)
     total = np.float32(0.0)
     for index in range(1, count):
@@ -107,15 +107,18 @@ def _softmax(row: int, count: int) -> None:
 
 @kernel
 def _wanted(scores: int, bias: int, index: int) -> Any:
-    """The number that experts are chosen by."""
+    """Return the number by which an expert is chosen: its score plus the bias."""
     score = load_f32(scores + 4 * index)
     return score if bias == 0 else score + load_f32(bias + 4 * index)
 
 
 @kernel
 def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> bool:
-    """The `used` experts of the largest numbers, of equal ones those before others, ascending to
-    `chosen`. False: a number is NaN, and they are the first ones.
+    """Write the `used` experts with the largest scores, ascending, to `chosen`.
+
+    Of equal scores, the lower expert number is chosen.
+
+    If a score is NaN, write the first experts and return False.
     """
     for index in range(experts):
         number = _wanted(scores, bias, index)
@@ -126,7 +129,7 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
     last = _HIGHEST
     place = -1
     for rank in range(used):
-        # The largest behind the one before, in the order of falling numbers and rising places.
+        # The largest after the previous one, ordered by falling score and rising index.
         best = _LOWEST
         found = -1
         for index in range(experts):
@@ -148,7 +151,7 @@ def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> boo
 
 @kernel
 def route(job: ProgramJob, op: lt.RouteOp, token: int) -> None:
-    """A token's experts and shares from its row of logits, which becomes scores."""
+    """Compute a token's experts and shares from its row of logits, which becomes scores."""
     experts = op.experts.total
     used = op.experts.used
     row = job.buffers[lt.B_ROUTED] + 4 * token * op.step
@@ -183,7 +186,7 @@ def route(job: ProgramJob, op: lt.RouteOp, token: int) -> None:
 
 @kernel
 def dispatch(job: ProgramJob, counts: ExpertCounts) -> None:
-    """Each expert's slots, in the order of the tokens."""
+    """List each expert's slots in the order of the tokens (a counting sort)."""
     experts = counts.total
     places = job.tokens * counts.used
     chosen = job.buffers[lt.B_CHOSEN]

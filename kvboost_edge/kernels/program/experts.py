@@ -1,10 +1,9 @@
-"""Matrices of experts. All experts of a layer are one matrix, rows of one behind another's; see
-expert_routing.py for who has which tokens.
+"""Matrix products of experts; all experts of a layer are one matrix, expert after expert.
 
-Threads share out the rows of results, never a sum: one that computes rows of the way down walks the
-experts by ascending number and adds each one's share to its tokens. So no two threads write one
-number, and a token's sum has one order whatever else is in the pass. Biases, where there are some,
-are part of what a share is multiplied with.
+Threads divide output rows, never a sum. A thread that computes rows of the down projection walks
+the experts in ascending order and adds each share to its tokens. So no two threads write the same
+number, and a token's sum has one order, whatever else is in the pass. A share multiplies the
+result including its bias. See expert_routing.py for the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -75,14 +74,13 @@ from kvboost_edge.kernels.vectors import (
 __all__ = ["add_shared", "experts_down", "experts_gated", "experts_units", "spread"]
 
 _LINE = 4 * LANES
-_DOWN_TILES = (
-    16  # of a unit at least, where there are many tokens: each reads the rows of all experts
-)
+# Fewest tiles in a unit with many tokens: each unit reads the rows of all experts.
+_DOWN_TILES = 16
 
 
 @intrinsic
 def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
-    """out = fma(x, share, out), `vectors` vectors of float32."""
+    """Set out = fma(x, share, out) for `vectors` vectors of float32."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         x, share, vectors, out = arguments
@@ -102,23 +100,22 @@ def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def _runs(job: ProgramJob, op: lt.ExpertsGatedOp) -> Any:
-    """Units of one expert's groups of inner channels."""
+    """Return the units per expert: runs of groups of inner channels."""
     size = tiles_in_unit(op.matrix.unit, job.tokens)
     return (op.inner.size // GROUP + size - 1) // size
 
 
 @kernel
 def _down_tiles(job: ProgramJob, size: int) -> Any:
-    """Tiles in a unit of the way down, of `size` where there are few tokens."""
+    """Return the tiles in a unit of the down projection; `size` if there are few tokens."""
     return size if job.tokens <= SMALL_TOKENS[-1] else min(size, _DOWN_TILES)
 
 
 @kernel
 def experts_units(job: ProgramJob, at: int) -> Any:
-    """Units of an operation on experts, 0 of one on tokens. Those of experts that turn out to have
-    no tokens do nothing: how many there are must not depend on what a pass finds, because threads
-    that come late count them again.
-    """
+    """Return the units of an operation on experts, or 0 for an operation on tokens."""
+    # Independent of the routing, because threads that join late count them again. Units of experts
+    # without tokens do nothing.
     if lt.is_op(lt.DispatchOp, at):
         return 1
     if lt.is_op(lt.SpreadOp, at):
@@ -135,7 +132,7 @@ def experts_units(job: ProgramJob, at: int) -> Any:
 
 @kernel
 def spread(job: ProgramJob, op: lt.SpreadOp, index: int) -> None:
-    """The rows of an active expert's tokens, one after another: as panels, or as floats."""
+    """Copy the rows of an active expert's tokens next to each other, as panels or float32."""
     if index >= count_active(job):
         return
     experts = op.experts.total
@@ -158,7 +155,7 @@ def spread(job: ProgramJob, op: lt.SpreadOp, index: int) -> None:
 
 @kernel
 def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, first: int) -> Any:
-    """One expert's matrix of `rows` rows, and its panel among the `panels`."""
+    """Return the operands for one expert's matrix of `rows` rows and its panel."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     tile = expert * (rows // LANES)
@@ -171,15 +168,13 @@ def _matrix_of(matrix: lt.PackedMatrix, expert: int, rows: int, panels: int, fir
 
 @kernel
 def _bias_of(bias: int, first: int) -> Any:
-    """Address of the bias of row `first` of all experts' rows, 0 where there is none."""
+    """Return the address of the bias of a row, counted over all experts; 0: no bias."""
     return bias + 4 * first if bias != 0 else 0
 
 
 @kernel
 def experts_gated(job: ProgramJob, op: lt.ExpertsGatedOp, unit: int) -> None:
-    """A run of groups of inner channels of one expert: gate and up, or up alone, and activation of
-    its tokens.
-    """
+    """Run a unit: gate and up (or up alone) and activation for groups of one expert's channels."""
     runs = _runs(job, op)
     matrix = op.matrix
     size = tiles_in_unit(matrix.unit, job.tokens)
@@ -237,8 +232,16 @@ def _add_shares(
     tile: int,
     count: int,
 ) -> None:
-    """Rows of `count` tiles of results, of the tokens in slots from `slot` on, times their shares
-    to the result.
+    """Add `rows` rows of `count` result tiles, times the tokens' shares, to the output.
+
+    Args:
+        job: the call.
+        op: the operation.
+        scratch: address of float32 [rows, count * 16].
+        slot: slot of the first row.
+        rows: number of rows.
+        tile: first tile of the output.
+        count: number of tiles.
     """
     for row in range(rows):
         place = place_at(job, op.experts.total, slot + row)
@@ -249,7 +252,7 @@ def _add_shares(
 
 @kernel
 def _clear(job: ProgramJob, rows: lt.BufferRows, begin: int, end: int) -> None:
-    """Zeros in tiles [begin, end) of all rows of the result."""
+    """Set tiles [begin, end) of all output rows to 0."""
     for token in range(job.tokens):
         row = row_at(job, rows, token)
         for index in range(begin * LANES, end * LANES):
@@ -258,7 +261,7 @@ def _clear(job: ProgramJob, rows: lt.BufferRows, begin: int, end: int) -> None:
 
 @kernel
 def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
-    """A run of tiles of the way down: all experts, ascending, each for its tokens."""
+    """Run a unit: a run of down-projection tiles, for all experts in ascending order."""
     experts = op.experts.total
     matrix = op.matrix
     kind = matrix.kind
@@ -310,7 +313,7 @@ def experts_down(job: ProgramJob, op: lt.ExpertsDownOp, unit: int) -> None:
 
 @kernel
 def add_shared(job: ProgramJob, op: lt.AddSharedOp, token: int) -> None:
-    """A row of the expert that all tokens share, times its gate."""
+    """Add a row of the shared expert, times its gate."""
     gate = load_f32(row_at(job, op.by, token))
     share = sigmoid_f32(gate) * op.factor
     source = row_at(job, op.source, token)

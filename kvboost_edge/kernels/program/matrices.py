@@ -1,6 +1,4 @@
-"""The operations of a layer program, cut into units that any thread may run: some tokens, or a run
-of weight tiles.
-"""
+"""Units of a layer program's operations: some tokens, or a run of weight tiles."""
 
 from __future__ import annotations
 
@@ -44,20 +42,20 @@ from kvboost_edge.kernels.vectors import LANES
 __all__ = ["APART", "run_unit", "units_of"]
 
 APART = (JOB_TYPE, types.int64, types.int64)
-"""Arguments of an entry that runs operations of its own: (job, address of its fields, unit)."""
+"""Argument types of an entry that runs its own operations: (job, address of fields, unit)."""
 _run_apart = caller(*APART)
 
 
 @kernel
 def _matrix_units(matrix: lt.PackedMatrix, count: int, size: int, tokens: int) -> Any:
-    """Units of a matrix of `count` rows, or channels, `size` of which are a tile, or a group."""
+    """Return the units of a matrix of `count` rows (channels), `size` per tile (group)."""
     unit = size * tiles_in_unit(matrix.unit, tokens)
     return (count + unit - 1) // unit
 
 
 @kernel
 def units_of(job: ProgramJob, at: int) -> Any:
-    """Units an operation is cut into."""
+    """Return the number of units of an operation."""
     if lt.is_op(lt.LinearOp, at):
         linear = load_row(lt.LinearOp, at)
         return _matrix_units(linear.matrix, linear.size, LANES, job.tokens)
@@ -80,7 +78,7 @@ def units_of(job: ProgramJob, at: int) -> Any:
 
 @kernel
 def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
-    """A matrix and the panel it reads."""
+    """Return a matrix and the panel that it reads."""
     groups = (matrix.inputs + GROUP - 1) // GROUP
     return MatmulOperands(
         matrix.kind,
@@ -95,9 +93,8 @@ def _operands(job: ProgramJob, matrix: lt.PackedMatrix) -> Any:
 
 @kernel
 def _linear(job: ProgramJob, op: lt.LinearOp, unit: int) -> None:
-    """A run of tiles against all tokens; a tile's weights are read once from memory and then from
-    the cache.
-    """
+    """Run a unit of a linear layer: a run of tiles for all tokens."""
+    # Each tile's weights are read from memory once, then from the cache.
     matrix = op.matrix
     kind = matrix.kind
     inputs = matrix.inputs
@@ -138,7 +135,7 @@ def _linear(job: ProgramJob, op: lt.LinearOp, unit: int) -> None:
 
 @kernel
 def _gated(job: ProgramJob, op: lt.GatedOp, unit: int) -> None:
-    """A run of groups of 32 inner channels."""
+    """Run a unit of a gated MLP: a run of groups of 32 inner channels."""
     size = tiles_in_unit(op.matrix.unit, job.tokens)
     first = unit * size
     end = min(op.inner.size // GROUP, unit * size + size)

@@ -1,6 +1,4 @@
-"""Tiles of integer weights against panels of tokens, and what makes a gated group of them: for the
-layers' matrices and for those of experts alike.
-"""
+"""Products of integer weight tiles and panels, and gated groups, for layers and for experts."""
 
 from __future__ import annotations
 
@@ -49,19 +47,27 @@ __all__ = [
 _MANY_UNIT = 4
 _GATED_GROUPS = 4  # groups of 32 channels at once
 GATED_GROUP_ROW = 2 * 4 * GROUP
-"""Bytes of a token in a group: of the gate, then of the way up."""
-_GATED_TOKENS = 64 if UNPACKED else 32  # of one group at once; of several, as many fewer
-# Panels at once, where a group's tiles are one call; what they read and write stays in the first
-# cache. All tokens there may be, where weights are unpacked first.
+"""Bytes of a token in a group: 32 floats of the gate, then 32 of the up projection."""
+_GATED_TOKENS = 64 if UNPACKED else 32  # tokens of one group at once; with several groups, fewer
+# Panels at once if a group's tiles are one call: their inputs and outputs stay in the L1 cache. If
+# weights are unpacked first, there is no such limit.
 _GATED_PANELS = _GATED_TOKENS if UNPACKED else 4 if GROUP // LANES == TILES_AT_ONCE else 1
-_FEW = 8  # up to so many tokens, weights stream from memory and long runs are best
+_FEW = 8  # up to this many tokens, weights stream from memory and long runs are best
 SCRATCH_BYTES = _GATED_TOKENS * GATED_GROUP_ROW
-"""Bytes of `tile_scratch`."""
+"""Size of `tile_scratch` in bytes."""
 
 
 class MatmulOperands(NamedTuple):
-    """A matrix of integer weights and the panel of quantized tokens that it reads: addresses, and
-    what they hold.
+    """A matrix of integer weights and the panel that it reads.
+
+    Attributes:
+        kind: number of the weight format.
+        groups: groups of 32 inputs.
+        fine: not 0: fine activation codes.
+        weights: address of the codes.
+        scales: address of the scales.
+        minima: address of the minima, block scales or tables.
+        panel: address of the panel.
     """
 
     kind: int
@@ -75,7 +81,7 @@ class MatmulOperands(NamedTuple):
 
 @intrinsic
 def tile_scratch(typing: Any) -> Any:
-    """Address of SCRATCH_BYTES of 64-byte aligned memory on the stack of the calling kernel."""
+    """Return the address of SCRATCH_BYTES on the kernel's stack, aligned to 64 bytes."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         return emit_scratch(b, SCRATCH_BYTES)
@@ -85,17 +91,17 @@ def tile_scratch(typing: Any) -> Any:
 
 @kernel
 def tiles_in_unit(unit: int, tokens: int) -> Any:
-    """Tiles (of gated operations: groups of 32 channels) in a unit: long runs where weights stream,
-    short ones to share work. unit: see `PackedMatrix`.
+    """Return the tiles (or groups of 32 channels) in a unit.
+
+    `unit` is that of `PackedMatrix`.
     """
+    # Long runs where weights stream from memory, short ones to share work.
     return unit if tokens <= _FEW else min(unit, _MANY_UNIT)
 
 
 @kernel
 def panels_at_once(tokens: int, token: int, n: int, most: int) -> Any:
-    """Panels of n tokens, from `token` on, that one call takes: many where weights stay in the
-    cache.
-    """
+    """Return how many panels of n tokens one call takes: many if weights stay in the cache."""
     return min(most, (tokens - token) // n) if tokens > SMALL_TOKENS[-1] else 1
 
 
@@ -110,10 +116,9 @@ def int_tiles(
     panels: int,
     target: Target,
 ) -> None:
-    """Tiles [tile, tile + count) against panels of n quantized tokens, the first of which starts at
-    `token`.
+    """Multiply tiles [tile, tile + count) with panels of n tokens that start at `token`.
 
-    More than one panel: count is at most TILES_AT_ONCE.
+    With more than one panel, `count` is at most TILES_AT_ONCE.
     """
     kind = of.kind
     fine = of.fine
@@ -142,7 +147,7 @@ def int_tiles(
         )
         int_panel(microkernel, (n, fine, where, panel, target))
     if count % 2 == 1:
-        # The last tile of an odd number, as a pair with itself.
+        # The last tile of an odd number is paired with itself.
         weights = weights + 2 * pairs * bytes_each
         scales = scales + 2 * pairs * scales_each
         minima += 2 * pairs * minima_each
@@ -155,7 +160,7 @@ def int_tiles(
 
 @kernel
 def rows_at_once(left: int) -> int:
-    """Rows that float weights meet at once, where `left` are left."""
+    """Return the rows that are multiplied with float weights at once."""
     if left >= 8:
         return 8
     if left >= 4:
@@ -165,13 +170,13 @@ def rows_at_once(left: int) -> int:
 
 @kernel
 def float_tile_bytes(kind: int, inputs: int) -> int:
-    """Bytes of a tile of float weights."""
+    """Return the bytes of a tile of float weights."""
     return inputs * LANES * (4 if kind == KIND_F32 else 2)
 
 
 @kernel
 def few_tiles(tokens: int, fine: int, matrix: int) -> bool:
-    """Whether all tokens are one panel, so that the weights of several tiles stream in one run."""
+    """Return whether all tokens are one panel, so that weights of several tiles stream."""
     return panel_tokens(tokens, tokens, fine, matrix) == tokens
 
 
@@ -187,13 +192,15 @@ def gated_groups(
     out: int,
     scratch: int,
 ) -> None:
-    """Groups [group, end) of 32 inner channels: gate and up rows, or up alone, activation,
-    quantization into the panel at `out`; nothing wide is ever stored. scratch: `tile_scratch`.
+    """Compute groups [group, end) of 32 inner channels into the panel at `out`.
+
+    For each group: gate and up rows (or up alone), activation, quantization. The wide result is
+    never stored in memory. `scratch` is a `tile_scratch`.
     """
     groups = inner.size // GROUP
     tiles = GROUP // LANES
-    # Where all tokens are one panel the weights of several groups stream in one run; otherwise
-    # several panels use those of one group.
+    # If all tokens are one panel, the weights of several groups stream in one run. Otherwise
+    # several panels share the weights of one group.
     one_panel = tokens <= SMALL_TOKENS[-1] and few_tiles(tokens, 0, job.matrix)
     most = _GATED_GROUPS if one_panel else 1
     row = most * GATED_GROUP_ROW

@@ -1,8 +1,7 @@
-"""Row kernels in a fixed 16-lane order: sum of squares, scaling by a norm, int8 quantization of a
-row.
+"""Row kernels: RMS norm, and int8 quantization of activations, in a fixed order of 16 lanes.
 
-Addresses are int64, in bytes. Counts that are not multiples of 16 are handled lane by lane; where a
-row is padded to groups of 32 its padding is written as zeros and never read.
+Addresses are int64, in bytes. Numbers after the last multiple of 16 are computed one by one.
+Padding of a row to groups of 32 is written as zeros.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ __all__ = [
 ]
 
 _VECTOR = 4 * LANES
-# A group whose largest magnitude is below is all zeros: its scale would not be a normal number.
+# A group with a smaller largest magnitude is quantized to zeros: its scale would be subnormal.
 _TINY = 1e-30
 _ROUNDER = 12582912.0  # 1.5 * 2^23
 _ROUNDER_BITS = 0x4B400000
 _AT_ONCE = 4  # groups of a row
 _WITH_SEEDS = [kind for kind, form in FORMAT_OF.items() if form.shares_panel]
 _WITH_MINIMA = [kind for kind, form in FORMAT_OF.items() if form.minima]
-# The terms of other formats are sums of codes times the offset.
+# Terms of other formats are sums of codes times the offset.
 _OFFSETS = {
     kind: form.offset
     for kind, form in FORMAT_OF.items()
@@ -79,7 +78,7 @@ def _unary(b: Builder, name: str, x: Value) -> Value:
 
 
 def _fold(b: Builder, vector: Value, combine: Any) -> Value:
-    """Fold the 16 lanes in the fixed order 8 + 8, 4 + 4, 2 + 2, 1 + 1; returns a scalar."""
+    """Fold 16 lanes to a scalar in the fixed order 8 + 8, 4 + 4, 2 + 2, 1 + 1."""
     for half in (8, 4, 2, 1):
         vector = combine(
             vector,
@@ -90,7 +89,7 @@ def _fold(b: Builder, vector: Value, combine: Any) -> Value:
 
 @intrinsic
 def sqrt_f32(typing: Any, x: Any) -> Any:
-    """Square root of a float32, correctly rounded."""
+    """Return the square root of a float32, correctly rounded."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return _unary(b, "sqrt", arguments[0])
@@ -114,8 +113,9 @@ def _sum_squares_vectors(typing: Any, address: Any, vectors: Any) -> Any:
 
 @kernel
 def sum_squares(address: int, count: int) -> Any:
-    """Sum of squares of `count` float32: 16 fma chains folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the
-    rest in order.
+    """Return the sum of squares of `count` float32.
+
+    The order is 16 fma chains, folded 8 + 8, 4 + 4, 2 + 2, 1 + 1, then the remaining numbers.
     """
     total = _sum_squares_vectors(address, count // LANES)
     for index in range(count // LANES * LANES, count):
@@ -140,7 +140,15 @@ def _scale_vectors(typing: Any, x: Any, weight: Any, factor: Any, vectors: Any, 
 
 @kernel
 def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
-    """RMS norm of `count` float32: out = (x / sqrt(mean(x^2) + eps)) * weight. `out` may be `x`."""
+    """Compute RMS norm: out = (x / sqrt(mean(x^2) + eps)) * weight (Zhang and Sennrich, 2019).
+
+    Args:
+        x: address of float32 [count].
+        weight: address of float32 [count].
+        count: channels.
+        eps: added to the mean square.
+        out: address of float32 [count], written; may be `x`.
+    """
     mean = sum_squares(x, count) / np.float32(count)
     factor = np.float32(1.0) / sqrt_f32(mean + eps)
     _scale_vectors(x, weight, factor, count // LANES, out)
@@ -149,8 +157,13 @@ def norm_row(x: int, weight: int, count: int, eps: float, out: int) -> None:
 
 
 class _Panel(NamedTuple):
-    """Where the quantized numbers of one group of one token go, addresses; `seeds`: only where
-    formats that share a panel read.
+    """Addresses of the quantized numbers of one group of one token.
+
+    Attributes:
+        codes: codes of each plane.
+        term: the token's term.
+        scale: the token's scale.
+        seeds: seeds, for formats that share a panel.
     """
 
     codes: Sequence[Value]
@@ -160,35 +173,30 @@ class _Panel(NamedTuple):
 
 
 def _emit_codes(b: Builder, codes: Sequence[Value], out: Value) -> None:
-    """Two vectors of 16 int32, of which the low bytes count, as 32 int8."""
+    """Store the low bytes of two vectors of 16 int32 as 32 int8."""
     for index, vector in enumerate(codes):
         place = b.inttoptr(b.add(out, int_constant(LANES * index)), ir.PointerType())
         b.store(b.trunc(vector, _V16B), place, align=1)
 
 
 def _nan_or_max(b: Builder, x: Value, y: Value) -> Value:
-    """The larger of two that are not negative, as bits: a NaN's are the largest, and it shall
-    win.
-    """
+    """Return the larger of two non-negative numbers as bits; the bits of NaN are the largest."""
     return b.select(b.icmp_unsigned(">", x, y), x, y)
 
 
 def _reduce_lanes(b: Builder, rows: Sequence[Value], combine: Any) -> Value:
-    """`emit_reduce_rows` of 1, 2 or 4 rows: the first half of the lanes, or all, repeat what is
-    there twice.
-    """
+    """Reduce 1, 2 or 4 rows with `emit_reduce_rows`, repeating rows to fill four."""
     return emit_reduce_rows(b, list(rows) * (4 // len(rows)), combine)
 
 
 def _emit_quantize(
     b: Builder, groups: Sequence[Sequence[Value]], panels: Sequence[_Panel], kind: Value
 ) -> None:
-    """1, 2 or 4 groups of 32 (two vectors each): codes in one plane, or FINE_BASE * first + second
-    in two; term, scale.
+    """Quantize 1, 2 or 4 groups of 32 (two vectors each): codes, term, scale.
 
-    Several at once because what a group needs but once, the largest and two divisions, takes as
-    long for four.
+    With two planes, a code is FINE_BASE * first + second.
     """
+    # Four groups at once: the maximum and the two divisions take as long for four as for one.
     levels = 127.0 if len(panels[0].codes) == 1 else 127.0 * FINE_BASE
     sign = ir.Constant(V16I, [0x7FFFFFFF] * LANES)
     absolute = [[b.and_(b.bitcast(vector, V16I), sign) for vector in group] for group in groups]
@@ -197,8 +205,8 @@ def _emit_quantize(
     )
     top = b.bitcast(tops, V16)
     empty = b.fcmp_ordered("<", top, _splat(_TINY))
-    # top - top: 0, but NaN of an infinite top, whose codes are 0. Forms would differ in what they
-    # make of those.
+    # top - top is 0, or NaN if top is infinite. Codes are then 0, because variants differ in what
+    # they would compute.
     scales = b.select(empty, _splat(0.0), b.fadd(b.fdiv(top, _splat(levels)), b.fsub(top, top)))
     inverses = b.select(empty, _splat(0.0), b.fdiv(_splat(levels), top))
     totals = []
@@ -224,7 +232,7 @@ def _emit_quantize(
 
 
 def _emit_total(b: Builder, rows: Sequence[Value], rounders: int) -> Value:
-    """Sums of the lanes of each row, in lanes 4 * row, less so many times the bits of _ROUNDER."""
+    """Return the lane sums of each row in lanes 4 * row, minus `rounders` times _ROUNDER's bits."""
     total = _reduce_lanes(b, rows, b.add)
     bits = rounders * _ROUNDER_BITS % 2**32
     return (
@@ -240,8 +248,12 @@ def _is_one_of(b: Builder, kind: Value, kinds: Sequence[int]) -> Value:
 
 
 def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]) -> None:
-    """Store what sums of the halves of a group, and of a group, begin with; first, total: sums of
-    the codes of the first half and of the group.
+    """Store the seeds of the halves of a group and of the group.
+
+    Args:
+        first: sums of the codes of the first half.
+        total: sums of the codes of the group.
+        panels: target addresses.
     """
     offsets = (HALF_OFFSET, HALF_OFFSET, TABLE_OFFSET)
     for part, (sums, offset) in enumerate(
@@ -254,7 +266,7 @@ def _emit_seeds(b: Builder, first: Value, total: Value, panels: Sequence[_Panel]
 
 
 def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> list[Value]:
-    """Store codes that need 16 bits in two planes of bytes; the codes as integers."""
+    """Store 16-bit codes in two planes of bytes; return the codes as integers."""
     base = ir.Constant(V16I, [FINE_BASE] * LANES)
     rounded = [b.fsub(vector, _splat(_ROUNDER)) for vector in shifted]
     codes = [b.fptosi(vector, V16I) for vector in rounded]
@@ -274,8 +286,13 @@ def _emit_two_planes(b: Builder, shifted: Sequence[Value], panel: _Panel) -> lis
 def _emit_terms(
     b: Builder, total: Value, scales: Value, panels: Sequence[_Panel], kind: Value
 ) -> None:
-    """Store what the kernel needs beside the codes; total: of each group's codes, scales alike, in
-    lanes 4 * group.
+    """Store terms and scales.
+
+    Args:
+        total: sums of each group's codes, in lanes 4 * group.
+        scales: scales of each group, in the same lanes.
+        panels: target addresses.
+        kind: number of the weight format that reads the panel.
     """
     offset = _I32(0)
     for one, value in _OFFSETS.items():
@@ -291,7 +308,7 @@ def _emit_terms(
 
 
 class _PanelRow(NamedTuple):
-    """One token's part of a panel: see `quantize_groups`."""
+    """One token's part of a panel; see `quantize_groups`."""
 
     cell: Value
     size: Value
@@ -300,7 +317,7 @@ class _PanelRow(NamedTuple):
     kind: Value
 
     def at(self, b: Builder, group: Value) -> _Panel:
-        """Addresses for a group."""
+        """Return the addresses for a group."""
         plain = FINE_BYTES if self.planes == 2 else COARSE_BYTES
         has_seeds = _is_one_of(b, self.kind, _WITH_SEEDS)
         more = b.select(has_seeds, int_constant(SEED_BYTES), int_constant(0))
@@ -334,13 +351,16 @@ def _emit_row_groups(
 def quantize_groups(
     typing: Any, x: Any, groups: Any, cell: Any, size: Any, place: Any, kind: Any, fine: Any
 ) -> Any:
-    """Quantize `groups` whole groups of 32 float32 at address x for weights of a kind.
+    """Quantize whole groups of 32 float32 of one token into a panel.
 
     Args:
-        cell: address of the first group's cell in a panel of `size` tokens, of which this one is
-            number `place`.
-        kind, fine: of the weights that will read the panel; whether its codes have two planes (not
-            0) or one.
+        x: address of float32 [32 * groups].
+        groups: number of groups.
+        cell: address of the first group's cell, in a panel of `size` tokens.
+        size: tokens of the panel.
+        place: index of this token in the panel.
+        kind: number of the weight format that reads the panel.
+        fine: not 0: codes have two planes.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -368,20 +388,23 @@ def quantize_groups(
 def activate_group(
     typing: Any, rows: Any, step: Any, size: Any, act: Any, cell: Any, kind: Any
 ) -> Any:
-    """act(gate) * up of one group of 32 channels of `size` tokens, quantized into their cell of a
-    coarse panel.
+    """Compute act(gate) * up of 32 channels of `size` tokens and quantize it into a cell.
 
     Args:
-        rows, step: address of the first token's 32 float32 of the gate, bytes from one token to the
-            next; the 32 of the way up follow half a step behind, where there is a gate.
-        kind: as in `quantize_groups`.
+        rows: address of the first token's 32 float32 of the gate; those of the up projection
+            follow after step / 2 bytes.
+        step: bytes from one token to the next.
+        size: tokens of the panel.
+        act: the activation, an ACT_* number.
+        cell: address of the cell, with one plane of codes.
+        kind: number of the weight format that reads the panel.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         rows, step, size, act, cell, kind = arguments
         half = b.lshr(step, int_constant(1))
-        # Two short loops: a processor that looks some 400 instructions ahead has several tokens of
-        # one in hand.
+        # Two short loops: a processor with an instruction window of about 400 overlaps several
+        # tokens of one loop.
         with cgutils.for_range(b, size, intp=I64) as loop:
             at = b.add(rows, b.mul(loop.index, step))
             for gate in (at, b.add(at, int_constant(_VECTOR))):

@@ -1,12 +1,12 @@
-"""A layer as a program: a table of operations that a team of threads runs in order, in one call.
+"""Execution of a layer program: a thread team runs a table of operations in order, in one call.
 
-Every operation is cut into units (some tokens, or a run of weight tiles) that threads take from a
-counter; a thread that finds no unit left waits until all units of the operation are done, then goes
-on to the next. A thread that joins late passes through what is done. Reductions over inputs are
-never cut, so results do not depend on the threads.
+Every operation is divided into units (some tokens, or a run of weight tiles) that threads take
+from a counter. A thread that finds no unit left waits until all units of the operation are done,
+then goes on to the next operation. A thread that joins late skips finished operations. Reductions
+are never divided, so results do not depend on the threads.
 
-Operations that few models have are entries of their own, called by address once a unit: a program
-compiles those that it has.
+Operations that few models have are separate entries, called by address once per unit: a program
+compiles only those that it has.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _NAP_S = 50e-6
 
 @kernel
 def _take_units(job: ProgramJob, spins: int) -> bool:
-    """Run operations [first, last); False if another thread held up an operation for `spins` looks
-    at its counter.
+    """Run operations [first, last).
+
+    Return False if another thread holds up an operation for `spins` reads of its counter.
     """
     counters = address_of(job.counters)
     for index in range(job.first, job.last):
@@ -69,7 +70,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
             left -= 1
             if left == 0:
                 return False
-    # Whoever gets here has seen every unit done, so one thread is enough to end the call for all.
+    # A thread that gets here has seen every unit done, so one thread can end the call for all.
     fetch_add(counters + 8 * COUNTERS_PER_OP * (job.last - job.first), _WHOLE)
     return True
 
@@ -124,14 +125,13 @@ apart_entries = {
     lt.K_TAILS: KernelEntry(_run_tails, *APART),
     lt.K_SCAN: KernelEntry(_run_scan, *APART),
 }
-"""Index in a job's `kernels` -> the entry that runs `OPERATIONS` of it."""
+"""Index in a job's `kernels` -> entry for those of its `OPERATIONS`."""
 
 program_entry = KernelEntry(_take_units, JOB_TYPE, types.int64)
 
 
 def run_program(job: ProgramJob) -> None:
-    """Run operations [first, last). Every thread of a team calls this on the same job; a thread
-    that waits long for another, whose core was taken away, gives up its own for a moment.
-    """
+    """Run operations [first, last) of a job; every thread of a team calls this on the same job."""
+    # A thread that waits long for a descheduled one yields its core for a moment.
     while not _take_units(job, _SPINS):
         time.sleep(_NAP_S)

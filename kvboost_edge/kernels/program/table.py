@@ -1,8 +1,8 @@
-"""The table that a layer program is: the operations, their fields, and the buffers they work on.
+"""Format of a layer program: operations, their fields, and buffers.
 
-An operation is a NamedTuple. In the table it is a row of int64: its code, then its fields as
-tuples.py lays them out. Kernels get the address of the fields, ask `is_op` for the operation and
-read it with `load_row`. Operands are numbers of buffers, whose addresses come with each call.
+An operation is a NamedTuple. In the table it is a row of int64: its code, then its fields as in
+tuples.py. Kernels get the address of the fields, test the operation with `is_op` and read it with
+`load_row`. Operands are buffer numbers; each call brings the buffers' addresses.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ __all__ = [
 ]
 
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
-"""Scores of a router -> `RouteOp.score`; see `reference.experts.Routing`."""
+"""Router scores -> `RouteOp.score`; see `reference.experts.Routing`."""
 RENORMS = {"": 0, "add": 1, "least": 2}
-"""What shares are divided by -> `RouteOp.renorm`."""
+"""Normalization of shares -> `RouteOp.renorm`."""
 RULES = {"delta": 0, "ssd": 1}
-"""What tokens do to a state -> `StateHeads.rule`; see states/scan.py."""
+"""Update rule of a recurrent state -> `StateHeads.rule`; see states/scan.py."""
 
 
 class BufferRows(NamedTuple):
-    """Rows of float32, one for each token.
+    """Rows of float32 in a buffer, one per token.
 
     Attributes:
-        buffer: its number.
-        step: floats from a row to the next.
-        first: the first float of a row that counts.
+        buffer: number of the buffer.
+        step: floats from one row to the next.
+        first: index of the first float of a row that is used.
     """
 
     buffer: int = 0
@@ -91,18 +91,18 @@ class BufferRows(NamedTuple):
 
 
 class PackedMatrix(NamedTuple):
-    """A matrix of packed weights, and how it is read.
+    """A matrix of packed weights and the panel that it multiplies.
 
     Attributes:
-        kind: of the weights.
+        kind: number of the weight format.
         inputs: columns.
-        weights: address of the codes, or of the floats.
-        scales: address.
-        minima: address of minima, of blocks' numbers, or of tables, see linear/weight_formats.py.
+        weights: address of the codes or floats.
+        scales: address of the scales.
+        minima: address of minima, block scales or tables; see linear/weight_formats.py.
         bias: address of float32, or 0.
-        unit: tiles, of gated operations groups, in a unit of work.
+        unit: tiles in a unit of work; for gated operations, groups.
         panel: buffer of the quantized rows that it multiplies.
-        fine: whether their codes have two planes.
+        fine: 1: their codes have two planes.
     """
 
     kind: int
@@ -120,9 +120,9 @@ class PanelTarget(NamedTuple):
     """The panel that a result is quantized into.
 
     Attributes:
-        kind: of the weights that read it; 0: the result stays float32.
-        buffer: of the panel.
-        fine: whether its codes have two planes.
+        kind: number of the weight format that reads it; 0: the result stays float32.
+        buffer: number of the buffer.
+        fine: 1: codes have two planes.
     """
 
     kind: int = 0
@@ -134,9 +134,9 @@ class InnerChannels(NamedTuple):
     """The inner channels of an MLP.
 
     Attributes:
-        size: how many.
-        act: the activation.
-        kind: of the weights that read them quantized; 0: they stay float32.
+        size: number of channels.
+        act: the activation, an ACT_* number.
+        kind: number of the weight format that reads them quantized; 0: they stay float32.
     """
 
     size: int
@@ -145,24 +145,29 @@ class InnerChannels(NamedTuple):
 
 
 class ExpertCounts(NamedTuple):
-    """Experts of a layer, and of a token."""
+    """Numbers of experts.
+
+    Attributes:
+        total: experts of the layer.
+        used: experts of each token.
+    """
 
     total: int
     used: int
 
 
 class ConvInputs(NamedTuple):
-    """A short convolution along a sequence, and where its last inputs are kept.
+    """A short causal convolution along a sequence, and the location of its conv state.
 
     Attributes:
         rows: the inputs.
-        channels: of a row.
+        channels: channels of a row, a multiple of 16.
         width: inputs before a token's own that it reads.
-        state: the first byte of the last inputs in a slot.
+        state: byte offset of the conv state in a slot.
         weights: address of float32 [width + 1, channels].
         bias: address of float32 [channels], or 0.
-        gated: whether a row is [B | C | x] and the input B * x.
-        draft: the first byte in a row of drafts.
+        gated: 1: a row is [B | C | x] and the input is B * x.
+        draft: byte offset in a row of draft inputs.
         draft_step: bytes of such a row.
     """
 
@@ -178,13 +183,15 @@ class ConvInputs(NamedTuple):
 
 
 class StateHeads(NamedTuple):
-    """Heads of layers with a matrix as their state.
+    """Heads of a layer whose recurrent state is a matrix per head.
 
     Attributes:
-        key_heads, key_dim: of keys and queries.
-        heads, dim: of values.
-        tiled: whether value head h reads key head h mod key_heads.
-        rule: one of `RULES`.
+        key_heads: heads of keys and queries.
+        key_dim: channels of a key.
+        heads: heads of values.
+        dim: channels of a value.
+        tiled: 1: value head h reads key head h mod key_heads; 0: h // (heads / key_heads).
+        rule: number in `RULES`.
     """
 
     key_heads: int
@@ -204,7 +211,7 @@ class EmbedOp(NamedTuple):
 
 
 class NormOp(NamedTuple):
-    """The RMS norm of the first `size` floats of a row; weight: address of float32."""
+    """RMS norm of the first `size` floats of a row; `weight` is an address of float32."""
 
     source: BufferRows
     out: BufferRows
@@ -215,7 +222,7 @@ class NormOp(NamedTuple):
 
 
 class AddNormOp(NamedTuple):
-    """out = (out + factor * norm(source)) * sum_factor."""
+    """Norm and residual: out = (out + factor * norm(source)) * sum_factor."""
 
     source: BufferRows
     out: BufferRows
@@ -227,8 +234,9 @@ class AddNormOp(NamedTuple):
 
 
 class PerLayerOp(NamedTuple):
-    """Every layer's piece of `size` floats: (norm(piece) + factor * piece of `by`) * sum_factor,
-    in place.
+    """Per-layer inputs, in place: (norm(piece) + factor * piece of `by`) * sum_factor.
+
+    A piece is the `size` floats of one layer.
     """
 
     out: BufferRows
@@ -241,7 +249,7 @@ class PerLayerOp(NamedTuple):
 
 
 class QuantizeOp(NamedTuple):
-    """Rows of `size` floats into a panel."""
+    """Quantization of rows of `size` floats into a panel."""
 
     source: BufferRows
     size: int
@@ -249,7 +257,10 @@ class QuantizeOp(NamedTuple):
 
 
 class ActivateOp(NamedTuple):
-    """act(source) * by; of no buffer: the second half of the source's row. Then quantized."""
+    """act(source) * by, quantized into `panel`.
+
+    If `by` has no buffer, it is the second half of the source's row.
+    """
 
     source: BufferRows
     out: BufferRows
@@ -260,20 +271,24 @@ class ActivateOp(NamedTuple):
 
 
 class RopeOp(NamedTuple):
-    """Queries, keys and values of a row: normed, rotated, and written to their buffers, keys and
-    values to the pool where attention runs in the program.
+    """Norms and RoPE of queries, keys and values; KV goes to the pool or to buffers.
 
     Attributes:
-        kv_heads: 0: the layer attends to another's keys and values.
-        half: pairs that are rotated.
-        q_norm, k_norm: addresses of weights.
-        v_norm: address of ones, or 0 for no norm of values.
-        keys_twice: whether values are the keys before their norm.
-        norm_all: 0: no norm of queries and keys, 1: of each head, 2: of all as one row.
-        late_norm: whether these norms come after the rotation.
-        table: buffer of cosines; that of sines is the next.
-        query_scale: buffer with a factor for the queries of each position, or 0.
-        layer: whose attention row is used.
+        source: rows [queries | keys | values].
+        heads: query heads.
+        kv_heads: KV heads; 0: the layer attends to another layer's KV.
+        dim: channels of a head.
+        half: rotary pairs.
+        table: buffer of cosines; the next buffer holds the sines.
+        q_norm: address of the queries' norm weights.
+        k_norm: address of the keys' norm weights.
+        v_norm: address of ones, or 0: no norm of values.
+        keys_twice: 1: values are the keys before their norm.
+        norm_all: 0: no norm of queries and keys; 1: of each head; 2: of all heads as one row.
+        late_norm: 1: these norms come after the rotation.
+        query_scale: buffer with a factor of queries per position, or 0.
+        layer: index of the attention row.
+        eps: epsilon of the norms.
     """
 
     source: BufferRows
@@ -294,12 +309,17 @@ class RopeOp(NamedTuple):
 
 
 class LinearOp(NamedTuple):
-    """A matrix times rows, of integer weights times a panel: out = (product + bias) * factor.
+    """Linear layer: out = (matrix @ source + bias) * factor.
+
+    Integer weights read a panel instead of `source`.
 
     Attributes:
-        out: its `first` is a multiple of 16.
+        source: input rows of float weights.
+        out: output rows; `first` is a multiple of 16.
+        matrix: the weights.
         size: rows of the matrix.
-        add: whether the result is added to `out`.
+        add: 1: the result is added to `out`.
+        factor: factor of the result.
     """
 
     source: BufferRows
@@ -311,7 +331,7 @@ class LinearOp(NamedTuple):
 
 
 class GatedOp(NamedTuple):
-    """Gate and up matrices, or up alone, activation and quantization into buffer `out` in one."""
+    """Gate and up matrices (or up alone), activation and quantization into buffer `out`, fused."""
 
     matrix: PackedMatrix
     inner: InnerChannels
@@ -319,7 +339,7 @@ class GatedOp(NamedTuple):
 
 
 class CapOp(NamedTuple):
-    """x -> cap * tanh(x / cap), in place."""
+    """Softcap of logits in place: x -> cap * tanh(x / cap)."""
 
     rows: BufferRows
     size: int
@@ -327,15 +347,13 @@ class CapOp(NamedTuple):
 
 
 class ContinueOp(NamedTuple):
-    """Of a quantized pool: blocks that this pass fills, copied before keys and values are
-    written.
-    """
+    """Quantized pool: copy blocks that this pass continues, before KV is written."""
 
     layer: int
 
 
 class CloseOp(NamedTuple):
-    """Of a quantized pool: blocks that are full, quantized after keys and values were written."""
+    """Quantized pool: quantize completed blocks, after KV is written."""
 
     layer: int
 
@@ -347,14 +365,17 @@ class AttendOp(NamedTuple):
 
 
 class RouteOp(NamedTuple):
-    """A token's experts and shares from its row of logits.
+    """Router: each token's experts and shares from its row of logits.
 
     Attributes:
+        experts: numbers of experts.
         step: floats of a row.
-        score: one of `SCORES`.
-        renorm: one of `RENORMS`.
-        bias: address of what is added to scores for the choice, or 0.
-        factors: address of each expert's factor of its share, or 0.
+        score: number in `SCORES`.
+        renorm: number in `RENORMS`.
+        bias: address of float32 added to scores for the choice, or 0.
+        factors: address of a float32 factor of each expert's share, or 0.
+        eps: added to the sum of shares, or its lower limit; see `renorm`.
+        factor: factor of all shares.
     """
 
     experts: ExpertCounts
@@ -368,14 +389,15 @@ class RouteOp(NamedTuple):
 
 
 class DispatchOp(NamedTuple):
-    """Each expert's tokens."""
+    """Lists of each expert's tokens."""
 
     experts: ExpertCounts
 
 
 class SpreadOp(NamedTuple):
-    """The rows of each expert's tokens, one after another: as panels for weights of a `kind`, or as
-    float32 where that is 0.
+    """Rows of each expert's tokens, one after another.
+
+    They are panels for weight format `kind`, or float32 if `kind` is 0.
     """
 
     experts: ExpertCounts
@@ -385,7 +407,7 @@ class SpreadOp(NamedTuple):
 
 
 class ExpertsGatedOp(NamedTuple):
-    """`GatedOp` of every expert and its tokens; step: floats of a row of float32."""
+    """`GatedOp` for every expert and its tokens; `step`: floats of a float32 row."""
 
     experts: ExpertCounts
     matrix: PackedMatrix
@@ -394,7 +416,7 @@ class ExpertsGatedOp(NamedTuple):
 
 
 class ExpertsDownOp(NamedTuple):
-    """The matrices back of all experts, and the sums of what they give times the shares."""
+    """Down projection of all experts, summed with the tokens' shares."""
 
     experts: ExpertCounts
     matrix: PackedMatrix
@@ -405,7 +427,7 @@ class ExpertsDownOp(NamedTuple):
 
 
 class AddSharedOp(NamedTuple):
-    """out += factor * sigmoid(the first number of `by`) * source."""
+    """Shared expert: out += factor * sigmoid(first number of `by`) * source."""
 
     source: BufferRows
     out: BufferRows
@@ -415,14 +437,14 @@ class AddSharedOp(NamedTuple):
 
 
 class ConvOp(NamedTuple):
-    """A gated short convolution."""
+    """Gated short convolution."""
 
     conv: ConvInputs
     out: BufferRows
 
 
 class KeepConvOp(NamedTuple):
-    """The last inputs of a convolution, kept for the next pass."""
+    """Conv state for the next pass."""
 
     conv: ConvInputs
 
@@ -430,11 +452,17 @@ class KeepConvOp(NamedTuple):
 class ScanInputsOp(NamedTuple):
     """Queries, keys, values and gates of each token for `ScanOp`.
 
-    gates          rows of what decays and shares (Mamba2: dt) are made of
-    decay          address of float32 [heads]
-    dt_bias        address of float32 [heads]
-    q_norm, k_norm addresses of weights, or 0
-    least, most    limits of dt
+    Attributes:
+        conv: the short convolution that queries, keys and values pass.
+        heads: the heads.
+        gates: rows that decays and shares (Mamba2: dt) are computed from.
+        decay: address of float32 [heads].
+        dt_bias: address of float32 [heads].
+        q_norm: address of the queries' norm weights, or 0.
+        k_norm: address of the keys' norm weights, or 0.
+        eps: epsilon of the norms.
+        least: lower limit of dt.
+        most: upper limit of dt.
     """
 
     conv: ConvInputs
@@ -450,11 +478,13 @@ class ScanInputsOp(NamedTuple):
 
 
 class ScanOp(NamedTuple):
-    """The matrices of a layer advanced by the tokens of a pass.
+    """Update of a layer's recurrent state by the tokens of a pass.
 
     Attributes:
-        state: the first byte of the matrices in a slot.
-        skip: address of how much of a value is added to its result; Mamba2 only.
+        heads: the heads.
+        state: byte offset of the matrices in a slot.
+        skip: address of float32 [heads], factor of a value that is added to its result (Mamba2's
+            D).
     """
 
     heads: StateHeads
@@ -463,14 +493,17 @@ class ScanOp(NamedTuple):
 
 
 class GateOp(NamedTuple):
-    """Results of `ScanOp`, normed and gated.
+    """Norm and gate of the results of `ScanOp`.
 
     Attributes:
         source: the gates.
+        out: output rows.
+        heads: the heads.
         weight: address of the norm's weights.
-        groups: that are normed, each for itself; 0: none.
+        groups: groups of channels that are normed separately; 0: no norm.
         weight_step: floats from the weights of one group to those of the next.
-        gate_first: whether the gates come before the norm.
+        gate_first: 1: the gate comes before the norm.
+        eps: epsilon of the norm.
     """
 
     source: BufferRows
@@ -484,18 +517,25 @@ class GateOp(NamedTuple):
 
 
 Operation = tuple[Any, ...]
-"""Any of the operations."""
+"""An operation of any kind."""
 
-# Buffers that have a fixed meaning; tables of rope follow as pairs (cos, sin), then the factors of
-# queries. B_PANEL and B_INNER hold quantized rows. B_ROWS: attention rows of all layers, see
-# attention_calls.py; without them rope leaves keys and values in their buffers. B_PER_LAYER: each
-# token's input of every layer; B_TABLE_ROWS: what a table of tokens gives to it. Experts: B_ROUTED
-# the router's logits; B_CHOSEN, B_SHARES each token's experts and shares; B_DISPATCH each expert's
-# tokens, see expert_routing.py; B_SPREAD and B_EXPERTS_INNER rows or panels of one expert behind
-# another's; B_BESIDE what an MLP beside them leaves. B_MIXED: what a mixer with a state leaves
-# where its layer attends as well; else that is in B_QUERY. B_STATES: which states the pass reads
-# and writes, see states/sequences.py; B_SEQUENCES is no address, but their number. B_DRAFTS: what
-# drafts brought to them.
+# Buffers with a fixed meaning. Pairs of RoPE tables (cos, sin) follow, then factors of queries.
+#
+#   B_PANEL, B_INNER          quantized rows
+#   B_ROWS                    attention rows of all layers, see attention_calls.py; without them
+#                             RopeOp leaves KV in its buffers
+#   B_PER_LAYER               each token's input of every layer
+#   B_TABLE_ROWS              part of it from a table of tokens
+#   B_ROUTED                  router logits
+#   B_CHOSEN, B_SHARES        each token's experts and shares
+#   B_DISPATCH                each expert's tokens, see expert_routing.py
+#   B_SPREAD, B_EXPERTS_INNER rows or panels of one expert after another
+#   B_BESIDE                  result of an MLP that runs in parallel to the experts
+#   B_MIXED                   result of a recurrent mixer if its layer also attends; otherwise it
+#                             is in B_QUERY
+#   B_STATES                  recurrent states of the pass, see states/sequences.py
+#   B_SEQUENCES               not an address: their number
+#   B_DRAFTS                  inputs of draft tokens to recurrent states
 (
     B_TOKENS,
     B_POSITIONS,
@@ -526,9 +566,9 @@ Operation = tuple[Any, ...]
     B_TABLES,
 ) = range(27)
 
-# Addresses of entries (see kernels/entry.py) in a job: first that of each kind of weights, by its
-# number; those after K_CLOSE run operations that few models have, see run.py. K_PROGRAM is no
-# address: what runs the program itself.
+# Indices of entry addresses in a job. Indices below K_ATTEND are numbers of weight formats. Those
+# after K_CLOSE run operations that few models have, see run.py. K_PROGRAM is not an index: it is
+# the entry that runs the program.
 K_PROGRAM = -1
 K_ATTEND, K_CLOSE, K_EXPERTS, K_CONV, K_TAILS, K_SCAN, NUM_KERNELS = range(16, 23)
 OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
@@ -552,19 +592,17 @@ OPERATIONS: dict[int, tuple[type[Operation], ...]] = {
     K_TAILS: (KeepConvOp,),
     K_SCAN: (ScanInputsOp, ScanOp, GateOp),
 }
-"""Entry -> the operations it knows. Each has one entry; a program with an operation that has none
-is refused.
-"""
+"""Entry -> operations that it runs. Each operation has one entry; unknown ones are refused."""
 _KINDS = [kind for kinds in OPERATIONS.values() for kind in kinds]  # by code
 ENTRY_OF = np.array([entry for entry, kinds in OPERATIONS.items() for _ in kinds])
-"""int64, of the code of each operation its entry."""
+"""int64: code of an operation -> its entry."""
 
 OP_NUMBERS = -(-max(1 + num_numbers(kind) for kind in _KINDS) // 8) * 8  # whole cache lines
-COUNTERS_PER_OP = 16  # two counters on cache lines of their own
+COUNTERS_PER_OP = 16  # two counters on separate cache lines
 
 
 def table_of(operations: Sequence[Operation]) -> npt.NDArray[np.int64]:
-    """Return the table, int64 [num_ops, OP_NUMBERS]."""
+    """Return the table of operations, int64 [num_ops, OP_NUMBERS]."""
     table = np.zeros((len(operations), OP_NUMBERS), dtype=np.int64)
     for row, operation in zip(table, operations, strict=True):
         numbers = numbers_of(type(operation), operation)
@@ -574,17 +612,18 @@ def table_of(operations: Sequence[Operation]) -> npt.NDArray[np.int64]:
 
 
 class ProgramJob(NamedTuple):
-    """What the threads of one call share.
+    """Arguments that the threads of one call share.
 
     Attributes:
-        ops: int64 [num_ops, OP_NUMBERS], run from `first` to before `last`.
+        ops: int64 [num_ops, OP_NUMBERS].
         buffers: int64 [num_buffers], addresses.
-        counters: int64, zeros: COUNTERS_PER_OP for each op from first on, then one for the whole.
+        counters: int64, zeros: COUNTERS_PER_OP per operation from `first` on, then one for the
+            whole call.
+        kernels: int64 [NUM_KERNELS], addresses of entries, see entries.py; 0 if not needed.
+        first: first operation to run.
+        last: end of the operations to run.
         tokens: rows of this pass.
-        kernels: int64 [NUM_KERNELS], addresses of entries, see entries.py; 0 where the program
-            needs none.
-        matrix: 1: panels are as large as tile registers take, where kernels are compiled with them;
-            0: not.
+        matrix: 1: panels have AMX sizes; 0: not.
     """
 
     ops: npt.NDArray[np.int64]
@@ -605,24 +644,24 @@ JOB_TYPE = BaseTuple.from_types(
     ],
     ProgramJob,
 )
-"""Numba's type of a job."""
+"""Numba type of a job."""
 
 
 @kernel
 def op_at(job: ProgramJob, index: int) -> Any:
-    """Address of the fields of an operation."""
+    """Return the address of an operation's fields."""
     return address_of(job.ops) + 8 * (OP_NUMBERS * index + 1)
 
 
 @kernel
 def row_at(job: ProgramJob, rows: BufferRows, token: int) -> Any:
-    """Address of a token's row."""
+    """Return the address of a token's row."""
     return job.buffers[rows.buffer] + 4 * (token * rows.step + rows.first)
 
 
 @intrinsic
 def is_op(typing: Any, kind: Any, at: Any) -> Any:
-    """Whether the fields at an address are those of an operation of class `kind`."""
+    """Return whether the fields at an address belong to an operation of class `kind`."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         code = ir.Constant(I64, _KINDS.index(kind.instance_class))
@@ -635,5 +674,5 @@ def is_op(typing: Any, kind: Any, at: Any) -> Any:
 
 @kernel
 def entry_at(at: int) -> Any:
-    """The entry that runs the operation whose fields are at an address."""
+    """Return the entry that runs the operation whose fields are at an address."""
     return ENTRY_OF[load_i64(at - 8)]

@@ -1,6 +1,4 @@
-"""Operations of a layer program that go token by token: embedding, norms, activation, quantization,
-rope.
-"""
+"""Token-wise operations of a layer program: embedding, norms, activation, quantization, RoPE."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ _BITS, _OFFSET, _PARTS, _MINIMA, _TABLE, _BLOCK_BYTES = (
 )
 _LINE = 4 * LANES
 _PIECE = 32  # groups of 32 in a piece of a row
-# Tokens in a unit: neighbours share cache lines of a panel. With one each, the norms of 2,112
-# tokens took two threads 100 ms and one thread 75.
+# Tokens in a unit: neighbours share cache lines of a panel. With one token per unit, the norms of
+# 2,112 tokens took 100 ms on two threads and 75 ms on one.
 _UNIT = 12
 
 
@@ -64,20 +62,20 @@ def _load_byte(typing: Any, address: Any) -> Any:
 
 @kernel
 def _tokens_in_unit(tokens: int) -> Any:
-    """Of a few tokens every thread still finds some."""
+    """Return the tokens in a unit; fewer if there are few, so that every thread gets some."""
     return min(_UNIT, (tokens + 3) // 4)
 
 
 @kernel
 def tokens_of(job: ProgramJob, unit: int) -> Any:
-    """The first token of a unit of whole rows, and the end of them."""
+    """Return the first token of a unit of whole rows and the end of its tokens."""
     size = _tokens_in_unit(job.tokens)
     return unit * size, min(job.tokens, unit * size + size)
 
 
 @kernel
 def _pieces(at: int) -> Any:
-    """Pieces a row is cut into."""
+    """Return the pieces into which a row is divided."""
     if lt.is_op(lt.QuantizeOp, at):
         return _pieces_of(load_row(lt.QuantizeOp, at).size)
     if lt.is_op(lt.ActivateOp, at):
@@ -92,15 +90,20 @@ def _pieces_of(count: int) -> int:
 
 @kernel
 def token_units(job: ProgramJob, at: int) -> Any:
-    """Units an operation on tokens is cut into: some tokens, one piece of each."""
+    """Return the units of a token-wise operation: one piece of each of some tokens."""
     size = _tokens_in_unit(job.tokens)
     return (job.tokens + size - 1) // size * _pieces(at)
 
 
 @kernel
 def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
-    """The stored code of input `index` of a group, in row `lane` of its tile; `group` counts from
-    the first tile on. Of a format with a table its place in it.
+    """Return the stored code (or table index) of an input.
+
+    Args:
+        matrix: the weights.
+        group: index of the group, counted from the first tile.
+        lane: row in the tile.
+        index: input in the group.
     """
     bits = _BITS[matrix.kind]
     size = group_bytes(matrix.kind)
@@ -121,7 +124,7 @@ def _code(matrix: lt.PackedMatrix, group: int, lane: int, index: int) -> Any:
 
 @kernel
 def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: int) -> Any:
-    """(scale, minimum) of a part of a group of row `lane` of a tile, float32."""
+    """Return (scale, minimum) of a part of a group, float32, for row `lane` of a tile."""
     kind = matrix.kind
     groups = (matrix.inputs + GROUP - 1) // GROUP
     scale_at = matrix.scales + (tile * groups + group) * SCALE_BYTES
@@ -144,7 +147,7 @@ def _factors(matrix: lt.PackedMatrix, tile: int, group: int, part: int, lane: in
 
 @kernel
 def _embed(job: ProgramJob, op: lt.EmbedOp, token: int) -> None:
-    """A token's row of the table, which has the weight layout, times factor; the padding is 0."""
+    """Dequantize a token's row of the embedding matrix, times `factor`; padding is 0."""
     token_id = load_i64(job.buffers[lt.B_TOKENS] + 8 * token)
     out = row_at(job, op.out, token)
     matrix = op.matrix
@@ -187,8 +190,16 @@ def _quantize(
     first: int,
     groups: int,
 ) -> None:
-    """Groups [first, first + groups) of a token's row of `count` floats, starting at address
-    `source`, into a panel.
+    """Quantize groups [first, first + groups) of a token's row into a panel.
+
+    Args:
+        job: the call.
+        panel: the target.
+        count: floats of the row.
+        source: address of the first of these groups.
+        token: row of the pass.
+        first: first group.
+        groups: number of groups.
     """
     total = (count + GROUP - 1) // GROUP
     start, size = token_place(token, job.tokens, panel.fine, job.matrix)
@@ -235,14 +246,14 @@ def _per_layer(job: ProgramJob, op: lt.PerLayerOp, token: int) -> None:
 def _quantize_piece(
     job: ProgramJob, panel: lt.PanelTarget, count: int, source: int, token: int, first: int
 ) -> None:
-    """A piece of a row of `count` floats, from group `first` on, at address `source`."""
+    """Quantize a piece of a row of `count` floats, from group `first` at address `source`."""
     groups = min(_PIECE, (count + GROUP - 1) // GROUP - first)
     _quantize(job, panel, count, source, token, first, groups)
 
 
 @kernel
 def _activate(job: ProgramJob, op: lt.ActivateOp, token: int, first: int) -> None:
-    """A piece of a row, from group `first` on."""
+    """Activate a piece of a row, from group `first` on."""
     count = op.size
     at = 4 * GROUP * first
     source = row_at(job, op.source, token) + at
@@ -256,7 +267,7 @@ def _activate(job: ProgramJob, op: lt.ActivateOp, token: int, first: int) -> Non
 
 @kernel
 def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) -> None:
-    """Norm of the heads in place: none (mode 0), each head (1), all heads as one row (2)."""
+    """Norm heads in place: none (mode 0), each head (1), all heads as one row (2)."""
     if mode == 1:
         for head in range(num):
             norm_row(source + 4 * head * dim, norm, dim, eps, source + 4 * head * dim)
@@ -266,9 +277,8 @@ def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) ->
 
 @kernel
 def _scale_queries(source: int, count: int, factor: float) -> None:
-    """In place; rope is linear, so this may stand before it, where attention finds queries that it
-    turns itself.
-    """
+    """Scale queries in place, before RoPE."""
+    # RoPE is linear. Before it, queries that attention rotates itself are scaled, too.
     if factor != np.float32(1.0):
         for index in range(count):
             store_f32(source + 4 * index, load_f32(source + 4 * index) * factor)
@@ -316,7 +326,7 @@ def _rope(job: ProgramJob, op: lt.RopeOp, token: int) -> None:
 
 @kernel
 def _cap(job: ProgramJob, op: lt.CapOp, token: int) -> None:
-    """cap * tanh(x / cap) through exp(-2 |x / cap|)."""
+    """Apply cap * tanh(x / cap), with tanh through exp(-2 |x / cap|)."""
     row = row_at(job, op.rows, token)
     cap = op.cap
     one = np.float32(1.0)

@@ -1,9 +1,8 @@
-"""Short convolutions along a sequence: a token's last inputs, channel by channel, and those kept
-for the next pass.
+"""Short causal convolutions along a sequence, and their conv state.
 
-Inputs are rows of the pass, and before its first row those that the state holds. Nothing is written
-in their place, so that tokens may be computed in any order; the state is written when all are done,
-by `KeepConvOp`. The inputs of drafts are kept apart, see sequences.py.
+Inputs are rows of the pass; inputs before its first row come from the conv state. Rows are not
+overwritten, so tokens can be computed in any order. `KeepConvOp` writes the state when all are
+done. Inputs of draft tokens are kept separately, see sequences.py.
 """
 
 from __future__ import annotations
@@ -44,16 +43,18 @@ Builder = Any
 
 
 class Window(NamedTuple):
-    """The inputs of a token: addresses, and bytes from one to the next.
+    """Inputs of a token's convolution.
 
     Attributes:
-        tail, num_tail: of the oldest input that the state holds, and how many there are; `width`
-            bytes apart.
-        rows, num_rows: of the oldest input that is a row of the pass, and how many there are;
-            `step` bytes apart.
-        weights: of the oldest input in the state, `rows_weights` of the oldest row; `width` bytes
-            apart.
-        bias: of all channels, or 0.
+        tail: address of the oldest input in the conv state; inputs are `width` bytes apart.
+        num_tail: inputs from the conv state.
+        rows: address of the oldest input in a row of the pass; rows are `step` bytes apart.
+        num_rows: inputs from rows.
+        weights: address of the weights of the oldest input in the state; `width` bytes apart.
+        rows_weights: address of the weights of the oldest row.
+        bias: address of all channels' biases, or 0.
+        step: bytes from one row to the next.
+        width: bytes of all channels.
     """
 
     tail: int
@@ -72,7 +73,7 @@ _WINDOW = BaseTuple.from_types([types.int64] * len(Window._fields), Window)
 
 @kernel
 def window_of(job: ProgramJob, conv: ConvInputs, token: int) -> Window:
-    """The inputs of a token."""
+    """Return the inputs of a token's convolution."""
     sequence = ls.sequence_of(job, token)
     step = 4 * conv.rows.step
     width = 4 * conv.channels
@@ -92,8 +93,15 @@ def window_of(job: ProgramJob, conv: ConvInputs, token: int) -> Window:
 def _emit_taps(
     b: Builder, total: Value, x: Value, weights: Value, apart: tuple[Value, Value], count: Value
 ) -> Any:
-    """total += weight * x of `count` taps, one fma each; apart: bytes from one x, and one weight,
-    to the next.
+    """Add weight * x of `count` inputs to `total`, one fma each.
+
+    Args:
+        b: builder.
+        total: slot of 16 float32.
+        x: function of a byte offset that loads an input.
+        weights: address of the first weight.
+        apart: bytes from one input to the next, and from one weight to the next.
+        count: number of inputs.
     """
     with cgutils.for_range(b, count, intp=I64) as loop:
         value = x(b.mul(loop.index, apart[0]))
@@ -102,14 +110,15 @@ def _emit_taps(
 
 
 def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Value | None) -> None:
-    """The sums of some vectors of channels, the oldest input first, through silu, or multiplied
-    with a gate.
+    """Emit the convolution of some vectors of channels, oldest input first, then silu or a gate.
 
     Args:
-        place: first byte of a channel in rows and weights, vectors, address of the result, bytes
-            between its vectors.
-        behind: None: inputs are as they stand, and silu follows; or a row is [B | C | x], each of
-            so many bytes, the input B * x, and the result C times the sum.
+        b: builder.
+        window: a `Window`.
+        place: byte offset of the first channel, vectors, address of the result, bytes between its
+            vectors.
+        behind: None: plain inputs, followed by silu. Otherwise bytes of each part of a row [B | C
+            | x]: the input is B * x, and the result is C times the sum.
     """
     w = Window(*cgutils.unpack_tuple(b, window))
     first, vectors, out, out_step = place
@@ -144,8 +153,14 @@ def _emit_conv(b: Builder, window: Value, place: tuple[Value, ...], behind: Valu
 
 @intrinsic
 def conv_silu(typing: Any, window: Any, first: Any, vectors: Any, out: Any, step: Any) -> Any:
-    """out = silu of the sums of `vectors` vectors of channels, that begin `first` bytes behind the
-    window's; results are `step` bytes apart.
+    """Set out = silu(convolution) of `vectors` vectors of channels.
+
+    Args:
+        window: a `Window`.
+        first: byte offset of the first channel.
+        vectors: number of vectors.
+        out: address of the first result.
+        step: bytes from one result vector to the next.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -158,7 +173,7 @@ def conv_silu(typing: Any, window: Any, first: Any, vectors: Any, out: Any, step
 
 @intrinsic
 def _conv_gated(typing: Any, window: Any, vectors: Any, out: Any) -> Any:
-    """out = C times the sums of B * x, all channels."""
+    """Set out = C * convolution of B * x, for all channels."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         window, vectors, out = arguments
@@ -171,7 +186,7 @@ def _conv_gated(typing: Any, window: Any, vectors: Any, out: Any) -> Any:
 
 @intrinsic
 def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
-    """out = x * y, `vectors` vectors of float32."""
+    """Set out = x * y for `vectors` vectors of float32."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         x, y, vectors, out = arguments
@@ -186,7 +201,7 @@ def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
 
 @kernel
 def conv_gated(job: ProgramJob, op: ConvOp, token: int) -> None:
-    """A token's result, from a row [B | C | x]; if it is a draft its input is kept."""
+    """Compute a token's result from a row [B | C | x]; keep its input if it is a draft token."""
     out = row_at(job, op.out, token)
     _conv_gated(window_of(job, op.conv, token), op.conv.channels // LANES, out)
     keep_draft(job, op.conv, token, 0, 0)
@@ -194,8 +209,9 @@ def conv_gated(job: ProgramJob, op: ConvOp, token: int) -> None:
 
 @kernel
 def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_gates: int) -> None:
-    """If a token is a draft: its input, and `num_gates` floats at address `gates`, to its
-    sequence's rows of drafts.
+    """Keep a draft token's input, and `num_gates` floats at address `gates`.
+
+    Nothing is kept of other tokens.
     """
     sequence = ls.sequence_of(job, token)
     ahead = (
@@ -218,7 +234,7 @@ def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_ga
 
 @kernel
 def tail_units(job: ProgramJob, conv: ConvInputs) -> Any:
-    """Units of a `KeepConvOp`: runs of channels of one sequence, then those of the next."""
+    """Return the units of a `KeepConvOp`: runs of channels, sequence by sequence."""
     return job.buffers[lt.B_SEQUENCES] * ((conv.channels + _RUN - 1) // _RUN)
 
 
@@ -226,8 +242,9 @@ def tail_units(job: ProgramJob, conv: ConvInputs) -> Any:
 def _store_tail(
     job: ProgramJob, conv: ConvInputs, sequence: int, rows: int, first: int, slot: int
 ) -> None:
-    """The last inputs after so many rows of a sequence to a slot, oldest first: it may be the one
-    that they are in.
+    """Store the conv state after `rows` rows of a sequence in a slot, oldest input first.
+
+    The slot may be the one that holds the inputs.
     """
     channels = conv.channels
     step = 4 * conv.rows.step
@@ -251,9 +268,8 @@ def _store_tail(
 
 @kernel
 def store_tails(job: ProgramJob, conv: ConvInputs, unit: int) -> None:
-    """A run of channels of one sequence: the inputs that the next pass reads, none of a draft. What
-    is saved comes first, because the state that the pass began with may be written over at last.
-    """
+    """Store the conv state after a sequence's last non-draft row, for a run of channels."""
+    # Snapshots first: the last write may overwrite the state that the pass began with.
     runs = (conv.channels + _RUN - 1) // _RUN
     sequence = unit // runs
     first = unit % runs * _RUN

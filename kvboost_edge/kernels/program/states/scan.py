@@ -1,16 +1,19 @@
-"""States that tokens turn one after another: of each value head a matrix, [key_dim, value_dim].
+"""Recurrent layers token by token: each value head has a state S, float32 [key_dim, value_dim].
 
-The gated delta rule, RULES["delta"]; the other rule is in ssd.py:
+RULES["delta"] is the gated delta rule (Yang et al., 2024); RULES["ssd"] is in ssd.py:
 
-    S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
+ S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
 
-`ScanInputsOp` makes q, k, v and the gates of each token: B_QUERY and B_KEY are then [key_heads,
-tokens, key_dim], B_VALUE is [value_heads, value_dim / 16, tokens, 16], then [value_heads, tokens,
-2]. So a unit of `ScanOp` reads what lies one behind another; in the rows that q, k and v come from
-it would lie 50 KB apart, which took six times as long. Such a unit is a tile of 16 value columns of
-one head of one sequence: 8 KB that stay in the first cache for the whole pass. Columns do not meet,
-and tokens follow one another in every lane, so the bits do not depend on where a text was cut.
-Drafts turn a copy of the tile.
+`ScanInputsOp` writes q, k, v and gates in an order in which a unit of `ScanOp` reads consecutive
+memory (six times as fast as reading the 50 KB rows of the pass):
+
+ buffer         shape
+ B_QUERY, B_KEY [key_heads, tokens, key_dim]
+ B_VALUE        [value_heads, value_dim / 16, tokens, 16], then gates [value_heads, tokens, 2]
+
+A unit is a tile of 16 value columns of one head of one sequence: 8 KB, which stay in the L1 cache
+for the whole pass. Columns are independent, and each lane processes tokens in order. So bits do
+not depend on where a text was split. Draft tokens update a copy of the tile.
 """
 
 from __future__ import annotations
@@ -77,9 +80,9 @@ _MAX_EXPONENT = np.float32(88.0)
 
 @kernel
 def softplus_f32(x: Any) -> Any:
-    """log(1 + exp(x)) = max(x, 0) + log1p(y), y = exp(-|x|); log1p(y) = 2 artanh(s), s = y / (2 +
-    y) <= 1 / 3, by its series, whose first omitted term is below 2e-8.
-    """
+    """Return log(1 + exp(x))."""
+    # max(x, 0) + log1p(y) with y = exp(-|x|). log1p(y) = 2 artanh(s) with s = y / (2 + y) <= 1 / 3,
+    # by its series, whose first omitted term is below 2e-8.
     one = np.float32(1.0)
     two = np.float32(2.0)
     y = exp_f32(-abs(x))
@@ -97,9 +100,7 @@ def softplus_f32(x: Any) -> Any:
 
 @kernel
 def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
-    """(share, decay) of each head of values, made of a row [b | a]; of RULES["ssd"] (time, decay),
-    of a row [dt].
-    """
+    """Store each value head's (share, decay) from a row [b | a]; "ssd": (time, decay) from [dt]."""
     heads = op.heads.heads
     is_ssd = op.heads.rule == _SSD
     source = row_at(job, op.gates, token)
@@ -107,7 +108,7 @@ def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
     out = gates_at(job, op.heads) + 8 * token
     for head in range(heads):
         first = softplus_f32(load_f32(wide_at + 4 * head) + load_f32(op.dt_bias + 4 * head))
-        if is_ssd and first < op.least:  # and not min() and max(), which may lose a NaN
+        if is_ssd and first < op.least:  # min() and max() could lose a NaN
             first = op.least
         if is_ssd and first > op.most:
             first = op.most
@@ -123,13 +124,13 @@ def store_gates(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
 
 @kernel
 def gates_at(job: ProgramJob, heads: StateHeads) -> Any:
-    """Address of those of the first token."""
+    """Return the address of the first token's gates."""
     return job.buffers[lt.B_VALUE] + 4 * job.tokens * heads.heads * heads.dim
 
 
 @kernel
 def gate(job: ProgramJob, op: GateOp, token: int) -> None:
-    """A token's row of results, from where `ScanOp` left them and the gates in its source row."""
+    """Compute a token's output row from the results of `ScanOp` and the gates in its source row."""
     width = op.heads.heads * op.heads.dim
     gates = row_at(job, op.source, token)
     out = row_at(job, op.out, token)
@@ -147,18 +148,15 @@ def gate(job: ProgramJob, op: GateOp, token: int) -> None:
 
 @kernel
 def value_at(job: ProgramJob, tile: int, token: int) -> Any:
-    """Address of 16 values of a token, or of what became of them; tiles of one head behind those of
-    another.
-    """
+    """Return the address of a token's 16 values (or results) of a tile, counted over all heads."""
     return job.buffers[lt.B_VALUE] + LINE * (tile * job.tokens + token)
 
 
 @kernel
 def steps(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
-    """What a token does to the states: queries and keys, normed where the rule says so, values, and
-    the gates.
+    """Compute a token's queries, keys, values and gates.
 
-    The convolution's channels are [q | k | v]; of RULES["ssd"] [v | k | q].
+    The convolution's channels are [q | k | v], or [v | k | q] for RULES["ssd"].
     """
     heads = op.heads.key_heads
     dim = op.heads.key_dim
@@ -190,7 +188,7 @@ def steps(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
 
 @intrinsic
 def _dots(typing: Any, tile: Any, dim: Any, key: Any, out: Any) -> Any:
-    """out = the sum over keys of key * row of the tile, 16 columns."""
+    """Set out = sum over keys of key * row of the tile, 16 columns."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         tile, dim, key, out = arguments
@@ -254,14 +252,21 @@ def _turn(
     gates: Any,
     dots: Any,
 ) -> Any:
-    """One token: the tile becomes decay * tile + key d, d = share * (values - decay * dots), and
-    the values what the query finds in it.
+    """Process one token: tile = decay * tile + key d, d = share * (values - decay * dots).
+
+    The values are replaced by the query's result from the new tile.
 
     Args:
-        apart: bytes from a tile's values to the next one's.
-        gates: address of (share, decay).
-        dots: address of what `_dots` has of `key`; becomes that of `after`, the key of the next
-            token: the tile is read for both at once.
+        tile: address of float32 [dim, 16].
+        dim: channels of a key.
+        query: address of float32 [dim].
+        key: address of float32 [dim].
+        after: address of the next token's key.
+        values: address of float32 [16], updated.
+        apart: bytes from a tile's values to the next tile's.
+        gates: address of float32 (share, decay).
+        dots: address of float32 [16], `_dots` of `key`. Replaced by that of `after`: one read of
+            the tile serves both.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -284,7 +289,7 @@ def _turn_two(
     gates: Any,
     dots: Any,
 ) -> Any:
-    """The same of two tiles, one behind the other."""
+    """Process one token in two consecutive tiles; arguments as in `_turn`."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         _emit_turn(b, arguments, 2)
@@ -301,7 +306,7 @@ def _units_of_head(heads: StateHeads) -> Any:
 
 @intrinsic
 def _drafts_scratch(typing: Any) -> Any:
-    """Address of the tiles of a unit on the stack of the calling kernel."""
+    """Return the address of a unit's tiles on the kernel's stack."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         return emit_scratch(b, LINE * MOST_KEYS)
@@ -311,13 +316,13 @@ def _drafts_scratch(typing: Any) -> Any:
 
 @kernel
 def scan_units(job: ProgramJob, heads: StateHeads) -> Any:
-    """Units of a `ScanOp`: those of one sequence, then those of the next."""
+    """Return the units of a `ScanOp`, sequence by sequence."""
     return job.buffers[lt.B_SEQUENCES] * heads.heads * _units_of_head(heads)
 
 
 @kernel
 def _begin(state: int, before: int, floats: int) -> None:
-    """Tiles of the state as they were, or zeros."""
+    """Copy tiles from the state before the pass, or set them to 0."""
     if before == 0:
         for index in range(floats):
             store_f32(state + 4 * index, np.float32(0.0))
@@ -327,9 +332,7 @@ def _begin(state: int, before: int, floats: int) -> None:
 
 @kernel
 def scan(job: ProgramJob, op: ScanOp, unit: int) -> None:
-    """A tile, or two, of one head of one sequence: all rows of the pass. Values become results, in
-    place.
-    """
+    """Process all rows of a sequence in one or two tiles of one head; values become results."""
     heads = op.heads.heads
     tiles = op.heads.dim // LANES
     dim = op.heads.key_dim
@@ -371,7 +374,7 @@ def scan(job: ProgramJob, op: ScanOp, unit: int) -> None:
         after = key if row + 1 == rows else key + 4 * dim
         if is_ssd and count == 2 and row > 0:
             advance_two(state, dim, query, key, values, apart, gates, skip)
-        elif is_ssd:  # from memory tiles come faster one after another
+        elif is_ssd:  # the first row reads tiles from memory: one after another is faster
             for index in range(count):
                 place = state + index * dim * LINE
                 advance(place, dim, query, key, values + index * apart, apart, gates, skip)

@@ -1,14 +1,18 @@
-"""The sequences of a pass as layers with a state see them.
+"""Sequences of a pass as recurrent layers see them.
 
-B_STATES is int64: a row of SEQUENCE_NUMBERS for each sequence, by the S_* constants; then of each
-token the number of its sequence; then of each of the saves a pair (rows, address): the state behind
-so many of the sequence's rows goes to the slot at this address, too. A layer's state begins
-`ConvInputs.state`, its matrices `ScanOp.state` bytes after a slot's address.
+B_STATES is int64:
 
-The last rows of a sequence may be drafts: tokens that are only guessed. They see the state behind
-all rows before them, and no slot sees them: what they bring to a state is kept in rows of drafts,
-until those that were right are rows of a pass over these rows (`Runner.accept_drafts`), the same
-operations on the same numbers.
+- a row of SEQUENCE_NUMBERS for each sequence, indexed by the S_* constants;
+- the sequence of each token;
+- for each snapshot a pair (rows, address): the state after this many rows of the sequence is also
+  stored in the slot at this address.
+
+A layer's conv state is at `ConvInputs.state` bytes, its matrices at `ScanOp.state` bytes after a
+slot's address.
+
+The last rows of a sequence may be draft tokens. They read the state after all rows before them,
+but no slot contains them. Their inputs are kept in rows of drafts. Accepted ones are then rows of
+another pass (`Runner.accept_drafts`), which computes the same operations on the same numbers.
 """
 
 from __future__ import annotations
@@ -35,22 +39,22 @@ __all__ = [
     "sequence_of",
 ]
 
-# Its first row of the pass, and how many; addresses of the slots that are read (0: zeros) and
-# written; address and number of its saves; how many of its rows are no drafts; address of the row
-# of drafts that its first one has, or 0 where nothing is kept of them.
+# First row of the sequence in the pass, and number of rows; addresses of the slots read (0: zeros)
+# and written; address and number of its snapshots; rows that are not drafts; address of the row for
+# its first draft token, or 0: drafts are not kept.
 S_FIRST, S_ROWS, S_IN, S_OUT, S_SAVES, S_NUM_SAVES, S_CERTAIN, S_DRAFTS = range(8)
 SEQUENCE_NUMBERS = 8  # a cache line
 
 
 @kernel
 def of_sequence(job: ProgramJob, sequence: int, number: int) -> Any:
-    """One of a sequence's numbers."""
+    """Return one of a sequence's numbers."""
     return load_i64(job.buffers[B_STATES] + 8 * (sequence * SEQUENCE_NUMBERS + number))
 
 
 @kernel
 def sequence_of(job: ProgramJob, token: int) -> Any:
-    """The sequence of a row of the pass."""
+    """Return the sequence of a row of the pass."""
     return load_i64(
         job.buffers[B_STATES] + 8 * (job.buffers[B_SEQUENCES] * SEQUENCE_NUMBERS + token)
     )
@@ -58,7 +62,7 @@ def sequence_of(job: ProgramJob, token: int) -> Any:
 
 @kernel
 def saved_rows(job: ProgramJob, sequence: int, index: int) -> Any:
-    """Behind how many of the sequence's rows a state is saved; -1 where there are fewer saves."""
+    """Return the rows of the sequence before snapshot `index`; -1 if there are fewer snapshots."""
     if index >= of_sequence(job, sequence, S_NUM_SAVES):
         return -1
     return load_i64(of_sequence(job, sequence, S_SAVES) + 16 * index)
@@ -66,5 +70,5 @@ def saved_rows(job: ProgramJob, sequence: int, index: int) -> Any:
 
 @kernel
 def saved_at(job: ProgramJob, sequence: int, index: int) -> Any:
-    """Address of the slot that it goes to."""
+    """Return the address of the slot of snapshot `index`."""
     return load_i64(of_sequence(job, sequence, S_SAVES) + 16 * index + 8)

@@ -1,9 +1,10 @@
-"""A state space with a scalar decay (Mamba2), token by token: a state of each head, [key_dim,
-value_dim].
+"""Mamba2's state space (SSD; Dao and Gu, 2024), token by token.
 
-    S = decay * S + k (time * v)^T;  out = S^T q + skip * v
+Each head has a state S, float32 [key_dim, value_dim]:
 
-Keys and queries are what its papers call B and C, values x, and the skip D.
+ S = decay * S + k (time * v)^T;  out = S^T q + skip * v
+
+In the paper's notation: keys are B, queries C, values x, time dt, skip D.
 """
 
 from __future__ import annotations
@@ -73,12 +74,19 @@ def advance(
     gates: Any,
     skip: Any,
 ) -> Any:
-    """One token: the tile becomes decay * tile + key (time * values), and the values what the query
-    finds in it and skip times themselves.
+    """Process one token: tile = decay * tile + key (time * values).
+
+    The values are replaced by the query's result from the new tile plus skip * values.
 
     Args:
-        apart: bytes from a tile's values to the next one's.
-        gates: address of (time, decay); skip: of a float32.
+        tile: address of float32 [dim, 16].
+        dim: channels of a key.
+        query: address of float32 [dim].
+        key: address of float32 [dim].
+        values: address of float32 [16], updated.
+        apart: bytes from a tile's values to the next tile's.
+        gates: address of float32 (time, decay).
+        skip: address of a float32.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
@@ -100,7 +108,7 @@ def advance_two(
     gates: Any,
     skip: Any,
 ) -> Any:
-    """The same of two tiles, one behind the other."""
+    """Process one token in two consecutive tiles; arguments as in `advance`."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         _emit_advance(b, arguments, 2)

@@ -1,9 +1,7 @@
-"""What the loops over the rows of tiles have in common: numbers of keys as vectors, sums in four
-chains.
+"""Loops over the rows of state tiles: broadcast keys, sums in four chains.
 
-A loop takes one tile or two neighbours at once: what it loads of keys and queries then serves both.
-Registers for that are there where vectors have 512 bits; elsewhere the chains alone would take all
-of them.
+A loop takes one tile or two neighbours, which then share the loads of keys and queries. Two need
+512-bit registers; otherwise the chains alone take all registers.
 """
 
 from __future__ import annotations
@@ -30,12 +28,11 @@ __all__ = [
 ]
 
 LINE = 4 * LANES
-"""Bytes of a row of a tile: 16 value columns."""
+"""Bytes of a tile's row: 16 value columns."""
 CHAINS = 4
-"""Of a sum over keys: key i goes to chain i mod 4."""
+"""Chains of a sum over keys: key i is added to chain i mod 4."""
 MOST_KEYS = 256
-"""Rows of a tile at most, and of two that are taken at once: 16 KB, which stay in the first cache.
-"""
+"""Most rows of a tile, and of two tiles at once: 16 KB, which stay in the L1 cache."""
 
 _MOST = 2 if has_wide_registers() else 1
 
@@ -45,17 +42,17 @@ Builder = Any
 
 @kernel
 def tiles_at_once(dim: int) -> Any:
-    """How many tiles of so many rows a unit takes; the last one of a head may have fewer."""
+    """Return the tiles of `dim` rows in a unit; the last unit of a head may have fewer."""
     return _MOST if 2 * dim <= MOST_KEYS else 1
 
 
 def neighbours(b: Builder, address: Value, step: Value, count: int) -> list[Value]:
-    """Addresses of what several tiles have, so many bytes apart."""
+    """Return `count` addresses that are `step` bytes apart."""
     return [b.add(address, b.mul(step, int_constant(tile))) for tile in range(count)]
 
 
 def emit_sums(b: Builder) -> list[Value]:
-    """Places of the chains of a sum, which are zeros."""
+    """Return slots for the chains of a sum, initialized with 0."""
     chains = [cgutils.alloca_once(b, V16) for _ in range(CHAINS)]
     for chain in chains:
         b.store(emit_splat(b, F32(0.0)), chain)
@@ -63,16 +60,16 @@ def emit_sums(b: Builder) -> list[Value]:
 
 
 def emit_total(b: Builder, chains: Sequence[Value]) -> Value:
-    """What they add up to."""
+    """Return the sum of the chains."""
     first, second, third, fourth = (b.load(chain) for chain in chains)
     return b.fadd(b.fadd(first, second), b.fadd(third, fourth))
 
 
 def emit_number(b: Builder, address: Value, index: Value) -> Value:
-    """A float32 of an array, in all lanes."""
+    """Broadcast a float32 of an array to all lanes."""
     return emit_splat(b, emit_load(b, F32, b.add(address, b.mul(index, int_constant(4)))))
 
 
 def emit_quads(b: Builder, dim: Value) -> Any:
-    """A loop over keys, four at a time."""
+    """Return a loop over keys, four at a time."""
     return cgutils.for_range(b, b.lshr(dim, int_constant(2)), intp=I64)
