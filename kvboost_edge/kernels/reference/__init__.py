@@ -1,1 +1,1 @@
-"""NumPy oracles: every kernel under its name, as its specification."""
+"""NumPy oracles of the kernels, which serve as their specification."""

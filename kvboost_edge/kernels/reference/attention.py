@@ -1,6 +1,4 @@
-"""Every kernel in plain NumPy with the same signature: the specification and the oracle. Sums are
-in float64.
-"""
+"""Paged attention and KV storage in plain NumPy, with float64 sums: the oracle of the kernels."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ def gather_kv(
     segments: Segments = None,
     sequence: int = 0,
 ) -> tuple[Doubles, Doubles]:
-    """Keys and values of tokens [start, stop) of one sequence, float64 [num_kv_heads, stop - start,
-    head_dim].
+    """Return keys and values of tokens [start, stop) of one sequence.
+
+    Both are float64 [num_kv_heads, stop - start, head_dim].
     """
     entries, offsets = entry_of(segments, sequence, np.arange(start, stop), pool.keys.shape[3])
     blocks = np.asarray(block_table)[entries]
@@ -51,12 +50,17 @@ def paged_attention(
     options: AttentionOptions,
     turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
-    """Attention of a flat batch over its sequences' blocks, one query row at a time; causal unless
-    the options look ahead.
+    """Compute attention of a flat batch over its sequences' blocks, one query row at a time.
 
-    queries float32 [num_tokens, num_q_heads, head_dim]; returns (out like queries, lse float32
-    [num_tokens, num_q_heads]). turning: for a batch that has segments with a delta, whose keys are
-    turned by its tables.
+    Args:
+        queries: float32 [num_tokens, num_q_heads, head_dim].
+        pool: KV of one layer.
+        batch: query rows and block tables of each sequence.
+        options: softmax scale, window, softcap, sinks; causal unless `ahead` is set.
+        turning: RoPE tables that rotate keys of segments with a delta.
+
+    Returns:
+        (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
     """
     out = np.empty(queries.shape, dtype=np.float32)
     lse = np.empty(queries.shape[:2], dtype=np.float32)
@@ -81,7 +85,7 @@ def paged_attention(
 def _attend_row(
     query: Doubles, keys: Doubles, values: Doubles, options: AttentionOptions
 ) -> tuple[Doubles, Doubles]:
-    """One query [num_q_heads, head_dim] over keys and values [num_kv_heads, tokens, head_dim]."""
+    """Attend with a query [num_q_heads, head_dim] to KV [num_kv_heads, tokens, head_dim]."""
     grouped = query.reshape(keys.shape[0], -1, query.shape[1])
     scores = np.einsum("hgd,htd->hgt", grouped, keys) * options.softmax_scale
     if options.softcap > 0:
@@ -101,9 +105,7 @@ def _attend_row(
 def write_kv(
     keys: Floats, values: Floats, pool: KVPool, slot_mapping: npt.NDArray[np.int64]
 ) -> None:
-    """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at slots (block *
-    block_size + offset).
-    """
+    """Store float32 [num_tokens, num_kv_heads, head_dim] at slots (block * block_size + offset)."""
     blocks, offsets = np.divmod(slot_mapping, pool.keys.shape[3])
     pool.keys[blocks, :, :, offsets] = to_storage(keys, pool.keys.dtype)
     pool.values[blocks, :, offsets, :] = to_storage(values, pool.values.dtype)
@@ -117,11 +119,7 @@ def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
 
 
 def merge_state(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats) -> tuple[Floats, Floats]:
-    """Attention over the union of two disjoint sets of keys from the results over each: v [...,
-    dim], s = lse [...].
-
-    An lse of -inf stands for an empty set, whose v is not looked at.
-    """
+    """Merge attention results over two disjoint sets of keys; see storage.py."""
     s_a64 = s_a.astype(np.float64)
     s_b64 = s_b.astype(np.float64)
     top = np.maximum(s_a64, s_b64)

@@ -1,4 +1,4 @@
-"""The mask of logits, bit by bit."""
+"""Token masks of structured output in plain NumPy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ __all__ = ["mask_logits"]
 def mask_logits(
     words: npt.NDArray[np.int32], logits: npt.NDArray[np.float32], out: npt.NDArray[np.float32]
 ) -> None:
-    """Into out [vocab_size]: the logits whose bit in words [ceil(vocab_size / 32)] is set, the
-    lowest first; else -inf.
+    """Copy the logits of allowed tokens and set the others to -inf.
+
+    Args:
+        words: int32 [ceil(vocab_size / 32)], bits of tokens, lowest first.
+        logits: float32 [vocab_size].
+        out: float32 [vocab_size], written.
     """
     bits = np.unpackbits(words.astype("<i4").view(np.uint8), bitorder="little", count=len(logits))
     out[:] = np.where(bits == 1, logits, np.float32(-np.inf))

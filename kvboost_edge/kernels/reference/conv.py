@@ -1,6 +1,4 @@
-"""Short convolutions along a sequence in plain NumPy, in float64 or with the kernels' rounding
-steps.
-"""
+"""Short convolutions in plain NumPy, in float64 or with the kernels' float32 rounding steps."""
 
 from __future__ import annotations
 
@@ -19,12 +17,16 @@ Floats = npt.NDArray[np.floating[Any]]
 def conv_rows(
     inputs: Floats, tail: Floats, weights: Floats, bias: Floats | None = None
 ) -> tuple[Floats, Floats]:
-    """Sums over the last inputs of each channel, [tokens, channels], and the tail behind the last
-    token, in the dtype of `inputs` [tokens, channels].
+    """Return the convolution of each channel and the conv state after the last token.
 
     Args:
-        tail: [taps, channels], the inputs before the first token, the oldest first.
-        weights ([taps + 1, channels], that of the oldest input first;): bias: [channels].
+        inputs: [tokens, channels]; its dtype is that of the results.
+        tail: [taps, channels], the inputs before the first token, oldest first.
+        weights: [taps + 1, channels], oldest input first.
+        bias: [channels], or None.
+
+    Returns:
+        ([tokens, channels], [taps, channels]).
     """
     taps = len(tail)
     tokens = len(inputs)
@@ -40,7 +42,7 @@ def conv_rows(
 
 
 def silu_rows(x: Floats) -> Floats:
-    """x / (1 + exp(-x))."""
+    """Return x / (1 + exp(-x))."""
     if x.dtype == np.float64:
         wide: Floats = x / (1.0 + np.exp(-x))
         return wide

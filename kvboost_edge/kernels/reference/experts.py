@@ -1,9 +1,8 @@
-"""Mixtures of experts in plain NumPy: which experts a token goes to, and what comes back. Slow on
-purpose.
+"""Mixture of experts in plain NumPy: routing, and the sum of the experts' results.
 
-The order is part of the specification: a token's experts are taken by ascending number, whatever
-else is in the pass, so its result has the same bits however a prompt was cut. Biases of an expert
-are part of its result, which is then multiplied with the share.
+The order is part of the specification: a token's experts are added in ascending order, whatever
+else is in the pass. So its result is bit-identical for any chunking of a prompt. A share
+multiplies an expert's result including its biases.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ Longs = npt.NDArray[np.int64]
 
 
 class Routing(NamedTuple):
-    """How a router's logits become experts and their shares.
+    """Rule that turns router logits into experts and shares.
 
     Attributes:
         used: experts of a token.
-        score: "softmax" of all logits, "sigmoid" of each, or "chosen": the softmax of the chosen
-            ones' logits.
-        renorm: "" as they are; "add": shares are divided by their sum + eps; "least": by their sum,
-            at least eps.
-        scale: what shares are multiplied with at last, beside a factor of each expert.
+        score: "softmax" of all logits, "sigmoid" of each, or "chosen": softmax of the chosen
+            logits.
+        renorm: "": shares are not normalized; "add": divided by their sum + eps; "least": by their
+            sum, at least eps.
+        eps: see `renorm`.
+        scale: factor of all shares.
     """
 
     used: int
@@ -42,12 +42,16 @@ class Routing(NamedTuple):
 def route_rows(
     logits: Floats, routing: Routing, bias: Floats | None = None, factors: Floats | None = None
 ) -> tuple[Longs, Floats]:
-    """Experts [tokens, used], ascending, and their shares, in the dtype of `logits` [tokens,
-    experts].
+    """Return each token's experts, int64 [tokens, used] ascending, and their shares.
 
-    bias: [experts], added to the scores where experts are chosen, and nowhere else. factors:
-    [experts], what each one's shares are multiplied with. Of equal scores the lower number is
-    chosen. A token with a score that is NaN has the first experts, and shares that are NaN.
+    Of equal scores, the lower number is chosen. If a score is NaN, the token gets the first
+    experts, with NaN shares.
+
+    Args:
+        logits: [tokens, experts]; its dtype is that of the shares.
+        routing: the rule.
+        bias: [experts], added to scores for the choice only.
+        factors: [experts], factors of shares.
     """
     dtype = logits.dtype
     used = routing.used
@@ -89,9 +93,7 @@ def _scores(logits: Floats, score: str) -> Floats:
 
 
 def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:
-    """Each expert that has tokens, ascending, with its places in `chosen` as one row: token * used
-    + rank.
-    """
+    """Return each expert that has tokens, ascending, with its places: token * used + rank."""
     flat = chosen.reshape(-1)
     return [
         (expert, found)
@@ -101,8 +103,13 @@ def slots_of(chosen: Longs, num_experts: int) -> list[tuple[int, Longs]]:
 
 
 class ExpertWeights(NamedTuple):
-    """One expert: gate_up [2 * width, hidden], the gate's rows first, down [hidden, width], and
-    their biases [rows].
+    """Weights of one expert.
+
+    Attributes:
+        gate_up: [2 * width, hidden], gate rows first.
+        down: [hidden, width].
+        gate_up_bias: [2 * width], or None.
+        down_bias: [hidden], or None.
     """
 
     gate_up: Floats
@@ -114,8 +121,9 @@ class ExpertWeights(NamedTuple):
 def expert_rows(
     x: Floats, expert: ExpertWeights, activate: Callable[[Floats, Floats], Floats]
 ) -> Floats:
-    """down(activate(gate, up)) of rows [tokens, hidden], as `mixed_rows` takes it; each matrix's
-    sums are of float64 and rounded once, with the bias, to the dtype of `x`.
+    """Return down(activate(gate, up)) of rows [tokens, hidden].
+
+    Each matrix's sums are float64 and rounded once, with the bias, to the dtype of `x`.
     """
 
     def linear(rows: Floats, matrix: Floats, bias: Floats | None) -> Floats:
@@ -134,8 +142,9 @@ def mixed_rows(
     mlp: Callable[[int, Floats], Floats],
     num_experts: int,
 ) -> Floats:
-    """before + the sum over each token's experts, ascending, of share * mlp(expert, its row of x),
-    each step rounded once to the dtype of `before`.
+    """Add each token's experts, ascending, as share * mlp(expert, row of x), to `before`.
+
+    Each step is rounded once to the dtype of `before`.
     """
     out = before.copy()
     used = chosen.shape[1]

@@ -1,4 +1,4 @@
-"""Functions of float32 in plain NumPy, step by step as the kernels take them."""
+"""Float32 functions in plain NumPy with the kernels' rounding steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ _HIGHEST = F32(88.0)
 
 
 def fma_f32(x: Any, y: Any, z: Any) -> Any:
-    """float32 x * y + z, rounded once (twice where float64 happens to end at a tie, which is
-    rare).
-    """
+    """Return x * y + z in float32, rounded once (twice in the rare case of a float64 tie)."""
     return (
         np.asarray(x, np.float64) * np.asarray(y, np.float64) + np.asarray(z, np.float64)
     ).astype(F32)
 
 
-@np.errstate(invalid="ignore")  # of -inf, whose result is 0
+@np.errstate(invalid="ignore")  # of -inf, whose exp is 0
 def exp_f32(x: Floats) -> Floats:
-    """The kernels' polynomial; x at most 88."""
+    """Return exp(x) for x <= 88, by the kernels' polynomial."""
     magic = F32(12582912.0)
     shifted = fma_f32(x, F32(1.44269504088896341), magic)
     n = shifted - magic
@@ -41,15 +39,14 @@ def exp_f32(x: Floats) -> Floats:
 
 
 def sigmoid_f32(x: npt.NDArray[Any]) -> Floats:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     result: Floats = F32(1.0) / (F32(1.0) + exp_f32(np.minimum(-x, _HIGHEST)))
     return result
 
 
 def softplus_f32(x: npt.NDArray[Any]) -> Floats:
-    """log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), the logarithm by the series of 2 artanh(y /
-    (2 + y)).
-    """
+    """Return log(1 + exp(x)), by the kernels' series."""
+    # max(x, 0) + log1p(y) with y = exp(-|x|); log1p(y) = 2 artanh(y / (2 + y)).
     y = exp_f32(-np.abs(x))
     s = y / (F32(2.0) + y)
     square = s * s
@@ -61,8 +58,9 @@ def softplus_f32(x: npt.NDArray[Any]) -> Floats:
 
 
 def norm_rows_f32(x: npt.NDArray[Any], weight: Floats, eps: float) -> Floats:
-    """RMS norm of the rows of x [.., count], count a multiple of 16: squares in 16 chains, folded
-    by halves.
+    """Return the RMS norm of rows [..., count], count a multiple of 16.
+
+    Squares are summed in 16 chains, which are folded by halves.
     """
     count = x.shape[-1]
     lanes: Floats = np.zeros((*x.shape[:-1], 16), F32)

@@ -1,6 +1,4 @@
-"""What follows the states' results in plain NumPy, in float64 or with the kernels' rounding
-steps.
-"""
+"""Gate and norm of recurrent layers' results in plain NumPy, in float64 or with float32 steps."""
 
 from __future__ import annotations
 
@@ -20,9 +18,15 @@ Floats = npt.NDArray[np.floating[Any]]
 def gated_rows(
     rows: Floats, gates: Floats, weight: Floats | None, groups: int, eps: float, *, gate_first: bool
 ) -> Floats:
-    """rows [tokens, width] times silu(gates), and an RMS norm of each of `groups` groups of a row,
-    behind that or before it; none without weights. These are [width], or those of one group for
-    all.
+    """Return rows * silu(gates) with an RMS norm of each group of channels.
+
+    Args:
+        rows: [tokens, width].
+        gates: [tokens, width].
+        weight: [width], or [width / groups] shared by all groups; None: no norm.
+        groups: groups of a row.
+        eps: epsilon of the norm.
+        gate_first: the gate comes before the norm.
     """
     if weight is None:
         return _gated(rows, gates)

@@ -1,11 +1,13 @@
-"""The native runner's linear layers in plain NumPy: the specification of the weight layouts and the
-oracle of the kernels. Slow on purpose.
+"""Linear layers in plain NumPy: the oracle of the kernels and the specification of weight layouts.
 
-Tile layout of a matrix [rows, inputs]: tiles of 16 rows; integer formats: groups of 32 inputs,
-quads of 4 inputs of 16 rows = 64 bytes; int4: the low nibble is quad 2j, the high nibble quad 2j +
-1 of the same 64 bytes; float formats: [tile][input][16]; block formats (q4k, q5k, q6k) and int4t:
-see linear/weight_formats.py. Rows and groups are padded with weights that are 0 (of int4t any) and
-scales that are 0.
+A matrix [rows, inputs] is stored in tiles of 16 rows:
+
+- integer formats: groups of 32 inputs; a quad of 4 inputs of 16 rows is 64 bytes;
+- int4: quad 2j is in the low nibbles, quad 2j + 1 in the high nibbles of the same 64 bytes;
+- float formats: [tile][input][16];
+- block formats (q4k, q5k, q6k) and int4t: see linear/weight_formats.py.
+
+Rows and groups are padded with zero weights (any codes in int4t) and zero scales.
 """
 
 from __future__ import annotations
@@ -43,10 +45,13 @@ _BLOCK_GROUPS = 8
 def quantize_rows(
     x: Floats, *, fine: bool = False
 ) -> tuple[npt.NDArray[np.int16], Floats, npt.NDArray[np.int32]]:
-    """x float32 [tokens, count] -> codes [tokens, groups * 32], float32 scales and int32 sums
-    [tokens, groups].
+    """Quantize float32 [tokens, count] to codes, scales and sums of codes.
 
-    Codes lie within +-127, or, if `fine`, within +-127 * 255.
+    Codes are within +-127, or within +-127 * 255 if `fine`.
+
+    Returns:
+        (codes [tokens, groups * 32], float32 scales [tokens, groups], int32 sums [tokens,
+            groups]).
     """
     tokens, count = x.shape
     groups = -(-count // _GROUP)
@@ -66,9 +71,7 @@ def quantize_rows(
 def pack_panel(
     x: Floats, kind: str, sizes: Sequence[int], *, fine: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """The bytes of panels of `sizes` tokens for weights of a kind: a cell for each panel and group,
-    see panel.py.
-    """
+    """Return the bytes of panels of `sizes` tokens for a weight format; see panel.py."""
     codes, scales, sums = quantize_rows(x, fine=fine)
     planes = [codes]
     if fine:
@@ -100,7 +103,7 @@ def pack_panel(
 def unpack_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, bits: int
 ) -> npt.NDArray[np.int8]:
-    """Signed weights int8 [padded rows, padded inputs] of a packed int8 or int4 matrix."""
+    """Return signed weights, int8 [padded rows, padded inputs], of an int8 or int4 matrix."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     if bits == 4:
@@ -116,8 +119,9 @@ def unpack_codes(
 def unpack_table_codes(
     packed: npt.NDArray[np.uint8], tables: npt.NDArray[np.uint8], rows: int, inputs: int
 ) -> npt.NDArray[np.int8]:
-    """Signed weights int8 [padded rows, padded inputs] of a packed int4t matrix; tables: int8
-    [tiles][16] as bytes.
+    """Return signed weights, int8 [padded rows, padded inputs], of an int4t matrix.
+
+    `tables` is int8 [tiles][16] as bytes.
     """
     codes = unpack_codes(packed, rows, inputs, 4).astype(np.int64) + 8
     wide = tables.view(np.int8).reshape(-1, 16).repeat(_LANES, axis=0)
@@ -128,9 +132,7 @@ def unpack_table_codes(
 def unpack_block_codes(
     packed: npt.NDArray[np.uint8], rows: int, inputs: int, kind: str
 ) -> npt.NDArray[np.int8]:
-    """Codes int8 [padded rows, padded inputs] of a packed matrix of a block format, those of q6k
-    less 32.
-    """
+    """Return codes, int8 [padded rows, padded inputs], of a block format; those of q6k minus 32."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     parts = 2 if kind == "q6k" else 1
@@ -156,8 +158,9 @@ def unpack_block_scales(
     inputs: int,
     kind: str,
 ) -> tuple[Floats, Floats | None]:
-    """Scales float32 [padded rows, groups], of q6k [padded rows, 2 * groups], and minima or None:
-    exact products.
+    """Return scales and minima (or None) of a block format; the products are exact.
+
+    Scales are float32 [padded rows, groups], for q6k [padded rows, 2 * groups].
     """
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
@@ -180,7 +183,7 @@ def unpack_block_scales(
 
 
 def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Floats:
-    """float32 [padded rows, groups]."""
+    """Return scales, float32 [padded rows, groups]."""
     tiles = -(-rows // _LANES)
     groups = -(-inputs // _GROUP)
     ordered = (
@@ -190,7 +193,7 @@ def unpack_scales(packed: npt.NDArray[np.float16], rows: int, inputs: int) -> Fl
 
 
 def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
-    """float32 [rows, inputs] of a packed float32 matrix, or of bfloat16 bits."""
+    """Return float32 [rows, inputs] of a packed matrix of float32 or bfloat16 bits."""
     if packed.dtype == np.uint16:
         packed = (packed.astype(np.uint32) << np.uint32(16)).view(np.float32)
     tiles = -(-rows // _LANES)
@@ -200,7 +203,7 @@ def unpack_floats(packed: npt.NDArray[Any], rows: int, inputs: int) -> Floats:
 def group_sums(
     codes: npt.NDArray[np.signedinteger[Any]], weights: npt.NDArray[np.int8], size: int = _GROUP
 ) -> npt.NDArray[np.int64]:
-    """The exact integer sums over groups of `size` inputs, [tokens, rows, groups]."""
+    """Return exact integer sums over groups of `size` inputs, [tokens, rows, groups]."""
     groups = codes.shape[1] // size
     x = codes.reshape(len(codes), groups, size).astype(np.int64)
     w = weights.reshape(len(weights), groups, size).astype(np.int64)
@@ -209,7 +212,7 @@ def group_sums(
 
 
 def _fma(x: Floats, y: Floats, z: Floats) -> Floats:
-    """x * y + z with one rounding, but for the rare double rounding of float64 to float32."""
+    """Return x * y + z with one rounding (twice in the rare case of a float64 tie)."""
     return (x.astype(np.float64) * y + z).astype(np.float32)
 
 
@@ -220,12 +223,19 @@ def linear_int(
     weight_scales: Floats,
     minima: Floats | None = None,
 ) -> Floats:
-    """float32 [tokens, rows]: per group in order, out = fma(sum * token scale, weight scale, out).
+    """Return a product with integer weights, float32 [tokens, rows].
 
-    int4-asym, q4k, q5k: `weights` are the codes themselves and `minima` [rows, groups] what is
-    taken off a scaled code; in each group follows out = fma(-(sum of the token's codes * token
-    scale), minimum, out), the product rounded once. q6k: `weight_scales` are [rows, 2 * groups],
-    and each half of a group is a step of its own.
+    Groups are added in order: out = fma(sum * token scale, weight scale, out).
+
+    With minima, out = fma(-(sum of the token's codes * token scale), minimum, out) follows in each
+    group; the product is rounded once. Each half of a q6k group is a separate step.
+
+    Args:
+        codes: activations [tokens, padded inputs].
+        scales: float32 [tokens, groups].
+        weights: int8 [rows, padded inputs]; unsigned codes if the format has minima.
+        weight_scales: float32 [rows, groups], for q6k [rows, 2 * groups].
+        minima: float32 [rows, groups], for int4-asym, q4k and q5k.
     """
     parts = weight_scales.shape[1] // scales.shape[1]
     sums = group_sums(codes, weights, _GROUP // parts).astype(np.float32)
@@ -244,7 +254,7 @@ def linear_int(
 
 
 def linear_float(x: Floats, weights: Floats) -> Floats:
-    """float32 [tokens, rows]: one fma chain per output in input order."""
+    """Return a product with float weights, float32 [tokens, rows]: one fma chain in input order."""
     out = np.zeros((len(x), len(weights)), dtype=np.float32)
     for index in range(x.shape[1]):
         out = _fma(np.broadcast_to(weights[None, :, index], out.shape), x[:, index, None], out)
@@ -252,7 +262,7 @@ def linear_float(x: Floats, weights: Floats) -> Floats:
 
 
 def norm_rows(x: Floats, weight: Floats, eps: float) -> Floats:
-    """RMS norm of each row, in float64."""
+    """Return the RMS norm of each row, computed in float64."""
     wide = x.astype(np.float64)
     normed: Floats = (wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + eps) * weight).astype(
         np.float32
@@ -261,8 +271,10 @@ def norm_rows(x: Floats, weight: Floats, eps: float) -> Floats:
 
 
 def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool = False) -> Floats:
-    """silu(gate) * up, or gelu (tanh form) of gate, times up, in float64. clamped: gate *
-    sigmoid(1.702 * gate) * (up + 1), of a gate of at most 7 and an up from -7 to 7.
+    """Return act(gate) * up, computed in float64.
+
+    The activation is silu, or gelu in its tanh form. If `clamped`, it is gate * sigmoid(1.702 *
+    gate) * (up + 1) with gate <= 7 and -7 <= up <= 7.
     """
     x = gate.astype(np.float64)
     if clamped:
@@ -274,14 +286,12 @@ def activate_rows(gate: Floats, up: Floats, *, gelu: bool = False, clamped: bool
 
 
 def squared_rows(x: Floats) -> Floats:
-    """The square of what is above 0, and 0: the activation of MLPs without a gate."""
+    """Return max(x, 0) squared, the activation of MLPs without a gate."""
     return np.square(np.maximum(x, 0))
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> Floats:
-    """Rotate the pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; channels
-    behind stay.
-    """
+    """Rotate pairs (i, i + half) of rows [tokens, dim] by tables [tokens, half]; copy the rest."""
     half = cos.shape[1]
     out = x.copy()
     a = x[:, :half]

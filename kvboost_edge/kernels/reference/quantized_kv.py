@@ -1,9 +1,7 @@
-"""Quantized KV in plain NumPy: the codes of a block, and attention over them, with the kernels'
-rounding steps.
+"""Quantized KV in plain NumPy: codes of a block, and attention over them.
 
-What decides a code is done in float32 in the kernels' order, so codes and integer sums are equal to
-theirs; what is left to differ is rounding in the last place where a query's own block is added, in
-float64 here.
+Everything that determines a code is float32 in the kernels' order, so codes and integer sums equal
+the kernels'. A query's own block is added in float64, so results can differ in the last bits.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ SCALE_SLACK = F32(1.0 + 2.0**-10)
 
 
 def _pack(codes: npt.NDArray[Any], bits: int) -> Bytes:
-    """Quads [quads, lanes, 4] -> bytes of the section, flat."""
+    """Pack quads [quads, lanes, 4] to the bytes of the section, flat."""
     wide = codes.astype(np.int64) & 0xFF
     if bits == 4:
         wide = wide[0::2] | (wide[1::2] << 4)
@@ -58,14 +56,14 @@ def _unpack(section: Bytes, quads: int, lanes: int, bits: int) -> npt.NDArray[np
 
 
 def _steps(layout: CodeLayout, codes: Bytes) -> Floats:
-    """The key steps' bytes as float32."""
+    """Decode the bytes of key steps to float32."""
     return ((codes.astype(np.uint32) + np.uint32((127 - STEP_BIAS) << 3)) << np.uint32(20)).view(
         F32
     )
 
 
 def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
-    """keys float32 [head_dim, block]."""
+    """Quantize keys, float32 [head_dim, block]."""
     top = F32(2**layout.k_bits - 1)
     low = keys.min(axis=1)
     high = keys.max(axis=1)
@@ -92,7 +90,7 @@ def _quantize_keys(keys: Floats, layout: CodeLayout, out: Bytes) -> None:
 
 
 def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
-    """values float32 [block, head_dim]."""
+    """Quantize values, float32 [block, head_dim]."""
     size = layout.block_size
     dim = layout.head_dim
     broken = (values * F32(0)).sum(axis=1)
@@ -122,8 +120,9 @@ def _quantize_values(values: Floats, layout: CodeLayout, out: Bytes) -> None:
 def quantize_blocks(
     own: KVPool, sources: Longs, codes: Bytes, targets: Longs, layout: CodeLayout
 ) -> None:
-    """Quantize float16 blocks `sources` of `own` into blocks `targets` of codes [num_blocks,
-    num_kv_heads, bytes].
+    """Quantize float16 blocks `sources` of `own` into blocks `targets` of `codes`.
+
+    `codes` is uint8 [num_blocks, num_kv_heads, bytes].
     """
     with np.errstate(all="ignore"):
         for source, target in zip(sources, targets, strict=True):
@@ -135,8 +134,15 @@ def quantize_blocks(
 
 
 class _Coded(NamedTuple):
-    """A block taken apart: key codes [dim, block], zeros, steps [dim]; value codes [block, dim],
-    scales, middles.
+    """Decoded sections of a block.
+
+    Attributes:
+        keys: key codes [dim, block].
+        zeros: float32 [dim].
+        steps: float32 [dim].
+        values: value codes [block, dim].
+        scales: float32 [block].
+        middles: float32 [block].
     """
 
     keys: Longs
@@ -177,7 +183,7 @@ def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
 
 
 def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
-    """What the codes of a block stand for: keys and values, float64 [block, head_dim]."""
+    """Return the keys and values that a block's codes encode, float64 [block, head_dim] each."""
     coded = _take_apart(stored, layout)
     keys = coded.zeros.astype(np.float64) + coded.keys.T * coded.steps.astype(np.float64)
     values = (
@@ -188,7 +194,7 @@ def decode_block(stored: Bytes, layout: CodeLayout) -> tuple[Doubles, Doubles]:
 
 
 def _reduce(lanes: Floats, combine: Any) -> Floats:
-    """[.., 16] -> [..], by halves."""
+    """Reduce [..., 16] to [...] by halves."""
     while lanes.shape[-1] > 1:
         half = lanes.shape[-1] // 2
         lanes = combine(lanes[..., :half], lanes[..., half:])
@@ -197,7 +203,7 @@ def _reduce(lanes: Floats, combine: Any) -> Floats:
 
 
 def _sum_tile(tile: Floats) -> Floats:
-    """[rows, 64] -> [rows]: the four strips pairwise, then the lanes."""
+    """Sum [rows, 64] to [rows]: the four strips pairwise, then the lanes."""
     strips = tile.reshape(*tile.shape[:-1], 4, 16)
     return _reduce(
         (strips[..., 0, :] + strips[..., 1, :]) + (strips[..., 2, :] + strips[..., 3, :]), np.add
@@ -205,7 +211,13 @@ def _sum_tile(tile: Floats) -> Floats:
 
 
 class _State(NamedTuple):
-    """A softmax that is not finished: sums [rows, dim], maxima and totals [rows], all float32."""
+    """An unfinished softmax, float32.
+
+    Attributes:
+        sums: [rows, dim].
+        maxima: [rows].
+        totals: [rows].
+    """
 
     sums: Floats
     maxima: Floats
@@ -226,8 +238,12 @@ def _merge(merged: _State, state: _State) -> _State:
 
 
 class _Rows(NamedTuple):
-    """The query rows of one token and kv head: scaled [rows, dim]; divided to at most Q_TOP; what
-    one of those is.
+    """Query rows of one token and KV head.
+
+    Attributes:
+        scaled: [rows, dim], times the softmax scale.
+        unit: `scaled` divided so that the largest is Q_TOP.
+        step: [rows], size of 1 in `unit`.
     """
 
     scaled: Floats
@@ -243,7 +259,7 @@ def _query_rows(query: Floats, scale: float, dim: int) -> _Rows:
 
 
 def _scores(rows: _Rows, coded: _Coded, tokens: slice) -> Floats:
-    """Scores [rows, 16] against 16 tokens of a block."""
+    """Return scores [rows, 16] for 16 tokens of a block."""
     top = coded.steps.max()
     folded = np.rint(
         rows.unit.astype(np.float64) * (coded.steps * (F32(1) / top)).astype(np.float64)
@@ -269,8 +285,14 @@ def _cap(scores: Floats, cap: float) -> Floats:
 def _add_tile(
     state: _State, scores: Floats, values: Longs, scales: Floats, middles: Floats
 ) -> _State:
-    """Add 64 tokens: scores [rows, 64], -inf where not seen; value codes [64, dim]; scales and
-    middles [64].
+    """Add 64 tokens to the softmax state.
+
+    Args:
+        state: softmax state so far.
+        scores: [rows, 64]; -inf hides a token.
+        values: value codes [64, dim].
+        scales: [64].
+        middles: [64].
     """
     new = np.maximum(scores.max(axis=1), state.maxima)
     base = np.where(np.isneginf(new), F32(0), new)
@@ -288,7 +310,7 @@ def _add_tile(
 
 
 class _Sequence(NamedTuple):
-    """Where one sequence's blocks are for one kv head."""
+    """Codes and block table of one sequence and KV head."""
 
     codes: Bytes
     layout: CodeLayout
@@ -299,7 +321,7 @@ class _Sequence(NamedTuple):
 def _attend_partitions(
     rows: _Rows, where: _Sequence, low: int, high: int, softcap: float
 ) -> _State:
-    """The rows over quantized tokens [low, high): partition by partition, merged in order."""
+    """Attend to quantized tokens [low, high), partition by partition, merged in order."""
     layout = where.layout
     merged = _empty(len(rows.scaled), layout.dim)
     apart: dict[int, _Coded] = {}
@@ -337,9 +359,7 @@ def _attend_partitions(
 
 
 def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _State:
-    """The rows over tokens of their own block: keys [head_dim, tokens], values [tokens,
-    head_dim].
-    """
+    """Attend to the rows' own block: keys [head_dim, tokens], values [tokens, head_dim]."""
     dim = len(keys)
     scores = rows.scaled[:, :dim].astype(np.float64) @ keys.astype(np.float64)
     if softcap > 0:
@@ -352,7 +372,7 @@ def _attend_own(rows: _Rows, keys: Floats, values: Floats, softcap: float) -> _S
 
 
 class _SegmentRange(NamedTuple):
-    """Positions [low, high) of one segment, counted from the slot 0 of its first entry."""
+    """Positions [low, high) of one segment, counted from slot 0 of its first entry."""
 
     first_index: int
     low: int
@@ -361,7 +381,7 @@ class _SegmentRange(NamedTuple):
 
 
 def _segments_of(batch: PagedBatch, sequence: int, low: int, high: int) -> list[_SegmentRange]:
-    """The segments of a sequence as far as they hold positions [low, high)."""
+    """Return the parts of a sequence's segments that hold positions [low, high)."""
     if batch.segments is None:
         return [_SegmentRange(0, low, high, 0)]
     ends = valid_to(batch.segments)
@@ -386,11 +406,19 @@ def paged_attention_coded(
     options: AttentionOptions,
     turning: QueryRotation | None = None,
 ) -> tuple[Floats, Floats]:
-    """Causal attention over quantized blocks, and over the float16 copy of each query's own block.
+    """Compute causal attention over quantized blocks and float16 copies of own blocks.
 
-    queries float32 [num_tokens, num_q_heads, head_dim]; codes uint8 [num_blocks, num_kv_heads,
-    bytes]; returns (out like queries, lse float32 [num_tokens, num_q_heads]). turning: for a batch
-    that has segments with a delta.
+    Args:
+        queries: float32 [num_tokens, num_q_heads, head_dim].
+        codes: uint8 [num_blocks, num_kv_heads, layout.nbytes].
+        layout: sizes and offsets of the codes of one block and KV head.
+        batch: query rows and block tables of each sequence.
+        own: float16 copies of the blocks that the pass writes.
+        options: softmax scale, window, softcap, sinks.
+        turning: queries before RoPE, for segments with a delta.
+
+    Returns:
+        (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
     """
     if options.ahead:
         raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")

@@ -1,4 +1,4 @@
-"""Rotary positions in plain NumPy: a query at a position, and keys moved to other positions."""
+"""RoPE in plain NumPy: rotating a query, and shifting keys to other positions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rotate_heads(heads: Floats, position: int, turning: QueryRotation) -> Floats:
-    """Heads [n, head_dim] from before rotation as they are at a position, float32, with the
-    kernel's rounding steps.
-    """
+    """Rotate heads [n, head_dim] to a position, float32, with the kernel's rounding steps."""
     cos = turning.cos[position]
     sin = turning.sin[position]
     half = turning.cos.shape[1]
@@ -28,9 +26,10 @@ def rotate_heads(heads: Floats, position: int, turning: QueryRotation) -> Floats
 
 
 def turn_keys(keys: Doubles, deltas: Longs, turning: QueryRotation) -> Doubles:
-    """Keys [num_kv_heads, tokens, head_dim] as they would be `deltas` [tokens] positions on: their
-    angles there are added. The tables hold as many positions; their row 0 is the factor, which keys
-    have already.
+    """Shift keys [num_kv_heads, tokens, head_dim] by `deltas` [tokens] positions.
+
+    The tables must have max(abs(deltas)) + 1 rows. Row 0 holds RoPE's factor, which the keys
+    already contain.
     """
     half = turning.cos.shape[1]
     factor = turning.cos[:1].astype(np.float64)

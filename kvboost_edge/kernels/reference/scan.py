@@ -1,6 +1,4 @@
-"""The gated delta rule in plain NumPy, one token after another, in float64 or with the kernels'
-rounding steps.
-"""
+"""Gated delta rule in plain NumPy, token by token, in float64 or with float32 rounding steps."""
 
 from __future__ import annotations
 
@@ -31,11 +29,13 @@ _CHAINS = 4  # of a sum over keys
 
 
 class DeltaSteps(NamedTuple):
-    """What tokens do to the states.
+    """Inputs of the state update.
 
     Attributes:
-        queries, keys: [tokens, key_heads, key_dim].
-        shares, decays: [tokens, value_heads].
+        queries: [tokens, key_heads, key_dim].
+        keys: [tokens, key_heads, key_dim].
+        shares: [tokens, value_heads].
+        decays: [tokens, value_heads].
     """
 
     queries: Floats
@@ -45,7 +45,7 @@ class DeltaSteps(NamedTuple):
 
 
 def key_head_of(head: int, key_heads: int, value_heads: int, *, tiled: bool) -> int:
-    """Which head of keys a head of values reads."""
+    """Return the key head that a value head reads."""
     return head % key_heads if tiled else head // (value_heads // key_heads)
 
 
@@ -57,9 +57,18 @@ def delta_steps(
     dt_bias: Floats,
     eps: float = 1e-6,
 ) -> DeltaSteps:
-    """Queries and keys as they come [tokens, key_heads, key_dim], of unit length then, queries over
-    sqrt(key_dim); gates: (b, a) [tokens, value_heads] each, for shares sigmoid(b) and decays
-    exp(decay * softplus(a + dt_bias)).
+    """Normalize queries and keys to unit length, and compute shares and decays.
+
+    Queries are also divided by sqrt(key_dim). Shares are sigmoid(b), decays exp(decay * softplus(a
+    + dt_bias)).
+
+    Args:
+        queries: [tokens, key_heads, key_dim].
+        keys: [tokens, key_heads, key_dim].
+        gates: (b, a), [tokens, value_heads] each.
+        decay: [value_heads].
+        dt_bias: [value_heads].
+        eps: epsilon of the norms.
     """
     dim = queries.shape[-1]
     shares, wide = gates
@@ -79,12 +88,16 @@ def delta_steps(
 def delta_rows(
     steps: DeltaSteps, values: Floats, state: Floats, *, tiled: bool = False
 ) -> tuple[Floats, Floats]:
-    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype
-    of `values`, which are of the same shape.
+    """Return the results of tokens and the states after the last token.
 
     Args:
-        state: [value_heads, key_dim, value_dim] before the first token.
+        steps: inputs of the update.
+        values: [tokens, value_heads, value_dim]; its dtype is that of the results.
+        state: [value_heads, key_dim, value_dim], before the first token.
         tiled: see `key_head_of`.
+
+    Returns:
+        ([tokens, value_heads, value_dim], [value_heads, key_dim, value_dim]).
     """
     out = np.empty_like(values)
     state = state.astype(values.dtype)
@@ -104,14 +117,12 @@ def delta_rows(
 
 
 def multiply_add(x: Any, y: Any, z: Any) -> Any:
-    """x * y + z in float64."""
+    """Return x * y + z in float64."""
     return x * y + z
 
 
 def sum_over_keys(fma: Any, x: Floats, state: Floats) -> Floats:
-    """The sum of x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod
-    4.
-    """
+    """Sum x [heads, key_dim, 1] * state [heads, key_dim, value_dim], key i in chain i mod 4."""
     chains = np.zeros((_CHAINS, state.shape[0], state.shape[2]), state.dtype)
     for key in range(state.shape[1]):
         chains[key % _CHAINS] = fma(x[:, key], state[:, key], chains[key % _CHAINS])

@@ -1,6 +1,4 @@
-"""The runs a scan has to find, from their definition: every block is compared at every place. No
-hash, no link.
-"""
+"""Span search by definition: every block is compared at every place, without hashes."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ __all__ = ["StoredBlock", "StoredRun", "scan"]
 
 
 class StoredBlock(NamedTuple):
-    """A block that can be found. `serial` is its identity, `parent_serial` that of the block before
-    it.
-    """
+    """A block that can be found; `serial` identifies it, `parent_serial` the block before it."""
 
     root: bytes
     block_id: int
@@ -26,8 +22,12 @@ class StoredBlock(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """prompt[first:first + len(slots)] stands in these (block id, slot in the block), its first
-    token at position `context` where it was computed.
+    """A run of prompt tokens that stored blocks hold.
+
+    Attributes:
+        first: place of its first token in the prompt.
+        context: position of its first token when it was computed.
+        slots: (block id, slot in the block) of each token.
     """
 
     first: int
@@ -38,8 +38,9 @@ class StoredRun(NamedTuple):
 def scan(
     blocks: Sequence[StoredBlock], prompt: Sequence[int], start: int, root: bytes, min_tokens: int
 ) -> list[StoredRun]:
-    """Runs of prompt[start:-1] in the blocks of a root, left to right; `blocks` in the order they
-    were offered in.
+    """Return runs of prompt[start:-1] in the blocks of a root, left to right.
+
+    `blocks` are in the order in which they were offered.
     """
     newest_first = [block for block in reversed(blocks) if block.root == root]
     wanted = tuple(prompt[:-1])
@@ -64,7 +65,7 @@ def scan(
 def _at(
     newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], place: int
 ) -> list[StoredBlock]:
-    """The blocks that are tried where they stand whole."""
+    """Return the whole blocks at a place that are tried."""
     found = [
         block for block in newest_first if wanted[place : place + len(block.tokens)] == block.tokens
     ]
@@ -90,7 +91,7 @@ def _before(
     place: int,
     block: StoredBlock,
 ) -> Iterator[tuple[int, int]]:
-    """Slots before a block at `place`, the last one first."""
+    """Yield the slots before a block at `place`, the last one first."""
     by_serial = {block.serial: block for block in newest_first}
     while block.parent_serial in by_serial:
         block = by_serial[block.parent_serial]
@@ -104,7 +105,7 @@ def _before(
 def _after(
     newest_first: Sequence[StoredBlock], wanted: tuple[int, ...], place: int, block: StoredBlock
 ) -> Iterator[tuple[int, int]]:
-    """Slots of a block at `place` and behind it."""
+    """Yield the slots of a block at `place` and of blocks after it."""
     count = len(block.tokens)
     while count:
         yield from ((block.block_id, offset) for offset in range(count))
@@ -126,7 +127,7 @@ def _after(
 
 
 def _num_same(tokens: tuple[int, ...], wanted: tuple[int, ...]) -> int:
-    """Equal tokens from the first on."""
+    """Return the number of equal leading tokens."""
     count = 0
     while count < min(len(tokens), len(wanted)) and tokens[count] == wanted[count]:
         count += 1

@@ -1,6 +1,4 @@
-"""A state space with a scalar decay in plain NumPy, one token after another, in float64 or with the
-kernels' rounding steps.
-"""
+"""Mamba2's state space in plain NumPy, token by token, in float64 or float32 steps."""
 
 from __future__ import annotations
 
@@ -18,11 +16,13 @@ Floats = npt.NDArray[np.floating[Any]]
 
 
 class SsdSteps(NamedTuple):
-    """What tokens do to the states.
+    """Inputs of the state update.
 
     Attributes:
-        queries, keys: [tokens, key_heads, key_dim]: C and B of the papers.
-        times, decays: [tokens, value_heads].
+        queries: [tokens, key_heads, key_dim], C in the paper.
+        keys: [tokens, key_heads, key_dim], B in the paper.
+        times: [tokens, value_heads], dt.
+        decays: [tokens, value_heads].
     """
 
     queries: Floats
@@ -39,8 +39,15 @@ def ssd_steps(
     dt_bias: Floats,
     limit: tuple[float, float],
 ) -> SsdSteps:
-    """Queries and keys as they come, [tokens, key_heads, key_dim]; steps [tokens, value_heads], for
-    times softplus(step + dt_bias) within the limit, and decays exp(decay * time).
+    """Compute times softplus(step + dt_bias), clipped to the limit, and decays exp(decay * time).
+
+    Args:
+        queries: [tokens, key_heads, key_dim].
+        keys: [tokens, key_heads, key_dim].
+        steps: [tokens, value_heads].
+        decay: [value_heads].
+        dt_bias: [value_heads].
+        limit: (lowest, highest) time.
     """
     if queries.dtype == np.float64:
         times = np.clip(np.logaddexp(0, steps + dt_bias), *limit)
@@ -50,12 +57,16 @@ def ssd_steps(
 
 
 def ssd_rows(steps: SsdSteps, values: Floats, skip: Floats, state: Floats) -> tuple[Floats, Floats]:
-    """Results [tokens, value_heads, value_dim] and the states behind the last token, in the dtype
-    of `values`, which are of the same shape.
+    """Return the results of tokens and the states after the last token.
 
     Args:
-        skip: [value_heads], how much of a value is added to its result.
-        state: [value_heads, key_dim, value_dim] before the first token.
+        steps: inputs of the update.
+        values: [tokens, value_heads, value_dim]; its dtype is that of the results.
+        skip: [value_heads], factor of a value that is added to its result.
+        state: [value_heads, key_dim, value_dim], before the first token.
+
+    Returns:
+        ([tokens, value_heads, value_dim], [value_heads, key_dim, value_dim]).
     """
     out = np.empty_like(values)
     state = state.astype(values.dtype)

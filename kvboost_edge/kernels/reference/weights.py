@@ -1,9 +1,8 @@
-"""Quantization of weights in plain NumPy: the specification of linear/least_squares.py, and packed
-matrices back to floats.
+"""Weight quantization in plain NumPy: the oracle of linear/least_squares.py, and dequantization.
 
-Packed minima lie as scales do: float16 [tile][group][16]. The codes of int4-asym are nibbles like
-those of int4 without an offset. Padded rows have scale 0; padded inputs, which only ever meet
-activations that are 0, may have any code.
+Packed minima have the layout of scales, float16 [tile][group][16]. Codes of int4-asym are nibbles
+like those of int4, without an offset. Padded rows have scale 0. Padded inputs may have any code,
+as their activations are 0.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Halves = npt.NDArray[np.float16]
 
 
 def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Floats:
-    """float32 [rows, inputs]: the weights that a packed matrix of a format stands for."""
+    """Dequantize a packed matrix to float32 [rows, inputs]."""
     if weights in ("f32", "bf16"):
         return unpack_floats(
             packed.codes.view(np.float32 if weights == "f32" else np.uint16), rows, inputs
@@ -58,8 +57,9 @@ def unpack_rows(packed: PackedRows, rows: int, inputs: int, weights: str) -> Flo
 
 
 def round_to_nearest(weights: Floats, kind: str) -> Floats:
-    """The weights as plain rounding stores them: scale from the largest magnitude, minimum from the
-    smallest weight.
+    """Quantize by plain rounding and return the dequantized weights.
+
+    The scale comes from the largest magnitude, the minimum from the smallest weight.
     """
     fit = FORMATS[kind]
     w = _groups(weights)
@@ -77,11 +77,14 @@ def round_to_nearest(weights: Floats, kind: str) -> Floats:
 
 
 def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves, Halves]:
-    """Signed codes int16 [rows, groups, 32], scales and minima float16 [rows, groups] (minima 0
-    where there are none).
+    """Quantize weights by least squares.
 
-    The same operations in the same order as the kernel, but for the rare double rounding of its
-    fused multiply-adds.
+    The operations and their order are the kernel's, except rare double rounding of fused
+    multiply-adds.
+
+    Returns:
+        (codes, scales, minima): signed int16 [rows, groups, 32], and float16 [rows, groups] each.
+            Minima are 0 if the format has none.
     """
     form = FORMATS[kind]
     fit = form.fit
@@ -150,7 +153,7 @@ def _fitted(
 
 
 def _chain(values: Floats, counts: Floats, add: Callable[[Floats, Floats], Floats]) -> Floats:
-    """Fold the inputs of each group in order, only those that are there."""
+    """Fold the existing inputs of each group in order."""
     out = np.zeros(values.shape[:2], np.float32)
     for i in range(GROUP):
         out = np.where(i < counts, add(values[:, :, i], out), out)
