@@ -30,7 +30,8 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PYTHON = re.compile(r"^( *)```python\n(.*?)^\1```", flags=re.DOTALL | re.MULTILINE)
 GUIDES = [
     page.relative_to(ROOT).as_posix()
-    for page in sorted((ROOT / "docs" / "how-to").glob("*.md"))
+    for folder in ("explanation", "how-to")
+    for page in sorted((ROOT / "docs" / folder).glob("*.md"))
     if PYTHON.search(page.read_text(encoding="utf-8"))
 ]
 SNIPPETS = {
