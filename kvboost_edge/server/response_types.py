@@ -1,14 +1,14 @@
-"""Response bodies of our own and of OpenAI's routes: the functions that write them return these
-types, and the OpenAPI document shows them.
+"""Types of response bodies, for our own and OpenAI's routes.
 
-The routes of other projects' APIs declare none: their vendors document them.
+The functions that write the bodies return these types, and the OpenAPI document shows them. Routes
+of other projects' APIs declare no types; their vendors document them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 __all__ = [
@@ -68,23 +68,23 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @with_config(ConfigDict(extra="forbid"))
 class _Answer(TypedDict):
-    """Base of all response bodies: they have no other keys."""
+    """Base of all response bodies, which allow no other keys."""
 
 
 # Errors.
 
 
 class ErrorDetail(_Answer):
-    """`code` is for programs, `message` for people, `param` names the field at fault."""
+    """Content of an error."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str
+    message: Annotated[str, Field(description="Text for people.")]
+    type: Annotated[str, Field(description="OpenAI's error type.")]
+    param: Annotated[str | None, Field(description="Name of the field with the error.")]
+    code: Annotated[str, Field(description="Identifier for programs.")]
 
 
 class ErrorAnswer(_Answer):
-    """Every error, in OpenAI's shape."""
+    """An error in OpenAI's format."""
 
     error: ErrorDetail
 
@@ -94,7 +94,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorAnswer},
 }
 UNDECLARED_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}, "5XX": {}}
-"""Errors of other projects' APIs, each in the shape that its clients look for."""
+"""Errors of other projects' APIs, each in its own format."""
 
 
 # Cache-miss reports.
@@ -119,44 +119,60 @@ Cause = Literal[
     "changed_text",
     "other_position",
 ]
-"""Why the rest of a prompt was computed, see `doctor.diagnosis.CAUSES`."""
+"""Cause of a cache miss, see `cache_report.diagnosis.CAUSES`."""
 
 
 class PromptCache(_Answer):
-    """The place where a prompt left what its API key asked before, and the cause. The two texts are
-    of that place, `text_before` of the request `compared_with`; `seconds`: what computing
-    `computed_tokens` took; `step_share`: mean share of the tokens of the request's steps, 0 to 1;
-    `evicted_from`: the pool and tiers that had it and dropped it.
-    """
+    """A cache-miss report: the first token that differs from an earlier request, and the cause."""
 
-    request_id: str
-    at: float
-    cause: Cause
-    prompt_tokens: int
-    hit_tokens: dict[str, int]
-    reused_span_tokens: int
-    computed_tokens: int
-    seconds: float
-    step_share: float
-    position: int
-    field: str
-    field_before: str
-    text: str
-    text_before: str
-    compared_with: str
-    evicted_from: list[str]
-    normalised: list[str]
-    model: str
+    request_id: Annotated[str, Field(description="The x-request-id of the answer.")]
+    at: Annotated[float, Field(description="Time of the request, in seconds since the epoch.")]
+    cause: Annotated[Cause, Field(description="Why prompt tokens were computed.")]
+    prompt_tokens: Annotated[int, Field(description="Tokens of the prompt.")]
+    hit_tokens: Annotated[
+        dict[str, int], Field(description="Prompt tokens found in the pool and in each tier.")
+    ]
+    reused_span_tokens: Annotated[
+        int, Field(description="Prompt tokens reused at other positions.")
+    ]
+    computed_tokens: Annotated[int, Field(description="Prompt tokens that were computed.")]
+    seconds: Annotated[float, Field(description="Time that computing them took.")]
+    step_share: Annotated[
+        float, Field(description="Mean share of the request in the tokens of its steps, 0 to 1.")
+    ]
+    position: Annotated[
+        Annotated[int, Field(description="First token that differs from the earlier request.")],
+        Field(description="Index of the first token that differs from the earlier request."),
+    ]
+    field: Annotated[
+        str, Field(description='Part of the request at this position, such as "message 7".')
+    ]
+    field_before: Annotated[str, Field(description="Part of the earlier request at this position.")]
+    text: Annotated[str, Field(description="Text around the position.")]
+    text_before: Annotated[
+        str, Field(description="Text of the earlier request around the position.")
+    ]
+    compared_with: Annotated[str, Field(description='Id of the earlier request, or "".')]
+    evicted_from: Annotated[
+        list[str], Field(description="The pool and tiers that evicted the blocks.")
+    ]
+    normalised: Annotated[
+        list[str], Field(description="Kinds of normalization that changed the request.")
+    ]
+    model: Annotated[str, Field(description="Name of the model.")]
 
 
 class PromptCaches(_Answer):
-    """Reports on the last prompts of this API key, the latest first and without texts;
-    `kept_seconds` 0: requests are not kept (--request-history 0).
-    """
+    """Cache-miss reports on the last prompts of an API key, latest first, without texts."""
 
     object: Literal["list"]
     data: list[PromptCache]
-    kept_seconds: float
+    kept_seconds: Annotated[
+        float,
+        Field(
+            description=("Time that requests are kept (--request-history); 0 if they are not kept.")
+        ),
+    ]
 
 
 # Models.
@@ -165,6 +181,8 @@ Phase = Literal["not_loaded", "loading", "loaded", "unloading"]
 
 
 class ModelMeta(_Answer):
+    """Properties of a model."""
+
     architecture: str
     dtype: str
     runner: str
@@ -173,6 +191,8 @@ class ModelMeta(_Answer):
 
 
 class SamplingValues(_Answer):
+    """Default values of sampling parameters."""
+
     temperature: float
     top_p: float
     top_k: int
@@ -181,57 +201,58 @@ class SamplingValues(_Answer):
 
 
 class Model(_Answer):
-    """One name of a model.
+    """A model under one of its names.
 
-    Attributes:
-        root: the name that answers show.
-        sampling: values of sampling parameters that a request leaves out.
-        mode: use of the cache by requests that choose none.
-        approximate: answers in that mode may be approximate.
-        failure: why its last loading failed.
-
-    Null for a model that was never loaded: max_model_len, sampling, mode, approximate and meta.
+    max_model_len, sampling, mode, approximate and meta are null if the model was never loaded.
     """
 
-    id: str
+    id: Annotated[str, Field(description="Name of the model.")]
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str
+    root: Annotated[str, Field(description="Name of the model in answers.")]
     parent: None
-    max_model_len: int | None
-    sampling: SamplingValues | None
-    mode: str | None
-    approximate: bool | None
+    max_model_len: Annotated[int | None, Field(description="Context length in tokens.")]
+    sampling: Annotated[
+        SamplingValues | None,
+        Field(description="Sampling parameters of requests that leave them out."),
+    ]
+    mode: Annotated[str | None, Field(description="Mode of requests that choose none.")]
+    approximate: Annotated[
+        bool | None, Field(description="Answers in that mode may be approximate.")
+    ]
     meta: ModelMeta | None
     state: Phase
-    failure: str | None
+    failure: Annotated[str | None, Field(description="Why the last loading failed.")]
 
 
 class ModelList(_Answer):
+    """The served models."""
+
     object: Literal["list"]
     data: list[Model]
 
 
 class ModelFigures(_Answer):
-    """bytes: what its weights, pool and states take; in_use: requests that hold it or wait for it;
-    unloads_in_seconds: null while no time is set; waits_for: what its loading waits for, else "".
-    """
+    """Memory and use of one model."""
 
     id: str
     state: Phase
-    bytes: int
-    in_use: int
-    unloads_in_seconds: float | None
-    waits_for: str
+    bytes: Annotated[int, Field(description="Bytes of weights, pool and recurrent state.")]
+    in_use: Annotated[int, Field(description="Requests that use the model or wait for it.")]
+    unloads_in_seconds: Annotated[
+        float | None,
+        Field(description="Time until the model is unloaded; null without a time limit."),
+    ]
+    waits_for: Annotated[str, Field(description='What the loading waits for, or "".')]
 
 
 class ModelsMemory(_Answer):
-    """Figures of all models together; waiting: requests for one that is not loaded yet."""
+    """Memory and use of all models."""
 
-    max_bytes: int
-    taken_bytes: int
-    waiting: int
+    max_bytes: Annotated[int, Field(description="Limit of the memory of all models.")]
+    taken_bytes: Annotated[int, Field(description="Memory in use.")]
+    waiting: Annotated[int, Field(description="Requests that wait for a model to be loaded.")]
     data: list[ModelFigures]
 
 
@@ -239,91 +260,132 @@ class ModelsMemory(_Answer):
 
 
 class PromptTokensDetails(_Answer):
+    """Details of the prompt tokens."""
+
     cached_tokens: int
 
 
 class CompletionTokensDetails(_Answer):
+    """Details of the generated tokens."""
+
     reasoning_tokens: int
 
 
 class Usage(_Answer):
-    """Tokens of an answer. `approximate`: some were reused from other positions; always given if
-    that is the server's default mode, else only if true.
-    """
+    """Token counts of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
-    approximate: NotRequired[bool]
+    approximate: NotRequired[
+        Annotated[
+            bool,
+            Field(
+                description=(
+                    "True if tokens were reused at other positions. Present if true, or if the "
+                    "server's default mode is approximate."
+                )
+            ),
+        ]
+    ]
 
 
 class Timings(_Answer):
-    """llama.cpp's figures. `draft_n` tokens were guessed ahead, `draft_n_accepted` of them were
-    right.
-    """
+    """llama.cpp's timings of an answer."""
 
-    cache_n: int
-    prompt_n: int
+    cache_n: Annotated[int, Field(description="Prompt tokens found in the cache.")]
+    prompt_n: Annotated[int, Field(description="Prompt tokens that were computed.")]
     prompt_ms: float
     prompt_per_token_ms: float
     prompt_per_second: float
-    predicted_n: int
+    predicted_n: Annotated[int, Field(description="Generated tokens.")]
     predicted_ms: float
     predicted_per_token_ms: float
     predicted_per_second: float
-    draft_n: int
-    draft_n_accepted: int
+    draft_n: Annotated[int, Field(description="Draft tokens (speculative decoding).")]
+    draft_n_accepted: Annotated[int, Field(description="Draft tokens that were accepted.")]
 
 
 class Costs(_Answer):
-    """The mode that ran, the times, and the origin of the cached tokens. `approximate`: some tokens
-    were shared at other positions, `reused_span_tokens` of them; `recomputed_tokens` were found
-    there and computed all the same. Of `matched_tokens` the keys and values were cached: of models
-    with states more than those of `hit_tokens`. `miss_reason` is `cause`, "" for "none".
-    `step_share`: mean share of the tokens of the steps that were the request's, 0 to 1.
-    """
+    """Mode, times and origin of cached tokens of a request."""
 
-    mode: str
-    approximate: bool
-    reused_span_tokens: int
-    recomputed_tokens: int
-    hit_tokens: dict[str, int]
-    matched_tokens: int
-    cause: Cause
-    miss_reason: str
+    mode: Annotated[str, Field(description="Mode that was used.")]
+    approximate: Annotated[
+        bool, Field(description="True if tokens were reused at other positions.")
+    ]
+    reused_span_tokens: Annotated[
+        int, Field(description="Prompt tokens reused at other positions.")
+    ]
+    recomputed_tokens: Annotated[
+        int, Field(description="Prompt tokens found at other positions and recomputed.")
+    ]
+    hit_tokens: Annotated[
+        dict[str, int], Field(description="Prompt tokens found in the pool and in each tier.")
+    ]
+    matched_tokens: Annotated[
+        int,
+        Field(
+            description=(
+                "Prompt tokens whose KV was cached. More than hit_tokens if a hybrid model "
+                "lacked the recurrent state."
+            )
+        ),
+    ]
+    cause: Annotated[Cause, Field(description="Why prompt tokens were computed.")]
+    miss_reason: Annotated[str, Field(description='Same as cause, but "" for "none".')]
     tokenize_ms: float
-    queue_ms: float
-    lookup_ms: float
-    load_ms: float
-    probe_ms: float
-    repair_ms: float
-    prefill_ms: float
-    decode_ms: float
-    ttft_ms: float
+    queue_ms: Annotated[float, Field(description="Time in the queue.")]
+    lookup_ms: Annotated[float, Field(description="Time of the prefix lookup.")]
+    load_ms: Annotated[float, Field(description="Time of loading blocks from tiers.")]
+    probe_ms: Annotated[
+        float, Field(description="Time of deviation scoring, for non-prefix KV reuse.")
+    ]
+    repair_ms: Annotated[
+        float,
+        Field(
+            description=(
+                "Time of computing the prompt up to the last reused token, for non-prefix KV reuse."
+            )
+        ),
+    ]
+    prefill_ms: Annotated[float, Field(description="Time of computing the rest of the prompt.")]
+    decode_ms: Annotated[float, Field(description="Time of generating the output.")]
+    ttft_ms: Annotated[float, Field(description="Time to the first token.")]
     total_ms: float
-    dropped_messages: int
-    preemptions: int
-    step_share: float
-    seeds: list[int]
+    dropped_messages: Annotated[
+        int, Field(description="Messages that were left out to fit the context.")
+    ]
+    preemptions: Annotated[
+        int, Field(description="Times that the request lost its blocks and was recomputed.")
+    ]
+    step_share: Annotated[
+        float, Field(description="Mean share of the request in the tokens of its steps, 0 to 1.")
+    ]
+    seeds: Annotated[list[int], Field(description="Seed of each sequence.")]
 
 
 class Explained(Costs):
-    """The same, and with kvboost.explain a report on the first prompt."""
+    """Mode, times and origin of cached tokens of a request, with an optional cache-miss report."""
 
-    cache: NotRequired[PromptCache]
+    cache: NotRequired[
+        Annotated[
+            PromptCache,
+            Field(description="Report on the first prompt, if kvboost.explain is true."),
+        ]
+    ]
 
 
 class Spent(_Answer):
-    """The members of an answer that say what it cost."""
+    """Times and costs of an answer."""
 
     timings: Timings
     kvboost: Explained
 
 
 class Figures(Spent):
-    """Figures of a completion or a chat completion."""
+    """Figures of a completion or chat completion."""
 
     usage: Usage
 
@@ -332,6 +394,8 @@ class Figures(Spent):
 
 
 class _Head(_Answer):
+    """First members of an answer."""
+
     id: str
     created: int
     model: str
@@ -339,12 +403,14 @@ class _Head(_Answer):
 
 
 class ChunkHead(_Head):
-    """Members that an answer, and every chunk of one, begins with."""
+    """First members of an answer and of each chunk."""
 
     object: str
 
 
 class CompletionLogprobs(_Answer):
+    """Log probabilities of a completion, as parallel lists."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -352,69 +418,87 @@ class CompletionLogprobs(_Answer):
 
 
 class CompletionChoiceAnswer(_Answer):
-    """`token_ids` only when asked for."""
+    """One choice of a completion."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
-    token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[
+        Annotated[list[int], Field(description="Present if return_token_ids is true.")]
+    ]
 
 
 class CompletionAnswer(Figures, _Head):
+    """A completion."""
+
     object: Literal["text_completion"]
     choices: list[CompletionChoiceAnswer]
 
 
 class ChatToken(_Answer):
+    """A token and its log probability."""
+
     token: str
     logprob: float
     bytes: list[int] | None
 
 
 class ChatTokenAndOthers(ChatToken):
+    """A token with the most likely alternatives."""
+
     top_logprobs: list[ChatToken]
 
 
 class ChatLogprobs(_Answer):
+    """Log probabilities of a message."""
+
     content: list[ChatTokenAndOthers]
     refusal: None
 
 
 class CalledFunction(_Answer):
+    """Name and arguments of a tool call."""
+
     name: str
     arguments: str
 
 
 class ToolCall(_Answer):
+    """A tool call of the model."""
+
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
 class ChatMessageAnswer(_Answer):
-    """`reasoning_content` and `tool_calls` only where there are any; `content` is null where there
-    are calls and no text.
-    """
+    """The generated message."""
 
     role: Literal["assistant"]
-    content: str | None
+    content: Annotated[
+        str | None, Field(description="Text of the message; null if it has tool calls and no text.")
+    ]
     refusal: None
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[Annotated[str, Field(description="Reasoning, if any.")]]
+    tool_calls: NotRequired[Annotated[list[ToolCall], Field(description="Tool calls, if any.")]]
 
 
 class ChatChoiceAnswer(_Answer):
-    """`token_ids` only when asked for."""
+    """One choice of a chat completion."""
 
     index: int
     message: ChatMessageAnswer
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[
+        Annotated[list[int], Field(description="Present if return_token_ids is true.")]
+    ]
 
 
 class ChatAnswer(Figures, _Head):
+    """A chat completion."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoiceAnswer]
 
@@ -423,43 +507,58 @@ class ChatAnswer(Figures, _Head):
 
 
 class Piece(_Answer):
+    """A token with its text."""
+
     id: int
     piece: str
 
 
 class Tokenized(_Answer):
-    """`token_strs` only when asked for."""
+    """Token ids of a text."""
 
     tokens: list[int] | list[Piece]
     count: int
     max_model_len: int
-    token_strs: NotRequired[list[str]]
+    token_strs: NotRequired[
+        Annotated[list[str], Field(description="Present if return_token_strs is true.")]
+    ]
 
 
 class Detokenized(_Answer):
+    """Text of token ids."""
+
     content: str
     prompt: str
 
 
 class CachedTokens(_Answer):
+    """Details of the prompt tokens."""
+
     cached_tokens: int
 
 
 class InputUsage(_Answer):
+    """Token counts of a request without output."""
+
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
 class Vector(_Answer):
-    """`embedding` is a list of numbers, or base64 of them as little-endian float32."""
+    """One embedding."""
 
     object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: Annotated[
+        list[float] | str,
+        Field(description="A list of numbers, or their base64 as little-endian float32."),
+    ]
 
 
 class EmbeddingAnswer(_Answer):
+    """Embeddings, in the order of the inputs."""
+
     object: Literal["list"]
     data: list[Vector]
     model: str
@@ -467,18 +566,24 @@ class EmbeddingAnswer(_Answer):
 
 
 class RankedText(_Answer):
+    """Text of a document."""
+
     text: str
 
 
 class Ranked(_Answer):
-    """`index` is the document's place in the request; `document` is there if it was asked for."""
+    """A document and its relevance."""
 
-    index: int
+    index: Annotated[int, Field(description="Place of the document in the request.")]
     relevance_score: float
-    document: NotRequired[RankedText]
+    document: NotRequired[
+        Annotated[RankedText, Field(description="Present if return_documents is true.")]
+    ]
 
 
 class RerankAnswer(_Answer):
+    """Documents in the order of their relevance, best first."""
+
     object: Literal["list"]
     model: str
     results: list[Ranked]
@@ -489,76 +594,99 @@ class RerankAnswer(_Answer):
 
 
 class Warmed(_Answer):
-    """The part of a text, or of documents, that is in the cache now; `alignment_warning` says what
-    was not kept, if it matters. `timings` and `kvboost` are null where documents are there already
-    and nothing had to be computed.
-    """
+    """The part of a text, or of documents, that is now cached."""
 
     object: Literal["warm"]
     usage: Usage
-    timings: Timings | None
-    kvboost: Costs | None
-    chunks_stored: int
-    token_count: int
-    chunk_size: int
-    chunk_boundary_aligned: bool
-    partial_tail_tokens: int
-    alignment_warning: str | None
+    timings: Annotated[Timings | None, Field(description="Null if everything was cached already.")]
+    kvboost: Annotated[Costs | None, Field(description="Null if everything was cached already.")]
+    chunks_stored: Annotated[int, Field(description="Cached chunks.")]
+    token_count: Annotated[int, Field(description="Tokens of the text.")]
+    chunk_size: Annotated[int, Field(description="Tokens of a chunk.")]
+    chunk_boundary_aligned: Annotated[
+        bool, Field(description="True if fewer than 32 tokens at the end are not cached.")
+    ]
+    partial_tail_tokens: Annotated[int, Field(description="Tokens after the last full chunk.")]
+    alignment_warning: Annotated[
+        str | None, Field(description="Text about the tokens that are not cached, if it matters.")
+    ]
 
 
 class Unpinned(_Answer):
-    """The number of blocks that are no longer pinned; 0 if this text was not pinned with this key
-    and salt.
-    """
+    """Result of an unpin request."""
 
     object: Literal["unpin"]
-    blocks_unpinned: int
+    blocks_unpinned: Annotated[
+        int,
+        Field(
+            description=(
+                "Number of blocks that are no longer pinned; 0 if the text was not pinned "
+                "with this key and salt."
+            )
+        ),
+    ]
 
 
 class Reset(_Answer):
+    """Result of a cache reset."""
+
     object: Literal["cache.reset"]
-    blocks_dropped: int
+    blocks_dropped: Annotated[int, Field(description="Number of dropped blocks.")]
 
 
 class Queue(_Answer):
-    running: int
-    waiting: int
-    waiting_tokens: int
-    in_flight: int
-    max_in_flight: int
-    refused: int
+    """Requests in flight."""
+
+    running: Annotated[int, Field(description="Running requests.")]
+    waiting: Annotated[int, Field(description="Waiting requests.")]
+    waiting_tokens: Annotated[int, Field(description="Prompt tokens of the waiting requests.")]
+    in_flight: Annotated[int, Field(description="Admitted sequences.")]
+    max_in_flight: Annotated[int, Field(description="Limit of admitted sequences.")]
+    refused: Annotated[int, Field(description="Requests refused because the queue was full.")]
 
 
 class TierFigures(_Answer):
-    """A tier below the pool: blocks and bytes it holds (null: only its server knows), its cap,
-    counters since the start, whether it stores, and what is wrong.
-    """
+    """State and counters of an offload tier."""
 
-    blocks: int | None
-    bytes: int | None
-    max_bytes: int | None
+    blocks: Annotated[
+        int | None, Field(description="Stored blocks; null if only the tier's server knows.")
+    ]
+    bytes: Annotated[
+        int | None, Field(description="Stored bytes; null if only the tier's server knows.")
+    ]
+    max_bytes: Annotated[
+        int | None, Field(description="Limit of the bytes; null if the tier's server sets it.")
+    ]
     read_blocks: int
     read_bytes: int
     written_blocks: int
     written_bytes: int
-    missing: int
-    refused: int
+    missing: Annotated[int, Field(description="Blocks that were requested and not found.")]
+    refused: Annotated[
+        int, Field(description="Blocks that were damaged or did not match, and were dropped.")
+    ]
     evicted: int
-    not_written: int
-    errors: int
-    writable: bool
-    state: str
+    not_written: Annotated[int, Field(description="Blocks that could not be stored.")]
+    errors: Annotated[int, Field(description="Failed operations.")]
+    writable: Annotated[bool, Field(description="The tier stores blocks.")]
+    state: Annotated[str, Field(description='Description of a failure, or "".')]
 
 
 class Throughput(_Answer):
+    """Token totals and speeds."""
+
     prompt_tokens_total: int
     generated_tokens_total: int
-    prompt_tokens_per_second: float
-    generated_tokens_per_second: float
+    prompt_tokens_per_second: Annotated[
+        float, Field(description="Mean speed of one request, over the last minute.")
+    ]
+    generated_tokens_per_second: Annotated[
+        float, Field(description="Mean speed of one request, over the last minute.")
+    ]
 
 
 class HeldInCache(_Answer):
-    """Contents of the cache of one engine; the names in cache, pool and memory are the engine's."""
+    """Cache, pool, tiers and memory of one engine; the keys are the engine's names."""
 
     cache: dict[str, float]
     pool: dict[str, Any]
@@ -567,7 +695,7 @@ class HeldInCache(_Answer):
 
 
 class ReplicaStats(HeldInCache):
-    """One replica's part of the stats."""
+    """Statistics of one replica."""
 
     running: int
     waiting: int
@@ -575,37 +703,42 @@ class ReplicaStats(HeldInCache):
 
 
 class EngineStats(HeldInCache):
-    """Stats of one model alone."""
+    """Statistics of one model."""
 
     object: Literal["stats"]
     model: str
     queue: Queue
     throughput: Throughput
-    replicas: dict[str, ReplicaStats]
+    replicas: Annotated[
+        dict[str, ReplicaStats],
+        Field(
+            description=(
+                "Statistics of each replica by name; empty without replicas. The other "
+                "members are their totals."
+            )
+        ),
+    ]
 
 
 class Stats(EngineStats):
-    """Queue, cache, pool, tiers, memory and throughput of one model; those of cache, pool and
-    memory are the engine's own names. replicas: of each, by name, where several serve the model and
-    the others are their sums. models: which are loaded, and what they take.
-    """
+    """Statistics of one model, and memory of all models."""
 
     models: ModelsMemory
 
 
 class BlockCounts(_Answer):
-    """By state, in the order of the numbers in `Blocks.states`; span: in use at another
-    position.
-    """
+    """Numbers of blocks by state, in the order of the numbers in `Blocks.states`."""
 
     free: int
     cached: int
     used: int
     shared: int
-    span: int
+    span: Annotated[int, Field(description="Blocks in use at another position.")]
 
 
 class Memory(_Answer):
+    """Memory in bytes."""
+
     weight_bytes: int
     pool_bytes: int
     state_bytes: int
@@ -614,29 +747,34 @@ class Memory(_Answer):
 
 
 class TierView(_Answer):
-    """Contents of a tier, null where only its server knows; max_bytes null: its server caps it.
-    `state` says what is wrong, "" when all is well; `recent_hit_tokens` are prompt tokens of the
-    last minute that came from it.
-    """
+    """Contents of the pool or of an offload tier."""
 
-    blocks: int | None
-    bytes: int | None
-    max_bytes: int | None
+    blocks: Annotated[
+        int | None, Field(description="Stored blocks; null if only the tier's server knows.")
+    ]
+    bytes: Annotated[
+        int | None, Field(description="Stored bytes; null if only the tier's server knows.")
+    ]
+    max_bytes: Annotated[
+        int | None, Field(description="Limit of the bytes; null if the tier's server sets it.")
+    ]
     writable: bool
-    state: str
-    recent_hit_tokens: int
+    state: Annotated[str, Field(description='Description of a failure, or "".')]
+    recent_hit_tokens: Annotated[
+        int, Field(description="Prompt tokens found here in the last minute.")
+    ]
 
 
 class PoolBytes(_Answer):
-    """Blocks of a pool that can be matched, and their bytes of all."""
+    """Matchable blocks of a pool."""
 
-    blocks: int
-    bytes: int
-    max_bytes: int
+    blocks: Annotated[int, Field(description="Blocks that prompts can match.")]
+    bytes: Annotated[int, Field(description="Bytes of these blocks.")]
+    max_bytes: Annotated[int, Field(description="Bytes of the pool.")]
 
 
 class ReplicaPool(PoolBytes):
-    """One replica's pool: its blocks, those of them that can be matched, and their bytes of all."""
+    """Pool and load of one replica."""
 
     num_blocks: int
     running: int
@@ -645,17 +783,30 @@ class ReplicaPool(PoolBytes):
 
 
 class Blocks(_Answer):
-    """The pool, and the tiers from the pool outwards; `states`, `refs` and `tokens` are base64 of
-    one byte a block. The slots are those of a model that keeps states beside keys and values.
-    replicas: by name, where several serve the model; the pool is then theirs in a row, in this
-    order.
+    """State of each block of a model's pool, and contents of the tiers.
+
+    With several replicas, the pool consists of their pools in the order of `replicas`.
     """
 
     num_blocks: int
     block_size: int
-    states: str
-    refs: str | None
-    tokens: str | None
+    states: Annotated[str, Field(description="Base64 of one byte per block, its state.")]
+    refs: Annotated[
+        str | None,
+        Field(
+            description=(
+                "Base64 of one byte per block, its number of references; null for a large pool."
+            )
+        ),
+    ]
+    tokens: Annotated[
+        str | None,
+        Field(
+            description=(
+                "Base64 of one byte per block, its number of tokens; null for a large pool."
+            )
+        ),
+    ]
     counts: BlockCounts
     running: int
     waiting: int
@@ -664,13 +815,25 @@ class Blocks(_Answer):
     miss_tokens: int
     hit_rate: float | None
     memory: Memory
-    tiers: dict[str, TierView]
-    recent_span_tokens: int
-    recent_computed_tokens: int
+    tiers: Annotated[
+        dict[str, TierView], Field(description="The pool and the tiers below it, nearest first.")
+    ]
+    recent_span_tokens: Annotated[
+        int, Field(description="Prompt tokens reused at other positions in the last minute.")
+    ]
+    recent_computed_tokens: Annotated[
+        int, Field(description="Prompt tokens computed in the last minute.")
+    ]
     generated_tokens_total: int
     evictions: int
     preemptions: int
-    state_slots: int
+    state_slots: Annotated[int, Field(description="Slots for recurrent state of hybrid models.")]
     state_slots_used: int
-    replayed_tokens: int
-    replicas: dict[str, ReplicaPool]
+    replayed_tokens: Annotated[
+        int,
+        Field(description="Prompt tokens recomputed because their recurrent state was not cached."),
+    ]
+    replicas: Annotated[
+        dict[str, ReplicaPool],
+        Field(description="Pool of each replica by name; empty without replicas."),
+    ]

@@ -123,3 +123,16 @@ async def test_the_openapi_document_has_both_bodies(tiny_app):
         == BOUNDS["temperature"].high
     )
     assert bodies["CompletionRequest"]["additionalProperties"] is False
+
+
+async def test_the_openapi_document_describes_schemas_and_routes_for_clients(tiny_app):
+    document = (await tiny_app.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    texts = [one.get("description", "") for one in (*schemas.values(), *operations)]
+    assert all(one["description"] for one in operations)
+    internal = ("ApiError", "Args:", "Attributes:", "Raises:", "Returns:")
+    assert [text for text in texts for word in internal if word in text] == []
+    fields = schemas["Explained"]["properties"]  # with those of its base
+    assert "recomputed" in fields["recomputed_tokens"]["description"]
+    assert "by default" in schemas["CompletionRequest"]["properties"]["max_tokens"]["description"]

@@ -22,34 +22,39 @@ class CacheUse(Strict):
     mode: Literal["baseline", "prefix_cache", "chunk_kv_reuse"] | None = Field(
         None,
         description=(
-            "baseline: neither read nor write the cache; prefix_cache: what prompts have in common "
-            "from their beginning, exact, and what happens anyway; chunk_kv_reuse: runs of "
-            "tokens that were computed at other positions too, approximate"
+            "baseline: do not read or write the cache. prefix_cache: reuse cached "
+            "prefixes, exact. chunk_kv_reuse: also reuse tokens cached at other "
+            "positions, approximate."
         ),
     )
-    recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = None
-    recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = None
-    recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = None
+    recompute_strategy: Literal["none", "selective", "cacheblend", "query"] | None = Field(
+        None, description="Choice of reused tokens to recompute, for mode chunk_kv_reuse."
+    )
+    recompute_overlap: Annotated[int, bounded("recompute_overlap")] | None = Field(
+        None,
+        description=("Tokens to recompute after each chunk boundary, for mode chunk_kv_reuse."),
+    )
+    recompute_ratio: Annotated[float, bounded("recompute_ratio")] | None = Field(
+        None, description="Share of the other reused tokens that cacheblend and query recompute."
+    )
     speculation: Literal["auto", "on", "off"] | None = Field(
         None,
-        description="whether tokens are guessed ahead from what was said before; "
-        "answers are the same",
+        description="Speculative decoding by prompt lookup; it does not change the output.",
     )
-    max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = None
+    max_draft_tokens: Annotated[int, bounded("max_draft_tokens")] | None = Field(
+        None, description="Largest number of draft tokens in a step."
+    )
     context_overflow: Literal["error", "drop_oldest"] | None = Field(
         None,
         description=(
-            "of a chat that does not fit: an error, or its oldest turns are left out, many at "
-            "once, and kvboost.dropped_messages says so; by default what the server was started "
-            "with"
+            "Handling of a chat that exceeds the context. error: return an error. "
+            "drop_oldest: leave out the oldest turns, whose number is in "
+            "kvboost.dropped_messages of the answer."
         ),
     )
     explain: bool | None = Field(
         None,
-        description=(
-            "true: kvboost.cache of the answer says where and why its prompt left what was asked "
-            "before"
-        ),
+        description="Add a cache-miss report on the prompt to the answer, as kvboost.cache.",
     )
 
     @property

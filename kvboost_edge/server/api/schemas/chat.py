@@ -250,15 +250,19 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounded("top_logprobs")] | None = None
     modalities: Modalities = None
-    chat_template_kwargs: TemplateVariables | None = None
+    chat_template_kwargs: TemplateVariables | None = Field(
+        None, description="Variables of the chat template."
+    )
     add_generation_prompt: bool | None = Field(
-        None, description="false: the model continues the messages as they are"
+        None,
+        description=(
+            "If false, the prompt ends with the messages, without the template's generation prompt."
+        ),
     )
     continue_final_message: bool | None = Field(
         None,
         description=(
-            "the answer goes on with the last message; true unless given where that is the "
-            "assistant's"
+            "The answer continues the last message; true by default if that is the assistant's."
         ),
     )
 

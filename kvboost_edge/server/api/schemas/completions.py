@@ -88,13 +88,15 @@ class CompletionRequest(SamplingFields):
     `max_tokens` is 16 by default, as in OpenAI's API; 0 needs `echo`.
     """
 
-    prompt: Prompts
-    max_tokens: Annotated[int, bounded("max_tokens")] | None = None
+    prompt: Prompts = Field(description="A text, token ids, or a list of either.")
+    max_tokens: Annotated[int, bounded("max_tokens")] | None = Field(
+        None, description="Largest number of new tokens, 16 by default; 0 needs echo."
+    )
     best_of: Annotated[int, bounded("best_of")] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, bounded("logprobs")] | None = None
     add_special_tokens: bool = Field(
-        True, description="put the tokenizer's own BOS before text prompts"
+        True, description="Put the tokenizer's BOS token before text prompts."
     )
     suffix: NotBuilt = None
 

@@ -93,7 +93,7 @@ class _Common(Strict):
 class EmbeddingRequest(_Common):
     """Texts or token ids to embed."""
 
-    input: Inputs
+    input: Inputs = Field(description="A text, token ids, or a list of either.")
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, bounded("dimensions")] | None = None
 
@@ -103,6 +103,10 @@ class RerankRequest(_Common):
 
     query: Query
     documents: Annotated[list[Document], counted("reranked")]
-    top_n: Annotated[int, bounded("top_n")] | None = None
+    top_n: Annotated[int, bounded("top_n")] | None = Field(
+        None, description="Number of documents to return, all by default."
+    )
     return_documents: bool | None = None
-    instruction: Query | None = None
+    instruction: Query | None = Field(
+        None, description="Task description for the model, in place of its default."
+    )

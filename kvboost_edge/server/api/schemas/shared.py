@@ -272,8 +272,10 @@ Label = Annotated[str, AfterValidator(check_text), counted("label")]
 class StreamOptions(Strict):
     """Options of a stream, as in OpenAI's API."""
 
-    include_usage: bool | None = None
-    include_obfuscation: OnlyFalse = None
+    include_usage: bool | None = Field(None, description="End the stream with a chunk of usage.")
+    include_obfuscation: OnlyFalse = Field(
+        None, description="Padding of chunks, which is not supported."
+    )
 
 
 class SamplingFields(Strict):
@@ -296,36 +298,46 @@ class SamplingFields(Strict):
     top_k: Annotated[int, bounded("top_k")] | None = None
     min_p: Annotated[float, bounded("min_p")] | None = None
     repetition_penalty: Annotated[float, bounded("repetition_penalty")] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: bool | None = Field(None, description="Do not stop at the end-of-sequence token.")
     stop_token_ids: Annotated[TokenIds, AfterValidator(_stop_token_ids)] | None = None
-    return_token_ids: bool | None = None
+    return_token_ids: bool | None = Field(None, description="Add the token ids to the answer.")
     return_progress: bool | None = Field(
-        None, description="a stream says how far its prompt is; else it does nothing"
+        None, description="Report the progress of the prompt; only for streams."
     )
-    cache_salt: CacheSalt | None = None
-    priority: Annotated[int, bounded("priority")] | None = None
-    cache_prompt: bool | None = Field(None, description="false: read nothing from the prefix cache")
+    cache_salt: CacheSalt | None = Field(
+        None, description="Requests share cached prefixes only with requests of the same salt."
+    )
+    priority: Annotated[int, bounded("priority")] | None = Field(
+        None, description="Lower values run earlier. With several API keys it must be 0 or more."
+    )
+    cache_prompt: bool | None = Field(None, description="If false, the prefix cache is not read.")
     kvboost: CacheUse | None = None
     response_format: ResponseFormat = Field(default_factory=dict)
     json_schema: Schema | None = None
-    grammar: Text | None = Field(None, description="Lark or GBNF")
-    guided_json: Schema | None = None
-    guided_regex: Text | None = None
-    guided_choice: Texts | None = None
-    guided_grammar: Text | None = None
-    structured_outputs: Structured | None = None
+    grammar: Text | None = Field(
+        None, description="A grammar in Lark or GBNF that the output must match."
+    )
+    guided_json: Schema | None = Field(None, description="vLLM's older name of json_schema.")
+    guided_regex: Text | None = Field(
+        None, description="A regular expression that the output must match."
+    )
+    guided_choice: Texts | None = Field(None, description="Texts, one of which is the output.")
+    guided_grammar: Text | None = Field(None, description="vLLM's older name of grammar.")
+    structured_outputs: Structured | None = Field(
+        None, description="vLLM's object with one of json, regex, choice and grammar."
+    )
     prompt_cache_key: Label | None = Field(
         None,
         description=(
-            "names prompts that begin alike: what two requests under it have in common is given "
-            "up after all else of this API key, for an hour"
+            "Name of a group of prompts with a common prefix. A prefix that two of its "
+            "requests share is evicted after all other blocks of this API key, for an "
+            "hour."
         ),
     )
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         None,
         description=(
-            "24h: so long the prompt is given up after all else of this API key; other requests "
-            "come first"
+            "24h: the prompt is evicted after all other blocks of this API key, for 24 hours."
         ),
     )
 

@@ -47,15 +47,19 @@ class TokenizeRequest(Strict):
     """
 
     content: Text | None = None
-    add_special: bool = False
-    with_pieces: bool = False
+    add_special: bool = Field(False, description="Add special tokens to content.")
+    with_pieces: bool = Field(False, description="Return the text of each token too, as objects.")
     prompt: Text | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="Add special tokens to prompt; true by default."
+    )
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool = Field(
+        False, description="Return the text of each token too, as a list."
+    )
     model: ModelName | None = None
 
     def check_together(self) -> None:
@@ -83,6 +87,8 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
+    """Token ids to convert to text."""
+
     tokens: Annotated[TokenIds, AfterValidator(_few_tokens)]
     model: ModelName | None = None
 
@@ -96,8 +102,9 @@ class UnpinRequest(Strict):
     tools: Tools | None = None
     add_generation_prompt: bool | None = Field(
         None,
-        description="true: as the whole prompt of a request with these messages, "
-        "not only its beginning",
+        description=(
+            "If true, the messages are a whole prompt, including the template's generation prompt."
+        ),
     )
     cache_salt: CacheSalt | None = None
     model: ModelName | None = None
@@ -160,11 +167,19 @@ class WarmRequest(UnpinRequest):
     A recorded chat request is accepted too; fields about its answer are ignored.
     """
 
-    documents: Annotated[list[Document], counted("documents")] | None = None
-    position_offset: Annotated[int, bounded("position_offset")] = 0
+    documents: Annotated[list[Document], counted("documents")] | None = Field(
+        None, description="Documents to cache for mode chunk_kv_reuse, each computed on its own."
+    )
+    position_offset: Annotated[int, bounded("position_offset")] = Field(
+        0, description="Position of the first token of the text, for mode chunk_kv_reuse."
+    )
     priority: Annotated[int, bounded("priority")] | None = None
-    pin: bool = False
-    ttl: Annotated[float, bounded("ttl")] | None = None
+    pin: bool = Field(
+        False, description="Keep the blocks in the pool, for ttl seconds or until /v1/unpin."
+    )
+    ttl: Annotated[float, bounded("ttl")] | None = Field(
+        None, description="Seconds that a pin lasts."
+    )
 
     @model_validator(mode="before")
     @classmethod

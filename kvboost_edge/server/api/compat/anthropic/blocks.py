@@ -55,6 +55,8 @@ class Marked(Strict):
 
 
 class TextBlock(Marked):
+    """A text."""
+
     foreign = {"citations": _IGNORED}  # noqa: RUF012
 
     type: Literal["text"]
@@ -77,6 +79,8 @@ class RedactedBlock(Strict):
 
 
 class ToolUseBlock(Marked):
+    """A tool call of the model."""
+
     foreign = {"caller": _IGNORED}  # noqa: RUF012
 
     type: Literal["tool_use"]
@@ -130,6 +134,8 @@ Texts = Annotated[
 
 
 class ToolResultBlock(Marked):
+    """The result of a tool call."""
+
     foreign = {"toolset_name": _IGNORED}  # noqa: RUF012
 
     type: Literal["tool_result"]
@@ -166,6 +172,8 @@ _AssistantContent = Annotated[
 
 
 class UserMessage(Strict):
+    """A message of the user: results of tool calls, then text."""
+
     role: Literal["user"]
     content: _UserContent
 
@@ -178,11 +186,15 @@ class UserMessage(Strict):
 
 
 class AssistantMessage(Strict):
+    """A message of the model."""
+
     role: Literal["assistant"]
     content: _AssistantContent
 
 
 class SystemMessage(Strict):
+    """A system message within the conversation."""
+
     role: Literal["system"]
     content: Texts
 

@@ -133,11 +133,15 @@ class Tool(Marked):
 
 
 class AnyChoice(Strict):
+    """A choice among all tools."""
+
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
 class OneChoice(Strict):
+    """A choice of one tool."""
+
     type: Literal["tool"]
     name: Name
     disable_parallel_tool_use: bool | None = None
@@ -162,6 +166,8 @@ class OutputConfig(Strict):
 
 
 class MetaData(Strict):
+    """Metadata of the request, which is ignored."""
+
     user_id: Label | None = None
 
 
@@ -180,7 +186,9 @@ class Prompted(Strict):
     tool_choice: Annotated[AnyChoice | OneChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = Field(None, description="as if it stood on the last block")
+    cache_control: CacheControl | None = Field(
+        None, description="Same as cache_control on the last block."
+    )
     context_management: Annotated[None, PlainValidator(_unmanaged), or_null(_UNMANAGED)] = None
 
     def check_together(self) -> None:
@@ -215,7 +223,7 @@ class MessagesRequest(Prompted):
 
     max_tokens: Annotated[int, bounded("max_tokens")]
     return_progress: bool | None = Field(
-        None, description="the pings of a stream say how far the prompt is"
+        None, description="Report the progress of the prompt in the pings of a stream."
     )
     stop_sequences: Stops | None = None
     stream: bool | None = None

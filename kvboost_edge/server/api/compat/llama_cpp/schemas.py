@@ -165,6 +165,11 @@ class _Sampling(Strict):
 
 
 class LlamaCompletion(_Sampling):
+    """A prompt to continue, in llama.cpp's format.
+
+    `n_predict` -1 and -2 let the answer fill the context.
+    """
+
     prompt: Prompt
 
 
@@ -179,6 +184,8 @@ class Infill(_Sampling):
 
 
 class ApplyTemplate(Strict):
+    """Messages to render with the chat template."""
+
     messages: Messages
     tools: Tools | None = None
     chat_template_kwargs: TemplateVariables | None = None

@@ -102,6 +102,8 @@ class Options(Strict):
 
 
 class CallFunction(Strict):
+    """Name and arguments of a tool call."""
+
     name: Annotated[str, AfterValidator(check_text), counted("tool_name")]
     arguments: dict[str, Any]
     index: Annotated[int, bounded("call_index")] | None = None
@@ -116,6 +118,8 @@ class Call(Strict):
 
 
 class OllamaMessage(Strict):
+    """A message of a conversation, in Ollama's format."""
+
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
     thinking: Text | None = None
@@ -129,11 +133,19 @@ class _Generating(Strict):
     foreign = _FOREIGN
 
     model: ModelName
-    stream: bool | None = Field(None, description="true unless given")
+    stream: bool | None = Field(
+        None, description="Send the answer as a stream of JSON lines; true by default."
+    )
     options: Options | None = None
     format: Format = None
     think: Think | None = None
-    keep_alive: KeepAlive = None
+    keep_alive: KeepAlive = Field(
+        None,
+        description=(
+            "Time that the model stays loaded after the answer: seconds, or a duration "
+            'such as "5m". 0 unloads it, -1 keeps it.'
+        ),
+    )
 
     @property
     def streams(self) -> bool:
@@ -158,7 +170,7 @@ class OllamaGenerate(_Generating):
 
     prompt: Text | None = None
     system: Text | None = None
-    raw: bool | None = None
+    raw: bool | None = Field(None, description="Continue the prompt without the chat template.")
 
 
 class OllamaShow(Strict):

@@ -78,6 +78,8 @@ class Reasoning(Strict):
 
 
 class StreamOptions(Strict):
+    """Options of a stream."""
+
     include_obfuscation: OnlyFalse = None
 
 
