@@ -14,7 +14,7 @@ from docs_site.reference.tables import table
 from kvboost_edge.engine import stats
 from kvboost_edge.tiers.base import TierStats
 
-__all__ = ["documented_keys", "stats_page"]
+__all__ = ["attributes", "attributes_of", "described_keys", "stats_page"]
 
 _HEAD = """# Engine statistics
 
@@ -41,14 +41,14 @@ def stats_page() -> str:
             title, _, note = section.title.partition(", ")
             text = f"{_code(note)}.\n\n" if note else ""
             parts.append(f"\n### {title}\n\n{text}{_meanings('key', section.entries)}")
-    fields = _meanings("field", _attributes(TierStats))
+    fields = _meanings("field", attributes(TierStats))
     parts.append(f"\n## Fields of a tier\n\nEach value of `tiers` is a `TierStats`.\n\n{fields}")
     return "".join(parts)
 
 
-def documented_keys(function: Callable[..., Any]) -> set[str]:
-    """Return the keys that the docstring of a function describes."""
-    return {key for section in _sections(function) for key in section.entries}
+def described_keys(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the keys that the docstring of a function describes, and their meanings."""
+    return {key: text for section in _sections(function) for key, text in section.entries.items()}
 
 
 def _meanings(column: str, entries: dict[str, str]) -> str:
@@ -71,9 +71,14 @@ def _sections(function: Callable[..., Any]) -> list[_Section]:
     return [section for section in found if section.entries]
 
 
-def _attributes(cls: type) -> dict[str, str]:
+def attributes(cls: type) -> dict[str, str]:
+    """Return the fields of a class that its docstring describes, and their meanings."""
+    return attributes_of(cls.__doc__ or "")
+
+
+def attributes_of(docstring: str) -> dict[str, str]:
     """Return the entries of the section Attributes; several names may share one."""
-    text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+    text = inspect.cleandoc(docstring).partition("Attributes:\n")[2].split("\n\n")[0]
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?= {4}\S)", text.rstrip()):
         names, _, meaning = entry.strip().partition(": ")

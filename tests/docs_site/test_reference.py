@@ -8,11 +8,18 @@ import kvboost_edge
 from docs_site.reference import __main__ as script
 from docs_site.reference.commands import command_page, commands
 from docs_site.reference.families import families_table, with_table
+from docs_site.reference.http_api import (
+    _as_sentence,
+    _kind,
+    api_document,
+    http_page,
+    undescribed,
+)
 from docs_site.reference.metrics import families, metrics_page
 from docs_site.reference.options import option_page
 from docs_site.reference.pages import generated_pages
 from docs_site.reference.python import python_page
-from docs_site.reference.stats import documented_keys, stats_page
+from docs_site.reference.stats import described_keys, stats_page
 from docs_site.reference.tables import paragraph, table
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import EngineConfig
@@ -69,6 +76,32 @@ def test_the_flags_of_the_server_are_on_one_of_two_pages():
     assert not [flag for flag in flags if f"`{flag}`" not in pages]
 
 
+def test_every_route_is_listed_and_every_field_has_a_meaning():
+    page = http_page()
+    operations = [
+        f"{method.upper()} {path}"
+        for path, ones in api_document()["paths"].items()
+        for method in ones
+    ]
+    assert len(operations) > 30
+    assert not [name for name in operations if f"\n### `{name}`\n" not in page]
+    assert "\n### `GET /metrics`\n\nReturn" in page
+    assert undescribed() == []
+    assert {f"#{name}" for name in re.findall(r"\]\(#([\w-]+)\)", page)} <= {
+        "#" + re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    }
+
+
+def test_names_of_values_keep_their_case_and_ranges_their_units():
+    assert _as_sentence("24h: later") == "24h: later."
+    assert _as_sentence("some text") == "Some text."
+    assert _kind({"type": "string", "maxLength": 9})[0] == "string (at most 9 characters)"
+    assert _kind({"anyOf": [{"type": "null"}, {"const": False}]}) == ("`false`", True)
+    texts = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "string"}}
+    assert _kind(texts)[0] == "array (2 entries) of string"
+
+
 def test_every_metric_has_a_type_labels_and_a_meaning():
     rows = re.findall(
         r"^\| `(\w+:\w+)` \| (\w+) \| (.*?) ?\| (.+) \|$", metrics_page(), re.MULTILINE
@@ -85,8 +118,8 @@ def test_every_key_of_the_statistics_is_described(tmp_path):
     with CPUPagedEngine.from_pretrained("kvboost-edge/demo", **options) as engine:
         figures = engine.paged_stats()
         chunks = engine.cache_stats()
-    assert documented_keys(stats.paged_stats) == figures.keys()
-    assert documented_keys(stats.cache_stats) == chunks.keys()
+    assert described_keys(stats.paged_stats).keys() == figures.keys()
+    assert described_keys(stats.cache_stats).keys() == chunks.keys()
     fields = figures["tiers"]["disk"]
     assert not [name for name in fields if f"\n| `{name}` |" not in stats_page()]
 
