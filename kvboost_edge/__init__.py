@@ -1,7 +1,7 @@
 """CPU-first inference for decoder-only language models.
 
-The public names are importable from here and loaded on first use: importing the package loads none
-of torch, transformers and numba. KVBoost's modules export theirs through the same table.
+The public names are importable from here and loaded on first use. Importing the package imports
+none of torch, transformers and Numba. KVBoost's modules export their names through the same table.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> module that defines it. The aliases name the attribute after a colon.
+# Module that defines each public name. Aliases have the attribute after a colon.
 _EXPORTS = {
     "BackendUnavailable": "kvboost_edge.errors",
     "CPUPagedEngine": "kvboost_edge.engine.engine",
@@ -109,8 +109,8 @@ _EXPORTS = {
     "uninstall_flash_attention": "kvboost_edge.compat.flash",
 }
 
-# KVBoost's modules -> names of the table that they export, besides those that they define. They ask
-# for them by `_load`, so modules above them are named here alone.
+# Names that KVBoost's modules export in addition to those that they define. The modules get them by
+# `_load`, so only this table names modules above them.
 _MODULES: dict[str, set[str]] = {
     "kvboost_edge.batch": {
         "batched_decode",
@@ -118,7 +118,7 @@ _MODULES: dict[str, set[str]] = {
         "find_common_chunk_prefix",
         "group_by_prefix",
     },
-    "kvboost_edge.chunk_registry": set(),  # defines its own
+    "kvboost_edge.chunk_registry": set(),  # defines its own names
     "kvboost_edge.compat": {
         "SUPPORTED_ARCHITECTURES",
         "UNSUPPORTED_ARCHITECTURES",
@@ -144,7 +144,7 @@ _MODULES: dict[str, set[str]] = {
 }
 
 _ENGINE_CACHE = "KV stays in the blocks of one pool, which its engine manages; use "
-# KVBoost's public names that are not offered -> what to use.
+# KVBoost's public names that do not exist here, and their replacements.
 _NOT_OFFERED = {
     **dict.fromkeys(
         ("AssembledPrompt", "CachedChunk", "ChunkMatch", "PastKVType"),
@@ -224,7 +224,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name, or one of KVBoost's modules, on first use (PEP 562) and keep it."""
+    """Load a public name, or one of KVBoost's modules, on first use (PEP 562) and cache it."""
     module = f"{__name__}.{name}"
     return importlib.import_module(module) if module in _MODULES else _load(__name__, name)
 
@@ -232,7 +232,9 @@ def __getattr__(name: str) -> Any:
 def _load(module: str, name: str) -> Any:
     """Load a name that a module exports through the table, and set it there.
 
-    Raises ImportError for a name of KVBoost that is not offered, AttributeError for other names.
+    Raises:
+        ImportError: The name is KVBoost's, and does not exist here.
+        AttributeError: The name is unknown.
     """
     if name in _NOT_OFFERED:
         raise ImportError(f"{module}.{name} is not offered: {_NOT_OFFERED[name]}", name=name)

@@ -8,8 +8,9 @@ __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code (0 fine, 1 error, 2 wrong usage, 130
-    interrupted).
+    """Run the command line; return the exit code.
+
+    It is 0 after success, 1 after an error, 2 for wrong usage, and 130 after an interrupt.
     """
     from kvboost_edge.cli.app import run
 

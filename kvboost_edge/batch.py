@@ -1,7 +1,7 @@
-"""KVBoost's batch functions, by the names and shapes of its module `batch`.
+"""KVBoost's batch functions, with the names and shapes of its module `batch`.
 
-`pad_and_mask` differs from the function of that name at the top level, which pads on the left and
-returns tensors.
+`pad_and_mask` differs from the top-level function of that name, which pads on the left and returns
+tensors.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["pad_and_mask"]
 def pad_and_mask(
     suffix_ids_list: Sequence[Sequence[int]], pad_token_id: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Right-pad to the longest row: (ids, masks), lists; masks are 1 on tokens and 0 on padding.
+    """Pad rows on the right to the longest one; return lists (ids, masks).
 
-    After a shared prefix of P tokens, the attention mask of `batched_decode` is P ones followed by
-    the row's mask, and start_pos is its sum. The logits of a row's next token are at the last 1 of
-    its mask.
+    A mask is 1 on tokens and 0 on padding. After a shared prefix of P tokens, the attention mask of
+    `batched_decode` is P ones followed by the row's mask, and start_pos is its sum. The logits of a
+    row's next token are at the last 1 of its mask.
     """
     if not len(suffix_ids_list):
         raise RequestError("pad_and_mask needs at least one row")

@@ -1,4 +1,4 @@
-"""KVBoost's module `chunk_registry`: the rules that cut token ids into chunks."""
+"""KVBoost's module `chunk_registry`: the rules for cutting token ids into chunks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ChunkRegistry:
     """Rules for cutting token ids into chunks.
 
     Attributes:
-        chunk_size: tokens of a chunk.
-        strategy: a ChunkStrategy or its value.
-        min_chunk_tokens: tokens below which a chunk is left out; a whole document never is.
-        boundary_window: tokens that a semantic cut may be before or after chunk_size.
-        piece_of: the text of a token, for semantic cuts; `engine.chunk_registry` has its own.
+        chunk_size: Tokens of a chunk.
+        strategy: A ChunkStrategy or its value.
+        min_chunk_tokens: Shorter chunks are dropped, except whole documents.
+        boundary_window: Tokens that a semantic cut may be before or after chunk_size.
+        piece_of: Returns the text of a token, for semantic cuts; `engine.chunk_registry` has one.
     """
 
     chunk_size: int = 128
@@ -42,9 +42,12 @@ class ChunkRegistry:
         """Return (start, end, token ids) of each chunk, in order; `end` is exclusive.
 
         Args:
-            text: not needed: semantic cuts take the text of the tokens themselves.
+            token_ids: The text.
+            text: Not used: semantic cuts read the text of the tokens.
+            boundary_tokens: Not supported.
 
-        Raises RequestError for `boundary_tokens`, and for semantic cuts without `piece_of`.
+        Raises:
+            RequestError: `boundary_tokens` is given, or semantic cuts lack `piece_of`.
         """
         if boundary_tokens:
             raise RequestError(

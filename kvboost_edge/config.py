@@ -1,6 +1,4 @@
-"""Frozen engine options and the public enums. Pure data: importing this loads no heavy
-dependency.
-"""
+"""Engine options, and the public enums. Importing this loads no heavy dependency."""
 
 from __future__ import annotations
 
@@ -27,15 +25,17 @@ __all__ = [
 ]
 
 MAX_RECOMPUTE_OVERLAP = 4096
-MAX_WEIGHT = 1000.0  # of a tenant beside others; the least is its inverse
+MAX_WEIGHT = 1000.0  # largest weight of a tenant; the smallest is its inverse
 
 
 class GenerationMode(enum.StrEnum):
     """The use of cached KV by a request.
 
-    BASELINE neither reads nor writes the cache and the history of prompt lookup: it leaves no
-    trace. PREFIX_CACHE reuses exact prefixes. CHUNK_KV_REUSE reuses exact prefixes and, after them,
-    runs of tokens that were computed at other positions: the answer is approximate and labelled so.
+    Attributes:
+        BASELINE: Neither read nor write the cache and the history of prompt lookup.
+        PREFIX_CACHE: Reuse exact prefixes.
+        CHUNK_KV_REUSE: Reuse exact prefixes and, after them, chunks that were computed at other
+            positions. The answer is approximate and marked as such.
     """
 
     BASELINE = "baseline"
@@ -44,14 +44,15 @@ class GenerationMode(enum.StrEnum):
 
 
 class RecomputeStrategy(enum.StrEnum):
-    """Choice of the tokens to recompute among those reused from other positions.
+    """The tokens to recompute among those reused at other positions.
 
     Attributes:
-        NONE: none.
-        SELECTIVE: the first `recompute_overlap` tokens after each chunk boundary.
-        CACHEBLEND: those, and the `recompute_ratio` of blocks whose values deviate most (after Yao
-            et al., "CacheBlend", EuroSys 2025).
-        QUERY: those, and the `recompute_ratio` of blocks that the prompt's end attends to most.
+        NONE: No tokens.
+        SELECTIVE: The first `recompute_overlap` tokens after each chunk boundary.
+        CACHEBLEND: As SELECTIVE, and the `recompute_ratio` of blocks whose values deviate most
+            (after Yao et al., "CacheBlend", EuroSys 2025).
+        QUERY: As SELECTIVE, and the `recompute_ratio` of blocks that the prompt's end attends to
+            most.
     """
 
     NONE = "none"
@@ -61,13 +62,13 @@ class RecomputeStrategy(enum.StrEnum):
 
 
 class ChunkStrategy(enum.StrEnum):
-    """Where a document is cut.
+    """The positions where documents are cut into chunks.
 
     Attributes:
-        FIXED: after every chunk_size tokens.
-        SEMANTIC: at the end of a paragraph or a sentence within chunk_boundary_window tokens of
-            that, else there.
-        DOCUMENT: nowhere: a document is a chunk.
+        FIXED: After every chunk_size tokens.
+        SEMANTIC: As FIXED, but moved to the end of a paragraph or sentence within
+            chunk_boundary_window tokens.
+        DOCUMENT: No cuts: a document is one chunk.
     """
 
     FIXED = "fixed"
@@ -75,7 +76,7 @@ class ChunkStrategy(enum.StrEnum):
     DOCUMENT = "document"
 
 
-CHOICES: dict[str, tuple[str, ...]] = {  # of the options of these names
+CHOICES: dict[str, tuple[str, ...]] = {  # by option
     "runner": ("auto", "native", "torch", "onnx"),
     "backend": ("auto", "cpu", "torch", "mps", "cuda", "reference"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -86,7 +87,7 @@ CHOICES: dict[str, tuple[str, ...]] = {  # of the options of these names
     "generation_config": ("model", "none"),
 }
 _LEAST_DISK_BYTES = 1 << 20
-# More than any machine has cores: each takes a stack, and beyond some number the system refuses.
+# More than the cores of any machine: each thread takes a stack, and the system limits their number.
 _MAX_THREADS = 1024
 _MOST_PRIMER_TOKENS = 65536
 DEFAULT_DRAFT_TOKENS = 31
@@ -97,16 +98,16 @@ _REUSE = "Non-prefix KV reuse"
 _SPECULATION = "Speculative decoding"
 
 KV_BIT_PAIRS = ((16, 16), (8, 8), (8, 4), (4, 8), (4, 4))
-"""(bits of keys, bits of values) that a cache can have; 16 means not quantized."""
+"""Supported (bits of keys, bits of values) of the cache; 16 means not quantized."""
 
 
 def _backend(text: str) -> str:
-    """Read a backend, by the name it has in earlier programs too."""
+    """Parse a backend, also by the names of earlier programs."""
     return {"default": "auto", "cpu-paged": "cpu"}.get(text, text)
 
 
 def _kv_bits(text: str) -> int | tuple[int, ...]:
-    """Read "8", or "8,4" for keys and values."""
+    """Parse "8", or "8,4" for keys and values."""
     parts = tuple(int(part) for part in text.split(","))
     return parts[0] if len(parts) == 1 else parts
 
@@ -115,7 +116,7 @@ def _kv_bits(text: str) -> int | tuple[int, ...]:
 class EngineConfig:
     """Options of `CPUPagedEngine`, checked on construction (ConfigError).
 
-    `max_cache_bytes`, `num_blocks` and `max_chunks` size the pool; the smallest one given counts.
+    `max_cache_bytes`, `num_blocks` and `max_chunks` limit the pool; the smallest limit applies.
     docs/reference/options.md lists all options.
     """
 
@@ -517,9 +518,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Build a config from keyword options; an unknown name raises ConfigError that lists the
-        known ones.
-        """
+        """Build a config from keyword options; raise ConfigError for an unknown name."""
         refuse_unknown("option", options, (f.name for f in dataclasses.fields(cls)), ConfigError)
         return cls(**options)
 
@@ -543,7 +542,7 @@ class EngineConfig:
         if self.redis_url is not None and (
             not isinstance(self.redis_url, str) or not self.redis_url
         ):
-            # The value stays out of the message: it may hold a password.
+            # Without the value, because it may contain a password.
             raise ConfigError("redis_url must be a URL such as redis://localhost:6379/0, or None")
         if self.redis_trust and self.redis_url is None:
             raise ConfigError("redis_trust=True needs a redis_url, and there is none")
@@ -568,14 +567,14 @@ class EngineConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk where texts are cut or counted in chunks."""
+        """Tokens of a chunk."""
         if self.chunk_size is None:
             return max(_DEFAULT_CHUNK_TOKENS, self.block_size)
         return self.chunk_size
 
     @property
     def counted_blocks(self) -> int | None:
-        """Blocks of the pool by num_blocks and max_chunks, the smaller number; None: by neither."""
+        """Blocks by num_blocks and max_chunks, the smaller number; None without both."""
         counts = [] if self.num_blocks is None else [self.num_blocks]
         if self.max_chunks is not None:
             counts.append(self._blocks_of(self.max_chunks))
@@ -591,7 +590,7 @@ class EngineConfig:
 
     @property
     def kv_bits(self) -> tuple[int, int]:
-        """(bits of keys, bits of values); (16, 16): not quantized."""
+        """Bits of keys and of values; (16, 16) if not quantized."""
         value = self.kv_cache_bits
         if isinstance(value, tuple):
             return value
@@ -599,7 +598,7 @@ class EngineConfig:
 
 
 def kv_bits_from_text(text: str) -> int | tuple[int, int]:
-    """`kv_cache_bits` as people write it: "16", "8", "4", or "8,4" for keys and values."""
+    """Parse a value of `kv_cache_bits`: "16", "8", "4", or "8,4" for keys and values."""
     parts = text.split(",")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The one exception tree of the package. Importable alone: no dependency, no other module of the
-package.
+"""The exceptions of the package. Imports no dependency and no other module of the package.
 
-Every message names the offending value, the limit it broke and the knob that moves the limit.
+Every message names the invalid value, the limit that it exceeds, and the option that changes the
+limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = [
     "install_extra",
 ]
 
-_INSTALL = "pip install '.[{extra}]' in a clone of the repository"  # it is not on PyPI yet
+_INSTALL = "pip install '.[{extra}]' in a clone of the repository"  # not yet on PyPI
 
 
 def install_extra(extra: str) -> str:
@@ -26,38 +26,31 @@ def install_extra(extra: str) -> str:
 
 
 class KVBoostError(Exception):
-    """Base of every error the package raises on purpose."""
+    """Base class of the package's errors."""
 
 
 class ConfigError(KVBoostError, ValueError):
-    """An option is unknown, out of range, of the wrong type, or belongs to a feature that is not
-    there.
-    """
+    """An option is unknown, out of range, of the wrong type, or not supported."""
 
 
 class ModelFormatError(KVBoostError, ValueError):
-    """A model directory, config or weight file is missing, damaged, inconsistent or not
-    supported.
-    """
+    """A model's file or config is missing, damaged, inconsistent or not supported."""
 
 
 class CapacityError(KVBoostError):
-    """Something does not fit: a request into the pool, the pool into memory. The message shows the
-    arithmetic.
+    """A request does not fit into the pool, or the pool not into memory.
+
+    The message shows the arithmetic.
     """
 
 
 class BackendUnavailable(KVBoostError):
-    """A backend, runner or optional dependency was asked for by name and is not usable on this
-    machine.
-    """
+    """A requested backend, runner or optional dependency is not usable on this machine."""
 
 
 class RequestError(KVBoostError, ValueError):
-    """A prompt or a request parameter is invalid; nothing was computed and nothing is held."""
+    """A prompt or a request parameter is invalid. Nothing was computed."""
 
 
 class CacheCorruption(KVBoostError):
-    """The bookkeeping of the block pool contradicts itself: double free, stale id, broken
-    invariant.
-    """
+    """Inconsistent bookkeeping of the block pool: double free, stale id, broken invariant."""

@@ -1,8 +1,8 @@
-"""Declarations of options: what a dataclass field accepts and the text shown for it.
+"""Declarations of options: the accepted values of a dataclass field, and its help text.
 
 `EngineConfig`, `SamplingParams`, `Terms` and `ServerSettings` declare each option once, as a field
-made by `option`. Range checks, server flags, their help, HTTP bounds and
-docs/reference/options.md read these declarations.
+made by `option`. Range checks, server flags, their help, HTTP bounds and docs/reference/options.md
+use these declarations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Names of other programs, and ours.
+# Options of other programs, and their names here.
 _ELSEWHERE = {
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens"), ("max_new_tokens",)),
     **dict.fromkeys(
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 }
 
 
-# A number with a unit; GB and G are the same, Gi and GiB too.
+# A number with a unit. GB and G are equal, and so are GiB and Gi.
 _SIZE = re.compile(
     r"(?P<number>[0-9.]+(?:e[0-9]+)?) ?(?P<unit>[kmgt])(?P<binary>i)?b?", re.IGNORECASE
 )
@@ -56,27 +56,28 @@ _SIZE_WORDS = "a size in bytes, such as 500M, 1GB, 8GiB or 1e9"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option.
+    """The declaration of an option.
 
     Attributes:
-        help: text of help and reference page, without default and unit.
-        off: help of the flag that switches it off.
-        kind: type of the value: int, float, bool, str, a StrEnum; object: its class checks it.
-        group: heading in help and reference page.
-        unit: of a number, such as tokens or seconds.
-        low, high: bounds, allowed themselves; `open_low` excludes the lower one. Of a text: its
-            length in characters.
-        multiple: number that divides the value.
-        choices: the texts allowed.
-        unset: meaning of None.
-        optional: None is allowed.
-        flag: flags of the server command; "": one of the field's name; None: none.
-        many: the flag may be repeated.
-        read: turns a flag's text into the value; None: by `kind`.
-        metavar: name of the value in help; "": by choices, unit and kind.
-        advice: end of the message for a value of another type.
-        secret: keeps the value out of messages and `repr`.
-        default: value where none is given.
+        help: Help text, without default and unit.
+        off: Help text of the flag that turns it off.
+        kind: Type of the value: int, float, bool, str or a StrEnum; object if its class checks it.
+        group: Heading in the help.
+        unit: Unit of a number, such as tokens or seconds.
+        low: Smallest value; for a text, its smallest length in characters.
+        high: Largest value; for a text, its largest length in characters.
+        open_low: True if `low` itself is not allowed.
+        multiple: The value must be a multiple of this number.
+        choices: The allowed texts.
+        unset: Meaning of None.
+        optional: True if None is allowed.
+        flag: Flags of the server command; "" for one with the field's name, None for no flag.
+        many: True if the flag may be repeated.
+        read: Parses a flag's text; None to parse by `kind`.
+        metavar: Name of the value in the help; "" to derive it from choices, unit and kind.
+        advice: End of the message for a value of another type.
+        secret: True to keep the value out of messages and `repr`.
+        default: Default value.
     """
 
     help: str
@@ -100,22 +101,20 @@ class Option:
     default: Any = None
 
     def flags(self, name: str) -> tuple[str, ...]:
-        """Return the flags of the option with this name; of a switch that is on, the one that
-        switches it off.
-        """
+        """Return the flags of the option; for a switch that is on, the one that turns it off."""
         prefix = "--no-" if self.kind is bool and self.default else "--"
         return tuple((self.flag or prefix + name.replace("_", "-")).split())
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The texts allowed, of a StrEnum too."""
+        """The allowed texts, including those of a StrEnum."""
         if issubclass(self.kind, enum.Enum):
             return tuple(one.value for one in self.kind)
         return self.choices
 
     @property
     def shown_default(self) -> str:
-        """The default as it would be given, or the meaning of None."""
+        """The default as a user would write it, or the meaning of None."""
         if self.default is None or self.default == ():
             return self.unset
         if isinstance(self.default, tuple):
@@ -124,7 +123,7 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """The values allowed; "" where its class checks them."""
+        """The allowed values; "" if the option's class checks them."""
         if self.values:
             return ", ".join(self.values)
         if self.kind is bool:
@@ -140,7 +139,7 @@ class Option:
     def checked(self, name: str, value: Any, error: type[Exception]) -> Any:
         """Return the value in the declared type.
 
-        Raises `error` with the name, the value and what is allowed.
+        Raises `error` with the name, the value and the allowed values.
         """
         if self.kind is object or (value is None and self.optional):
             return value
@@ -161,7 +160,7 @@ class Option:
         return number
 
     def describe(self) -> str:
-        """Describe the numbers allowed, as in "at least 1" or "in 0..100"."""
+        """Return the range of a number, as in "at least 1" or "in 0..100"."""
         show = (lambda bound: str(int(bound))) if self.kind is int else "{:g}".format
         if self.low is None:
             return "finite"
@@ -178,7 +177,7 @@ class Option:
             return math.isfinite(number)
         above = number > self.low if self.open_low else number >= self.low
         divided = self.multiple is None or not number % self.multiple
-        return above and (self.high is None or number <= self.high) and divided  # never NaN
+        return above and (self.high is None or number <= self.high) and divided  # False for NaN
 
     def _member(self, name: str, value: Any, error: type[Exception]) -> enum.Enum:
         kind = cast(type[enum.Enum], self.kind)
@@ -208,10 +207,10 @@ class Option:
 
 
 def read_bytes(text: str) -> int:
-    """Read a size: an integer, a number such as 4e9, or one with a unit such as 500M, 1GB or 8GiB.
+    """Parse a size: an integer, a number such as 4e9, or one with a unit such as 500M, 1GB or 8GiB.
 
-    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, each with or without B. Raises
-    ValueError for anything else.
+    K, M, G and T are powers of 1000; Ki, Mi, Gi and Ti are powers of 1024. Both may be followed by
+    B. Raises ValueError for other texts.
     """
     with contextlib.suppress(ValueError):
         return int(text)
@@ -229,7 +228,7 @@ def read_bytes(text: str) -> int:
 
 
 def _as_bytes(name: str, value: Any, error: type[Exception]) -> Any:
-    """Return a size in bytes as int; other types than text and float are left as they are."""
+    """Return a text or float as a number of bytes; leave other types unchanged."""
     if isinstance(value, str):
         try:
             value = read_bytes(value)
@@ -247,7 +246,7 @@ def _listed(choices: tuple[str, ...]) -> str:
 
 
 def option(default: T, help: str, kind: type = object, **more: Any) -> T:
-    """Declare a dataclass field, with the other fields of `Option` as keywords."""
+    """Declare a dataclass field. `more` are further fields of `Option`."""
     more.setdefault("optional", default is None)
     declared = Option(help=help, kind=kind, default=default, **more)
     field: Any = dataclasses.field(
@@ -274,7 +273,7 @@ def option_of(cls: type, name: str) -> Option:
 def check_options(instance: Any, error: type[Exception]) -> None:
     """Check every option of a frozen dataclass, and store its value in the declared type.
 
-    Raises `error` for the first wrong one.
+    Raises `error` for the first invalid one.
     """
     cls: type = type(instance)
     for name, declared in options_of(cls).items():
@@ -285,9 +284,9 @@ def check_options(instance: Any, error: type[Exception]) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most likely meant, "" where none is close.
+    """Return the known name that is most likely meant; "" if none is close.
 
-    Names of other programs count as ours; a beginning of a name comes before a similar name.
+    Names of other programs are translated. A prefix of a name is preferred over a similar name.
     """
     names = list(known)
     plain = name.lstrip("-").replace("-", "_")
@@ -304,7 +303,10 @@ def refuse_unknown(
     """Raise `error` for the first of `names`, in alphabetical order, that is not in `known`.
 
     Args:
-        what: kind of the names, for the message.
+        what: Kind of the names, for the message.
+        names: The names to check.
+        known: The known names.
+        error: The exception's class.
     """
     listed = list(known)
     unknown = sorted(set(names) - set(listed))
@@ -317,21 +319,21 @@ def refuse_unknown(
 def as_int(name: str, value: object, error: type[Exception] = RequestError) -> int:
     """Return `value` as int.
 
-    NumPy integers pass; booleans, floats and strings raise `error`.
+    Accepts NumPy integers. Raises `error` for booleans, floats and strings.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise error(f"{name}={value!r} must be an integer")
     try:
         return operator.index(value)
-    except TypeError:  # an array of one element has __index__ but is no integer
+    except TypeError:  # an array of one element has __index__, but is not an integer
         raise error(f"{name}={value!r} must be an integer") from None
 
 
 def as_float(name: str, value: object, error: type[Exception] = RequestError) -> float:
     """Return `value` as float.
 
-    NumPy's scalars pass; booleans, strings and arrays raise `error`. An integer too large for a
-    float counts as infinite.
+    Accepts NumPy scalars. Raises `error` for booleans, strings and arrays. An integer too large for
+    a float becomes infinite.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise error(f"{name}={value!r} must be a number")

@@ -1,6 +1,4 @@
-"""Segments of block tables: the positions that their entries hold. Plain NumPy, for kernels,
-oracles, backends and the scheduler alike.
-"""
+"""Segments of block tables: the positions that their entries hold, in plain NumPy."""
 
 from __future__ import annotations
 
@@ -27,9 +25,10 @@ __all__ = [
 
 Longs = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32] | None
-"""int32 [num_segments, 5], rows of `Segment`, those of a sequence in order of positions, sequences
-in order, each with at least one; None: every sequence has one segment, whose block 0 begins at
-position 0.
+"""Rows of `Segment`, int32 [num_segments, 5]; None if every sequence has one plain segment.
+
+Rows are ordered by sequence, then by position. Every sequence has at least one. A plain segment's
+block 0 begins at position 0.
 """
 
 _END = np.iinfo(np.int32).max
@@ -39,13 +38,15 @@ class Segment(NamedTuple):
     """Consecutive entries of one sequence's block table that hold consecutive positions.
 
     Attributes:
-        first_index: the first of them.
-        first_position: position of its slot 0, at most `valid_from`; negative where position 0 is
+        sequence: Index of the sequence.
+        first_index: The first of the entries.
+        first_position: Position of its slot 0, at most `valid_from`; negative if position 0 is
             inside a block.
-        valid_from: the first position served; all up to the next segment's, the last segment serves
-            all that follow.
-        delta: how far keys are from the positions they were computed at, new - old: a query at
-            position p attends them as one at p - delta; 0 in the last segment, which is written.
+        valid_from: The first position that the segment serves. It serves all up to the next
+            segment's; the last segment serves all later ones.
+        delta: Shift of the keys from the positions where they were computed (new - old). A query at
+            position p attends to them as if it were at p - delta. It is 0 in the last segment,
+            which is written.
     """
 
     sequence: Any
@@ -56,8 +57,9 @@ class Segment(NamedTuple):
 
 
 def valid_to(segments: npt.NDArray[np.int32]) -> Longs:
-    """Where each segment's positions end, int64 [num_segments]; 2^31 - 1 for the last of a
-    sequence.
+    """Return the end of each segment's positions, int64 [num_segments].
+
+    It is 2^31 - 1 for the last segment of a sequence.
     """
     one = Segment(*segments.T)
     ends = np.full(len(segments), _END, dtype=np.int64)
@@ -67,20 +69,19 @@ def valid_to(segments: npt.NDArray[np.int32]) -> Longs:
 
 
 def is_last(segments: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Which segments are the last of their sequences, bool [num_segments]."""
+    """Return which segments are the last of their sequences, bool [num_segments]."""
     last: npt.NDArray[np.bool_] = valid_to(segments) == _END
     return last
 
 
 def has_delta(segments: Segments) -> bool:
-    """Whether keys of some segment were computed at other positions; what has another shape is no
-    segments and has none.
-    """
+    """Return whether some segment has keys that were computed at other positions."""
+    # An invalid array with fewer columns has no delta.
     return segments is not None and bool(segments[..., Segment._fields.index("delta") :].any())
 
 
 def turned_positions(segments: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> int:
-    """One more than the largest position that a query of these sequences is turned to."""
+    """Return one more than the largest position that a query of these sequences is rotated to."""
     segment = Segment(*segments.astype(np.int64).T)
     return int((seq_lens[segment.sequence] - segment.delta).max())
 
@@ -88,8 +89,11 @@ def turned_positions(segments: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.i
 def entry_positions(
     shape: tuple[int, ...], segments: Segments, block_size: int
 ) -> tuple[Longs, Longs, Longs]:
-    """Of every entry of block tables int32 [num_seqs, width]: position of slot 0, first position
-    served, position behind the last one served. Each int64 of the tables' shape.
+    """Return the positions of every entry of block tables int32 [num_seqs, width].
+
+    Returns:
+        The position of slot 0, the first position served, and the position after the last one
+        served, each int64 [num_seqs, width].
     """
     num_seqs, width = shape
     first: Longs = np.broadcast_to(np.arange(width, dtype=np.int64) * block_size, (num_seqs, width))
@@ -115,7 +119,7 @@ def entry_positions(
 
 
 def entry_deltas(shape: tuple[int, ...], segments: npt.NDArray[np.int32]) -> Longs:
-    """Of every entry of block tables int32 [num_seqs, width]: the delta of its segment."""
+    """Return the delta of the segment of every entry of block tables, int64 [num_seqs, width]."""
     deltas = np.zeros(shape, dtype=np.int64)
     for segment in (Segment(*row) for row in segments.tolist()):
         deltas[segment.sequence, segment.first_index :] = segment.delta
@@ -125,9 +129,7 @@ def entry_deltas(shape: tuple[int, ...], segments: npt.NDArray[np.int32]) -> Lon
 def entry_of(
     segments: Segments, sequence: int, positions: Longs, block_size: int
 ) -> tuple[Longs, Longs]:
-    """Of positions of one sequence: the entries of its table that hold them, and the offsets in
-    their blocks.
-    """
+    """Return table entries and offsets in their blocks for positions of a sequence."""
     if segments is None:
         indices, offsets = np.divmod(positions, block_size)
         return indices, offsets
@@ -137,7 +139,7 @@ def entry_of(
 
 
 def deltas_of(segments: Segments, sequence: int, positions: Longs) -> Longs:
-    """Of positions of one sequence: the delta of the segment that serves each."""
+    """Return the delta of the segment that serves each position of a sequence."""
     if segments is None:
         return np.zeros(len(positions), dtype=np.int64)
     found: Longs = _segments_at(segments, sequence, positions).delta
@@ -145,7 +147,7 @@ def deltas_of(segments: Segments, sequence: int, positions: Longs) -> Longs:
 
 
 def _segments_at(segments: npt.NDArray[np.int32], sequence: int, positions: Longs) -> Segment:
-    """The segment that serves each of some positions of a sequence, int64 [num_positions] each."""
+    """Return the segment that serves each position of a sequence, int64 [num_positions] each."""
     mine = segments[Segment(*segments.T).sequence == sequence].astype(np.int64)
     return Segment(
         *mine[np.searchsorted(Segment(*mine.T).valid_from, positions, side="right") - 1].T
@@ -153,9 +155,7 @@ def _segments_at(segments: npt.NDArray[np.int32], sequence: int, positions: Long
 
 
 def own_segments(num_seqs: int, segments: Segments) -> tuple[Longs, Longs]:
-    """First index and first position of each sequence's last segment, the one that its new tokens
-    are written to.
-    """
+    """Return first index and first position of each sequence's last segment."""
     if segments is None:
         zeros = np.zeros(num_seqs, dtype=np.int64)
         return zeros, zeros
@@ -164,9 +164,8 @@ def own_segments(num_seqs: int, segments: Segments) -> tuple[Longs, Longs]:
 
 
 def repeated_segments(segments: Segments, source: Longs) -> Segments:
-    """The segments of sequences `source`, any number of times each, as those of sequences 0, 1,
-    ...
-    """
+    """Return the segments of sequences `source`, in this order, as sequences 0, 1, ..."""
+    # A sequence may occur several times.
     if segments is None:
         return None
     chosen = [segments[segments[:, 0] == sequence] for sequence in source]

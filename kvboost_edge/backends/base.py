@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 DEFAULT_NUM_OPEN = 17
-"""Blocks of a quantized pool that may be partly written at a time: one for each of 16 sequences and
-one to spare.
-"""
+"""Default number of partly written blocks of a quantized pool: 16 sequences' and a spare one."""
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKVSpec:
-    """Shape of one layer's KV: heads, and the dim of a key and of a value.
+    """Shape of one layer's KV.
 
     Attributes:
-        apart: 0, or a number shared by layers whose KV later layers attend to as well. In a
+        num_kv_heads: Number of KV heads.
+        head_dim: Size of a key and of a value.
+        apart: A number shared by layers whose KV later layers attend to as well; else 0. In a
             quantized pool, such a layer's open buffers are not overwritten before the pass ends;
             other layers share theirs.
     """
@@ -60,14 +60,16 @@ class LayerKVSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Storage of all layers, which may differ in shape.
+    """KV storage of all layers, which may differ in shape.
 
     Attributes:
+        layers: Layers with KV.
+        block_size: Tokens in a block.
         dtype: "float32", "float16" or "bfloat16".
-        bits: (bits of keys, of values): (16, 16) stores `dtype` as it is; (8, 8), (8, 4), (4, 8)
-            and (4, 4) quantize full blocks, and `dtype` is then that of open (not yet full) blocks,
-            "float16".
-        states: layers with a recurrent state instead of KV, which are not among `layers`.
+        bits: Bits of keys and of values. (16, 16) stores `dtype` unchanged. (8, 8), (8, 4), (4, 8)
+            and (4, 4) quantize full blocks; `dtype` is then "float16", the dtype of open (partly
+            written) blocks.
+        states: Layers with recurrent state instead of KV, which are not among `layers`.
     """
 
     layers: tuple[LayerKVSpec, ...]
@@ -78,16 +80,12 @@ class KVSpec:
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of one slot, the recurrent states of one sequence in all layers; 0 without such
-        layers.
-        """
+        """Bytes of one slot: a sequence's recurrent state in all layers; 0 without such layers."""
         return sum(state.nbytes for state in self.states)
 
     @property
     def bytes_per_draft(self) -> int:
-        """Bytes that one draft token needs for the recurrent states of all layers; 0 without such
-        layers.
-        """
+        """Bytes of a draft token for recurrent state, over all layers; 0 without such layers."""
         return sum(state.draft_bytes for state in self.states)
 
     @property
@@ -96,7 +94,7 @@ class KVSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys, values and scales included."""
+        """Bytes of one block over all layers, including quantization scales."""
         if not self.is_quantized:
             return self._bytes_as_stored
         return sum(
@@ -116,21 +114,21 @@ class KVSpec:
 
 
 class PassStates(NamedTuple):
-    """Slots of recurrent states that a pass reads and writes.
+    """Slots of recurrent state that a pass reads and writes.
+
+    No slot is written twice, and no slot is written that another sequence reads.
 
     Attributes:
-        state_in (int32 [num_seqs]): slot before each sequence's first row; -1: zeros, at the start
-            of a text.
-        state_out (int32 [num_seqs]): slot for the state after its last certain row; may equal
-            state_in.
-        saves (int32 [n, 3]): (sequence, rows, slot): the state after that many of the sequence's
-            rows in this pass is also written to the slot; ascending by sequence, then by rows, from
-            1 to the certain ones.
-        certain (int32 [num_seqs]): number of certain rows, which come first. Later rows are drafts:
-            they see all rows before them, and no slot includes them; see `Runner.accept_drafts`.
-            None: all rows are certain.
-
-    No slot is written twice, and none that another sequence reads.
+        state_in (int32 [num_seqs]): Slot before each sequence's first row; -1 for zeros, at the
+        start of a text.
+        state_out (int32 [num_seqs]): Slot for the state after its last certain row; may equal
+        state_in.
+        saves (int32 [n, 3]): Rows (sequence, rows, slot). The state after that many of the
+        sequence's rows in this pass is also written to the slot. Ascending by sequence, then by
+        rows, from 1 to the number of certain rows.
+        certain (int32 [num_seqs]): Number of certain rows, which come first. Later rows are draft
+        tokens: they see all rows before them, but no slot includes them; see
+        `Runner.accept_drafts`. None if all rows are certain.
     """
 
     state_in: npt.NDArray[np.int32]
@@ -141,26 +139,25 @@ class PassStates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Positions and storage of the tokens of one forward pass, in a flat batch: the tokens of all
-    sequences one after another.
+    """Positions and storage of the tokens of a forward pass, concatenated over its sequences.
 
-    Example, block_size 16: sequence 0 has 20 tokens of which the last 4 are computed now (positions
-    16..19), sequence 1 decodes its 33rd token. Then num_tokens = 5, cu_seqlens_q = [0, 4, 5],
-    seq_lens = [20, 33], block_tables = [[7, 2, -1], [7, 9, 4]], slot_mapping = [2*16+0 .. 2*16+3,
-    4*16+0].
+    Query row i of sequence s has position seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i.
+    Its slot is the one of its position in the sequence's last segment.
+
+    Example with block_size 16: sequence 0 has 20 tokens, of which the last 4 are computed now
+    (positions 16..19); sequence 1 decodes its 33rd token. Then num_tokens = 5, cu_seqlens_q = [0,
+    4, 5], seq_lens = [20, 33], block_tables = [[7, 2, -1], [7, 9, 4]] and slot_mapping = [2*16+0 ..
+    2*16+3, 4*16+0].
 
     Attributes:
-        cu_seqlens_q (int32 [num_seqs + 1]): first query row of each sequence.
-        seq_lens (int32 [num_seqs]): KV length of each sequence including the tokens of this pass.
-        block_tables (int32 [num_seqs, max_blocks]): block ids in order; -1 beyond the end (never
-            read).
+        cu_seqlens_q (int32 [num_seqs + 1]): First query row of each sequence.
+        seq_lens (int32 [num_seqs]): KV length of each sequence, including the tokens of this pass.
+        block_tables (int32 [num_seqs, max_blocks]): Block ids in order; -1 beyond the end (never
+        read).
         slot_mapping (int64 [num_tokens]): block_id * block_size + offset for each new token.
-        segments: positions that the blocks of a table hold, see segments.py; None: all tables are
-            plain, block i holds the positions from i * block_size on.
-        states: slots of recurrent states; None if the model has none.
-
-    The position of query row i of sequence s is seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s])
-    + i; its slot is that of its position in the sequence's last segment.
+        segments: Positions that the blocks of a table hold, see segments.py. None if block i of
+            every table holds the positions from i * block_size on.
+        states: Slots of recurrent state; None for models without.
     """
 
     cu_seqlens_q: npt.NDArray[np.int32]
@@ -172,13 +169,14 @@ class BatchLayout:
 
 
 class AttentionParams(NamedTuple):
-    """Constants of one layer's attention. A query at position p sees keys at positions (p - window,
-    p]; window 0 means no window.
+    """Constants of one layer's attention.
 
     Attributes:
-        softcap: 0: none; otherwise scores become softcap * tanh(scores / softcap) after scaling.
-        sinks: float32 [num_q_heads] or None: an extra logit for each query head that joins the
-            softmax denominator and has no value.
+        softmax_scale: Factor of the scores.
+        window: A query at position p sees keys at positions (p - window, p]; 0 for no window.
+        softcap: Scaled scores become softcap * tanh(scores / softcap); 0 for none.
+        sinks: float32 [num_q_heads], an extra logit per query head that joins the softmax
+            denominator and has no value; None for none.
     """
 
     softmax_scale: float
@@ -191,10 +189,13 @@ class BackendInfo(NamedTuple):
     """Description of a backend.
 
     Attributes:
-        attention_path: variant of the project's own attention kernels; "none" if others run.
-        threading_layer: owner of the threads that compute attention; "none" if the caller's only.
-        num_threads: number of threads; None if the backend does not control it.
-        pool_regions: current location of the pool in this process's memory; empty: not known.
+        name: Name of the backend.
+        device: A torch device string.
+        attention_path: Variant of the project's own attention kernels; "none" if others run.
+        threading_layer: Owner of the threads that compute attention; "none" if it is the caller's
+            thread.
+        num_threads: Number of threads; None if the backend does not control it.
+        pool_regions: Current location of the pool in this process's memory; empty if unknown.
     """
 
     name: str
@@ -206,12 +207,12 @@ class BackendInfo(NamedTuple):
 
 
 class Backend(Protocol):
-    """KV storage and paged attention. Arrays are NumPy arrays if `array_kind` is "numpy", otherwise
-    torch tensors.
+    """KV storage and paged attention.
 
-    Queries, keys and values are [num_tokens, heads, head_dim]. NumPy backends take and return
-    float32 and convert to the storage dtype on write; torch backends use the model's dtype. `lse`
-    is float32 [num_tokens, num_q_heads], the natural log of the sum of exp(scores), sinks included.
+    Arrays are NumPy arrays if `array_kind` is "numpy", and torch tensors if it is "torch". Queries,
+    keys and values are [num_tokens, heads, head_dim]. NumPy backends take and return float32, and
+    convert to the storage dtype on write; torch backends use the model's dtype. `lse` is float32
+    [num_tokens, num_q_heads], the natural log of the sum of exp(scores), including sinks.
     """
 
     name: str
@@ -219,68 +220,65 @@ class Backend(Protocol):
     device: str
     spec: KVSpec
     num_blocks: int
-    states: StatePool | None  # None where the spec has no states
+    states: StatePool | None  # None for models without recurrent state
 
     @property
     def pool_bytes(self) -> int:
-        """Allocated bytes of the pool, including the buffers of open blocks of a quantized pool.
-        Recurrent states are not included; they have their own `nbytes`.
+        """Allocated bytes of the pool, including the buffers of open blocks.
+
+        Recurrent state is not included; `states.nbytes` has its size.
         """
         ...
 
     @property
     def kernel_access(self) -> KernelAccess | None:
-        """Access for runners that call the compiled kernels on this pool themselves; None without
-        such kernels.
-        """
+        """Access for runners that call the compiled kernels on this pool, or None."""
         ...
 
     def describe(self) -> BackendInfo:
-        """Describe device, kernels and threads, as `paged_stats()` names them."""
+        """Return device, kernels and threads, as `paged_stats()` names them."""
         ...
 
     def prepare(self, layout: BatchLayout) -> Any:
-        """Check the layout's shapes and convert it for `write_kv` and `attention`; valid for one
-        pass.
+        """Check the layout's shapes, and convert it for `write_kv` and `attention` of one pass.
 
-        In a quantized pool, a layout opens the blocks that it begins to write, and closes those
-        whose last slot it writes. A block is begun at its first slot and written in order. Raises
+        In a quantized pool, a layout opens the blocks that it starts to write, and closes those
+        whose last slot it writes. A block is written in order from its first slot. Raises
         ConfigError if the open copy of a block is gone, or if more blocks would be open than there
         are buffers.
         """
         ...
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks (all layers, K and V) src -> dst, in order. A copy of an open block is
-        open.
-        """
+        """Copy whole blocks of all layers in order. A copy of an open block is open."""
         ...
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of whole blocks to host memory: uint8 [len(block_ids),
-        spec.bytes_per_block].
+        """Copy whole blocks to host memory, uint8 [len(block_ids), spec.bytes_per_block].
 
-        A row is layer 0, layer 1, ...; of each layer the keys, then the values. In a quantized pool
-        it is the codes of all KV heads with their scales, as stored. Every backend of the same name
-        and spec reads and writes the same bytes. Raises ConfigError for an id outside the pool, and
-        for an open block of a quantized pool, whose bytes are not final. In other pools, the caller
-        knows which blocks are full.
+        A row has layer 0, layer 1, ...; of each layer the keys, then the values. In a quantized
+        pool it has the codes of all KV heads with their scales, as stored. Backends of the same
+        name and spec read and write the same bytes. The caller knows which blocks are full.
+
+        Raises:
+            ConfigError: An id is outside the pool, or is an open block of a quantized pool, whose
+                bytes are not final.
         """
         ...
 
     def write_blocks(self, block_ids: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Write the bytes of `read_blocks` into these blocks, each named once. In a quantized pool
-        they become full.
+        """Write the bytes of `read_blocks` into these blocks. In a quantized pool they become full.
 
-        Raises ConfigError for data of another shape or type, for an id outside the pool or named
-        twice, and for an open block; then nothing is changed. The bytes are not checked.
+        The bytes are not checked. After an error nothing is changed.
+
+        Raises:
+            ConfigError: The data has another shape or dtype, or an id is outside the pool,
+                repeated, or an open block.
         """
         ...
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Return the buffers of those freed blocks that are open. Other blocks are ignored, as is
-        every block of a pool that is not quantized.
-        """
+        """Free the buffers of those blocks that are open; other blocks are ignored."""
         ...
 
     def write_kv(self, layer: int, keys: Any, values: Any, batch: Any) -> None:
@@ -290,11 +288,13 @@ class Backend(Protocol):
     def attention(
         self, layer: int, queries: Any, batch: Any, params: AttentionParams
     ) -> tuple[Any, Any]:
-        """Compute causal attention of the new tokens over their sequences' blocks: (out like
-        queries, lse).
+        """Compute causal attention of the new tokens over their sequences' blocks.
 
-        It never reads past a sequence's seq_len nor before its window, so poisoned memory is
+        It reads nothing beyond a sequence's seq_len or before its window, so poisoned memory is
         harmless.
+
+        Returns:
+            The output, like queries, and `lse`.
         """
         ...
 
@@ -303,7 +303,7 @@ class Backend(Protocol):
         ...
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """Compute a checksum of each block's content over all layers. For debugging."""
+        """Return a checksum of each block's content over all layers. For debugging."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""Whole blocks as bytes, for storage outside the pool: plain memory copies, one for each array of a
-pool.
+"""Whole blocks as bytes, for storage outside the pool, by plain memory copies.
 
-A pool's arrays are seen as rows of bytes, uint8 [num_blocks, n]: row b holds the array's part of
-block b. A block's bytes are its rows of all arrays one after another.
+A pool's arrays are viewed as rows of bytes, uint8 [num_blocks, n]: row b is the array's part of
+block b. A block's bytes are its rows of all arrays, concatenated.
 """
 
 from __future__ import annotations
@@ -26,15 +25,13 @@ def as_rows(array: npt.NDArray[np.generic]) -> Bytes:
 
 
 def check_block_ids(block_ids: Sequence[int], num_blocks: int) -> None:
-    """Raise ConfigError unless all of the ids are in the pool."""
+    """Raise ConfigError unless all ids are in the pool."""
     for block_id in block_ids:
         check_block(block_id, num_blocks)
 
 
 def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -> None:
-    """Raise ConfigError unless `data` has the size of these blocks, and each of them is named
-    once.
-    """
+    """Raise ConfigError unless `data` has the size of these blocks, and their ids are distinct."""
     expected = (len(block_ids), bytes_per_block)
     if data.dtype != np.uint8 or data.shape != expected:
         raise ConfigError(
@@ -48,7 +45,7 @@ def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
-    """Collect the rows of all arrays, side by side: uint8 [len(block_ids), bytes of a block]."""
+    """Concatenate the rows of all arrays: uint8 [len(block_ids), bytes of a block]."""
     ids = np.array(block_ids, dtype=np.intp)
     ends = np.cumsum([rows.shape[1] for rows in arrays])
     data = np.empty((len(ids), int(ends[-1])), dtype=np.uint8)
@@ -58,7 +55,7 @@ def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:
 
 
 def scatter(arrays: Sequence[Bytes], block_ids: Sequence[int], data: Bytes) -> None:
-    """Write the result of `gather` into those rows."""
+    """Write the result of `gather` into these rows."""
     ids = np.array(block_ids, dtype=np.intp)
     end = 0
     for rows in arrays:

@@ -1,6 +1,4 @@
-"""The backend of compiled CPU kernels: blocks in NumPy arrays, paged attention by Numba with
-explicit vectors.
-"""
+"""The backend of compiled CPU kernels: NumPy arrays, and paged attention by Numba with SIMD."""
 
 from __future__ import annotations
 
@@ -41,15 +39,13 @@ __all__ = [
     "unsupported_reason",
 ]
 
-THREADING_LAYER = "kernel-team"  # threads of the kernels' own, apart from numba's and torch's
+THREADING_LAYER = "kernel-team"  # the kernels' own threads, separate from Numba's and torch's
 
 Floats = npt.NDArray[np.float32]
 
 
 class PreparedBatch:
-    """A checked layout and the attention schedules of the layer kinds met so far (head counts and
-    window); for one pass.
-    """
+    """A checked layout for one pass, and its attention schedules by head counts and window."""
 
     __slots__ = ("_num_threads", "_plans", "coded", "paged", "slot_mapping")
 
@@ -77,8 +73,8 @@ class PreparedBatch:
     def narrowed(self, rows: npt.NDArray[np.int64]) -> PreparedBatch:
         """Return the pass for some of its query rows, in ascending order.
 
-        Consecutive rows of a sequence become a sequence of their own. KV is already written; each
-        row attends to the same keys as before.
+        Consecutive rows of a sequence become a sequence of their own. Their KV is written already,
+        and each row attends to the same keys as before.
         """
         paged = self.paged
         sequence = np.searchsorted(paged.cu_seqlens_q, rows, side="right") - 1
@@ -87,9 +83,8 @@ class PreparedBatch:
         )
         counts = np.diff(np.append(starts, len(rows)))
         source = sequence[starts]
-        behind = (
-            paged.cu_seqlens_q[source + 1] - rows[starts]
-        )  # rows from the first one to the end of its sequence
+        # Rows from the first one to the end of its sequence.
+        behind = paged.cu_seqlens_q[source + 1] - rows[starts]
         layout = BatchLayout(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             (paged.seq_lens[source] - behind + counts).astype(np.int32),
@@ -103,14 +98,19 @@ class PreparedBatch:
 
 
 class CPUBackend(NumpyBlocks):
-    """`Backend` of compiled CPU kernels. A row's results depend on its own sequence and position
-    only, bit for bit.
+    """`Backend` of compiled CPU kernels, for one calling thread at a time.
 
-    Attributes:
-        num_threads: threads, the calling one included; None: all cores this process may use, at
-            most NUMBA_NUM_THREADS.
+    A row's results depend only on its own sequence and position, bit for bit. `close` ends the
+    threads and releases the pool.
 
-    One thread at a time may call it. `close` ends the threads and releases the pool.
+    Args:
+        spec: Layers and storage.
+        num_blocks: Blocks of the pool.
+        num_threads: Threads, including the calling one; None for all cores of this process, at most
+            NUMBA_NUM_THREADS.
+        num_open: Blocks of a quantized pool that may be partly written at a time.
+        num_state_slots: Slots of recurrent state.
+        num_draft_rows: Draft tokens whose inputs to recurrent state can be held.
     """
 
     name = "cpu"
@@ -149,14 +149,14 @@ class CPUBackend(NumpyBlocks):
         return KernelAccess(self._workspace, plain, self._quant)
 
     def describe(self) -> BackendInfo:
-        """Describe the compiled kernels and their threads."""
+        """Return the description of the compiled kernels and their threads."""
         path = attention_path(is_quantized=self.spec.is_quantized)
         return BackendInfo(
             self.name, self.device, path, THREADING_LAYER, self.num_threads, self._regions()
         )
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
-        """Check the layout and prepare it; raise ConfigError naming the fault."""
+        """Check the layout and convert it; raise ConfigError, naming the fault."""
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         batch = PreparedBatch(layout, self.num_threads)
         if self._quant is not None:
@@ -164,7 +164,7 @@ class CPUBackend(NumpyBlocks):
         return batch
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks src -> dst over all layers, in order."""
+        """Copy whole blocks of all layers, in order."""
         self._begin_copy(ops)
         if self._quant is not None:
             self._quant.copy_blocks(ops)
@@ -172,9 +172,7 @@ class CPUBackend(NumpyBlocks):
             storage.copy_blocks(pool, ops)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
-        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the
-        batch.
-        """
+        """Store KV, each float32 [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
         if batch.coded is not None:
             self._coded.write_kv(layer, keys, values, batch.coded)
         else:
@@ -183,7 +181,7 @@ class CPUBackend(NumpyBlocks):
     def attention(
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Compute causal attention: (out like queries, lse), float32."""
+        """Compute causal attention; return the output (like queries) and lse, both float32."""
         num_tokens = int(batch.paged.cu_seqlens_q[-1])
         num_kv_heads = self.spec.layers[layer].num_kv_heads
         if len(queries) != num_tokens:
@@ -215,7 +213,7 @@ class CPUBackend(NumpyBlocks):
 
 
 def attention_path(*, is_quantized: bool) -> str:
-    """Name the variant of the attention kernels: that of the integer dot product, or "float"."""
+    """Return the variant of the attention kernels: the integer dot product's, or "float"."""
     return coded_dot_form() if is_quantized else "float"
 
 

@@ -1,11 +1,10 @@
-"""The torch backend with the project's own CUDA kernels: they write KV by slot, copy blocks and
-attend in place.
+"""The torch backend with the project's own CUDA kernels for writes, block copies and attention.
 
 The pool is stored as torch's, so bytes, checksums and poison are torch's. The kernels come from the
-package `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`) and are compared with torch in
-float32 on the device before use. Work that they do not support runs on torch's path, with one
-warning: KV in float32 (and bfloat16 below sm_80), head dims that are not multiples of 8, and passes
-whose tables have segments.
+package `kvboost_edge_cuda` (`FORCE_CUDA=1 pip install ./cuda_ext`), and are compared with torch in
+float32 on the device before use. Unsupported work runs on torch's path, with one warning: KV in
+float32 (and in bfloat16 below sm_80), head dims that are not multiples of 8, and tables with
+segments.
 """
 
 from __future__ import annotations
@@ -45,13 +44,11 @@ _LOG = logging.getLogger(__name__)
 _PACKAGE = "kvboost_edge_cuda"
 _INSTALL = "FORCE_CUDA=1 pip install ./cuda_ext"
 _MOST_HEAD_DIM = 256
-_FIRST_TORCH_FLASH = (8, 0)  # the compute capability from which torch has flash kernels
+_FIRST_TORCH_FLASH = (8, 0)  # the lowest compute capability with torch's flash kernels
 
 
 def extension() -> Any:
-    """Load the compiled part of `kvboost_edge_cuda`, or raise BackendUnavailable with the missing
-    item.
-    """
+    """Import `kvboost_edge_cuda`; raise BackendUnavailable, naming what is missing."""
     if importlib.util.find_spec(_PACKAGE) is None:
         raise BackendUnavailable(f"{_PACKAGE} is not installed; {_INSTALL}")
     package = importlib.import_module(_PACKAGE)
@@ -62,7 +59,8 @@ def extension() -> Any:
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Return the reason why the kernels cannot run on a device or store KV of this kind, or None.
+    """Return why the kernels cannot use a device or store KV of this kind, or None.
+
     The first call for a device runs its test.
     """
     if device.partition(":")[0] != "cuda":
@@ -84,10 +82,10 @@ def _untrusted_reason(device: str) -> str | None:
 
 
 def find_tier(device: torch.device | str = "cuda") -> str:
-    """Return the best flash attention on a device: "kvboost_cuda", "torch_flash", or "vanilla".
+    """Return the best flash attention on a device.
 
-    "kvboost_cuda" means this project's kernels. "vanilla" means neither, as on every device other
-    than CUDA.
+    "kvboost_cuda" for this project's kernels, "torch_flash", or "vanilla" for neither, as on every
+    device other than CUDA.
     """
     at = torch.device(device)
     if at.type != "cuda" or not torch.cuda.is_available():
@@ -115,7 +113,7 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> CUDABackend:
-    """Allocate the backend; see `select.BackendModule`. No block of these pools is open."""
+    """Allocate the backend; see `select.BackendModule`. It has no open blocks."""
     reason = unsupported_reason(device, spec)
     if reason is not None:
         raise BackendUnavailable(f"backend 'cuda' on device={device!r}: {reason}")
@@ -127,11 +125,11 @@ class _Tables:
     """A pass in the kernels' form, int32 on the device.
 
     Attributes:
-        cu_seqlens_q: [num_seqs + 1].
-        seq_lens: [num_seqs].
-        tables: [num_seqs, max_blocks].
-
-    It also has the largest number of new tokens.
+        cu_seqlens_q: [num_seqs + 1], first query row of each sequence.
+        seq_lens: [num_seqs], KV length of each sequence.
+        block_tables: [num_seqs, max_blocks].
+        longest_q: Largest number of new tokens of a sequence.
+        longest_k: Largest KV length.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -142,7 +140,7 @@ class _Tables:
 
 
 class CUDABatch(TorchBatch):
-    """A prepared pass: torch's, and the kernels' tables if they can run it."""
+    """A prepared pass: torch's, and the kernels' tables if they support it."""
 
     def __init__(self, layout: BatchLayout, block_size: int, device: torch.device) -> None:
         super().__init__(layout, block_size, device)
@@ -152,9 +150,8 @@ class CUDABatch(TorchBatch):
 def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
     num_seqs = len(layout.seq_lens)
     rows = (layout.cu_seqlens_q, layout.seq_lens, layout.block_tables.ravel())
-    together = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(
-        device
-    )  # one copy to the device
+    # One copy to the device.
+    together = torch.from_numpy(np.concatenate(rows).astype(np.int32)).to(device)
     starts, lengths, tables = together.split([num_seqs + 1, num_seqs, layout.block_tables.size])
     longest = int(np.diff(layout.cu_seqlens_q).max(initial=0))
     return _Tables(
@@ -167,10 +164,9 @@ def _tables(layout: BatchLayout, device: torch.device) -> _Tables:
 
 
 class CUDABackend(TorchBackend):
-    """`Backend` of CUDA kernels. Queries, keys and values in the pool's dtype go to the kernels,
-    others to torch's path.
+    """`Backend` of CUDA kernels, which fall back to torch for unsupported layers and dtypes.
 
-    Raises the exceptions of `TorchBackend`. `kernels` is the package `kvboost_edge_cuda`.
+    Raises the errors of `TorchBackend`. `kernels` is the package `kvboost_edge_cuda`.
     """
 
     name = "cuda"
@@ -190,7 +186,7 @@ class CUDABackend(TorchBackend):
             _LOG.warning("backend 'cuda': %s", self._path())
 
     def describe(self) -> BackendInfo:
-        """Describe the kernels, and the layers that they do not support."""
+        """Return the description of the kernels, and of the layers that they do not support."""
         return BackendInfo(
             self.name, self.device, attention_path=self._path(), threading_layer="torch"
         )
@@ -215,15 +211,16 @@ class CUDABackend(TorchBackend):
         return self._blocks
 
     def prepare(self, layout: BatchLayout) -> CUDABatch:
-        """Check the layout and bind it to the device; valid for one pass. Raises ConfigError naming
-        the fault.
+        """Check the layout and bind it to the device for one pass.
+
+        Raises ConfigError, naming the fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
         refuse_deltas(layout, f"backend {self.name!r}")
         return CUDABatch(layout, self.spec.block_size, self._device)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks src -> dst over all layers, in order."""
+        """Copy whole blocks of all layers, in order."""
         self._check_copies(ops)
         halves = self._blocks.whole_blocks
         if ops and all(half[0].numel() * half.element_size() % 16 == 0 for half in halves):
@@ -234,9 +231,7 @@ class CUDABackend(TorchBackend):
     def write_kv(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
     ) -> None:
-        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the
-        batch.
-        """
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
         if not self._served[layer]:
             super().write_kv(layer, keys, values, batch)
             return
@@ -252,9 +247,12 @@ class CUDABackend(TorchBackend):
         params: AttentionParams,
         frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
+        """Compute causal attention.
 
-        Tables with segments use torch's path: the kernels know one position for each slot.
+        Tables with segments use torch's path, because the kernels know one position for each slot.
+
+        Returns:
+            The output, like queries, and lse, float32 [num_tokens, num_q_heads].
         """
         pool = self._plain.of(layer)
         tables = batch.tables if isinstance(batch, CUDABatch) else None

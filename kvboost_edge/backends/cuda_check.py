@@ -1,4 +1,4 @@
-"""Comparison of the CUDA kernels with torch in float32 on their device, before they are used."""
+"""A comparison of the CUDA kernels with torch in float32 on their device, before they are used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class _Case(NamedTuple):
     """Shape of one comparison.
 
     Attributes:
-        lengths: (new tokens, all tokens) of each sequence.
+        lengths: New tokens and all tokens of each sequence.
+        group: Query heads per KV head.
     """
 
     head_dim: int
@@ -54,8 +55,8 @@ _CASES = (
 def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -> str | None:
     """Return the difference from torch, or None if there is none.
 
-    Compared are written tokens, a copied block, and attention of a ragged batch, in float16 and,
-    from sm_80 on, in bfloat16. An error of the device counts as a difference.
+    Compares written tokens, a copied block, and attention of a ragged batch, in float16 and, from
+    sm_80 on, in bfloat16. An error of the device counts as a difference.
     """
     for dtype, case in itertools.product(kernel_dtypes(device), _CASES):
         try:
@@ -72,7 +73,7 @@ def failed_check(make: Callable[[KVSpec, int], Backend], device: torch.device) -
 
 @lru_cache
 def kernel_dtypes(device: torch.device) -> tuple[str, ...]:
-    """List the dtypes of the kernels on a device: float16, and bfloat16 from sm_80 on."""
+    """Return the dtypes of the kernels on a device: float16, and bfloat16 from sm_80 on."""
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FIRST_BF16
     return ("float16", "bfloat16") if has_bf16 else ("float16",)
 
@@ -108,9 +109,8 @@ def _compare(
 
 
 def _layouts(case: _Case, rng: np.random.Generator) -> tuple[BatchLayout, BatchLayout, int]:
-    """Make layouts of the new tokens and of all tokens, and count the pool's blocks: scattered, one
-    more than are used.
-    """
+    """Return layouts of the new and of all tokens, and the number of blocks of a pool for them."""
+    # The blocks are scattered, and one is spare.
     needed = [-(-total // _BLOCK) for _, total in case.lengths]
     free = iter(rng.permutation(sum(needed)).tolist())
     tables = np.full((len(needed), max(needed)), -1, np.int32)
@@ -141,6 +141,6 @@ def _difference(
         ("lse", mine[1], torchs[1], _LSE_TOLERANCE),
     ):
         off = float((got - wanted).abs().max())
-        if not off <= limit:  # NaN is not
+        if not off <= limit:  # also true for NaN
             return f"{name} is off by {off:.2g}, more than {limit:.2g}"
     return ""

@@ -18,13 +18,13 @@ Longs = npt.NDArray[np.int64]
 
 
 class Places(NamedTuple):
-    """A pass's buffers as places in the arena, for each layer of one shape; otherwise as in
-    PassPlan.
+    """The buffers of a pass as indices in an arena, for each layer of one shape; see `PassPlan`.
 
     Attributes:
         slots: int64 [num_layers, num_tokens].
         tables: int32 [num_layers, num_seqs, width].
-        continued, closed: int64 [num_layers, n, 2].
+        continued: int64 [num_layers, n, 2].
+        closed: int64 [num_layers, n, 2].
     """
 
     slots: Longs
@@ -38,14 +38,18 @@ class QuantizedStorage(Protocol):
 
     @property
     def codes(self) -> tuple[list[npt.NDArray[np.uint8]], list[CodeLayout]]:
-        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layout in a
-        block.
-        """
+        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layouts."""
         ...
 
     def same_shape(self, shape: Any, batch: Any) -> tuple[OwnBlocks, Places]:
-        """Return the storage that a prepared pass reads and writes in layers of one shape, a
-        LayerKVSpec: the own blocks of the first, and the places of all, in order.
+        """Return what a prepared pass reads and writes in the layers of one shape.
+
+        Args:
+            shape: A `LayerKVSpec`.
+            batch: The prepared pass.
+
+        Returns:
+            The own blocks of the first such layer, and the places of all of them, in order.
         """
         ...
 
@@ -54,9 +58,9 @@ class KernelAccess(NamedTuple):
     """The storage and workspace of a backend of compiled kernels.
 
     Attributes:
-        workspace: threads and buffers of attention; kernels that alternate with it use its team.
-        plain_pools: the pools of all layers as stored; empty if they are quantized.
-        coded_blocks: the storage of a quantized pool; None if it is not quantized.
+        workspace: Threads and buffers of attention. Kernels that alternate with it use its threads.
+        plain_pools: The pools of all layers; empty if they are quantized.
+        coded_blocks: The storage of a quantized pool; None if it is not quantized.
     """
 
     workspace: AttentionWorkspace

@@ -1,4 +1,4 @@
-"""Common parts of the NumPy backends: the block pool, whole blocks as bytes, and debug helpers."""
+"""Common parts of the NumPy backends: block pool, whole blocks as bytes, and debugging aids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["NumpyBlocks", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Return the reason why these pools cannot be on a device or store a spec, or None."""
+    """Return why these pools cannot use a device or store a spec, or None."""
     if device != "cpu":
         return f"NumPy arrays are on the CPU, not on device={device!r}"
     if spec is None:
@@ -47,8 +47,11 @@ def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
 
 
 class NumpyBlocks:
-    """The pools of all layers. Raises ConfigError for an unsupported spec, CapacityError if the
-    memory cannot be allocated.
+    """The pools of all layers.
+
+    Raises:
+        ConfigError: The spec is not supported.
+        CapacityError: The memory cannot be allocated.
     """
 
     name: str
@@ -87,8 +90,8 @@ class NumpyBlocks:
                 self._quant = QuantBlocks(spec, num_blocks, num_open, self.quant_kernels)
             else:
                 self._pools = [_layer_pool(spec, layer, num_blocks) for layer in spec.layers]
-            # Number of changes of each block as a whole (copied to, written, poisoned), for
-            # runners that keep copies.
+            # Number of changes of each block as a whole (copied to, written, poisoned), for runners
+            # that keep copies.
             self.changes = np.zeros(num_blocks, dtype=np.int64)
         except MemoryError as error:
             raise CapacityError(
@@ -99,20 +102,20 @@ class NumpyBlocks:
 
     @property
     def pool_bytes(self) -> int:
-        """Allocated bytes of the pool, with the buffers of open blocks."""
+        """Allocated bytes of the pool, including the buffers of open blocks."""
         if self._quant is not None:
             return self._quant.num_bytes
         return sum(array.nbytes for pool in self._pools for array in pool)
 
     @property
     def _state_rows(self) -> tuple[int, int]:
-        """Number of slots for recurrent states, and of rows for drafts."""
+        """Slots of recurrent state, and rows for draft tokens."""
         return (
             (0, 0) if self.states is None else (self.states.num_slots, self.states.num_draft_rows)
         )
 
     def _regions(self) -> tuple[Region, ...]:
-        """List the memory regions of the arrays that `pool_bytes` counts."""
+        """Return the memory regions of the arrays that `pool_bytes` counts."""
         arrays = (
             [array for pool in self._pools for array in pool]
             if self._quant is None
@@ -131,15 +134,13 @@ class NumpyBlocks:
                 array[ids] = to_storage(np.full(1, np.nan, dtype=np.float32), array.dtype)[0]
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """Compute the CRC-32 of each block's bytes over all layers; of its buffer if it is open."""
+        """Return the CRC-32 of each block, or of an open block's buffer, over all layers."""
         if self._quant is not None:
             return [self._quant.checksum(block_id) for block_id in block_ids]
         return [self._checksum(block_id) for block_id in block_ids]
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of whole blocks, uint8 [len(block_ids), bytes_per_block]; see
-        `Backend`.
-        """
+        """Copy whole blocks, uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
         self._check_whole(block_ids)
         return gather(self._byte_rows(), block_ids)
 
@@ -153,8 +154,10 @@ class NumpyBlocks:
     def gather_kv(
         self, block_ids: npt.NDArray[np.int32]
     ) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Gather the KV of blocks in a row, layer by layer, each [num_kv_heads, blocks *
-        block_size, head_dim] in the storage dtype. Raises ConfigError if the pool is quantized.
+        """Return the KV of blocks, concatenated, for each layer.
+
+        Keys and values are [num_kv_heads, blocks * block_size, head_dim] in the storage dtype.
+        Raises ConfigError if the pool is quantized.
         """
         if self.spec.is_quantized:
             raise ConfigError(
@@ -181,7 +184,7 @@ class NumpyBlocks:
         return [as_rows(array) for array in arrays]
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Return the buffers of those blocks that are open; see `Backend`."""
+        """Free the buffers of those blocks that are open; see `Backend`."""
         if self._quant is not None:
             self._quant.release(block_ids)
 
@@ -194,7 +197,7 @@ class NumpyBlocks:
 
     @property
     def _coded(self) -> QuantBlocks:
-        """The quantized storage; ConfigError after `close`."""
+        """The quantized storage; raises ConfigError after `close`."""
         if self._quant is None:
             raise ConfigError(f"backend {self.name!r} holds no quantized pool (it may be closed)")
         return self._quant
@@ -207,7 +210,7 @@ class NumpyBlocks:
         return crc
 
     def _begin_copy(self, ops: Sequence[tuple[int, int]]) -> None:
-        """Check the blocks of a copy and count the blocks that it changes."""
+        """Check the ids of a copy, and count the blocks that it changes."""
         for pair in ops:
             for block_id in pair:
                 check_block(block_id, self.num_blocks)

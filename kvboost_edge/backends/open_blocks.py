@@ -1,4 +1,4 @@
-"""Open blocks of a quantized pool (begun, not full), their buffers, and their changes in a pass.
+"""Open (partly written) blocks of a quantized pool, their buffers, and their changes in a pass.
 
 Integers only. A block that a pass fills is in a temporary buffer for that pass, with its earlier
 content copied into it. So the pass's queries read it in float16 in every layer, and its old buffer
@@ -23,15 +23,15 @@ Longs = npt.NDArray[np.int64]
 
 
 class PassPlan(NamedTuple):
-    """Writes of one pass. Buffers from `num_open` on are the temporary ones.
+    """Writes of one pass. Buffers from `num_open` on are temporary.
 
     Attributes:
         slots (int64 [num_tokens]): buffer * block_size + offset of each new token.
-        tables (int32 [num_seqs, width]): buffers of the blocks that each sequence writes, in order.
-        first (int32 [num_seqs]): position of slot 0 of the first of those blocks.
-        continued ([(buffer, temporary)]): copied before anything is written.
-        closed ([(temporary, block id)]): quantized after all is written.
-        num_temporary: temporary buffers needed.
+        tables (int32 [num_seqs, width]): Buffers of the blocks that each sequence writes, in order.
+        first (int32 [num_seqs]): Position of slot 0 of the first of those blocks.
+        continued: Pairs (buffer, temporary buffer) that are copied before anything is written.
+        closed: Pairs (temporary buffer, block id) that are quantized after everything is written.
+        num_temporary: Number of temporary buffers.
     """
 
     slots: npt.NDArray[np.int64]
@@ -43,7 +43,7 @@ class PassPlan(NamedTuple):
 
 
 class OpenBlocks:
-    """`num_open` buffers and the open blocks in them."""
+    """`num_open` buffers, and the open blocks in them."""
 
     def __init__(self, num_open: int, block_size: int) -> None:
         self.num_open = num_open
@@ -65,16 +65,14 @@ class OpenBlocks:
                 )
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Return the buffers of those blocks that are open."""
+        """Free the buffers of those blocks that are open."""
         for block_id in block_ids:
             buffer = self._buffers.pop(block_id, None)
             if buffer is not None:
                 self._free.append(buffer)
 
     def copied(self, src: int, dst: int) -> tuple[int, int] | None:
-        """Make `dst` a copy of `src`; return (buffer of src, buffer of dst) to copy if src is
-        open.
-        """
+        """Make `dst` a copy of `src`; return their buffers if `src` is open."""
         if src == dst:
             return None
         source = self._buffers.get(src)
@@ -84,17 +82,18 @@ class OpenBlocks:
         return source, self._take(dst)
 
     def plan(self, layout: BatchLayout) -> PassPlan:
-        """Open and close blocks for the tokens of a layout; an error changes nothing.
+        """Open and close blocks for the tokens of a layout. An error changes nothing.
 
-        Raises ConfigError for a slot that differs from its position in the sequence's block table,
-        for a block that is written from its middle on and not open, and for one in an earlier
-        segment that is still open when all is written. Raises CapacityError if too many blocks
-        would be open.
+        Raises:
+            ConfigError: A slot differs from its position in the block table, or a block is written
+                from its middle on without being open, or an earlier segment has a block that stays
+                open.
+            CapacityError: Too many blocks would be open.
         """
         size = self._block_size
         lengths = np.diff(layout.cu_seqlens_q)
-        # Everything below counts from slot 0 of each sequence's last segment, which receives its
-        # new tokens.
+        # Everything below counts from slot 0 of each sequence's last segment, which gets its new
+        # tokens.
         own_index, own_position = own_segments(len(lengths), layout.segments)
         ends = layout.seq_lens - own_position
         starts = ends - lengths
@@ -148,11 +147,8 @@ class OpenBlocks:
         return PassPlan(slots, tables, positions, continued, closed, len(closed))
 
     def _check_closed(self, layout: BatchLayout, own_index: Longs, still_open: set[int]) -> None:
-        """Raise ConfigError if an earlier segment holds a block that is open after the pass.
-
-        Attention finds no codes of it. Codes of a block that the pass fills exist when attention
-        begins.
-        """
+        """Raise ConfigError if an earlier segment holds a block that is open after the pass."""
+        # Attention needs its codes, which exist at that time for a block that the pass fills.
         if layout.segments is None:
             return
         for table, end in zip(layout.block_tables.tolist(), own_index.tolist(), strict=True):
@@ -190,8 +186,7 @@ class OpenBlocks:
 def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.int32]:
     """Return the positions of slot 0 of each sequence's first written block.
 
-    Raises ConfigError if a sequence's last segment does not begin at slot 0 of a block: a quantized
-    block is written from there on.
+    Raises ConfigError if a last segment does not begin at slot 0 of a block, where writing starts.
     """
     if layout.segments is not None:
         last = Segment(*layout.segments[is_last(layout.segments)].T)
@@ -206,13 +201,14 @@ def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.in
 def _check_slots(
     layout: BatchLayout, rows: Longs, numbers: Longs, offsets: Longs, size: int
 ) -> None:
-    """Raise ConfigError unless each token's slot is that of its position in its sequence's block
-    table.
+    """Raise ConfigError unless each token's slot matches its position in the block table.
 
     Args:
-        rows: sequence of each token.
-        numbers: entry of its block table.
-        offsets: offset in the block.
+        layout: The layout.
+        rows: Sequence of each token.
+        numbers: Its entry of the block table.
+        offsets: Its offset in the block.
+        size: Block size.
     """
     expected = layout.block_tables[rows, numbers].astype(np.int64) * size + offsets
     wrong = np.flatnonzero(expected != layout.slot_mapping)

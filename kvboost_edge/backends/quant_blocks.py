@@ -1,9 +1,8 @@
-"""Storage of a quantized pool: codes of full blocks, float16 buffers of open ones, and the order of
-work in a pass.
+"""Storage of a quantized pool: codes of full blocks, and float16 buffers of open ones.
 
 `write_kv` of a layer copies the earlier content of filled blocks into the pass's temporary buffers,
 writes the new tokens in float16, and quantizes the blocks that are now full. Attention then reads a
-query's own block from its buffer and all blocks before it from their codes. So results do not
+query's own block from its buffer, and all blocks before it from their codes. So results do not
 depend on where a pass begins or ends.
 """
 
@@ -47,9 +46,7 @@ class QuantPass(NamedTuple):
 
 
 class CodedLayer(NamedTuple):
-    """Storage that attention reads for one layer in one pass; codes uint8 [num_blocks,
-    num_kv_heads, bytes].
-    """
+    """Storage that attention reads; `codes` is uint8 [num_blocks, num_kv_heads, bytes]."""
 
     codes: Bytes
     layout: CodeLayout
@@ -69,9 +66,7 @@ def read_only_pass(batch: QuantPass, layout: BatchLayout, source: Longs) -> Quan
 
 
 class _Arena:
-    """Float16 buffers of all layers of one shape: `num_open` for each layer, then the temporary
-    ones, shared.
-    """
+    """Float16 buffers of layers of one shape: `num_open` each, then shared temporary ones."""
 
     def __init__(self, spec: KVSpec, shape: LayerKVSpec, num_layers: int, num_open: int) -> None:
         self.shape = shape
@@ -95,7 +90,7 @@ class _Arena:
         return KVPool(keys, values)
 
     def grow(self, num_temporary: int) -> None:
-        """Make room for so many temporary buffers; kept ones keep their contents."""
+        """Make room for `num_temporary` temporary buffers; other buffers keep their contents."""
         if len(self.pool.keys) >= self.num_kept + num_temporary:
             return
         larger = self._make(self.num_kept + num_temporary)
@@ -104,9 +99,7 @@ class _Arena:
         self.pool = larger
 
     def place(self, ordinal: Any, buffers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the indices in the arena of a pass's buffers, for the ordinal-th layer of this
-        shape.
-        """
+        """Return the indices in the arena of a pass's buffers, for the ordinal-th layer."""
         kept = ordinal * self.num_open
         temporary = self.num_kept - self.num_open
         placed: npt.NDArray[Any] = buffers + np.where(
@@ -117,7 +110,7 @@ class _Arena:
     def places(self, plan: PassPlan) -> Places:
         """Return a plan's places for every layer of this shape, in order."""
         if not plan.closed:
-            # Most decode steps: only buffers that are kept.
+            # Most decode steps use no temporary buffers.
             slots = self._first_slots + plan.slots
             return Places(slots, self._first_buffers + plan.tables, self._no_pairs, self._no_pairs)
         layers = np.arange(self.num_layers)[:, None]
@@ -224,17 +217,13 @@ class QuantBlocks:
         return CodedLayer(self._pools[layer], self._layouts[layer], own)
 
     def same_shape(self, shape: LayerKVSpec, batch: QuantPass) -> tuple[OwnBlocks, Places]:
-        """Return the storage that a pass reads and writes in layers of one shape: the own blocks of
-        the first, and the places of all, in order.
-        """
+        """Return a pass's storage in the layers of one shape, see `QuantizedStorage`."""
         places = batch.places[shape]
         return OwnBlocks(self._arenas[shape].pool, places.tables[0], batch.plan.first), places
 
     @property
     def codes(self) -> tuple[list[Bytes], list[CodeLayout]]:
-        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layout in a
-        block.
-        """
+        """Codes of each layer, uint8 [num_blocks, num_kv_heads, bytes], and their layouts."""
         return self._pools, self._layouts
 
     def poison(self, block_ids: Sequence[int]) -> None:
@@ -247,9 +236,7 @@ class QuantBlocks:
                 array[place] = np.nan
 
     def checksum(self, block_id: int) -> int:
-        """Compute the CRC-32 of the block over all layers: of its buffer if it is open, otherwise
-        of its codes.
-        """
+        """Return the CRC-32 of a block, or of an open block's buffer, over all layers."""
         crc = 0
         buffers = self._buffers([block_id])
         for arena, place in buffers:
@@ -261,7 +248,7 @@ class QuantBlocks:
         return crc
 
     def _buffers(self, block_ids: Sequence[int]) -> list[tuple[_Arena, int]]:
-        """List the arena and place of every layer's buffer of those blocks that are open."""
+        """Return the arena and index of every layer's buffer of those blocks that are open."""
         held = [buffer for buffer in map(self._open.buffer, block_ids) if buffer is not None]
         return [
             (self._arenas[layer], int(self._arenas[layer].place(ordinal, np.array(buffer))))

@@ -44,17 +44,17 @@ class ReferenceBackend(NumpyBlocks):
         return None
 
     def describe(self) -> BackendInfo:
-        """Describe a backend without kernels and threads of its own."""
+        """Return the description of a backend without its own kernels and threads."""
         return BackendInfo(self.name, self.device, pool_regions=self._regions())
 
     def prepare(self, layout: BatchLayout) -> BatchLayout | QuantPass:
-        """Check the layout and prepare it; raise ConfigError naming the fault."""
+        """Check the layout and convert it; raise ConfigError, naming the fault."""
         check_layout(layout, self.spec.block_size, self.num_blocks, *self._state_rows)
         refuse_deltas(layout, f"backend {self.name!r}")
         return layout if self._quant is None else self._quant.prepare(layout)
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks src -> dst over all layers, in order."""
+        """Copy whole blocks of all layers, in order."""
         self._begin_copy(ops)
         if self._quant is not None:
             self._quant.copy_blocks(ops)
@@ -64,9 +64,7 @@ class ReferenceBackend(NumpyBlocks):
     def write_kv(
         self, layer: int, keys: Floats, values: Floats, batch: BatchLayout | QuantPass
     ) -> None:
-        """Store keys and values, float32 [num_tokens, num_kv_heads, head_dim], at the slots of the
-        batch.
-        """
+        """Store KV, each float32 [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
         if isinstance(batch, QuantPass):
             self._coded.write_kv(layer, keys, values, batch)
         else:
@@ -75,7 +73,7 @@ class ReferenceBackend(NumpyBlocks):
     def attention(
         self, layer: int, queries: Floats, batch: BatchLayout | QuantPass, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Compute causal attention: (out like queries, lse), float32."""
+        """Compute causal attention; return the output (like queries) and lse, both float32."""
         layout = batch.layout if isinstance(batch, QuantPass) else batch
         paged = PagedBatch(
             layout.cu_seqlens_q, layout.seq_lens, layout.block_tables, layout.segments

@@ -1,7 +1,6 @@
-"""Choice of the backend, with the reason. Nothing falls back silently: a requested backend is used
-or refused.
+"""The selection of a backend, with its reason. A requested backend is used or refused.
 
-A backend is a module (`BackendModule`) and a row of the table; its module is imported when needed.
+A backend is a module (`BackendModule`) and a row of the table. The module is imported on first use.
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ __all__ = [
 
 
 class _Row(NamedTuple):
-    """Facts about a backend that are known before its module is imported.
+    """Properties of a backend that are known before its module is imported.
 
     Attributes:
-        devices: kinds of torch devices, the usual one first.
-        extra: package that must be installed, and the extra that installs it; empty if every
-            install has it.
+        module: Name of the module.
+        devices: Kinds of torch devices, the usual one first.
+        array_kind: "numpy" or "torch".
+        extra: The required package, which is also the name of its extra; "" if it is always
+            installed.
     """
 
     module: str
@@ -49,19 +50,17 @@ BACKENDS = {
     ),
     "reference": _Row("kvboost_edge.backends.reference"),
 }
-# In order of preference. Each is also a name that `backend` takes: it stands for the first backend
-# with that device that can use it.
+# In order of preference. Each is also a value of the option `backend`: the first backend that
+# supports that device.
 _ACCELERATORS = ("cuda", "mps")
 BACKEND_NAMES = tuple(dict.fromkeys(("auto", *BACKENDS, *_ACCELERATORS)))
 
 
 class BackendModule(Protocol):
-    """The functions of a module in the table."""
+    """The interface of a backend's module."""
 
     def unsupported_reason(self, device: str, spec: KVSpec | None = None) -> str | None:
-        """Return the reason why the backend cannot use a device of this machine or store KV of this
-        kind, or None.
-        """
+        """Return why the backend cannot use a device or store KV of this kind, or None."""
         ...
 
     def make(
@@ -77,8 +76,10 @@ class BackendModule(Protocol):
     ) -> Backend:
         """Allocate the backend; parameters that do not apply to it are ignored.
 
-        Raises ConfigError or BackendUnavailable for the reasons of `unsupported_reason`,
-        CapacityError if the memory cannot be allocated.
+        Raises:
+            ConfigError: A reason of `unsupported_reason`.
+            BackendUnavailable: A reason of `unsupported_reason`.
+            CapacityError: The memory cannot be allocated.
         """
         ...
 
@@ -88,9 +89,9 @@ class BackendChoice:
     """The selected backend.
 
     Attributes:
-        name: a row of the table.
-        device: a torch device string.
-        reason: one sentence for people.
+        name: A row of the table.
+        device: A torch device string.
+        reason: One sentence for users.
         wanted: False if a faster backend of the device was not available.
     """
 
@@ -101,11 +102,14 @@ class BackendChoice:
 
 
 def choose_backend(name: str = "auto", device: str | None = None) -> BackendChoice:
-    """Resolve the options `backend` and `device`.
+    """Select a backend by the options `backend` and `device`.
 
-    "auto" selects an accelerator of a backend (or the one named by `device`), otherwise the
-    compiled CPU kernels. Raises ConfigError for an unknown name or a contradiction,
-    BackendUnavailable for a device that this machine lacks.
+    "auto" selects an available accelerator (or the one that `device` names), else the compiled CPU
+    kernels.
+
+    Raises:
+        ConfigError: A name is unknown, or the options contradict each other.
+        BackendUnavailable: This machine lacks the device.
     """
     if name not in BACKEND_NAMES:
         raise ConfigError(f"backend={name!r} is not one of {BACKEND_NAMES}")
@@ -146,16 +150,12 @@ def _choose_auto(device: str | None, kind: str | None) -> BackendChoice:
 
 
 def _serving(device: str) -> list[str]:
-    """List the backends of a device in order of preference; the last one has the fewest
-    requirements.
-    """
+    """Return the backends of a device by preference; the last one has the fewest requirements."""
     return [name for name, row in BACKENDS.items() if device.partition(":")[0] in row.devices]
 
 
 def _accelerated(device: str, reason: str) -> BackendChoice:
-    """Choose the first backend that can use an accelerator; the reason names the obstacles of
-    earlier ones.
-    """
+    """Choose the first backend that can use an accelerator, and say why earlier ones cannot."""
     *better, last = _serving(device)
     choice = _available(last, device, reason)
     problem = None
@@ -180,19 +180,17 @@ def _available(name: str, device: str, reason: str) -> BackendChoice:
 
 
 def _missing(name: str, device: str) -> str | None:
-    """Return the reason why a backend cannot use a device here, or None."""
+    """Return why a backend cannot use a device here, or None."""
     extra = BACKENDS[name].extra
     if not extra:
-        return None  # everybody has what it needs; it is not imported only to be asked
+        return None  # its dependencies are always installed, so the module need not be imported
     if importlib.util.find_spec(extra) is None:
         return f"{extra} is not installed; install the extra: {install_extra(extra)}"
     return load_module(name).unsupported_reason(device)
 
 
 def array_kind_of(name: str) -> str:
-    """Return the arrays of the backend that a name or device selects: "numpy" or "torch", or "" if
-    that is undecided.
-    """
+    """Return the arrays of a selected backend, "numpy" or "torch"; "" for "auto"."""
     kind = name.partition(":")[0]
     row = BACKENDS.get(_serving(kind)[0] if kind in _ACCELERATORS else kind)
     return "" if row is None else row.array_kind
@@ -213,14 +211,16 @@ def make_backend(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> Backend:
-    """Allocate the backend of a choice.
+    """Allocate the selected backend.
 
     Args:
-        num_blocks: blocks of the pool.
-        num_threads: threads of the CPU kernels.
-        num_open: quantized pools: blocks that may be partly written at a time.
-        num_state_slots: slots for recurrent states.
-        num_draft_rows: draft tokens that can be held for recurrent states.
+        choice: The backend.
+        spec: Layers and storage.
+        num_blocks: Blocks of the pool.
+        num_threads: Threads of the CPU kernels.
+        num_open: Blocks of a quantized pool that may be partly written at a time.
+        num_state_slots: Slots of recurrent state.
+        num_draft_rows: Draft tokens whose inputs to recurrent state can be held.
     """
     make = load_module(choice.name).make
     return make(

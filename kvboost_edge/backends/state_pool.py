@@ -1,4 +1,4 @@
-"""Slots for the recurrent states of sequences, for layers that have one instead of KV."""
+"""Slots of recurrent state, for layers that have it instead of KV."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ __all__ = ["LayerStateSpec", "StatePool"]
 Bytes = npt.NDArray[np.uint8]
 
 _CACHE_LINE = 64
-_TILE_VALUES = 16  # value columns of a matrix that lie side by side
+_TILE_VALUES = 16  # value columns in a tile of a matrix
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerStateSpec:
-    """Shape of one layer's recurrent state of a sequence, float32 throughout.
+    """Shape of one layer's recurrent state of a sequence, in float32.
 
-    First the conv state: the last inputs, [taps, channels], the oldest first. Then, if the layer
-    has heads, a matrix for each, as tiles of 16 value columns: [heads, value_dim / 16 rounded up,
-    key_dim, 16]. Both begin at a cache line.
+    First comes the conv state: the last inputs, [taps, channels], oldest first. A layer with heads
+    has a matrix for each, in tiles of 16 value columns: [heads, value_dim / 16 rounded up, key_dim,
+    16]. Both start at a cache line.
 
     Attributes:
-        taps: inputs before a token that its convolution reads.
-        channels: channels of an input.
-        gates: numbers in addition to its input that a token contributes to the matrices.
+        taps: Inputs before a token that its convolution reads.
+        channels: Channels of an input.
+        heads: Number of heads.
+        key_dim: Rows of a head's matrix.
+        value_dim: Columns of a head's matrix.
+        gates: Numbers that a token contributes to the matrices in addition to its input.
     """
 
     taps: int
@@ -54,7 +57,7 @@ class LayerStateSpec:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes that a draft token contributes to the state: its input, then its gates."""
+        """Bytes that a draft token contributes to the state: its input and its gates."""
         return _in_lines(4 * (self.channels + self.gates))
 
 
@@ -63,11 +66,11 @@ def _in_lines(num_bytes: int) -> int:
 
 
 class StatePool:
-    """`num_slots` slots, uint8 [num_slots, slot_bytes]. A slot holds the layers' states in order,
-    in the shape of LayerStateSpec.
+    """`num_slots` slots of recurrent state, uint8 [num_slots, slot_bytes].
 
-    After the slots are rows of drafts, uint8 [num_draft_rows, draft_row_bytes]: the contributions
-    of the last pass's draft tokens to the state of each layer. The accepted ones are applied later.
+    A slot holds the layers' states in order, in the shape of `LayerStateSpec`. Rows of draft tokens
+    follow the slots, uint8 [num_draft_rows, draft_row_bytes]: the contributions of the last pass's
+    draft tokens to each layer. The accepted ones are applied later.
 
     The content of a slot or row is undefined until a pass writes it. Raises CapacityError if the
     memory cannot be allocated.
@@ -107,12 +110,12 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots and of the drafts after them."""
+        """Bytes of slots and draft rows."""
         return self._slots.nbytes + self._drafts.nbytes
 
     @property
     def region(self) -> Region:
-        """Memory region of slots and drafts."""
+        """Memory region of slots and draft rows."""
         return Region(self._slots.ctypes.data, self.nbytes)
 
     def address(self, slot: int) -> int:
@@ -121,15 +124,15 @@ class StatePool:
         return int(self._slots.ctypes.data) + slot * self.slot_bytes
 
     def offset(self, layer: int) -> int:
-        """Return the first byte of a layer's state in a slot, which is its conv state.
+        """Return the offset of a layer's state in a slot, which is the offset of its conv state.
 
-        Layers are counted among those with a state. The matrices begin `specs[layer].tail_bytes`
-        further.
+        Layers are counted among those with recurrent state. The matrices start
+        `specs[layer].tail_bytes` later.
         """
         return self._offsets[layer]
 
     def tail(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """View the conv state, float32 [taps, channels]."""
+        """Return a view of the conv state, float32 [taps, channels]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[start : start + spec.tail_bytes].view(
@@ -138,7 +141,7 @@ class StatePool:
         return floats[: spec.taps * spec.channels].reshape(spec.taps, spec.channels)
 
     def matrices(self, slot: int, layer: int) -> npt.NDArray[np.float32]:
-        """View the matrices of a layer's heads, float32 [heads, tiles, key_dim, 16]."""
+        """Return a view of the matrices of a layer's heads, float32 [heads, tiles, key_dim, 16]."""
         spec = self.specs[layer]
         start = self._offsets[layer]
         floats: npt.NDArray[np.float32] = self._row(slot)[
@@ -149,17 +152,15 @@ class StatePool:
 
     @property
     def drafts_address(self) -> int:
-        """Address of the first row of drafts."""
+        """Address of the first draft row."""
         return int(self._slots.ctypes.data) + self._slots.nbytes
 
     def draft_offset(self, layer: int) -> int:
-        """Return the first byte of a layer's contribution in a row of drafts, counted as in
-        `offset`.
-        """
+        """Return the offset of a layer's contribution in a draft row; layers as in `offset`."""
         return self._draft_offsets[layer]
 
     def draft(self, row: int, layer: int) -> npt.NDArray[np.float32]:
-        """View the contribution of a draft to a layer, float32 [channels + gates]."""
+        """Return a view of a draft token's contribution to a layer, float32 [channels + gates]."""
         spec = self.specs[layer]
         start = self._draft_offsets[layer]
         floats: npt.NDArray[np.float32] = self._drafts[row, start : start + spec.draft_bytes].view(
@@ -173,10 +174,10 @@ class StatePool:
         return self._slots.take(list(slots), axis=0)
 
     def write_slots(self, slots: Sequence[int], data: Bytes) -> None:
-        """Write bytes of `read_slots` into these slots, each named once.
+        """Write bytes of `read_slots` into these slots.
 
-        Raises ConfigError for data of another shape or type, and for a slot outside the pool or
-        named twice; then nothing is changed.
+        After an error nothing is changed. Raises ConfigError for data of another shape or dtype,
+        and for a slot that is outside the pool or repeated.
         """
         self._check(slots)
         expected = (len(slots), self.slot_bytes)
@@ -197,13 +198,11 @@ class StatePool:
         self._slots.view(np.float32)[list(slots)] = np.nan
 
     def poison_drafts(self) -> None:
-        """Fill the rows of drafts with NaN, to expose reads of another pass's rows. For
-        debugging.
-        """
+        """Fill the draft rows with NaN, to expose reads of another pass's rows. For debugging."""
         self._drafts.view(np.float32)[:] = np.nan
 
     def checksums(self, slots: Sequence[int]) -> list[int]:
-        """Compute the CRC-32 of each slot's bytes. For debugging."""
+        """Return the CRC-32 of each slot's bytes. For debugging."""
         self._check(slots)
         return [zlib.crc32(self._slots[slot]) for slot in slots]
 

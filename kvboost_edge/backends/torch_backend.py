@@ -1,9 +1,8 @@
-"""KV storage and paged attention in plain torch: one implementation for the devices cpu, mps and
-cuda.
+"""KV storage and paged attention in plain torch, for the devices cpu, mps and cuda.
 
 Sequences with equally many new tokens are computed together: their blocks are gathered through the
 block tables into one padded tensor, and a masked softmax follows. Gather indices and masks are
-built once for each pass and window and shared by all layers. There is no Python loop over tokens.
+built once for each pass and window, and shared by all layers. There is no Python loop over tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["TorchBackend", "make", "turn_keys", "unsupported_reason"]
 
 
 def unsupported_reason(device: str, spec: KVSpec | None = None) -> str | None:
-    """Return the reason why torch cannot use a device here or store KV of this kind, or None.
+    """Return why torch cannot use a device here or store KV of this kind, or None.
 
     An Apple GPU is tested once in a process: its attention is compared with the CPU's.
     """
@@ -82,20 +81,21 @@ def make(
     num_state_slots: int = 0,
     num_draft_rows: int = 0,
 ) -> TorchBackend:
-    """Allocate the backend; see `select.BackendModule`. torch has its own number of threads."""
+    """Allocate the backend; see `select.BackendModule`. torch sets its own number of threads."""
     return TorchBackend(spec, num_blocks, device=device, num_open=num_open)
 
 
 class TorchBackend:
     """`Backend` of torch tensors. Scores and softmax are float32 for every storage dtype.
 
-    Raises BackendUnavailable for a device that torch does not offer here and CapacityError if the
-    pool cannot be allocated.
+    Raises:
+        BackendUnavailable: torch has no such device here.
+        CapacityError: The pool cannot be allocated.
     """
 
     name = "torch"
     array_kind = "torch"
-    states: StatePool | None = None  # models that have some are refused
+    states: StatePool | None = None  # hybrid models are refused
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class TorchBackend:
 
     @property
     def pool_bytes(self) -> int:
-        """Allocated bytes of the pool, with the buffers of open blocks if it is quantized."""
+        """Allocated bytes of the pool, including the buffers of open blocks."""
         arrays = [] if self._held is None else self._held.arrays
         return sum(array.numel() * array.element_size() for array in arrays)
 
@@ -164,15 +164,15 @@ class TorchBackend:
         return None
 
     def describe(self) -> BackendInfo:
-        """Describe torch's kernels and threads."""
+        """Return the description of torch's kernels and threads."""
         return BackendInfo(
             self.name, self.device, threading_layer="torch", num_threads=self._num_threads
         )
 
     def prepare(self, layout: BatchLayout) -> TorchBatch:
-        """Check the layout and bind it to the device; valid for one pass.
+        """Check the layout and bind it to the device for one pass.
 
-        Opens and closes blocks of a quantized pool, see `Backend`. Raises ConfigError naming the
+        Opens and closes blocks of a quantized pool, see `Backend`. Raises ConfigError, naming the
         fault.
         """
         check_layout(layout, self.spec.block_size, self.num_blocks)
@@ -182,7 +182,7 @@ class TorchBackend:
         )
 
     def copy_blocks(self, ops: Sequence[CopyOp]) -> None:
-        """Copy whole blocks src -> dst over all layers, in order."""
+        """Copy whole blocks of all layers, in order."""
         self._check_copies(ops)
         for src, dst in ops:
             self._blocks.copy(src, dst)
@@ -195,9 +195,7 @@ class TorchBackend:
                 )
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Copy the bytes of whole blocks to host memory, uint8 [len(block_ids), bytes_per_block];
-        see `Backend`.
-        """
+        """Copy whole blocks, uint8 [len(block_ids), bytes_per_block]; see `Backend`."""
         rows = self._byte_rows(block_ids)
         if self._in_host_memory:
             return gather([some.numpy() for some in rows], block_ids)
@@ -213,18 +211,17 @@ class TorchBackend:
             scatter([some.numpy() for some in rows], block_ids, data)
             return
         ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device)
-        source = torch.from_numpy(data.copy()).to(
-            self._device
-        )  # a copy, for torch has no read-only tensors
+        # A copy, because torch has no read-only tensors.
+        source = torch.from_numpy(data.copy()).to(self._device)
         for some, part in zip(
             rows, source.split([some.shape[1] for some in rows], dim=1), strict=True
         ):
             some[ids] = part
 
     def _byte_rows(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
-        """List the tensors of whole blocks, as uint8 [num_blocks, n] each.
+        """Return views of whole blocks, uint8 [num_blocks, n] each.
 
-        Raises ConfigError unless all of the blocks are full blocks of the pool.
+        Raises ConfigError unless all of these blocks are full blocks of the pool.
         """
         rows = [half.flatten(1).view(torch.uint8) for half in self._blocks.whole_blocks]
         check_block_ids(block_ids, self.num_blocks)
@@ -232,15 +229,13 @@ class TorchBackend:
         return rows
 
     def release_blocks(self, block_ids: Sequence[int]) -> None:
-        """Return the buffers of those blocks that are open; see `Backend`."""
+        """Free the buffers of those blocks that are open; see `Backend`."""
         self._blocks.release(block_ids)
 
     def write_kv(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
     ) -> None:
-        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the
-        batch.
-        """
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
         self._blocks.write(layer, keys, values, batch)
 
     def attention(
@@ -251,12 +246,21 @@ class TorchBackend:
         params: AttentionParams,
         frequencies: npt.NDArray[np.float64] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute causal attention: (out like queries, lse float32 [num_tokens, num_q_heads]).
+        """Compute causal attention.
 
         Args:
-            frequencies: frequencies of the layer's plain RoPE, see `turn_keys`, which rotate the
-                keys of segments with a delta. ConfigError if there are such segments and no
-                frequencies.
+            layer: The layer.
+            queries: [num_tokens, num_q_heads, head_dim].
+            batch: The prepared pass.
+            params: Constants of the layer.
+            frequencies: Frequencies of the layer's plain RoPE, see `turn_keys`, to rotate the keys
+                of segments with a delta.
+
+        Returns:
+            The output, like queries, and lse, float32 [num_tokens, num_q_heads].
+
+        Raises:
+            ConfigError: A segment has a delta, and `frequencies` is None.
         """
         if len(batch.deltas) and frequencies is None:
             refuse_deltas(batch.layout, "backend 'torch', not told how rope turns keys,")
@@ -270,8 +274,7 @@ class TorchBackend:
             if group.k_turns is not None and frequencies is not None:
                 keys = turn_keys(keys, batch.deltas, group.k_turns[:, None], frequencies)
             for chosen in query_slices(group, queries.shape[1]):
-                # Later columns are in the future of every chosen query, unless buffers follow
-                # them.
+                # Later columns are in the future of every chosen query, unless buffers follow them.
                 seen = slice(group.lead + chosen.stop if group.buffers is None else None)
                 rows = group.rows.view(-1, group.q_len)[:, chosen]
                 visible = visible_slots(group, chosen, params.window)[:, :, seen]
@@ -283,17 +286,16 @@ class TorchBackend:
         return out, lse
 
     def _gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim].
-
-        Values of slots that no query sees become 0: their weight is 0, but 0 x NaN of unwritten
-        memory is NaN.
-        """
+        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]."""
+        # Values of invisible slots become 0: their weight is 0, but 0 x NaN of unwritten memory is
+        # NaN.
         keys, values = self._blocks.gather(layer, group)
         return keys, torch.where(group.k_valid[:, None, :, None], values, 0.0)
 
     def stored(self, layer: int, slots: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read the KV of a layer at slots of full blocks, float32 [num_slots, num_kv_heads,
-        head_dim].
+        """Return a layer's KV at slots of full blocks.
+
+        Keys and values are float32 [num_slots, num_kv_heads, head_dim].
         """
         blocks, offsets = np.divmod(slots, self.spec.block_size)
         distinct, which = np.unique(blocks, return_inverse=True)
@@ -307,9 +309,7 @@ class TorchBackend:
         self._blocks.poison(block_ids)
 
     def checksum_blocks(self, block_ids: Sequence[int]) -> list[int]:
-        """Compute the CRC-32 of each block's bytes over all layers; of its buffers if it is
-        open.
-        """
+        """Return the CRC-32 of each block, or of an open block's buffers, over all layers."""
         return [self._checksum(block_id) for block_id in block_ids]
 
     def _checksum(self, block_id: int) -> int:
@@ -331,17 +331,19 @@ def turn_keys(
 ) -> torch.Tensor:
     """Rotate keys [..., head_dim] to later positions by plain RoPE.
 
-    It rotates channels i and i + n of a head by position x frequencies[i], for n frequencies, and
-    leaves channels from 2n on as they are.
+    With n frequencies, channels i and i + n of a head rotate by position x frequencies[i]. Channels
+    from 2n on are unchanged.
 
     Args:
+        keys: The keys.
         deltas: int64 [num_deltas], in positions.
-        which: int64, index of each key's delta: broadcast to the keys' leading dimensions.
+        which: int64, index of each key's delta, broadcast to the keys' leading dimensions.
+        frequencies: float64 [n], radians per position.
     """
     count = len(frequencies)
     if not count:
         return keys
-    angles = deltas[:, None] * frequencies  # in float64: MPS has none
+    angles = deltas[:, None] * frequencies  # float64 on the CPU, because MPS has none
     cos, sin = (
         torch.from_numpy(f(angles).astype(np.float32)).to(keys.device)[which]
         for f in (np.cos, np.sin)

@@ -81,7 +81,7 @@ def replica_deployment(
     """Build the deployment of `workers` replicas with `cpus` each.
 
     Args:
-        ingress: see `TargetRouter`.
+        ingress: See `TargetRouter`.
     """
     made = serve.deployment(
         RayReplica,

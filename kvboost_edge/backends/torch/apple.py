@@ -1,7 +1,7 @@
 """Apple GPUs (MPS): availability, memory, and a test of their attention.
 
-torch's MPS kernels have had silent faults that came and went with versions. There is no table of
-versions: at start, attention is compared with the CPU's on a few shapes, and a device that fails is
+torch's MPS kernels have had silent errors in various versions. Instead of a list of versions,
+attention is compared with the CPU's on a few shapes at the start, and a device that fails is
 refused.
 """
 
@@ -22,16 +22,16 @@ from kvboost_edge.kernels.quantized_kv.code_layout import code_layout
 
 __all__ = ["available_bytes", "check_buffers", "find_fault", "missing", "most_slots"]
 
-_BUFFER_BYTES = 1 << 32  # of a Metal buffer; torch's kernels are wrong beyond 2^32 elements too
+_BUFFER_BYTES = 1 << 32  # size of a Metal buffer; torch's kernels also fail beyond 2^32 elements
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _BLOCK = 16
-# relative L2, absolute; a leak of one token is far above
+# Relative L2 distance and absolute difference. Attending to one token too many exceeds both by far.
 _OUT_ERROR = 2e-3
 _LSE_ERROR = 5e-3
 
 
 def missing() -> str | None:
-    """Return the reason why torch has no Apple GPU here, or None."""
+    """Return why torch has no Apple GPU here, or None."""
     if torch.backends.mps.is_available():
         return None
     if not torch.backends.mps.is_built():
@@ -49,9 +49,7 @@ def available_bytes() -> int:
 
 
 def check_buffers(spec: KVSpec, num_blocks: int) -> None:
-    """Raise CapacityError if a tensor of the pool (a layer's keys, values or codes) does not fit
-    into a buffer.
-    """
+    """Raise CapacityError if a layer's keys, values or codes exceed a buffer."""
     per_block = max(_tensor_bytes(spec, layer) for layer in spec.layers)
     if num_blocks * per_block >= _BUFFER_BYTES:
         most = (_BUFFER_BYTES - 1) // per_block
@@ -80,7 +78,8 @@ class _Trial(NamedTuple):
     """Shape of one test.
 
     Attributes:
-        lengths: (new tokens, all tokens) of each sequence.
+        lengths: New tokens and all tokens of each sequence.
+        per_kv: Query heads per KV head.
     """
 
     dtype: str
@@ -92,8 +91,8 @@ class _Trial(NamedTuple):
     params: AttentionParams
 
 
-# Decoding and prefill, one and many queries to a kv head, heads from 64 channels on, lengths around
-# fours and blocks.
+# Decoding and prefill; one and many query heads per KV head; head dims from 64 on; lengths around
+# multiples of 4 and of the block size.
 _TRIALS = (
     _Trial("float32", (16, 16), 2, 1, 64, ((7, 7), (7, 40)), AttentionParams(0.125)),
     _Trial("float16", (16, 16), 2, 4, 64, ((1, 33), (1, 130), (1, 16)), AttentionParams(0.125)),
@@ -116,11 +115,11 @@ _TRIALS = (
 def find_fault(make: Callable[..., Any], device: str) -> str | None:
     """Compare attention on this device with the CPU's; return the difference, or None.
 
-    It takes about 50 ms and runs once.
+    Takes about 50 ms, once.
 
     Args:
-        make: function of (spec, num_blocks, device=) that returns a backend with tensors in and
-            out.
+        make: Function of (spec, num_blocks, device=) that returns a backend on torch tensors.
+        device: The device.
     """
     with _one_thread():
         return _find_fault(make, device)
@@ -128,11 +127,9 @@ def find_fault(make: Callable[..., Any], device: str) -> str | None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch compute on the caller's thread only.
-
-    For small shapes its threads wait for one another: next to other work, 40 times as long as the
-    trials take (800 ms for 20).
-    """
+    """Let torch compute on the caller's thread only."""
+    # With small shapes its threads wait for one another. Next to other work the trials took 800 ms
+    # instead of 20.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,9 +1,9 @@
-"""Masked attention of a group of sequences, in operations that the CPU, CUDA and Apple GPUs share.
+"""Masked attention of a group of sequences, in operations that CPU, CUDA and Apple GPUs share.
 
-torch's own scaled_dot_product_attention is not used: on MPS it was wrong for strided inputs (torch
-#181133), leaked later tokens with is_causal (#195910) and ran out of bounds with grouped heads
-(#174861). The mask is always explicit, and it replaces scores, because the sum of minus infinity
-and an unwritten slot may be NaN. Inputs of matrix products are contiguous.
+torch's scaled_dot_product_attention is not used. On MPS it was wrong for strided inputs (torch
+#181133), attended to later tokens with is_causal (#195910), and ran out of bounds with grouped
+heads (#174861). The mask is always explicit. It replaces scores instead of adding minus infinity,
+because unwritten slots may be NaN. Inputs of matrix products are contiguous.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvboost_edge.backends.torch.padded_groups import SameLength
 
 __all__ = ["attend", "query_slices", "visible_slots"]
 
-# float32 scores held at once; more query rows are computed in turns. On the CPU they should stay in
-# the cache.
+# Float32 scores held at once; further query rows are computed afterwards. On the CPU they should
+# stay in the cache.
 _MAX_SCORES = {"cpu": 1 << 20}
 _MAX_SCORES_ELSEWHERE = 1 << 26
 
 
 def query_slices(group: SameLength, num_q_heads: int) -> Iterator[slice]:
-    """Cut the query rows of a group so that a limited number of scores exists at once."""
+    """Divide the query rows of a group to limit the number of scores held at once."""
     per_query = group.k_positions.numel() * num_q_heads
     step = max(1, _MAX_SCORES.get(group.rows.device.type, _MAX_SCORES_ELSEWHERE) // per_query)
     for start in range(0, group.q_len, step):
@@ -56,11 +56,14 @@ def attend(
 
     Args:
         queries: [s, q, num_q_heads, d].
-        keys: float32 [s, num_kv_heads, k, d]; values likewise.
+        keys: float32 [s, num_kv_heads, k, d].
+        values: float32 [s, num_kv_heads, k, d].
         visible: bool [s, q, k]; every query sees at least itself.
-        sinks: [heads].
+        params: Constants of the layer.
+        sinks: [num_q_heads], or None.
 
-    Returns out float32 like queries and lse float32 [s, q, num_q_heads].
+    Returns:
+        The output, float32 like queries, and lse, float32 [s, q, num_q_heads].
     """
     num_seqs, q_len, num_q_heads, _ = queries.shape
     num_kv_heads = keys.shape[1]
@@ -91,9 +94,8 @@ def attend(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiply left @ right; on Apple GPUs with contiguous copies, elsewhere as they are, because
-    the product packs them.
-    """
+    """Return left @ right."""
+    # On Apple GPUs inputs must be contiguous. Elsewhere the product packs them itself.
     if left.device.type == "mps":
         left = left.contiguous()
         right = right.contiguous()

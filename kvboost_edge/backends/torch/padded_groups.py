@@ -1,5 +1,4 @@
-"""A pass in the torch backend's form: sequences with equally many new tokens, padded to one
-another.
+"""A pass in the torch backend's form: sequences with equally many new tokens, padded together.
 
 Positions are int32. Ids of blocks, rows and slots are int64, which devices use only as indices.
 """
@@ -27,22 +26,23 @@ Longs = npt.NDArray[np.int64]
 class SameLength:
     """Sequences with the same number of new tokens, padded to the longest KV among them.
 
-    Slots are those of the gathered blocks, then, in a quantized pool, those of the gathered
-    buffers: float16 copies of blocks that the pass writes.
+    Slots are those of the gathered blocks. In a quantized pool, those of the gathered buffers
+    follow: float16 copies of the blocks that the pass writes.
 
     Attributes:
-        rows (int64 [num_seqs * q_len]): rows of the flat batch.
-        blocks (int64 [num_seqs, max_blocks]): block ids to gather; 0 where masked.
-        buffers (int64 [num_seqs, max_buffers]): buffers to gather, as in PassPlan; None if the pool
-            is not quantized.
-        q_positions: int32 [num_seqs, q_len].
-        q_starts (int32 [num_seqs, q_len]): start of the block that holds a query; None without
-            buffers.
-        k_positions (int32 [num_seqs, num_slots]): absolute positions of the gathered slots.
-        k_valid (bool, like k_positions): slots that some query of the sequence sees.
-        k_own (bool [num_slots]): slots of buffers; None without.
-        k_turns (int64, like k_positions): index of the batch's delta; None without deltas.
-        lead: gathered slot of the first query, in the sequence where it is largest.
+        q_len: New tokens of each sequence.
+        lead: Gathered slot of the first query, in the sequence where it is largest.
+        rows (int64 [num_seqs * q_len]): Rows of the flat batch.
+        blocks (int64 [num_seqs, max_blocks]): Block ids to gather; 0 where masked.
+        buffers (int64 [num_seqs, max_buffers]): Buffers to gather, see `PassPlan`; None if the pool
+        is not quantized.
+        q_positions (int32 [num_seqs, q_len]): Positions of the queries.
+        q_starts (int32 [num_seqs, q_len]): Start of the block that holds a query; None without
+        buffers.
+        k_positions (int32 [num_seqs, num_slots]): Absolute positions of the gathered slots.
+        k_valid (bool, like k_positions): Slots that some query of the sequence sees.
+        k_own (bool [num_slots]): Slots of buffers; None without buffers.
+        k_turns (int64, like k_positions): Index of the batch's delta; None without deltas.
     """
 
     q_len: int
@@ -59,9 +59,7 @@ class SameLength:
 
 
 class TorchBatch:
-    """A prepared pass: device tensors of the layout, and the groups per window, built on first
-    use.
-    """
+    """A prepared pass: the layout on the device, and its groups by window, built on first use."""
 
     def __init__(
         self,
@@ -75,8 +73,11 @@ class TorchBatch:
         """Bind a checked layout to a device.
 
         Args:
-            plan: the buffers of a quantized pool.
-            most_slots: slots gathered at once; None: no limit.
+            layout: The layout.
+            block_size: Tokens in a block.
+            device: The device.
+            plan: Buffers of a quantized pool.
+            most_slots: Most slots to gather at once; None for no limit.
         """
         self.layout = layout
         self.plan = plan
@@ -87,7 +88,7 @@ class TorchBatch:
         self._most_slots = most_slots
         self._groups: dict[int, list[SameLength]] = {}
         self._entries = entry_positions(layout.block_tables.shape, layout.segments, block_size)
-        # Position deltas of keys: int64 [num_deltas], and the index of each entry's delta; empty
+        # Position deltas of keys, int64 [num_deltas], and the index of each entry's delta. Empty
         # without deltas.
         self.deltas = np.zeros(0, np.int64)
         self._turns = None
@@ -97,7 +98,7 @@ class TorchBatch:
             self._turns = turns.reshape(deltas.shape)
 
     def groups(self, window: int) -> list[SameLength]:
-        """Return the groups for a window (0: none), which bounds the gathered blocks.
+        """Return the groups for a window (0 for none), which limits the gathered blocks.
 
         Raises CapacityError if one sequence has more slots than can be gathered at once.
         """
@@ -111,7 +112,7 @@ class TorchBatch:
         return self._groups[window]
 
     def _fitting(self, seqs: Longs) -> list[Longs]:
-        """Divide sequences so that each segment's gathered slots stay within the limit."""
+        """Divide sequences so that the gathered slots of each part stay within the limit."""
         width = self.layout.block_tables.shape[1] * self._block_size
         if self._most_slots is None:
             return [seqs]
@@ -131,7 +132,7 @@ class TorchBatch:
         q_first = seq_lens - q_len
         q_positions = q_first[:, None] + np.arange(q_len)
         k_first = np.maximum(q_first - window + 1, 0) if window else np.zeros_like(q_first)
-        # Queries after a quantized block read it as codes.
+        # Later queries of the pass read a quantized block as codes.
         first_own = (
             np.zeros_like(seq_lens) if self.plan is None else self.plan.first[seqs].astype(np.int64)
         )
@@ -195,9 +196,12 @@ class PlannedWrites:
     """Writes of a pass in a quantized pool, int64 each.
 
     Attributes:
-        buffers, offsets: of the new tokens.
-        continued_from, continued_to: buffers copied before.
-        closed, targets: buffers quantized after, and their blocks.
+        buffers: Buffer of each new token.
+        offsets: Its offset in the buffer.
+        continued_from: Buffers to copy first.
+        continued_to: Their copies.
+        closed: Buffers to quantize last.
+        targets: Their blocks.
     """
 
     def __init__(self, plan: PassPlan, block_size: int, device: torch.device) -> None:

@@ -15,9 +15,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class PlainBlocks:
-    """Storage per layer, keys and values each: [num_blocks, block_size, num_kv_heads, head_dim] in
-    the spec's dtype.
-    """
+    """Blocks of each layer, keys and values [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
         self._pools = [
@@ -33,7 +31,7 @@ class PlainBlocks:
         ]
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of a layer, all blocks."""
+        """Return all keys and values of a layer."""
         keys, values = self._pools[layer]
         return keys, values
 
@@ -64,9 +62,7 @@ class PlainBlocks:
     def write(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: TorchBatch
     ) -> None:
-        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the slots of the
-        batch.
-        """
+        """Store keys and values, [num_tokens, num_kv_heads, head_dim], at the batch's slots."""
         for half, tokens in zip(self._pools[layer], (keys, values), strict=True):
             half.flatten(0, 1).index_copy_(0, batch.slots, tokens.to(half.dtype))
 
@@ -86,10 +82,13 @@ class PlainBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
+        """Return KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
 
         Args:
-            which: index of each slot's block.
+            layer: The layer.
+            blocks: Block ids.
+            which: Index of each slot's block.
+            offsets: Offset of each slot in its block.
         """
         keys, values = (half[blocks][which, offsets].float() for half in self._pools[layer])
         return keys, values
@@ -100,5 +99,5 @@ class PlainBlocks:
             half[torch.tensor(list(block_ids), dtype=torch.int64).to(half.device)] = float("nan")
 
     def content(self, block_id: int) -> list[torch.Tensor]:
-        """List the tensors that a checksum of the block covers."""
+        """Return the tensors that a checksum of the block covers."""
         return [half[block_id] for half in self.whole_blocks]

@@ -1,12 +1,12 @@
 """KV of full blocks at 8 bits, in torch tensors.
 
 The bytes are those of kernels/quantized_kv/code_layout.py, packed and unpacked on the tensors'
-device, so that an Apple GPU holds half the bytes of 16 bits.
+device, so that an Apple GPU stores half the bytes of 16 bits.
 
-As in the other quantized pools, a query reads its own block from a float16 buffer and all blocks
-before it from their codes, so that results do not depend on where a pass begins or ends. Codes are
-decoded in float32 as in the reference. Sums of attention are in float32 too, while the kernels
-round weights to bytes.
+As in other quantized pools, a query reads its own block from a float16 buffer, and all blocks
+before it from their codes. So results do not depend on where a pass begins or ends. Codes are
+decoded in float32, as in the reference. Attention sums are float32 too, while the CPU kernels round
+weights to bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BITS", "TorchQuantBlocks", "decode", "encode"]
 
 BITS = (8, 8)
 _TOP = 255.0
-# a scale is never 0, and as float16 still reaches the largest
+# A scale is never 0, and in float16 still reaches the largest value.
 _SCALE_FLOOR = 6e-8
 _SCALE_SLACK = 1.0 + 2.0**-10
 _STEPS = np.ldexp(1 + np.arange(256) % 8 / 8, np.arange(256) // 8 - STEP_BIAS).astype(np.float32)
@@ -36,16 +36,18 @@ _STEPS = np.ldexp(1 + np.arange(256) % 8 / 8, np.arange(256) // 8 - STEP_BIAS).a
 def encode(
     keys: torch.Tensor, values: torch.Tensor, layout: CodeLayout, steps: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize float16 blocks, keys and values [n, block, num_kv_heads, head_dim], to codes uint8
-    [n, num_kv_heads, bytes].
+    """Quantize float16 blocks to codes, uint8 [n, num_kv_heads, bytes].
 
     Args:
+        keys: [n, block, num_kv_heads, head_dim].
+        values: [n, block, num_kv_heads, head_dim].
+        layout: Layout of the codes.
         steps: float32 [256], the value of each byte of a key step.
     """
     num, size, heads, head_dim = keys.shape
     dim = layout.dim
     out = torch.zeros((num, heads, layout.nbytes), dtype=torch.uint8, device=keys.device)
-    keys = keys.permute(0, 2, 3, 1).float().contiguous()  # a channel's keys side by side
+    keys = keys.permute(0, 2, 3, 1).float().contiguous()  # the keys of a channel are adjacent
     low = keys.amin(dim=-1)
     high = keys.amax(dim=-1)
     zeros = (low + (keys * 0.0).sum(dim=-1)).half()  # NaN where a key is not finite
@@ -111,12 +113,11 @@ class _Half(NamedTuple):
 
 
 class _Arena:
-    """Buffers of all layers of one shape: `num_open` for each layer, then the shared temporary
-    ones.
+    """Buffers of all layers of one shape: `num_open` per layer, then shared temporary ones.
 
     Attributes:
-        index: int64 [num_layers, num_open + num_temporary], location of a plan's buffers for each
-            layer of this shape.
+        index: int64 [num_layers, num_open + num_temporary], the location of a plan's buffers for
+            each layer of this shape.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class _Arena:
         return torch.from_numpy(np.hstack([kept, temporary])).to(self._device)
 
     def grow(self, num_temporary: int) -> None:
-        """Make room for so many temporary buffers; kept ones keep their contents."""
+        """Make room for `num_temporary` temporary buffers; other buffers keep their contents."""
         if len(self.buffers.keys) >= self.num_kept + num_temporary:
             return
         larger = self._make(self.num_kept + num_temporary)
@@ -155,8 +156,9 @@ class _Arena:
 
 
 class TorchQuantBlocks:
-    """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes] each, and the buffers of open
-    blocks. Raises ConfigError for a spec whose blocks cannot be quantized.
+    """Codes of all layers, uint8 [num_blocks, num_kv_heads, bytes], and the buffers of open blocks.
+
+    Raises ConfigError for a spec whose blocks cannot be quantized.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, num_open: int, device: torch.device) -> None:
@@ -191,9 +193,7 @@ class TorchQuantBlocks:
 
     @property
     def arrays(self) -> list[torch.Tensor]:
-        """Tensors that `pool_bytes` counts: codes and open buffers. Temporary buffers of a pass are
-        workspace.
-        """
+        """Tensors that `pool_bytes` counts: codes and open buffers, but not temporary buffers."""
         arenas = list(dict.fromkeys(self._arenas))
         return [
             *self._pools,
@@ -213,7 +213,7 @@ class TorchQuantBlocks:
         return plan
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Return the buffers of those blocks that are open."""
+        """Free the buffers of those blocks that are open."""
         self._open.release(block_ids)
 
     def check_full(self, block_ids: Sequence[int]) -> None:
@@ -250,8 +250,9 @@ class TorchQuantBlocks:
             self._pools[layer][writes.targets] = codes
 
     def gather(self, layer: int, group: SameLength) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim]:
-        decoded codes, then buffers.
+        """Gather the KV of a group in float32, [num_seqs, num_kv_heads, num_slots, head_dim].
+
+        Decoded codes come first, then buffers.
         """
         assert group.buffers is not None
         arena = self._arenas[layer]
@@ -269,10 +270,13 @@ class TorchQuantBlocks:
     def stored(
         self, layer: int, blocks: torch.Tensor, which: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
+        """Return KV at offsets of full blocks, float32 [num_slots, num_kv_heads, head_dim].
 
         Args:
-            which: index of each slot's block.
+            layer: The layer.
+            blocks: Block ids.
+            which: Index of each slot's block.
+            offsets: Offset of each slot in its block.
         """
         decoded = decode(self._pools[layer][blocks], self._layouts[layer], self._steps)
         keys, values = (half.transpose(1, 2)[which, offsets] for half in decoded)
@@ -288,14 +292,12 @@ class TorchQuantBlocks:
                 half.fill_(float("nan"))
 
     def content(self, block_id: int) -> list[torch.Tensor]:
-        """List the tensors that a checksum of the block covers: its buffers if it is open,
-        otherwise its codes.
-        """
+        """Return the tensors that a checksum covers: buffers of an open block, else its codes."""
         buffer = self._open.buffer(block_id)
         return [pool[block_id] for pool in self._pools] if buffer is None else self._halves(buffer)
 
     def _halves(self, buffer: int) -> list[torch.Tensor]:
-        """List keys and values of an open block's buffer, layer by layer."""
+        """Return keys and values of an open block's buffer, layer by layer."""
         return [
             half[ordinal * self._open.num_open + buffer]
             for arena, ordinal in zip(self._arenas, self._ordinals, strict=True)

@@ -86,7 +86,7 @@ class GrammarCompiler:
 
         Raises:
             RequestError: The grammar is invalid, unsupported or too large.
-            BackendUnavailable: llguidance is not installed.
+            BackendUnavailable: The package llguidance is not installed.
         """
         _check_installed(grammar)
         prepare_masks()
@@ -159,7 +159,7 @@ def check_grammar(grammar: Grammar) -> None:
 
     Raises:
         RequestError: The grammar is invalid, unsupported or too large.
-        BackendUnavailable: llguidance is not installed.
+        BackendUnavailable: The package llguidance is not installed.
     """
     _check_installed(grammar)
     _on_deep_stack(lambda: _check_text(grammar))
