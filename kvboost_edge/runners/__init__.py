@@ -1,1 +1,1 @@
-"""Runners: a flat batch of tokens in, logits out. Importing this package loads nothing heavy."""
+"""Runners: a flat batch of tokens to logits; importing this package loads no torch."""

@@ -1,6 +1,4 @@
-"""What tokens attend to, in plain NumPy: for runners that are asked which stored keys matter to a
-prompt.
-"""
+"""Attention of a prompt's end to stored keys, in plain NumPy, to choose what to recompute."""
 
 from __future__ import annotations
 
@@ -18,12 +16,15 @@ Longs = npt.NDArray[np.int64]
 
 
 def asked_layer(windows: Sequence[int]) -> int:
-    """The layer whose attention tells what a prompt's end looks for: at two thirds of the depth, or
-    the nearest that sees everything. windows: of each layer, 0 for none.
+    """Return the layer whose attention decides which stored keys matter to a prompt's end.
 
-    Measured on SmolLM2 (30 layers, 15% of the blocks): layer 1 chooses no better than chance, 10
-    and 15 less well.
+    It is the layer at two thirds of the depth, or the nearest one without a window.
+
+    Args:
+        windows: sliding window of each layer; 0: none.
     """
+    # Measured on SmolLM2 (30 layers, 15% of the blocks): layer 1 is no better than chance, layers
+    # 10 and 15 are worse than this one.
     wanted = 2 * len(windows) // 3
     return min(
         range(len(windows)), key=lambda layer: (windows[layer] > 0, abs(layer - wanted), layer)
@@ -38,15 +39,18 @@ def attended_masses(
     key_positions: Longs,
     params: AttentionParams,
 ) -> Floats:
-    """The probabilities that queries give to keys, summed over queries and heads, float32
-    [num_keys].
+    """Return the probability that queries give to each key, summed over queries and heads.
 
     Args:
-        queries: float32 [num_queries, num_q_heads, head_dim], rotated.
-        lse: float32 [num_queries, num_q_heads], of their attention to all they see.
+        queries: float32 [num_queries, num_q_heads, head_dim], after RoPE.
+        lse: float32 [num_queries, num_q_heads], log-sum-exp of their whole attention.
         positions: int64 [num_queries].
-        keys: float32 [num_keys, num_kv_heads, head_dim], as they are at `key_positions`, int64
-            [num_keys].
+        keys: float32 [num_keys, num_kv_heads, head_dim], rotated to `key_positions`.
+        key_positions: int64 [num_keys].
+        params: the layer's attention constants.
+
+    Returns:
+        float32 [num_keys].
     """
     seen = key_positions <= positions[:, None]
     if params.window:

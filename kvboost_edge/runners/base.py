@@ -1,4 +1,4 @@
-"""What a runner is: a flat batch of tokens in, logits out. It knows no queue and no request."""
+"""The runner interface: a flat batch of tokens to logits, without queues or requests."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ KEEPS_STATES = (
     "layers of this family keep a state instead of keys and values, or beside them, which the "
     "native runner alone computes"
 )
-"""Why the other runners refuse a model."""
+"""Reason for which the other runners refuse a model."""
 
 
 class PassAbandoned(Exception):
-    """The end of a pass whose result is not wanted any more. What it stored is not whole."""
+    """Raised when a pass ends early because its result is not wanted; its KV is incomplete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's work.
+    """Input of one step.
 
     Attributes:
-        token_ids (int64 [num_tokens]): the new tokens of all sequences, one sequence after another.
-        positions (int64 [num_tokens]): their absolute positions.
-        layout: BatchLayout where their KV goes and what they attend to.
-        logit_rows (int64 [num_logits]): rows of the flat batch whose logits are wanted, ascending.
-        state_rows (int64 [num_states]): rows whose hidden state behind the last norm is wanted
-            instead, without the head.
-        states (float32 [num_states, hidden_size]): where the pass puts those.
-        is_abandoned: asked from time to time during a long pass, if the runner can: where it
-            returns True the runner raises PassAbandoned.
+        token_ids: int64 [num_tokens], new tokens of all sequences, one sequence after another.
+        positions: int64 [num_tokens], their absolute positions.
+        layout: where their KV is written and what they attend to.
+        logit_rows: int64 [num_logits], rows of the flat batch whose logits are wanted, ascending.
+        state_rows: int64 [num_states], rows whose hidden state after the last norm is wanted
+            instead, without the LM head.
+        states: float32 [num_states, hidden_size], written: those hidden states.
+        is_abandoned: called from time to time during a long pass, if the runner supports it; if it
+            returns True, the runner raises PassAbandoned.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -66,37 +66,48 @@ class ForwardBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """Constants of a loaded model that the engine needs."""
+    """Constants of a loaded model.
 
-    name: str  # "torch" | "native" | ...
-    architecture: str  # model_type of the Hugging Face config
-    dtype: str  # compute dtype
-    vocab_size: int  # rows of the logits
-    max_context: int  # longest sequence in tokens
+    Attributes:
+        name: "torch", "native" or "onnx".
+        architecture: model_type of the Hugging Face config.
+        dtype: compute dtype, or weight format.
+        vocab_size: width of the logits.
+        max_context: longest sequence in tokens.
+        weight_bytes: bytes of the weights.
+        kv_spec: storage of KV and recurrent states.
+        weight_region: memory of the weights in this process; empty if unknown.
+        kernel_path: variant of this project's linear kernels; "none" if other kernels run.
+        copies_kv: True if KV of running sequences is also held outside the pool, at most as many
+            bytes.
+        hidden_size: floats of a hidden state; 0: the runner returns none.
+        stores_kv: False if a text is one whole pass that stores nothing; results are hidden
+            states.
+        numerics: versions of everything else that the bits of KV depend on.
+    """
+
+    name: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_context: int
     weight_bytes: int
     kv_spec: KVSpec
-    # Where they lie in this process's memory; empty: not known.
     weight_region: Region = Region(0, 0)  # noqa: RUF009
-    kernel_path: str = (
-        "none"  # form of the project's own linear kernels that runs; "none" where others do
-    )
-    copies_kv: bool = (
-        False  # holds running sequences' keys and values beside the pool too, as many bytes at most
-    )
-    hidden_size: int = 0  # floats of a hidden state; 0: the runner hands out none
-    stores_kv: bool = True  # False: a text is one pass, all of it; what is wanted of it are states
-    numerics: str = (
-        ""  # what else the bits of keys and values depend on: versions of what computes them
-    )
+    kernel_path: str = "none"
+    copies_kv: bool = False
+    hidden_size: int = 0
+    stores_kv: bool = True
+    numerics: str = ""
 
 
 class StoredKeys(NamedTuple):
-    """Tokens whose keys are stored, int64 [num_tokens] each.
+    """Tokens whose keys are stored.
 
     Attributes:
-        slots: where.
-        positions: at which they stand now.
-        deltas: how far that is from where they were computed, new - old.
+        slots: int64 [num_tokens], slots of the pool.
+        positions: int64 [num_tokens], their positions now.
+        deltas: int64 [num_tokens], new position - position at which the key was computed.
     """
 
     slots: npt.NDArray[np.int64]
@@ -105,13 +116,17 @@ class StoredKeys(NamedTuple):
 
 
 class ModelTraits(NamedTuple):
-    """What is known of a model before it is loaded: its config, and whether its weights are stored
-    in a quantized format (which is then kept). `native_refusal`: why the files are none that the
-    native runner reads, "" if they are;
-    `onnx_refusal`: likewise of the ONNX runner, None where there is no ONNX file; `onnx_layers`:
-      how many layers the graph has keys and values of; `describe`: gives its spec, where that is
-      known already; `packed_bytes`: gives the bytes of its packed weights in a format, for
-      `choose_weights` of the native runner.
+    """Facts about a model before it is loaded.
+
+    Attributes:
+        config: the Hugging Face config.
+        is_gguf: True for a GGUF file.
+        is_quantized: True if the weights are stored in a quantized format, which is then kept.
+        native_refusal: why the native runner cannot read the files; "" if it can.
+        onnx_refusal: why the ONNX runner cannot run the file; None if there is no ONNX file.
+        onnx_layers: layers of the ONNX graph that have KV.
+        describe: returns the model's spec, if it is known already.
+        packed_bytes: (weight format) -> bytes of packed weights, for `choose_weights`.
     """
 
     config: Mapping[str, Any]
@@ -125,13 +140,21 @@ class ModelTraits(NamedTuple):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the native runner has to know. ModelFormatError where it does not know the model."""
+        """The native runner's model description; raises ModelFormatError if unknown."""
         return describe_model(self.config) if self.describe is None else self.describe()
 
 
 class LoadOptions(NamedTuple):
-    """How a runner loads a model; each takes what concerns it. `progress`: called with (bytes done,
-    bytes in all).
+    """Options for loading a model; each runner uses the ones that apply to it.
+
+    Attributes:
+        weights: weight format.
+        dtype: compute dtype.
+        device: torch device.
+        num_threads: threads of the kernels.
+        block_size: tokens of a KV block.
+        kv_bits: (bits of keys, bits of values) in the pool.
+        progress: called with (bytes done, bytes in total).
     """
 
     weights: str
@@ -144,62 +167,86 @@ class LoadOptions(NamedTuple):
 
 
 class Runner(Protocol):
-    """A loaded model. `bind` gives it the backend that holds its KV; then `forward` may be
-    called.
-    """
+    """A loaded model; `bind` sets the backend that holds its KV, before `forward`."""
 
     info: RunnerInfo
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        """Why keys are not attended at other positions than those they were computed at, as far as
-        is known once a backend is bound; None: they are.
+        """Reason against using keys at other positions than they were computed at, or None.
+
+        It is final once a backend is bound.
         """
         ...
 
     @property
     def copied_bytes(self) -> int:
-        """Of copies of keys and values beside the pool, as of now; 0 unless `info.copies_kv`."""
+        """Bytes of KV copies outside the pool, at present; 0 unless `info.copies_kv`."""
         ...
 
     def bind(self, backend: Backend) -> None: ...
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; return float32 logits [num_logits, vocab_size] that stay
-        valid until the next call, and fill `batch.states`. Logits and states of a sequence are NaN
-        if any key or value it stored is not finite. State rows only where `info.hidden_size` says
-        so.
+        """Run the tokens, store their KV, and fill `batch.states`.
+
+        Logits and states of a sequence are NaN if any key or value that it stored is not finite.
+        `batch.state_rows` requires `info.hidden_size` > 0.
+
+        Returns:
+            Logits, float32 [num_logits, vocab_size], valid until the next call.
         """
         ...
 
     def accept_drafts(
         self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
     ) -> None:
-        """Let states take in drafts of the last pass, whose layout this is, to the bit as if they
-        had been certain rows of it. accepted, [num_seqs]: how many of each sequence's drafts, at
-        least one of all. states: where it goes on, which is what the pass left of it, and where to;
-        of sequences without accepted drafts nothing is looked at. Saves lie behind accepted drafts.
-        Only where `info.kv_spec` has states.
+        """Advance recurrent states by accepted draft tokens of the last pass.
+
+        The result is bit-identical to a pass in which they were ordinary tokens. Only for models
+        with recurrent state.
+
+        Args:
+            layout: layout of the last pass.
+            accepted: int32 [num_seqs], accepted draft tokens of each sequence; at least one in
+                total.
+            states: slots to read (left by the pass) and to write; ignored for sequences without
+                accepted draft tokens. Snapshots are after accepted draft tokens.
         """
         ...
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Run the first layer and what makes the second one's values: squared distances, float32
-        [len(rows)], of the values of these tokens of the flat batch from what is stored at these
-        slots. Stores KV of both layers. Where there is no second layer nothing depends on context:
-        0. Only where `moved_keys_refusal` is None.
+        """Return how far the values of tokens are from stored ones in the second layer.
+
+        KV of the first two layers is stored. A model with one layer returns 0. Only if
+        `moved_keys_refusal` is None.
+
+        Args:
+            batch: the pass.
+            rows: int64 [n], rows of the flat batch.
+            slots: int64 [n], slots of the stored values to compare with.
+
+        Returns:
+            Squared distances, float32 [n].
         """
         ...
 
     def masses(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
     ) -> npt.NDArray[np.float32]:
-        """Run the layers up to `asked_layer`, and of that one attention: how much of theirs these
-        tokens of the flat batch give to each of the stored ones, summed over tokens and heads,
-        float32 [len(stored.slots)]. Stores KV of those layers. Only where `moved_keys_refusal` is
-        None.
+        """Return the attention probability that tokens give to each stored key.
+
+        It is measured in `asked_layer`, summed over tokens and heads. KV of the layers up to it is
+        stored. Only if `moved_keys_refusal` is None.
+
+        Args:
+            batch: the pass.
+            rows: int64 [n], rows of the flat batch.
+            stored: the keys.
+
+        Returns:
+            float32 [len(stored.slots)].
         """
         ...
 

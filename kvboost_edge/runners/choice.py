@@ -1,7 +1,7 @@
-"""Which runner a model gets, and why. Decisions only: nothing is loaded, torch is not asked.
+"""Choice of a runner for a model, with the reason. It loads no model and imports no torch.
 
-A runner is a folder and a row of the table. Its `plan` (`RunnerPlan`) decides and is light to
-import; its `runner` has `load`, and is imported for the runner that was chosen.
+A runner is a folder and a row of RUNNERS. Its module `select_<name>` implements `RunnerPlan` and
+is cheap to import. Its module `runner` has `load` and is imported only if it is chosen.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ RUNNERS = {
 
 
 class RunnerPlan(Protocol):
-    """What the module `plan` of a runner offers.
+    """Interface of a runner's module `select_<name>`.
 
     Attributes:
-        WORKS_WITH: the backends it takes, for people.
-        AUTO_BACKEND: what backend="auto" means for it, and AUTO_BACKEND_REASON why; "" where the
-            choice says it.
+        WORKS_WITH: supported backends, for messages.
+        AUTO_BACKEND: backend that backend="auto" selects.
+        AUTO_BACKEND_REASON: why; "" if the backend's own choice states a reason.
     """
 
     WORKS_WITH: str
@@ -43,21 +43,19 @@ class RunnerPlan(Protocol):
     AUTO_BACKEND_REASON: str
 
     def wish(self, config: EngineConfig, model: ModelTraits) -> str:
-        """The option, or the form of the checkpoint, that only this runner serves; "" if none
-        does.
-        """
+        """Return the option or model format that only this runner supports; "" if there is none."""
         ...
 
     def unsupported_reason(self, model: ModelTraits) -> str | None:
-        """Why it cannot run the model; None when it can, as far as the config tells."""
+        """Return why it cannot run the model, as far as the config shows; None if it can."""
         ...
 
     def missing_package(self, model_config: Mapping[str, Any]) -> str | None:
-        """What "needs ..." to be installed to load this model; None where nothing is missing."""
+        """Return "needs ..." if a package must be installed to load this model; otherwise None."""
         ...
 
     def moved_keys_refusal(self, model_config: Mapping[str, Any], backend: str) -> str | None:
-        """What `Runner.moved_keys_refusal` will be on this backend, as far as the config tells."""
+        """Return `Runner.moved_keys_refusal` for this backend, as far as the config shows."""
         ...
 
     def choose_weights(
@@ -67,8 +65,13 @@ class RunnerPlan(Protocol):
         plan_pool: Callable[[KVSpec, int], int],
         available: int,
     ) -> tuple[str, str]:
-        """The weight format, and why; "" where it has none of its own. `plan_pool`: gives what a
-        pool for (KV spec, longest sequence) will take of the `available` memory.
+        """Return (weight format, reason); format "" if the runner has no formats of its own.
+
+        Args:
+            config: options of the engine.
+            model: the model.
+            plan_pool: (KV spec, longest sequence) -> bytes of the pool.
+            available: bytes of available memory.
         """
         ...
 
@@ -79,8 +82,13 @@ class _RunnerModule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """`weights`: the format, empty where the runner has none of its own. `wanted`: somebody asked
-    for this runner, or none that is preferred to it was passed over.
+    """The chosen runner.
+
+    Attributes:
+        name: key of RUNNERS.
+        weights: weight format; "" if the runner has no formats of its own.
+        reason: why it was chosen.
+        wanted: True if it was requested, or is the first in order of preference.
     """
 
     name: str
@@ -90,11 +98,13 @@ class RunnerChoice:
 
 
 def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
-    """The runner, its `weights` still open: the one that an option asks for, else the first that
-    can run the model.
+    """Return the runner that an option requires, or the first that can run the model.
 
-    Raises ConfigError for options that contradict each other, ModelFormatError where only one
-    runner could do what is asked for and does not know the model.
+    Its `weights` are still empty.
+
+    Raises:
+        ConfigError: options contradict each other.
+        ModelFormatError: no runner, or not the required one, can run the model.
     """
     wishes = {name: wish for name in RUNNERS if (wish := _wish(name, config, model))}
     if model.is_gguf and "torch" in wishes:
@@ -128,11 +138,11 @@ def _wish(name: str, config: EngineConfig, model: ModelTraits) -> str:
 
 
 def plan_of(name: str) -> RunnerPlan:
-    """How a runner decides; KeyError for a name that is not in the table."""
+    """Return the `RunnerPlan` of a runner; raise KeyError for an unknown name."""
     return cast(RunnerPlan, importlib.import_module(f"{RUNNERS[name]}.select_{name}"))
 
 
 def load_runner(name: str, checkpoint: Checkpoint, options: LoadOptions) -> Runner:
-    """Load a model into a runner. Raises ModelFormatError for what cannot be loaded completely."""
+    """Load a model into a runner; raise ModelFormatError if it cannot be loaded completely."""
     module = cast(_RunnerModule, importlib.import_module(f"{RUNNERS[name]}.runner"))
     return module.load(checkpoint, options)

@@ -1,1 +1,1 @@
-"""The native runner: model families on the project's own kernels, without torch."""
+"""Native runner: model families on the project's own kernels, without torch."""

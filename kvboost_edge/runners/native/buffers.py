@@ -1,4 +1,4 @@
-"""Activations of a pass: buffers that grow to the largest pass and stay."""
+"""Activation buffers of a pass, which grow to the largest pass."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from kvboost_edge.runners.native.sizes import MixtureSizes, Sizes
 
 __all__ = ["ProgramBuffers", "largest_bytes"]
 
-_KEPT_ROWS = 64  # of logits: a step of decoding, not all rows of a prompt
-_MORE_POSITIONS = 1024  # made ahead, so that not every token makes a table
-_SLACK = 4 * GROUP  # floats behind a buffer that a vector may read past the last row
+_KEPT_ROWS = 64  # rows of logits: a decode step, not a whole prompt
+_MORE_POSITIONS = 1024  # computed ahead, so that the table does not grow at every token
+_SLACK = 4 * GROUP  # floats that a vector may read after the last row
 
 
 class ProgramBuffers:
-    """The buffers of a model by their numbers in the program, and the rope tables."""
+    """Buffers of a model by their number in the program, and RoPE tables.
+
+    Args:
+        spec: the model.
+        float_experts: True if the experts' weights are floats.
+    """
 
     def __init__(self, spec: ModelSpec, *, float_experts: bool = False) -> None:
-        """float_experts: whether the weights of experts are floats."""
         self.sizes = Sizes.of(spec, floats=float_experts)
         self._spec = spec
         self._capacity = 0
@@ -44,8 +48,13 @@ class ProgramBuffers:
         self._addresses = np.zeros(lt.B_TABLES + 2 * len(self._tables) + 1, dtype=np.int64)
 
     def addresses(self, num_tokens: int, num_positions: int) -> npt.NDArray[np.int64]:
-        """int64 [num_buffers] for a pass of so many tokens, at positions below num_positions. The
-        caller fills in tokens, positions, what attention returned, and the logits.
+        """Return addresses of buffers, int64 [num_buffers], for a pass.
+
+        The caller fills in tokens, positions, attention results and logits.
+
+        Args:
+            num_tokens: tokens of the pass.
+            num_positions: the highest position + 1.
         """
         if num_tokens > self._capacity:
             self._grow(num_tokens)
@@ -54,9 +63,10 @@ class ProgramBuffers:
         return self._addresses.copy()
 
     def turning(self) -> dict[int, Any]:
-        """Columns of the attention rows, one number for all layers or one for each: where the
-        queries of the pass are before rotation, and the tables of each layer's rope. Valid until
-        the next call of `addresses`.
+        """Return columns of the attention rows for segments with a delta.
+
+        They locate the queries before RoPE and each layer's RoPE tables: a number for all layers,
+        or a list. Valid until the next call of `addresses`.
         """
         tables = [
             None if layer.rope < 0 else self._tables[layer.rope] for layer in self._spec.layers
@@ -72,8 +82,9 @@ class ProgramBuffers:
     def turned(
         self, layer: int, keys: npt.NDArray[np.float32], deltas: npt.NDArray[np.int64]
     ) -> npt.NDArray[Any]:
-        """Keys of a layer [num_tokens, num_kv_heads, head_dim] as they would be `deltas` positions
-        on. After `addresses` of a pass whose queries attend to them.
+        """Return a layer's keys [tokens, num_kv_heads, head_dim], shifted by `deltas` positions.
+
+        Call it after `addresses` of a pass whose queries attend to them.
         """
         rope = self._spec.layers[layer].rope
         if rope < 0:
@@ -84,45 +95,45 @@ class ProgramBuffers:
         )
 
     def rows(self, number: int, num_tokens: int, heads: int, dim: int) -> npt.NDArray[np.float32]:
-        """The first rows of the query, key or value buffer, float32 [num_tokens, heads, dim],
-        contiguous.
-        """
+        """Return the first rows of a query, key or value buffer, float32 [tokens, heads, dim]."""
         return self._arrays[number][: num_tokens * heads * dim].reshape(num_tokens, heads, dim)
 
     @property
     def query(self) -> npt.NDArray[np.float32]:
-        """The query buffer, of a layer as `rows` has it."""
+        """The query buffer, with rows as in `rows`."""
         return self._arrays[lt.B_QUERY]
 
     def hidden(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """The first rows of the hidden state, float32 [num_tokens, padded hidden size]."""
+        """Return the first rows of the hidden state, float32 [num_tokens, padded hidden size]."""
         row = self.sizes.hidden
         return self._arrays[lt.B_HIDDEN][: num_tokens * row].reshape(num_tokens, row)
 
     def normed(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """The first rows of what a norm left, float32 [num_tokens, hidden size]."""
+        """Return the first rows of a norm's output, float32 [num_tokens, hidden size]."""
         row = self.sizes.hidden
         return self._arrays[lt.B_NORMED][: num_tokens * row].reshape(num_tokens, row)[
             :, : self._spec.hidden_size
         ]
 
     def per_layer(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """The first rows of the layers' inputs, float32 [num_tokens, padded]."""
+        """Return the first rows of the per-layer inputs, float32 [num_tokens, padded]."""
         row = self.sizes.per_layer
         return self._arrays[lt.B_PER_LAYER][: num_tokens * row].reshape(num_tokens, row)
 
     def wide(self, num_tokens: int) -> npt.NDArray[np.float32]:
-        """The first of the rows that queries, keys and values of a layer are made in, float32
-        [num_tokens, padded].
-        """
+        """Return the first rows of the QKV projection's output, float32 [num_tokens, padded]."""
         row = self.sizes.wide
         return self._arrays[lt.B_WIDE][: num_tokens * row].reshape(num_tokens, row)
 
     def copied(
         self, rows: BufferRows, num_tokens: int, which: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """A copy of some of the first rows of a buffer, for a pass of so many tokens: float32,
-        flat, as large as the buffer is for them.
+        """Return a copy of some rows of a buffer, float32, flat, sized as the buffer is for them.
+
+        Args:
+            rows: the buffer.
+            num_tokens: rows of the pass.
+            which: int64, rows to copy.
         """
         number = rows.buffer
         step = rows.step
@@ -133,8 +144,9 @@ class ProgramBuffers:
         return copy
 
     def logits(self, num_rows: int) -> npt.NDArray[np.float32]:
-        """float32 [num_rows, padded vocabulary], contents undefined; a few rows are the same memory
-        each time.
+        """Return float32 [num_rows, padded vocabulary], uninitialized.
+
+        Few rows are the same memory in each call.
         """
         if num_rows > _KEPT_ROWS:
             return aligned_empty((num_rows, self.sizes.logits), np.float32)
@@ -143,9 +155,8 @@ class ProgramBuffers:
         return self._logits[:num_rows]
 
     def _cover(self, num_positions: int) -> None:
-        """Have rope and the factors of queries at so many positions, at least. The addresses are
-        those of what is kept, also behind a MemoryError.
-        """
+        """Extend RoPE tables and query factors to at least `num_positions` positions."""
+        # Addresses are updated table by table, so that they stay valid after a MemoryError.
         for index, table in enumerate(self._tables):
             table.cover(num_positions)
             self._addresses[lt.B_TABLES + 2 * index] = table.cos.ctypes.data
@@ -158,7 +169,7 @@ class ProgramBuffers:
         self._num_positions = min(held, default=num_positions)
 
     def _grow(self, num_tokens: int) -> None:
-        """Larger buffers, all of them: behind a MemoryError they are what they were."""
+        """Replace all buffers by larger ones; on MemoryError they stay unchanged."""
         arrays = self._of_size(num_tokens)
         for number, array in arrays.items():
             self._addresses[number] = array.ctypes.data
@@ -187,12 +198,12 @@ class ProgramBuffers:
 
 
 def largest_bytes(spec: ModelSpec, num_tokens: int, num_positions: int) -> int:
-    """Bytes of all buffers of passes of up to so many tokens, at positions below num_positions."""
+    """Return the bytes of all buffers for passes of up to `num_tokens` tokens."""
     buffers = ProgramBuffers(spec, float_experts=True)
     arrays = buffers._of_size(num_tokens).values()  # nothing is written, so nothing is resident
     logits = 4 * _KEPT_ROWS * buffers.sizes.logits
     each = sum(2 * len(rope.frequencies) for rope in spec.ropes) + (spec.query_scale is not None)
-    # A table that grows is copied.
+    # Growing a table copies it.
     tables = 2 * 4 * each * (num_positions + _MORE_POSITIONS)
     return sum(array.nbytes for array in arrays) + logits + tables
 

@@ -1,4 +1,4 @@
-"""Operations of a pass: what layers of all kinds are written with."""
+"""Operations that layers of all kinds emit into a program."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from kvboost_edge.runners.native.sizes import Sizes, padded
 
 __all__ = ["ACTIVATIONS", "MAX_TILES", "Emitter"]
 
-# Where weights stream from memory long runs are best: 2 units a thread instead of 8 raise GB/s by a
-# fifth to a half.
+# Where weights stream from memory, long runs are best: 2 units per thread instead of 8 raise the
+# GB/s by 20 to 50%.
 _UNITS_PER_THREAD = 2
 MAX_TILES = 256
-# Matrices whose inputs are quantized to 16 bits: errors of queries, keys and logits show most, and
-# the cost is least.
+# Matrices whose inputs have 16-bit codes: errors in queries, keys and logits matter most, and the
+# cost is least there.
 _FINE = ("qkv", "embed", "head")
 ACTIVATIONS = {
     "silu": ACT_SILU,
@@ -38,7 +38,7 @@ ACTIVATIONS = {
 
 
 def _is_fine(name: str) -> bool:
-    """Whether the inputs of a matrix, or of a run of its rows, have 16-bit codes."""
+    """Return whether the inputs of a matrix, or of a run of its rows, have 16-bit codes."""
     return name.rpartition(".")[2].partition("+")[0] in _FINE
 
 
@@ -46,9 +46,8 @@ class Emitter:
     """The operations of a program.
 
     Attributes:
-        ops: those emitted so far.
-        scaled_vectors: by the names of what they were made of, see `scaled`; operations point to
-            them.
+        ops: operations emitted so far.
+        scaled_vectors: vectors made by `scaled`, by name; operations point to them.
     """
 
     def __init__(
@@ -72,19 +71,17 @@ class Emitter:
         return not FORMATS[self.entries[name].kind].is_float
 
     def read_by(self, name: str) -> int:
-        """Return the kind of weights that a result is quantized for, 0 for float ones."""
+        """Return the weight format that a result is quantized for; 0 for float weights."""
         return self.kind(name) if self.is_quantized(name) else 0
 
     def panel(self, reader: str, buffer: int = lt.B_PANEL) -> lt.PanelTarget:
-        """Return where a result that the matrix `reader` reads is quantized, if it is."""
+        """Return the panel into which a result is quantized for the matrix `reader`."""
         if not self.is_quantized(reader):
             return lt.PanelTarget()
         return lt.PanelTarget(self.kind(reader), buffer, int(_is_fine(reader)))
 
     def scaled(self, name: str, factors: npt.NDArray[np.float32]) -> int:
-        """Return the address of a packed vector whose first elements are multiplied with
-        `factors`.
-        """
+        """Return the address of a packed vector, its first elements multiplied by `factors`."""
         if (factors == 1).all():
             return self.packed.address(name)
         if name not in self.scaled_vectors:
@@ -93,7 +90,7 @@ class Emitter:
         return self.scaled_vectors[name].ctypes.data
 
     def norm(self, weight: str, reader: str, *, factor: float = 1.0) -> None:
-        """Norm of the hidden state, times `factor`, for the matrix `reader`."""
+        """Emit the norm of the hidden state, times `factor`, for the matrix `reader`."""
         size = self.spec.hidden_size
         address = self.scaled(weight, np.full(size, factor, dtype=np.float32))
         self.ops.append(
@@ -105,9 +102,7 @@ class Emitter:
             self.ops.append(lt.QuantizeOp(source, count, self.panel(reader)))
 
     def matrix(self, name: str, unit: int, num_units: int, panel: int) -> lt.PackedMatrix:
-        """Return the matrix `name`, with its bias, cut into runs of `unit` of its num_units tiles
-        (or groups).
-        """
+        """Return a matrix and its bias, in runs of `unit` of its num_units tiles (or groups)."""
         return lt.PackedMatrix(
             self.kind(name),
             self.entries[name].inputs,
@@ -130,8 +125,9 @@ class Emitter:
         factor: float = 1.0,
         panel: int = lt.B_PANEL,
     ) -> None:
-        """The matrix `name`, or its runs; it reads `source` where its weights are floats, and
-        `panel` otherwise.
+        """Emit the product of the matrix `name`, or of its runs.
+
+        It reads `source` if its weights are floats, otherwise `panel`.
         """
         bias = self.packed.address(f"{name}_bias")
         done = 0
@@ -146,9 +142,7 @@ class Emitter:
             index += 1
 
     def gated(self, layer: str, source: BufferRows, inner: int, scalar: float) -> None:
-        """The ways in, the activation, and down; the hidden state is then multiplied with
-        `scalar`.
-        """
+        """Emit a whole MLP; the hidden state is then multiplied by `scalar`."""
         rows = self.inner(layer, source, inner)
         factor = self.spec.factors.mlp_out
         names = (f"{layer}down", f"{layer}mlp_out")
@@ -157,8 +151,10 @@ class Emitter:
         )
 
     def inner(self, layer: str, source: BufferRows, inner: int) -> BufferRows:
-        """Gate and up, or up alone, and the activation: where they leave what the way down reads,
-        besides B_INNER.
+        """Emit gate and up (or up alone) and the activation.
+
+        Returns:
+            The rows that a float down projection reads; a quantized one reads B_INNER.
         """
         spec = self.spec
         way_in = layer + spec.family.way_in
@@ -171,7 +167,7 @@ class Emitter:
             self.ops.append(lt.GatedOp(matrix, channels, lt.B_INNER))
         else:
             self.linear(way_in, source, self.wide)
-            # Without a gate what is read for up has no meaning, but must be there.
+            # Without a gate `up` is ignored, but its address must be valid.
             by = BufferRows() if spec.family.gated else self.wide
             panel = self.panel(down, lt.B_INNER)
             self.ops.append(lt.ActivateOp(self.wide, rows, inner, act, by, panel))
@@ -187,9 +183,9 @@ class Emitter:
         sum_factor: float = 1.0,
         factor: float = 1.0,
     ) -> None:
-        """Add a matrix's result times `factor` to the hidden state, through a norm where the family
-        has one after it.
-        `sum_factor`: only with such a norm.
+        """Emit a matrix product, times `factor`, that is added to the hidden state.
+
+        If the family has a norm after it, the norm comes first; only then may `sum_factor` be set.
         """
         spec = self.spec
         if spec.family.norms == "pre":

@@ -1,6 +1,4 @@
-"""Attention of one layer between two parts of a program, for backends whose kernels a program
-cannot call.
-"""
+"""Attention between two parts of a program, for backends whose kernels a program cannot call."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ def attend_layer(
     prepared: Any,
     params: AttentionParams,
 ) -> Floats:
-    """Store keys and values, where the layer has some; what attention returns, rows padded to whole
-    groups.
-    """
+    """Store a layer's KV, if it has its own, and return its attention, padded to whole groups."""
     own = spec.layers[layer]
     query = buffers.rows(lt.B_QUERY, num_tokens, spec.num_heads, own.head_dim)
     if own.owns_kv:

@@ -1,4 +1,4 @@
-"""A layer's mixture of experts as operations."""
+"""Operations of a layer's mixture of experts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["emit_mixture", "emit_mixture_beside"]
 
 
 def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
-    """Operations of experts in the place of the MLP. Their norm stands before them alone."""
+    """Emit experts that replace the MLP."""
+    # The norm serves the router (floats), and a shared expert (quantized) if there is one.
     router = f"{layer}router"
-    # Floats for the router, and codes for the expert that all share, where there is one.
     out.norm(f"{layer}mlp_in", f"{layer}{out.spec.family.way_in}" if experts.shared else router)
     routed = BufferRows(lt.B_ROUTED, _sizes(out).routed)
     out.linear(router, out.normed, routed)
@@ -31,9 +31,10 @@ def emit_mixture(out: Emitter, layer: str, experts: Experts) -> None:
 def emit_mixture_beside(
     out: Emitter, layer: str, experts: Experts, inner: int, sum_factor: float
 ) -> None:
-    """Operations of experts and of an MLP of `inner` channels: both read the hidden state through
-    norms of their own, and the norm of the sum of their norms is added to it, which is then
-    multiplied with `sum_factor`.
+    """Emit experts in parallel to an MLP of `inner` channels.
+
+    Both read the hidden state through norms of their own. The sum of their norms is normed and
+    added to the hidden state, which is then multiplied by `sum_factor`.
     """
     spec = out.spec
     size = spec.hidden_size
@@ -48,7 +49,7 @@ def emit_mixture_beside(
     _route(out, layer, experts)
     out.norm(
         f"{layer}experts_in", f"{layer}router"
-    )  # floats: their codes are made where they are spread
+    )  # floats: they are quantized when they are spread
     _all_experts(out, layer, experts, out.wide, add=False)
     norm = out.packed.address(f"{layer}experts_out")
     out.ops.append(lt.AddNormOp(out.wide, beside, size, norm, spec.eps))
@@ -62,7 +63,7 @@ def _sizes(out: Emitter) -> MixtureSizes:
 
 
 def _route(out: Emitter, layer: str, experts: Experts) -> None:
-    """From the router's logits to each expert's tokens."""
+    """Emit the routing from logits to each expert's tokens."""
     counts = ExpertCounts(experts.count, experts.used)
     out.ops.append(
         lt.RouteOp(
@@ -80,9 +81,7 @@ def _route(out: Emitter, layer: str, experts: Experts) -> None:
 
 
 def _all_experts(out: Emitter, layer: str, experts: Experts, to: BufferRows, *, add: bool) -> None:
-    """Each expert's tokens from B_NORMED through it, and their shares to `to`: added to what is
-    there, or alone.
-    """
+    """Emit all experts on B_NORMED; the sum of shares is stored in `to`, or added to it."""
     spec = out.spec
     size = spec.hidden_size
     counts = ExpertCounts(experts.count, experts.used)
@@ -99,7 +98,7 @@ def _all_experts(out: Emitter, layer: str, experts: Experts, to: BufferRows, *, 
 
 
 def _shared_by_gate(out: Emitter, layer: str, experts: Experts, gate: BufferRows) -> None:
-    """The shared expert times the sigmoid of the router's last number."""
+    """Emit the shared expert, times the sigmoid of the router's last number."""
     rows = out.inner(layer, out.normed, experts.shared)
     out.linear(f"{layer}down", rows, out.wide, panel=lt.B_INNER)
     size = out.spec.hidden_size

@@ -1,8 +1,7 @@
-"""Keys and values of a pass whose texts attend both ways: a layer's at a time, as long as that
-layer's attention runs.
+"""KV of bidirectional models: held for one layer at a time, while its attention runs.
 
-No backend's pool holds them and nothing of them is found again. Each text is whole in its pass, so
-blocks are numbered here, text after text, whatever the engine's bookkeeping calls them.
+No backend's pool holds it, and it is never reused. Each text is complete in its pass, so blocks
+are numbered here, text after text, independent of the engine's block tables.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _BLOCK = 16  # tokens
 
 
 class PassTexts:
-    """One pool of float32 for all layers, which grows to the largest pass and stays.
+    """A float32 pool that all layers share in turn, which grows to the largest pass.
 
-    `whole`: the attention operations of a pass as one call of a kernel; None where `access` is, or
-      where heads x head_dim is no multiple of 32: then layer by layer, by `write_kv` and
-      `attention`.
+    Attributes:
+        whole: attention as operations of one kernel call. None without `access`, or if heads x
+            head_dim is not a multiple of 32: then `write_kv` and `attention` run layer by layer.
     """
 
     def __init__(self, spec: ModelSpec, access: KernelAccess | None) -> None:
@@ -42,8 +41,10 @@ class PassTexts:
         self._grow(1)
 
     def prepare(self, layout: BatchLayout) -> PreparedBatch:
-        """Of the layout the lengths count; ConfigError unless all of each sequence is in the
-        pass.
+        """Return the batch of a pass; only the lengths of the layout matter.
+
+        Raises:
+            ConfigError: a sequence is not complete in the pass.
         """
         lengths = np.diff(layout.cu_seqlens_q)
         if not np.array_equal(lengths, layout.seq_lens) or layout.segments is not None:
@@ -66,13 +67,13 @@ class PassTexts:
         return PreparedBatch(own, 1 if self._access is None else self._access.workspace.num_threads)
 
     def write_kv(self, layer: int, keys: Floats, values: Floats, batch: PreparedBatch) -> None:
-        """Store a layer's keys and values over those of the layer before."""
+        """Store a layer's keys and values over those of the previous layer."""
         reference.write_kv(keys, values, self._pool, batch.slot_mapping)
 
     def attention(
         self, layer: int, queries: Floats, batch: PreparedBatch, params: AttentionParams
     ) -> tuple[Floats, Floats]:
-        """Attention both ways: (out like queries, lse)."""
+        """Compute bidirectional attention; return (out like queries, lse)."""
         options = AttentionOptions(*params, ahead=self._spec.layers[layer].ahead)
         if self._access is None:
             return reference.paged_attention(queries, self._pool, batch.paged, options)
@@ -97,6 +98,6 @@ class PassTexts:
             whole = WholePass(
                 access, KVSpec((shape,) * layers, _BLOCK, "float32"), options, range(layers)
             )
-        # together, or neither where memory does not suffice
+        # both, or neither if memory does not suffice
         self._pool = pool
         self.whole = whole

@@ -1,4 +1,4 @@
-"""A model's spec and packed weights as a program of operations for the linear kernels."""
+"""Building of a program of operations from a model's spec and packed weights."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ __all__ = ["LayerProgram", "attention_params", "build_program", "possible_operat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerProgram:
-    """The operations, and the parts of a pass that they make up.
+    """Operations of a model and their division into parts.
 
-    `parts[i]` = (first, end): part 0 embeds and prepares layer 0's attention; part i > 0 finishes
-    layer i - 1 and prepares layer i. The last one finishes the last layer and computes logits; run
-    up to `normed` it leaves the hidden state after the last norm in B_NORMED. Between two parts
-    stand the layer's `CloseOp`, where it has keys and values of its own, and `AttendOp`, for passes
-    that run it in the program; nothing after a layer that does not attend.
+    Part 0 embeds and prepares layer 0's attention. Part i > 0 finishes layer i - 1 and prepares
+    layer i. The last part finishes the last layer and computes logits; up to `normed` it leaves
+    the hidden state after the last norm in B_NORMED. Between two parts are the layer's `CloseOp`
+    (if it has its own KV) and `AttendOp`, for passes that run attention in the program. A layer
+    without attention has neither.
 
     Attributes:
-        operations: in their order.
-        ops: their table, see program/table.py.
-        narrow: from this part on no keys, values and states are computed: it and all after it need
-            the rows of logits only.
-        border: the buffer that part `narrow` reads besides the hidden state, what attention
-            returned and B_PER_LAYER; None: no other.
-        accept: (first, end) of what lets states take in rows of drafts; empty where there are no
-            states.
-        held: weights of norms that have none, to which operations point.
+        operations: the operations in order.
+        ops: their table; see program/table.py.
+        parts: (first, end) of each part.
+        narrow: from this part on, no KV and no recurrent states are computed: it runs only on rows
+            whose logits are wanted.
+        normed: end of the operations up to the last norm.
+        border: buffer that part `narrow` reads in addition to the hidden state, attention results
+            and B_PER_LAYER; None: no other.
+        accept: (first, end) of the operations that advance recurrent states by accepted draft
+            tokens; empty without recurrent states.
+        held: vectors that operations point to.
     """
 
     operations: tuple[lt.Operation, ...]
@@ -77,9 +79,7 @@ class _Builder(Emitter):
             self.per_layer_inputs(spec.per_layer.width)
 
     def per_layer_inputs(self, width: int) -> None:
-        """Of the embedding and of the rows of the table, which have a scale of their own:
-        B_PER_LAYER.
-        """
+        """Emit B_PER_LAYER from the embedding and the rows of the per-layer table."""
         spec = self.spec
         inputs = BufferRows(lt.B_PER_LAYER, self.sizes.per_layer)
         self.quantize(self.hidden, spec.hidden_size, "ple_in")
@@ -126,9 +126,7 @@ class _Builder(Emitter):
         )
 
     def gate(self, index: int, rows: BufferRows) -> None:
-        """What attention returned times the sigmoid of gates, in place, for the layer's output
-        projection.
-        """
+        """Emit attention results times sigmoid(gates), in place, for the output projection."""
         own = self.spec.layers[index]
         count = self.spec.num_heads * own.head_dim
         gates = self.wide._replace(first=count + 2 * own.num_kv_heads * own.head_dim)
@@ -136,9 +134,7 @@ class _Builder(Emitter):
         self.ops.append(lt.ActivateOp(gates, rows, count, ACT_SIGMOID, rows, panel))
 
     def before_mixing(self, index: int) -> None:
-        """What a layer does before its attention, where it attends; what has a state is done behind
-        it.
-        """
+        """Emit a layer's recurrent mixer, if it has one, and the preparation of its attention."""
         layer = self.spec.layers[index]
         if layer.keeps_state:
             assert self.states is not None
@@ -147,7 +143,7 @@ class _Builder(Emitter):
             self.before_attention(index)
 
     def accept_drafts(self) -> tuple[int, int]:
-        """See `LayerProgram.accept`."""
+        """Emit the operations of `LayerProgram.accept`."""
         first = len(self.ops)
         for index, layer in enumerate(self.spec.layers):
             if layer.state >= 0:
@@ -156,16 +152,14 @@ class _Builder(Emitter):
         return first, len(self.ops)
 
     def border(self, index: int) -> BufferRows | None:
-        """See `LayerProgram.border`, of a part behind this layer."""
+        """Return `LayerProgram.border` for a part that follows this layer."""
         if self.spec.layers[index].keeps_state:
             assert self.states is not None
             return self.states.mixed
         return self.wide if self.spec.family.output_gate else None
 
     def after_mixing(self, index: int) -> None:
-        """The ways back of what mixed tokens into the hidden state, where a layer has something
-        that does.
-        """
+        """Emit the output projections of attention and of the recurrent mixer."""
         spec = self.spec
         layer = f"layer{index}."
         own = self.spec.layers[index]
@@ -186,7 +180,7 @@ class _Builder(Emitter):
             self.into_hidden(name, rows, f"{layer}attn_out", factor=spec.factors.mixer_out)
 
     def behind_mixing(self, index: int) -> None:
-        """The layer's MLP or experts, and what stands behind them."""
+        """Emit the layer's MLP or experts, and the per-layer input."""
         spec = self.spec
         layer = f"layer{index}."
         experts = spec.experts if spec.experts is not None and spec.experts.sparse[index] else None
@@ -212,13 +206,13 @@ class _Builder(Emitter):
             self.per_layer(layer, index, spec.per_layer.width, scalar)
 
     def scalar(self, layer: str) -> float:
-        """What the layer's result is multiplied with."""
+        """Return the factor of the layer's result."""
         if not self.spec.family.layer_scalar:
             return 1.0
         return float(self.packed.array(f"{layer}scalar").view(np.float32)[0])
 
     def per_layer(self, layer: str, index: int, width: int, scalar: float) -> None:
-        """The layer's own input, gated by the hidden state, and the way back into it."""
+        """Emit the layer's own input, gated by the hidden state, and its projection."""
         names = (f"{layer}ple_gate", f"{layer}ple_out")
         rows = BufferRows(lt.B_NORMED, padded(width, GROUP))
         self.quantize(self.hidden, self.spec.hidden_size, names[0])
@@ -230,7 +224,7 @@ class _Builder(Emitter):
         self.into_hidden(names[1], rows, f"{layer}ple_norm", panel=lt.B_INNER, sum_factor=scalar)
 
     def head(self) -> int:
-        """Emit the last norm and the head; return the number of the operation after the norm."""
+        """Emit the last norm and the head; return the index of the operation after the norm."""
         spec = self.spec
         name = "embed" if spec.tied else "head"
         self.norm("norm", name)
@@ -245,7 +239,7 @@ class _Builder(Emitter):
 def build_program(
     spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
 ) -> LayerProgram:
-    """The program of a model; it holds addresses of `packed`, which must outlive it."""
+    """Return a model's program; it holds addresses of `packed`, which must outlive it."""
     builder = _Builder(spec, plan, packed, num_threads)
     ops = builder.ops
     parts = []
@@ -280,14 +274,12 @@ def build_program(
         accept,
         held,
     )
-    entries_of(program.kinds)  # raises where one has none
+    entries_of(program.kinds)  # raises if an operation has no entry
     return program
 
 
 def possible_operations(spec: ModelSpec) -> list[type[lt.Operation]]:
-    """All that a program of the model may have: before its weights are packed there is none to look
-    at.
-    """
+    """Return all operations that a program of the model may have, before its weights are packed."""
     found = [lt.K_PROGRAM]
     if spec.experts is not None:
         found.append(lt.K_EXPERTS)
@@ -297,9 +289,7 @@ def possible_operations(spec: ModelSpec) -> list[type[lt.Operation]]:
 
 
 def attention_params(spec: ModelSpec, packed: PackedWeights) -> list[AttentionParams]:
-    """The constants of attention of each layer; sinks are float32 [num_heads], views of
-    `packed`.
-    """
+    """Return each layer's attention constants; sinks are float32 [num_heads], views of `packed`."""
 
     def sinks(layer: int) -> npt.NDArray[np.float32] | None:
         if not spec.family.sinks:

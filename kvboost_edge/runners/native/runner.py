@@ -1,8 +1,7 @@
-"""The native runner: a batch of tokens to logits on quantized or float weights, without torch.
+"""Native runner: batches of tokens to logits on quantized or float weights, without torch.
 
-A token's logits depend on its own sequence and position only, to the bit: not on who shares the
-batch, how the prompt was cut, whether its keys and values came from the pool, or the number of
-threads.
+A token's logits depend only on its sequence and position, bit for bit: not on the batch, the
+chunks of the prompt, cached KV or the number of threads.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ __all__ = [
     "load_kernels",
 ]
 
-_SHORT_PASS = 32  # tokens: fewer are one call, which costs decoding least
-_CALL_SECONDS = 0.025  # about as long a call of a longer pass takes; then it may be abandoned
+_SHORT_PASS = 32  # tokens; shorter passes are one call, which is cheapest
+_CALL_SECONDS = 0.025  # target duration of a call; a pass can be abandoned between calls
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -81,22 +80,28 @@ Ints = npt.NDArray[np.int32]
 
 
 NUMERICS_VERSION = 2
-"""Raised with every change of the bits that a kernel or a program gives: blocks stored under
-another number are not found again. A test holds the bits of a small model against this number.
+"""Raised with every change of the bits that a kernel or a program computes.
+
+Blocks stored under another number are not found again. A test compares the bits of a small model
+with this number.
 """
 
 
 def describe_numerics() -> str:
-    """The version of what is computed, and of what turns it into machine code and tables of
-    angles.
-    """
+    """Return the versions of the kernels, LLVM and NumPy, on which the bits of KV depend."""
     llvm = ".".join(map(str, llvmlite.binding.llvm_version_info))
     return f"kernels {NUMERICS_VERSION} llvm {llvm} numpy {np.__version__}"
 
 
 class _Rest(NamedTuple):
-    """What is left of a pass when some of its rows go on: the buffers, what attention returned for
-    all rows, and the layers that attend from there on.
+    """State of a pass whose remaining layers run on some of its rows only.
+
+    Attributes:
+        batch: the pass.
+        prepared: the backend's batch.
+        addresses: addresses of the buffers.
+        attended: attention results of all rows.
+        layers: layers whose attention is still to run.
     """
 
     batch: ForwardBatch
@@ -107,9 +112,7 @@ class _Rest(NamedTuple):
 
 
 class NativeRunner:
-    """Implements `Runner` for the families in models/config/spec.py, over a numpy backend. One
-    thread at a time.
-    """
+    """Runner for the families of models/config/spec.py, on a NumPy backend; not thread-safe."""
 
     def __init__(
         self,
@@ -166,10 +169,19 @@ class NativeRunner:
         cache_dir: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> NativeRunner:
-        """Load a checkpoint, or the one at a path; its packed weights come from the cache
-        directory, or are packed now.
+        """Load a checkpoint; weights are packed, or taken from the cache directory.
 
-        Raises ModelFormatError with the reason where the model is not known to this runner.
+        Args:
+            model: a checkpoint or its path.
+            weights: weight format.
+            num_threads: threads of the kernels.
+            block_size: tokens of a KV block.
+            kv_bits: (bits of keys, bits of values) in the pool.
+            cache_dir: directory of packed weights; None: none.
+            progress: called with (bytes done, bytes in total).
+
+        Raises:
+            ModelFormatError: the native runner cannot run the model.
         """
         checkpoint = Checkpoint.open(model)
         spec = checkpoint.spec
@@ -213,7 +225,7 @@ class NativeRunner:
             return RECURRENT
         if self._spec.family.late_norm:
             return LATE_NORM
-        # Where a pass is one call of a kernel attention finds the queries before rotation.
+        # Attention can read queries before RoPE only if the pass is one kernel call.
         if self._whole is not None:
             return None
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
@@ -227,9 +239,7 @@ class NativeRunner:
         return 0
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend's pool. ConfigError unless it takes NumPy arrays and has this model's
-        shapes.
-        """
+        """Use this backend; raise ConfigError unless it has NumPy arrays of this model's shapes."""
         if backend.array_kind != "numpy":
             raise ConfigError(
                 "the native runner works with NumPy backends (cpu, reference), not "
@@ -243,8 +253,8 @@ class NativeRunner:
                 f"backend {backend.name!r} was made for other layers than those of this model"
             )
         self._backend = backend
-        # Two teams would wait for each other's cores: the kernels of both take turns, so one team
-        # serves them.
+        # One team for both: two teams would compete for the same cores, and their kernels never
+        # overlap.
         access = backend.kernel_access
         shared = access is not None and access.workspace.num_threads == self._own_team.num_threads
         self._team = access.workspace.team if access is not None and shared else self._own_team
@@ -265,8 +275,10 @@ class NativeRunner:
         self._kernels = kernel_table(self.kinds, self._program.kinds, quantized)
 
     def forward(self, batch: ForwardBatch) -> Floats:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills
-        `batch.states`.
+        """Run the tokens, store their KV, and fill `batch.states`.
+
+        Returns:
+            Logits, float32 [num_logits, vocab_size].
         """
         backend = self._backend
         if backend is None:
@@ -297,12 +309,12 @@ class NativeRunner:
             store = self._texts or backend
             params = self._params[layer]
             attended = attend_layer(store, spec, layer, self._buffers, num_tokens, prepared, params)
-            addresses = addresses.copy()  # a helper of the last call may still look at the old ones
+            addresses = addresses.copy()  # helper threads may still read the old array
             addresses[lt.B_ATTENDED] = attended.ctypes.data
         return self._outputs(batch, addresses, attended, len(self._program.parts) - 1)
 
     def accept_drafts(self, layout: BatchLayout, accepted: Ints, states: PassStates) -> None:
-        """See `Runner.accept_drafts`: the operations that turn states, over the rows of drafts."""
+        """Advance recurrent states by accepted draft tokens; see `Runner.accept_drafts`."""
         if self._backend is None or self._backend.states is None:
             raise ConfigError("accept_drafts: the model keeps no states")
         rows = accepted_rows(layout, self._backend.states, accepted, states)
@@ -313,15 +325,14 @@ class NativeRunner:
         self._run(self._program.accept, addresses, rows.num_rows)
 
     def deviations(self, batch: ForwardBatch, rows: Longs, slots: Longs) -> Floats:
-        """See `Runner.deviations`: values are read where the rope of the second layer that has some
-        left them, in its wide row.
-        """
+        """Return distances of computed values from stored ones; see `Runner.deviations`."""
         spec = self._spec
         if len(spec.kv_layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
         second = [index for index, layer in enumerate(spec.layers) if layer.owns_kv][1]
         layer = spec.layers[second]
         whole, _ = self._run_begin(batch, second, self._program.parts[second][1])
+        # `RopeOp` has left the values of the second layer with KV in its wide row.
         first = (spec.num_heads + layer.num_kv_heads) * layer.head_dim
         width = layer.num_kv_heads * layer.head_dim
         computed = self._buffers.wide(len(batch.token_ids))[rows, first : first + width]
@@ -330,10 +341,10 @@ class NativeRunner:
         return distances
 
     def masses(self, batch: ForwardBatch, rows: Longs, stored: StoredKeys) -> Floats:
-        """See `Runner.masses`: queries and lse are where attention found and left them."""
+        """Return the attention that tokens give to stored keys; see `Runner.masses`."""
         layer = asked_layer([one.window for one in self._spec.layers])
         behind = self._program.parts[layer + 1][0]
-        # The operation before is attention.
+        # The operation before that is attention.
         whole, memory = self._run_begin(batch, layer, behind - int(len(rows) == 0))
         if not len(rows):
             return np.zeros(len(stored.slots), dtype=np.float32)
@@ -354,7 +365,7 @@ class NativeRunner:
         )
 
     def _run_begin(self, batch: ForwardBatch, layer: int, end: int) -> tuple[WholePass, PassMemory]:
-        """Run operations [0, end), which go as far as `layer`, alone; on all rows."""
+        """Run operations [0, end) on all rows; they end in `layer`."""
         backend = self._backend
         whole = self._whole
         if backend is None or whole is None:
@@ -371,7 +382,10 @@ class NativeRunner:
     def _addresses(
         self, batch: ForwardBatch, tokens: Longs, positions: Longs
     ) -> tuple[Longs, list[Any]]:
-        """The buffers of a pass, and what must outlive it as `tokens` and `positions` must."""
+        """Return the addresses of a pass's buffers, and arrays that must outlive it.
+
+        `tokens` and `positions` must outlive it, too.
+        """
         num_positions = int(positions.max()) + 1
         parts = batch.layout.segments
         if parts is not None:
@@ -398,9 +412,7 @@ class NativeRunner:
         part: tuple[int, int],
         layers: range,
     ) -> PassMemory:
-        """Memory for operations [first, end), which attend in some layers, entered into the
-        addresses.
-        """
+        """Return memory for operations [first, end); enter it into the addresses."""
         turning = self._buffers.turning() if has_delta(batch.layout.segments) else {}
         heads = self._spec.num_heads
         widest = max(self._buffers.sizes.attended)
@@ -415,8 +427,9 @@ class NativeRunner:
     def _forward_whole(
         self, whole: WholePass, batch: ForwardBatch, prepared: Any, addresses: Longs
     ) -> Floats:
-        """The layers with their attention in one call of the program; a second one for what needs
-        the rows of logits only, where these are not all.
+        """Run the program with attention in one call.
+
+        If only some rows' logits are wanted, a second call runs the layers that need only those.
         """
         parts = self._program.parts
         narrow = self._program.narrow
@@ -431,8 +444,8 @@ class NativeRunner:
             addresses[lt.B_LOGITS] = logits.ctypes.data
             self._run_layers(end, addresses, batch, memory.counters)
             return logits[:, : self._spec.vocab_size]
-        # Attention before a part is its last operation: a piece of a prompt whose logits nobody
-        # wants needs none. What turns a state is needed always.
+        # Attention is the last operation before a part. A chunk of a prompt without wanted logits
+        # skips it. A recurrent state is always advanced.
         first = parts[narrow][0]
         if len(batch.logit_rows) + num_states == 0 and isinstance(
             self._program.operations[first - 1], lt.AttendOp
@@ -452,8 +465,9 @@ class NativeRunner:
         part: int,
         prepared: Any = None,
     ) -> Floats:
-        """What follows the attention before a part, for the rows whose logits or states are wanted
-        only. prepared: the pass, where layers behind it attend.
+        """Run the operations from `part` on, for rows whose logits or hidden states are wanted.
+
+        `prepared` is the backend's batch, if layers from there on attend.
         """
         program = self._program
         first = program.parts[part][0]
@@ -472,9 +486,7 @@ class NativeRunner:
         return logits[:, : self._spec.vocab_size]
 
     def _run_rows(self, part: tuple[int, int], rows: Longs, rest: _Rest) -> None:
-        """Operations behind the attention before a part, on copies of these rows, in ascending
-        order.
-        """
+        """Run operations on copies of these rows, which are ascending."""
         addresses = rest.addresses.copy()
         num_tokens = len(rest.batch.token_ids)
         counters = None
@@ -502,9 +514,16 @@ class NativeRunner:
         self._run(part, addresses, len(rows), counters)
 
     def _run_layers(self, end: int, addresses: Longs, batch: ForwardBatch, counters: Longs) -> None:
-        """Run operations [0, end), a few layers in a call if the pass is long.
+        """Run operations [0, end), a few layers per call if the pass is long.
 
-        Raises PassAbandoned between two calls. counters: zeros, as many as `_num_counters` says.
+        Args:
+            end: end of the operations.
+            addresses: addresses of the buffers.
+            batch: the pass.
+            counters: zeros, at least `_num_counters`.
+
+        Raises:
+            PassAbandoned: the pass was abandoned between two calls.
         """
         num_tokens = len(batch.token_ids)
         if batch.is_abandoned is None or num_tokens < _SHORT_PASS:
@@ -512,7 +531,7 @@ class NativeRunner:
             return
         ends = [last for _, last in self._program.parts if last < end]
         start = done = 0
-        count = 1  # layers of the next call
+        count = 1  # layers in the next call
         used = 0
         while start < end:
             if batch.is_abandoned():
@@ -526,7 +545,7 @@ class NativeRunner:
             count = max(1, round(count * _CALL_SECONDS / (time.perf_counter() - began)))
 
     def _num_counters(self, first: int, end: int) -> int:
-        """Return the counters for operations [first, end) in one call, or in one for each layer."""
+        """Return the counters of operations [first, end), in one call or one call per layer."""
         return lt.COUNTERS_PER_OP * (end - first + len(self._program.parts))
 
     def _run(
@@ -536,7 +555,7 @@ class NativeRunner:
         num_tokens: int,
         counters: Longs | None = None,
     ) -> None:
-        """Operations [first, end); `counters`: zeros, at least as many as they need."""
+        """Run operations [first, end); `counters` are zeros, at least `_num_counters`."""
         first, end = part
         if counters is None:
             counters = np.zeros(self._num_counters(first, end), dtype=np.int64)
@@ -556,7 +575,7 @@ class NativeRunner:
         )
 
     def close(self) -> None:
-        """End the helper threads, let go of the backend and unmap the weights."""
+        """Stop the helper threads, release the backend and unmap the weights."""
         self._own_team.close()
         self._backend = None
         self._team = self._own_team
@@ -568,9 +587,7 @@ class NativeRunner:
 
 
 def load_kernels(checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int]) -> None:
-    """Load the machine code of a model's passes into this process, where it stays. What is not
-    compiled yet is compiled.
-    """
+    """Load the machine code of a model's passes into this process, compiling it if needed."""
     entries = _pass_entries(checkpoint.spec, checkpoint.plan(weights), kv_bits)
     compile_ahead(entries, default_num_threads())
     for entry in entries:
@@ -580,13 +597,13 @@ def load_kernels(checkpoint: Checkpoint, weights: str, kv_bits: tuple[int, int])
 def _pass_entries(
     spec: ModelSpec, plan: list[PackEntry], kv_bits: tuple[int, int]
 ) -> list[KernelEntry]:
-    """Return the entries that passes of a model need, before it is packed."""
+    """Return the entries that passes of a model need, before its weights are packed."""
     possible = possible_operations(spec)
     return pass_entries(kinds_of(plan), possible, quantized=kv_bits != (16, 16))
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> NativeRunner:
-    """The runner of a checkpoint; its weights decide the dtype."""
+    """Return the runner of a checkpoint; its weights decide the dtype."""
     runner = NativeRunner.from_dir(
         checkpoint,
         weights=options.weights,

@@ -1,6 +1,4 @@
-"""What the native runner takes, in which weight format, and how it stores keys and values. Loads no
-kernel.
-"""
+"""`RunnerPlan` of the native runner, and its KV spec; imports no kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from kvboost_edge.models.config.spec import ModelSpec, describe_model
 from kvboost_edge.models.families.mixers import Mixer
 from kvboost_edge.runners.base import ModelTraits, RunnerInfo
 
-if TYPE_CHECKING:  # it loads kernels
+if TYPE_CHECKING:  # imports kernels
     from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = [
@@ -48,7 +46,7 @@ LATE_NORM = (
     "queries and keys of this family are normed behind rope, so stored keys cannot be turned to "
     "other positions"
 )
-"""Why its keys are attended only where they were computed."""
+"""Reason for which keys of such a family are not used at other positions."""
 RECURRENT = (
     "recurrent: layers of this model keep a state of all tokens before, so none is taken at other "
     "positions"
@@ -58,16 +56,13 @@ _UNQUANTIZED = (16, 16)
 STORES_NOTHING = (
     "the model attends both ways, so each text is one pass whose keys and values are not stored"
 )
-_GROUP = (
-    32  # inputs quantized together, see kernels/linear/weight_formats.py, which brings the compiler
-)
-_ANYWHERE = (8, 8)  # bits of keys and values that the torch runner has too
+# Inputs per quantization group; kernels/linear/weight_formats.py has it, but imports the compiler.
+_GROUP = 32
+_ANYWHERE = (8, 8)  # kv_bits that the torch runner supports, too
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """The option, or the form of the checkpoint, that only this runner serves, empty if none
-    does.
-    """
+    """Return the option or model format that only this runner supports; "" if there is none."""
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),
@@ -78,7 +73,7 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Why the model is not known to this runner, None where it is."""
+    """Return why the model is unknown to this runner; None if it is known."""
     if model.native_refusal:
         return model.native_refusal
     try:
@@ -89,14 +84,14 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """None: every install has what this runner needs."""
+    """Return None: every installation has the packages of this runner."""
     return None
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Where a pass is one call of a kernel attention finds the queries before rotation, and turns
-    them.
-    """
+    """Return why keys cannot be used at other positions; None if they can."""
+    # Attention can rotate queries again only if the pass is one kernel call, which keeps them
+    # before RoPE.
     spec = describe_model(model_config)
     if spec.both_ways:
         return STORES_NOTHING
@@ -124,13 +119,18 @@ def choose_weights(
     plan_pool: Callable[[KVSpec, int], int],
     available: int,
 ) -> tuple[str, str]:
-    """The weight format, and why. `plan_pool`: gives what a pool for (KV spec, longest sequence)
-    will take of the `available` memory.
+    """Return (weight format, reason).
 
-    A quantized checkpoint keeps its own formats. Of a float one: int8 if weights and pool take at
-    most half of the memory, else int4; both with head and embedding at 8 bit.
+    A quantized checkpoint keeps its formats. A float checkpoint becomes int8 if weights and pool
+    take at most half of the memory, otherwise int4; LM head and embedding stay at 8 bits.
+
+    Args:
+        config: options of the engine.
+        model: the model.
+        plan_pool: (KV spec, longest sequence) -> bytes of the pool.
+        available: bytes of available memory.
     """
-    # The plan of packed weights comes with the layouts of the kernels, and so with numba.
+    # Imported here because it imports the kernels' layouts, and so Numba.
     from kvboost_edge.models.packed.pack_plan import STORED
 
     spec = model.spec
@@ -160,9 +160,12 @@ def choose_weights(
 def native_kv_spec(
     spec: ModelSpec, weights: str, block_size: int, bits: tuple[int, int] = _UNQUANTIZED
 ) -> KVSpec:
-    """How the native runner stores KV: float32 beside float32 weights, else float16, or quantized
-    to `bits`; of a model that attends both ways nothing, and ConfigError for bits. States are
-    float32 whatever the weights.
+    """Return the KV spec: float32 for f32 weights, otherwise float16, or quantized to `bits`.
+
+    A bidirectional model stores no KV. Recurrent states are always float32.
+
+    Raises:
+        ConfigError: `bits` for a bidirectional model.
     """
     if spec.both_ways:
         if bits != _UNQUANTIZED:
@@ -183,7 +186,7 @@ def native_kv_spec(
 
 
 def state_spec(mixer: Mixer) -> LayerStateSpec:
-    """What a layer with this mixer keeps of a sequence."""
+    """Return the recurrent state that a layer with this mixer keeps per sequence."""
     if mixer.kind == "conv":
         return LayerStateSpec(mixer.taps, mixer.channels)
     heads = mixer.value_heads
@@ -192,7 +195,7 @@ def state_spec(mixer: Mixer) -> LayerStateSpec:
 
 
 def log_notices(checkpoint: Checkpoint) -> None:
-    """What a model that is loaded does not do."""
+    """Log limits of a loaded model: a pinned context, unused parts."""
     notice = pin_notice(checkpoint.config)
     parts = checkpoint.other_parts
     if notice:
@@ -203,7 +206,7 @@ def log_notices(checkpoint: Checkpoint) -> None:
 
 
 def log_dtype(dtype: str, info: RunnerInfo) -> None:
-    """Log the formats that the runner uses instead of a dtype that it does not compute in."""
+    """Log which formats the runner uses instead of a dtype that it cannot compute in."""
     if dtype == "auto" or dtype in _OF_DTYPE:
         return
     kv = info.kv_spec

@@ -18,25 +18,26 @@ from kvboost_edge.models.families.moe import Experts
 
 __all__ = ["MixerSizes", "MixtureSizes", "Sizes", "padded"]
 
-# a head of values fits into the scratch of a thread
+# A value head must fit the scratch of a thread.
 _MOST_TAPS = 15
 _MOST_DIM = SCRATCH_BYTES // 4
 
 
 def padded(value: int, multiple: int) -> int:
-    """The next multiple."""
+    """Return the value rounded up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 class MixtureSizes(NamedTuple):
-    """Buffers of layers with experts.
+    """Buffer sizes of layers with experts.
 
     Attributes:
-        routed: floats in a row of the router's logits, padded to tiles.
-        numbers: of the dispatch before its slots.
-        spread: bytes of a slot's row of inputs, as codes or as floats; inner: of what its gate and
-            up leave.
-        beside: floats in a row of the MLP beside them; 0 without one.
+        used: experts of a token.
+        routed: floats in a row of router logits, padded to tiles.
+        numbers: numbers of B_DISPATCH before its slots.
+        spread: bytes of a slot's input row, as codes or floats.
+        inner: bytes of a slot's row after gate and up.
+        beside: floats in a row of the parallel MLP; 0 without one.
     """
 
     used: int
@@ -48,7 +49,7 @@ class MixtureSizes(NamedTuple):
 
     @classmethod
     def of(cls, experts: Experts, hidden: int, *, floats: bool) -> MixtureSizes:
-        """hidden: inputs of an expert, padded to groups. floats: whether their weights are."""
+        """Return the sizes for experts of `hidden` padded inputs; `floats`: float weights."""
         rows = experts.count + (1 if experts.names.shared_gate else 0)
         each = 4 * GROUP if floats else COARSE_BYTES + SEED_BYTES
         spread, inner = (count // GROUP * each for count in (hidden, experts.width))
@@ -64,12 +65,14 @@ class MixtureSizes(NamedTuple):
 
 
 class MixerSizes(NamedTuple):
-    """Floats of a token in the buffers that a mixer's operations use.
+    """Floats per token in the buffers of a recurrent mixer.
 
     Attributes:
-        wide: what its matrices make, with `gates` the first float of those of its gates.
-        mixed: what its output projection reads.
-        key: queries or keys; value: values and the gates of `ScanInputsOp`.
+        wide: output of its input matrices.
+        gates: index of the first gate in `wide`.
+        mixed: input of its output projection.
+        key: queries, or keys.
+        value: values and gates of `ScanInputsOp`.
     """
 
     wide: int
@@ -80,7 +83,7 @@ class MixerSizes(NamedTuple):
 
     @classmethod
     def of(cls, mixer: Mixer) -> MixerSizes:
-        """ModelFormatError for sizes that the kernels do not take."""
+        """Return the sizes of a mixer; raise ModelFormatError if they are unsupported."""
         width = mixer.value_heads * mixer.value_dim or mixer.channels
         uneven = (
             mixer.channels % LANES
@@ -110,7 +113,7 @@ class MixerSizes(NamedTuple):
 
 
 def _check_heads(mixer: Mixer, width: int) -> None:
-    """ModelFormatError for heads that do not go together; width: of all heads of values."""
+    """Raise ModelFormatError for inconsistent heads; `width` is that of all value heads."""
     if mixer.key_heads < 1 or mixer.value_heads % mixer.key_heads:
         raise ModelFormatError(
             f"{mixer.value_heads} heads of values do not share {mixer.key_heads} heads of keys"
@@ -133,10 +136,23 @@ def _check_heads(mixer: Mixer, width: int) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """Floats in a row of each buffer, those of the widest layer, padded so that vectors and groups
-    may run over the end of what counts. What attention takes and leaves is as wide as the layer's
-    heads, and `attended` that, padded. mixed: of what a mixer with a state leaves where its layer
-    attends as well, 0 where no layer does both.
+    """Floats in a row of each buffer, for the widest layer.
+
+    Rows are padded so that vectors and groups may run past their end.
+
+    Attributes:
+        hidden: hidden state.
+        normed: output of a norm, or of an activation.
+        wide: output of the QKV, gate and up, or mixer projections.
+        query: queries, or mixer buffers.
+        key: keys.
+        value: values.
+        attended: attention output of each layer, padded.
+        mixed: output of a recurrent mixer in a layer that also attends; 0 if no layer does both.
+        per_layer: per-layer inputs of all layers.
+        logits: padded vocabulary.
+        groups: groups of 32 in the widest quantized row.
+        mixture: sizes of layers with experts, or None.
     """
 
     hidden: int
@@ -154,7 +170,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec, *, floats: bool = False) -> Sizes:
-        """floats: whether the weights of experts are."""
+        """Return the sizes for a model; `floats`: the experts' weights are floats."""
         query = max(spec.num_heads * layer.head_dim for layer in spec.layers)
         key = max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
         gated = 2 if spec.family.output_gate else 1

@@ -1,6 +1,4 @@
-"""Layers that keep a state: their operations in a program, and the slots of a pass as those find
-them.
-"""
+"""Recurrent layers: their operations in a program, and the state slots of a pass."""
 
 from __future__ import annotations
 
@@ -25,15 +23,15 @@ __all__ = ["AcceptedRows", "StateOperations", "accepted_rows", "pass_states"]
 
 Ints = npt.NDArray[np.int32]
 
-_L2_EPS = 1e-6  # of the length of queries and keys
+_L2_EPS = 1e-6  # epsilon of the length of queries and keys
 
 
 class StateOperations:
-    """The operations of layers with a state.
+    """Operations of recurrent layers.
 
     Attributes:
-        mixed: the rows that their output projections read.
-        held: weights of norms that they point to, which must outlive them.
+        mixed: rows that their output projections read.
+        held: norm weights that operations point to; they must outlive them.
     """
 
     def __init__(self, builder: Emitter, mixer: Mixer) -> None:
@@ -42,8 +40,8 @@ class StateOperations:
         self._sizes = MixerSizes.of(mixer)
         self._spec = state_spec(mixer)
         self._num_states = sum(layer.state >= 0 for layer in builder.spec.layers)
-        # B_QUERY: nobody has queries there, not of attention in this layer, and not of `ScanOp` any
-        # more.
+        # B_QUERY is free there: this layer's attention has no queries, and `ScanOp` has read its
+        # own.
         number = lt.B_MIXED if builder.sizes.mixed else lt.B_QUERY
         self.mixed = BufferRows(number, self._sizes.mixed)
         self._taps = _tap_factors(mixer, builder.spec.factors.mixer_conv)
@@ -59,8 +57,9 @@ class StateOperations:
         )
 
     def before(self, layer: str, state: int) -> None:
-        """From the hidden state to the rows that the output projection reads; `state`: its number
-        in the pool.
+        """Emit operations from the hidden state to the rows of the output projection.
+
+        `state` is the layer's number in the state pool.
         """
         builder = self._builder
         wide = builder.wide
@@ -84,7 +83,7 @@ class StateOperations:
         builder.ops.append(self._gate(layer))
 
     def accept(self, layer: str, state: int) -> None:
-        """What advances the state by tokens whose inputs and gates are rows of drafts."""
+        """Emit operations that advance the state by the kept inputs of draft tokens."""
         first, step = (each * self._spec.draft_bytes // 4 for each in (state, self._num_states))
         rows = BufferRows(lt.B_DRAFTS, step, first)
         conv = self._conv(layer, state, rows)
@@ -106,7 +105,7 @@ class StateOperations:
         )
 
     def _advance(self, layer: str, state: int, conv: lt.ConvInputs, gates: BufferRows) -> None:
-        """What goes through the matrices."""
+        """Emit the update of the state matrices."""
         mixer = self._mixer
         packed = self._builder.packed
         inputs = lt.ScanInputsOp(
@@ -127,7 +126,7 @@ class StateOperations:
         self._builder.ops += [inputs, lt.KeepConvOp(conv), scan]
 
     def _gate(self, layer: str) -> lt.GateOp:
-        """What the heads result in, normed and gated."""
+        """Return the operation that norms and gates the heads' results."""
         mixer = self._mixer
         gates = self._builder.wide._replace(first=mixer.channels)
         op = lt.GateOp(
@@ -147,9 +146,7 @@ class StateOperations:
 
 
 def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArray[np.float32]:
-    """What each tap of a convolution is multiplied with: of channels of values, of keys and of
-    queries, as "ssd" has them in this order.
-    """
+    """Return the factor of each convolution weight, for channels [values | keys | queries]."""
     keys = mixer.key_heads * mixer.key_dim
     channels = np.repeat(
         np.array(factors, dtype=np.float32), (mixer.channels - 2 * keys, keys, keys)
@@ -158,8 +155,9 @@ def _tap_factors(mixer: Mixer, factors: tuple[float, float, float]) -> npt.NDArr
 
 
 def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
-    """B_STATES of a checked layout, see program/states/sequences.py; it holds addresses of itself
-    and of the pool.
+    """Return B_STATES of a checked layout; see program/states/sequences.py.
+
+    It holds addresses of itself and of the pool.
     """
     assert layout.states is not None
     states = layout.states
@@ -174,8 +172,12 @@ def pass_states(layout: BatchLayout, pool: StatePool) -> npt.NDArray[np.int64]:
 
 
 class AcceptedRows(NamedTuple):
-    """A pass over rows of drafts: their B_STATES, the address of the first one, and how many rows
-    it has.
+    """A pass over rows of draft tokens.
+
+    Attributes:
+        numbers: int64, its B_STATES.
+        drafts: address of the first row.
+        num_rows: number of rows.
     """
 
     numbers: npt.NDArray[np.int64]
@@ -186,8 +188,9 @@ class AcceptedRows(NamedTuple):
 def accepted_rows(
     layout: BatchLayout, pool: StatePool, accepted: Ints, states: PassStates
 ) -> AcceptedRows:
-    """Of the sequences of a layout with drafts those of which some are accepted, at least one: the
-    first ones of their rows of drafts. Rows in between, which were not, are nobody's.
+    """Return the pass over accepted draft tokens: the first ones of each sequence's draft rows.
+
+    At least one must be accepted. Rejected rows in between belong to no sequence.
     """
     assert layout.states is not None
     assert layout.states.certain is not None
@@ -197,8 +200,8 @@ def accepted_rows(
     firsts = (np.cumsum(drafted) - drafted)[which]
     saves = states.saves.copy()
     saves[:, 0] = np.searchsorted(which, saves[:, 0])
-    # Each row up to the next sequence's first has a sequence that begins before it: all read memory
-    # that is there.
+    # A sequence's length here extends to the next sequence's first row, so that every row has a
+    # sequence and reads valid memory.
     lengths = np.diff(firsts, append=firsts[-1] + own[-1])
     taken = PassStates(states.state_in[which], states.state_out[which], saves)
     found = _numbers(lengths.tolist(), taken, pool, own.tolist(), [0] * len(which))
@@ -211,8 +214,14 @@ def accepted_rows(
 def _numbers(
     lengths: list[int], states: PassStates, pool: StatePool, certain: list[int], drafts: list[int]
 ) -> npt.NDArray[np.int64]:
-    """B_STATES of sequences with so many rows each, of which so many are certain; drafts: addresses
-    of their rows of drafts, 0 for none.
+    """Return B_STATES.
+
+    Args:
+        lengths: rows of each sequence.
+        states: slots that are read, written and saved.
+        pool: the state pool.
+        certain: rows of each sequence that are not drafts.
+        drafts: addresses of each sequence's rows of drafts; 0: none.
     """
     read = states.state_in.tolist()
     written = states.state_out.tolist()

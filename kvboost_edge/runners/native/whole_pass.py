@@ -1,7 +1,6 @@
-"""A pass as one call of a kernel: writing keys and values and attention become operations of the
-program.
+"""A pass as one kernel call: writing KV and attention are operations of the program.
 
-Python between the layers of a decode step would cost a tenth of it.
+Returning to Python between layers would cost a tenth of a decode step.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ Longs = npt.NDArray[np.int64]
 
 
 class PassMemory(NamedTuple):
-    """What the operations of one pass write to and read from.
+    """Memory of one pass.
 
     Attributes:
-        counters: int64: those of the program, then the attention rows, then the counters of the
-            attention calls.
-        rows: address of the attention row that layer 0 has, or would have.
-        attended: float32, where attention writes; of a layer [num_tokens, num_heads * head_dim].
-        lse: float32 [num_tokens, num_heads], and there.
+        counters: int64, counters of the program, then attention rows, then counters of attention
+            calls.
+        rows: address of layer 0's attention row, even if the range begins later.
+        attended: float32, attention output, [num_tokens, num_heads * head_dim] of a layer.
+        lse: float32 [num_tokens, num_heads], log-sum-exp of the last attention.
         held: calls and arrays that the rows point to.
     """
 
@@ -56,7 +55,7 @@ class PassMemory(NamedTuple):
 
 _Which = Longs | slice
 _NONE = np.empty(0, dtype=np.int64)
-# What of a call is a pass's own, and so 0 in `_AlikeRows`.
+# Fields of a call that belong to one pass, and so are 0 in `_AlikeRows`.
 _OF_A_PASS: dict[str, Any] = {
     **dict.fromkeys(("out", "lse", "counters", "cu_seqlens_q", "seq_lens", "block_tables"), _NONE),
     **dict.fromkeys(("keys", "values", "max_blocks"), 0),
@@ -64,13 +63,13 @@ _OF_A_PASS: dict[str, Any] = {
 
 
 class _Storage(NamedTuple):
-    """Where the rows of a pass find keys and values of one shape.
+    """Location of KV of one shape for a pass.
 
     Attributes:
-        pool: what attention reads as floats.
-        batch: the pass, with the block tables of the shape's first layer in that pool.
-        columns: index of a row -> its number, the same in all layers.
-        layered: index of a row -> its number in each of the layers.
+        pool: KV that attention reads as floats.
+        batch: the pass, with block tables of the first layer of this shape in that pool.
+        columns: index in a row -> number, equal in all layers.
+        layered: index in a row -> number of each layer.
         held: arrays that the columns point to.
     """
 
@@ -82,15 +81,15 @@ class _Storage(NamedTuple):
 
 
 class _AlikeRows(NamedTuple):
-    """Rows of a range of layers for passes whose attention is cut alike, as steps of decoding are
-    for a while: what only a pass knows is 0 in them.
+    """Cached attention rows of a range of layers, for passes with the same work plan.
+
+    Decode steps share a plan for a while. Numbers that change with each pass are 0.
 
     Attributes:
-        key: of such a pass, see `WholePass._alike_rows`.
-        rows: int64 [num_layers, ROW_NUMBERS]; counters are how far they lie from those of the first
-            layer.
+        key: identifies such passes; see `WholePass._alike_rows`.
+        rows: int64 [num_layers, ROW_NUMBERS]; counters are offsets from those of the first layer.
         each: counters of a layer.
-        held: what the key and the rows point to.
+        held: objects that the key and the rows refer to.
     """
 
     key: tuple[int, ...]
@@ -100,12 +99,14 @@ class _AlikeRows(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """Some of a model's layers whose pools have one shape, counted from the first layer of a range.
+    """Layers of a range whose pools have one shape, counted from the range's first layer.
 
     Attributes:
-        first: the first of them.
-        layers: which rows of the range they have; `kinds`: those of equal constants of attention.
-        places: which of the pool's layers of that shape they read.
+        shape: shape of a layer's KV.
+        first: first of the layers.
+        layers: their rows of the range.
+        places: int64, their indices among the pool's layers of this shape.
+        kinds: attention options -> rows of the layers that have them.
     """
 
     shape: LayerKVSpec
@@ -116,8 +117,13 @@ class _Members(NamedTuple):
 
 
 class WholePass:
-    """The attention operations of all layers on one backend. `kv`: the pool's layer that each of
-    them reads, -1 where a layer does not attend.
+    """Attention operations of all layers on one backend.
+
+    Args:
+        access: the backend's kernels and pools.
+        spec: the KV spec.
+        params: attention constants of each layer.
+        kv: pool layer that each layer reads; -1: the layer does not attend.
     """
 
     def __init__(
@@ -130,10 +136,10 @@ class WholePass:
         self._space, self._pools, self._coded = access
         self._spec = spec
         self._kv = list(kv)
-        # What arrays hold is no part of a kind.
+        # Sinks are excluded: arrays do not hash.
         self._params = [AttentionOptions(*one)._replace(sinks=None) for one in params]
         fixed: dict[int, Any] = {}
-        # Nobody looks at the rows of layers that do not attend.
+        # Rows of layers that do not attend are never read.
         kv = [max(index, 0) for index in kv]
         if self._coded is None:
             fixed[la.R_KEYS] = np.array([self._pools[index].keys.ctypes.data for index in kv])
@@ -146,7 +152,7 @@ class WholePass:
             fixed[la.R_STAGE] = np.full(len(kv), self._stage.ctypes.data)
             for index, numbers in enumerate(np.array([layouts[index] for index in kv]).T):
                 fixed[la.R_LAYOUT + index] = numbers
-        self._sinks = [one.sinks for one in params]  # to be kept: the rows have their addresses
+        self._sinks = [one.sinks for one in params]  # kept alive: the rows hold their addresses
         fixed[la.R_SINKS] = np.array(
             [0 if sinks is None else sinks.ctypes.data for sinks in self._sinks]
         )
@@ -159,33 +165,31 @@ class WholePass:
     def of(
         cls, backend: Backend, params: Sequence[AttentionParams], kv: Sequence[int]
     ) -> WholePass | None:
-        """None where the backend has other kernels."""
+        """Return the operations for a backend, or None if a program cannot call its kernels."""
         access = backend.kernel_access
         return None if access is None else cls(access, backend.spec, params, kv)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the pool is."""
+        """True if the pool is quantized."""
         return self._coded is not None
 
     def stored_keys(self, layer: int, slots: Longs) -> Floats:
-        """What the pool holds of a layer's keys at slots of full blocks, float32 [num_slots,
-        num_kv_heads, head_dim], whichever layer computed them.
-        """
+        """Return a layer's keys at slots of full blocks, float32 [slots, kv_heads, head_dim]."""
         if self._coded is None:
             blocks, offsets = np.divmod(slots, self._spec.block_size)
             return from_storage(self._pools[self._kv[layer]].keys[blocks, :, :, offsets])
         return self._decoded(self._coded, layer, slots, 0)
 
     def stored_values(self, layer: int, slots: Longs) -> Floats:
-        """The same of values."""
+        """Return a layer's values at slots of full blocks, float32 [slots, kv_heads, head_dim]."""
         if self._coded is None:
             blocks, offsets = np.divmod(slots, self._spec.block_size)
             return from_storage(self._pools[self._kv[layer]].values[blocks, :, offsets])
         return self._decoded(self._coded, layer, slots, 1)
 
     def _decoded(self, coded: QuantizedStorage, layer: int, slots: Longs, which: int) -> Floats:
-        """Keys (0) or values (1)."""
+        """Return dequantized keys (`which` 0) or values (1)."""
         blocks, offsets = np.divmod(slots, self._spec.block_size)
         pools, layouts = coded.codes
         pool = pools[self._kv[layer]]
@@ -208,12 +212,16 @@ class WholePass:
         layers: range,
         attended_floats: int,
     ) -> PassMemory:
-        """Memory for a pass over some layers whose program needs `num_counters` counters, and whose
-        attention leaves up to `attended_floats` floats a token.
+        """Return memory for a pass over some layers.
 
         Args:
-            query: float32, where the queries of a layer are, [num_tokens, num_heads, head_dim].
-            turning: see `ProgramBuffers.turning`; empty where no part of the batch has a delta.
+            query: float32 [num_tokens, num_heads, head_dim], buffer of each layer's queries.
+            num_heads: query heads.
+            prepared: the backend's batch.
+            num_counters: counters of the program.
+            turning: see `ProgramBuffers.turning`; empty if no segment has a delta.
+            layers: range of layers.
+            attended_floats: most floats per token in attention's output.
         """
         num_layers = len(layers)
         num_tokens = len(prepared.slot_mapping)
@@ -238,7 +246,7 @@ class WholePass:
             columns = of_pass | storage.columns
             row = np.zeros(la.ROW_NUMBERS, dtype=np.int64)
             row[list(columns)] = list(columns.values())
-            # Nobody looks at the rows of layers that do not attend.
+            # Rows of layers that do not attend are never read.
             rows[members.layers if len(storages) > 1 else slice(None)] += row
             for index, numbers in storage.layered.items():
                 rows[members.layers, index] = numbers
@@ -257,7 +265,7 @@ class WholePass:
         storages: Sequence[tuple[_Members, _Storage]],
         layers: range,
     ) -> _AlikeRows:
-        """The rows of a range of layers, those of the last pass where it was cut alike."""
+        """Return the rows of a range of layers, from the cache if the work plans are the same."""
         num_tokens = len(prepared.slot_mapping)
         plans = [
             prepared.plan(
@@ -284,7 +292,7 @@ class WholePass:
         storages: Sequence[tuple[_Members, _Storage]],
         plans: Sequence[WorkPlan],
     ) -> list[AttentionCall]:
-        """The attention of each kind of layer, in the order of the plans."""
+        """Return one attention call per kind of layer, in the order of the plans."""
         more = None if self._coded is None else coded_scratch_floats
         calls = []
         kinds = ((of, storage, options) for of, storage in storages for options in of.kinds)
@@ -313,7 +321,7 @@ class WholePass:
         return _AlikeRows(key, rows, each, held)
 
     def _members(self, layers: range) -> list[_Members]:
-        """The layers of a range by the shapes of their pools, worked out once."""
+        """Return the layers of a range grouped by the shape of their KV; cached."""
         found = self._ranges.get(layers)
         if found is None:
             by_shape: dict[LayerKVSpec, dict[AttentionOptions, list[int]]] = {}
@@ -351,7 +359,7 @@ class WholePass:
     def _open(
         self, coded: QuantizedStorage, members: _Members, prepared: PreparedBatch
     ) -> _Storage:
-        """Attention reads the open blocks as floats, and what is written goes there."""
+        """Return the storage of a quantized pool: KV goes to float16 copies of open blocks."""
         assert prepared.coded is not None
         own, places = coded.same_shape(members.shape, prepared.coded)
         tables = np.ascontiguousarray(prepared.paged.block_tables, dtype=np.int32)
@@ -381,5 +389,5 @@ class WholePass:
 
 
 def _which(layers: Sequence[int], count: int) -> _Which:
-    """An index of rows: quicker where it is all of them."""
+    """Return an index of rows; a slice, which is faster, if it is all of them."""
     return slice(None) if len(layers) == count else np.array(layers, dtype=np.int64)

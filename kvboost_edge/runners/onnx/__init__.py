@@ -1,1 +1,1 @@
-"""The ONNX runner: decoders with past keys and values, on onnxruntime."""
+"""ONNX runner: decoders with past key/value inputs, on onnxruntime."""

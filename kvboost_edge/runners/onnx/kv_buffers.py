@@ -1,12 +1,12 @@
-"""Keys and values of running sequences in one piece each, as onnxruntime takes them.
+"""Contiguous KV of running sequences, as onnxruntime takes it.
 
-The pool is the store of record; a buffer is a copy of the blocks of one table, gathered when a
-sequence comes and longer by each token that is computed. Before it is used again it is known to
-equal them: each block has a count of its changes.
+The block pool is the source of truth. A buffer is a copy of the blocks of one block table:
+gathered when a sequence arrives, extended by each computed token. Change counters of blocks show
+whether a buffer is still equal to the pool.
 
-Of a graph with shared past and present, a buffer of a layer is [1, heads, capacity, dim] and grows
-in place. Else the past is one array [1, heads, count, dim], the present the next one, in two pieces
-of memory by turns.
+If a graph shares past and present, a layer's buffer is [1, heads, capacity, dim] and grows in
+place. Otherwise past and present are [1, heads, count, dim] arrays that alternate between two
+allocations.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ __all__ = ["Buffer", "PastBuffers"]
 
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
-_LEAST = 64  # tokens; a buffer that is full is made twice as large
+_LEAST = 64  # tokens; a full buffer is replaced by one of twice the size
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Buffer:
-    """Keys and values of the first `count` tokens of a table, layer by layer, keys first.
+    """KV of the first `count` tokens of a block table.
 
     Attributes:
-        memory: one piece a layer and kind, or two where past and present are not one.
-        blocks: ids of the blocks that they are a copy of, and `marks`, how often each had changed.
-        turn: which piece holds the past.
-        binding: what the runner has bound once, where past and present are one.
+        capacity: tokens that fit.
+        memory: allocations of each layer's keys and values, keys first; two each if past and
+            present are separate arrays.
+        count: tokens held.
+        turn: index of the allocation that holds the past.
+        binding: onnxruntime binding, made once if past and present are shared.
+        blocks: int32, ids of the blocks that it copies.
+        marks: int64, how often each of these blocks had changed.
     """
 
     capacity: int
@@ -52,11 +56,14 @@ class Buffer:
 
 
 class PastBuffers:
-    """The buffers of the sequences that ran last. Together they take at most `most_bytes`, or one
-    buffer alone.
+    """Buffers of the most recent sequences, within a memory limit.
 
-    gather(blocks): keys and values of these blocks, layer by layer, [heads, len(blocks) *
-    block_size, dim] each.
+    Args:
+        layout: inputs and outputs of the graph.
+        block_size: tokens of a block.
+        most_bytes: limit of all buffers together; a single buffer may exceed it.
+        gather: (block ids) -> keys and values of each layer, [heads, len(blocks) * block_size,
+            dim].
     """
 
     def __init__(
@@ -71,18 +78,19 @@ class PastBuffers:
         self._most_bytes = most_bytes
         self._gather = gather
         self._dtype = np.dtype(layout.dtype)
-        self._kept: list[Buffer] = []  # the last one used at the end
+        self._kept: list[Buffer] = []  # least recently used first
         self.num_gathered = 0
 
     @property
     def nbytes(self) -> int:
         return sum(
             buffer.nbytes for buffer in tuple(self._kept)
-        )  # a copy: others read it while the engine runs
+        )  # a copy: other threads read this while the engine runs
 
     def take(self, table: npt.NDArray[np.int32], start: int, stop: int, marks: Ints) -> Buffer:
-        """A buffer that holds the first `start` tokens of a table and has room for `stop`; `marks`
-        of all blocks.
+        """Return a buffer with the first `start` tokens of a block table and room for `stop`.
+
+        `marks` are the change counters of all blocks.
         """
         buffer = self._find(table, start, marks)
         if buffer is not None and stop <= buffer.capacity:
@@ -104,34 +112,32 @@ class PastBuffers:
         return found
 
     def past(self, buffer: Buffer, layer: int, index: int) -> Array:
-        """The array to bind as a layer's past keys (index 0) or values (1)."""
+        """Return the array to bind as a layer's past keys (index 0) or values (index 1)."""
         if self._layout.shared:
             return buffer.memory[2 * layer + index][0]
         return self._past(buffer, layer, index, buffer.count)
 
     def present(self, buffer: Buffer, layer: int, index: int, stop: int) -> Array:
-        """The array to bind as a layer's present keys or values, which will hold the first `stop`
-        tokens.
-        """
+        """Return the array to bind as a layer's present keys or values of `stop` tokens."""
         if self._layout.shared:
             return buffer.memory[2 * layer + index][0]
         return self._view(buffer.memory[2 * layer + index][1 - buffer.turn], layer, stop)
 
     def advance(self, buffer: Buffer, stop: int) -> None:
-        """The presents are computed: they are the past from now on."""
+        """Make the computed present arrays the past."""
         buffer.count = stop
         if not self._layout.shared:
             buffer.turn = 1 - buffer.turn
 
     def added(self, buffer: Buffer, layer: int, index: int, start: int) -> Array:
-        """Keys or values from token `start` on: [heads, tokens, dim], a view."""
+        """Return a view of keys or values from token `start` on, [heads, tokens, dim]."""
         return self._past(buffer, layer, index, buffer.count)[0, :, start : buffer.count]
 
     def clear(self) -> None:
         self._kept.clear()
 
     def _find(self, table: npt.NDArray[np.int32], start: int, marks: Ints) -> Buffer | None:
-        """The buffer of this table: all its blocks are the table's, unchanged."""
+        """Return the buffer whose blocks are the table's first ones, unchanged, or None."""
         for buffer in reversed(self._kept):
             count = len(buffer.blocks)
             if (
@@ -167,11 +173,11 @@ class PastBuffers:
         return [(layer, index) for layer in range(len(self._layout.layers)) for index in (0, 1)]
 
     def _empty(self, layer: LayerPast, capacity: int) -> Array:
-        # Zeros, not what was there: masked scores must not be NaN.
+        # Zeros: the graph multiplies masked entries, which must not be NaN.
         return np.zeros((1, layer.num_kv_heads, capacity, layer.head_dim), dtype=self._dtype)
 
     def _view(self, memory: Array, layer: int, count: int) -> Array:
-        """The beginning of a piece of memory as an array of `count` tokens, in one piece."""
+        """Return the beginning of an allocation as a contiguous array of `count` tokens."""
         one = self._layout.layers[layer]
         return memory.reshape(-1)[: one.num_kv_heads * count * one.head_dim].reshape(
             1, one.num_kv_heads, count, one.head_dim
@@ -183,7 +189,7 @@ class PastBuffers:
         return self._view(buffer.memory[2 * layer + index][buffer.turn], layer, count)
 
     def _cut(self, buffer: Buffer, start: int) -> None:
-        """Forget the tokens from `start` on."""
+        """Drop the tokens from `start` on."""
         if start == buffer.count:
             return
         if not self._layout.shared:

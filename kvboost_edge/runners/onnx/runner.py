@@ -1,6 +1,4 @@
-"""Runs any ONNX decoder with past inputs on onnxruntime, its keys and values kept in the block
-pool.
-"""
+"""ONNX runner: decoders with past key/value inputs on onnxruntime, with KV in the block pool."""
 
 from __future__ import annotations
 
@@ -30,19 +28,22 @@ __all__ = ["OnnxRunner", "load"]
 _LOG = logging.getLogger(__name__)
 _INTEGERS: dict[str, npt.DTypeLike] = {"I64": np.int64, "I32": np.int32}
 _FLOATS: dict[str, npt.DTypeLike] = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-# A graph gives the logits of every token of a call; so many bytes of them at a time.
+# A graph returns the logits of every token of a call: this many bytes of them at a time.
 _LOGIT_BYTES = 64 << 20
 _LEAST_TOKENS = 16
-_WARNINGS = 3  # of onnxruntime: errors alone
+_WARNINGS = 3  # of onnxruntime: only errors are logged
 
 
 class OnnxRunner:
-    """Implements `Runner` over a session of onnxruntime. Sequences are computed one after another.
+    """Runner over an onnxruntime session; sequences of a batch are computed one after another.
 
-    The promise is that of the torch runner: the same greedy tokens, logits within 1e-4 in float32;
-    onnxruntime's kernels depend on the shape of a call, so bits do not repeat. A run of one token
-    at construction finds the width of the logits. ModelFormatError where onnxruntime cannot load or
-    run the file.
+    Greedy tokens equal those of the torch runner, with logits within 1e-4 in float32.
+    onnxruntime's kernels depend on the shape of a call, so results are not bit-identical across
+    batches.
+
+    Raises:
+        ModelFormatError: onnxruntime cannot load or run the file. Construction runs one token,
+            which also shows the width of the logits.
     """
 
     def __init__(
@@ -105,9 +106,7 @@ class OnnxRunner:
         raise BackendUnavailable(str(self.moved_keys_refusal))
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend for the KV of the following passes. ConfigError for one whose blocks are
-        no NumPy arrays.
-        """
+        """Use this backend; raise ConfigError unless it has NumPy blocks for this model."""
         if not isinstance(backend, NumpyBlocks) or backend.spec != self.info.kv_spec:
             raise ConfigError(
                 "the ONNX runner works with backend='cpu' and 'reference', not with "
@@ -116,18 +115,18 @@ class OnnxRunner:
         self._backend = backend
         self._blocks = backend
         self._written = np.zeros(backend.num_blocks, dtype=np.int64)
-        # Beside the pool as much again at most: what is running is in both.
+        # At most as many bytes as the pool: running sequences are in both.
         self._buffers = PastBuffers(
             self._layout, self.info.kv_spec.block_size, backend.pool_bytes, backend.gather_kv
         )
 
     @property
     def buffers(self) -> PastBuffers:
-        """The copies of running sequences, once a backend is bound."""
+        """KV copies of running sequences, once a backend is bound."""
         return self._buffers
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]."""
+        """Run the tokens and store their KV; return logits, float32 [num_logits, vocab_size]."""
         if self._backend is None:
             raise ConfigError("forward before bind: the runner has no backend for its KV")
         layout = batch.layout
@@ -149,7 +148,7 @@ class OnnxRunner:
     def _sequence(
         self, batch: ForwardBatch, index: int, rows: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """Run one sequence's tokens, store their KV, and return the logits of `rows` of them."""
+        """Run one sequence's tokens, store their KV, and return the logits of `rows`."""
         assert self._backend is not None
         layout = batch.layout
         first = int(layout.cu_seqlens_q[index])
@@ -158,8 +157,7 @@ class OnnxRunner:
         start = stop - (last - first)
         table = layout.block_tables[index]
         buffer = self._buffers.take(table, start, stop, self._marks())
-        # Whatever happens to this call, the buffer is known by nothing until its blocks are
-        # written.
+        # If this call fails, the buffer must not be found: it has no blocks until they are written.
         buffer.blocks = buffer.blocks[:0]
         logits = np.empty((len(rows), self.info.vocab_size), dtype=np.float32)
         for at in range(start, stop, self._most_tokens):
@@ -176,15 +174,13 @@ class OnnxRunner:
         return logits
 
     def _marks(self) -> npt.NDArray[np.int64]:
-        """How often each block was changed, by passes and by copies."""
+        """Return how often each block has changed, by passes and by copies."""
         return self._written + self._blocks.changes
 
     def _run(
         self, buffer: Buffer, token_ids: npt.NDArray[np.int64], start: int
     ) -> npt.NDArray[Any]:
-        """Run tokens from position `start` on: logits [tokens, vocab_size]; the buffer holds them
-        afterwards.
-        """
+        """Run tokens from `start` on and extend the buffer; return logits [tokens, vocab_size]."""
         count = len(token_ids)
         stop = start + count
         binding = self._binding(buffer, stop)
@@ -204,9 +200,7 @@ class OnnxRunner:
         return found
 
     def _binding(self, buffer: Buffer, stop: int) -> Any:
-        """Past and present of all layers, bound; what a call has besides is bound over that of the
-        call before.
-        """
+        """Return a binding of all layers' past and present; other inputs are bound per call."""
         if buffer.binding is not None:
             return buffer.binding
         binding = self._session.io_binding()
@@ -223,7 +217,7 @@ class OnnxRunner:
         return binding
 
     def _store(self, buffer: Buffer, layout: BatchLayout, index: int, start: int) -> bool:
-        """Write what was computed to the pool; False where a key or value is not finite."""
+        """Write computed KV to the pool; return False if a number is not finite."""
         assert self._backend is not None
         first = int(layout.cu_seqlens_q[index])
         last = int(layout.cu_seqlens_q[index + 1])
@@ -247,8 +241,10 @@ class OnnxRunner:
         return sound
 
     def _probe(self) -> int:
-        """Run one token; the width of the logits. ModelFormatError for what onnxruntime refuses or
-        gives otherwise.
+        """Run one token and return the width of the logits.
+
+        Raises:
+            ModelFormatError: onnxruntime cannot run the graph, or its outputs have other shapes.
         """
         feeds: dict[str, npt.NDArray[Any]] = {
             name: (self._range if name != "attention_mask" else self._ones)[kind][None, :1]
@@ -263,7 +259,7 @@ class OnnxRunner:
             wanted += layer.present
         try:
             logits, *presents = self._session.run(wanted, feeds)
-        except Exception as error:  # onnxruntime's errors have no common class but this one
+        except Exception as error:  # onnxruntime's errors have no other common class
             raise ModelFormatError(
                 f"{self._path}: onnxruntime cannot run this model: {error}"
             ) from error
@@ -285,7 +281,7 @@ class OnnxRunner:
         return int(logits.shape[2])
 
     def close(self) -> None:
-        """Let go of the session and of all copies of keys and values."""
+        """Release the session and all KV copies."""
         self._session = None
         if self._backend is not None:
             self._buffers.clear()
@@ -299,17 +295,17 @@ def _session(path: Path, num_threads: int) -> Any:
     options.log_severity_level = _WARNINGS
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no common class but this one
+    except Exception as error:  # onnxruntime's errors have no other common class
         raise ModelFormatError(f"{path}: onnxruntime cannot load this model: {error}") from error
 
 
 def _bind(bind: Any, name: str, array: npt.NDArray[Any]) -> None:
-    """Bind an array in one piece; it must live until the run is over."""
+    """Bind a contiguous array, which must live until the run ends."""
     bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> OnnxRunner:
-    """The runner of an ONNX file, whose weights and dtypes stay as they are."""
+    """Return the runner of an ONNX file; weights and dtypes are those of the file."""
     config = checkpoint.config
     length = context_length(config)
     pinned = pinned_context(config)

@@ -1,6 +1,4 @@
-"""What the ONNX runner takes, what must be installed for it, and how it stores keys. Loads no
-onnxruntime.
-"""
+"""`RunnerPlan` of the ONNX runner; imports no onnxruntime."""
 
 from __future__ import annotations
 
@@ -38,21 +36,20 @@ AUTO_BACKEND_REASON = "blocks in NumPy arrays, between which and onnxruntime the
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """Empty: no option but its name asks for this runner."""
+    """Return "": no option but runner="onnx" selects this runner."""
     return ""
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """The graph turns keys before anybody sees them."""
+    """Return the refusal: the graph applies RoPE to keys before they can be read."""
     return MOVED_KEYS_REFUSAL
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Why the graph cannot be run; None where it can, as far as it tells. One of a model with
-    states would begin each pass without them.
-    """
+    """Return why the graph cannot be run, as far as it shows; None if it can."""
     if model.onnx_refusal is None:
         return "the model is no ONNX file"
+    # A graph with recurrent states would start each pass without them.
     if refusal := states_refusal(model.config):
         return refusal
     return (
@@ -63,7 +60,7 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """onnxruntime, where it is not installed."""
+    """Return "needs onnxruntime ..." if it is not installed; otherwise None."""
     if importlib.util.find_spec("onnxruntime") is None:
         return (
             f"needs onnxruntime, which is not installed; install the extra: {install_extra('onnx')}"
@@ -77,8 +74,10 @@ def choose_weights(
     plan_pool: Callable[[KVSpec, int], int],
     available: int,
 ) -> tuple[str, str]:
-    """No format of its own: the weights and the compute are the file's. ConfigError for a dtype, or
-    bits of the cache, that were asked for.
+    """Return ("", ""): weights and dtype are those of the file.
+
+    Raises:
+        ConfigError: `dtype` or `kv_cache_bits` is set.
     """
     if config.dtype != "auto":
         raise ConfigError(
@@ -94,6 +93,6 @@ def choose_weights(
 
 
 def onnx_kv_spec(layout: PastLayout, block_size: int) -> KVSpec:
-    """How the pool stores what the graph computes: in its own dtype."""
+    """Return the KV spec of a graph, in the graph's dtype."""
     layers = tuple(LayerKVSpec(layer.num_kv_heads, layer.head_dim) for layer in layout.layers)
     return KVSpec(layers, block_size, layout.dtype)

@@ -1,1 +1,1 @@
-"""The torch runner: causal models of transformers, with paged attention."""
+"""Torch runner: causal models of transformers with paged attention."""

@@ -1,17 +1,15 @@
-"""Paged attention for transformers models through its own `AttentionInterface`; no module is
-replaced or patched.
+"""Paged attention for transformers models through `AttentionInterface`; modules stay unpatched.
 
-While an `AttentionHook` is active, the model's configs name our attention function and mask
-function. Transformers then calls `_paged_mask` where it would build a mask tensor, and
-`_paged_attention` in each layer with q, k and v after rope. What the call means is decided by the
-pass that is active in this thread:
+While an `AttentionHook` is active, the model's configs name our attention and mask functions.
+Transformers then calls `_paged_mask` instead of building a mask tensor, and `_paged_attention` in
+each layer with q, k and v after RoPE. The active pass of the thread determines what a call does:
 
-- `ProbePass` (once, at load) records each layer's shapes, constants and keys, and proves that the
-  mask transformers asked for is causal with at most a sliding window, by evaluating its mask
-  function at points around every edge.
-- `PagedPass` (each forward) writes k, v into the backend and returns its attention, counts that
-  every layer came by exactly once, and notes which sequences wrote NaN or infinite values.
-- `LookPass` is one that ends in the middle of the model.
+- `ProbePass` (once, at load) records each layer's shapes, constants and keys. It verifies that the
+  requested mask is causal, with at most a sliding window, by evaluating the mask function at
+  points around every edge.
+- `PagedPass` (each forward) writes k and v to the backend and returns its attention. It checks
+  that every layer attends exactly once, and records sequences that wrote NaN or infinite values.
+- `LookPass` is a `PagedPass` that ends at a layer in the middle of the model.
 """
 
 from __future__ import annotations
@@ -44,16 +42,13 @@ __all__ = [
 ]
 
 ATTENTION_NAME = "kvboost_edge_paged"
-_KNOWN_TENSORS = {
-    "s_aux",
-    "position_ids",
-    "cache_position",
-}  # others, such as a position bias, would change the scores
+# Other tensors, such as a position bias, would change the scores.
+_KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """What the probe learned of one attention layer."""
+    """Attention constants of one layer, found by the probe."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -63,9 +58,12 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _MaskSpec:
-    """Travels through the model in place of a mask tensor: causal, and `window` keys wide unless 0.
-    `problem` says why a layer that uses the mask is not supported; models also build masks that no
-    layer uses.
+    """Object passed through the model instead of a mask tensor.
+
+    Attributes:
+        window: sliding window in keys; 0: none.
+        problem: why a layer that uses this mask is not supported. Models also build masks that no
+            layer uses.
     """
 
     window: int
@@ -73,8 +71,10 @@ class _MaskSpec:
 
 
 class AttentionPass(Protocol):
-    """What the active pass does with one layer's tensors. q is [num_q_heads, num_tokens, head_dim],
-    k and v [num_kv_heads, num_tokens, head_dim]; the result is [num_tokens, num_q_heads, head_dim].
+    """Handler of a layer's tensors.
+
+    q is [num_q_heads, num_tokens, head_dim], k and v are [num_kv_heads, num_tokens, head_dim]. The
+    result is [num_tokens, num_q_heads, head_dim].
     """
 
     def find_mask_problem(
@@ -91,8 +91,7 @@ class AttentionPass(Protocol):
     def wants_params(self) -> bool: ...
 
 
-# The name of the attention function stands in the model's config: passes of engines that share a
-# model take turns.
+# Engines that share a model take turns: the attention function's name is in the model's config.
 _locks: weakref.WeakKeyDictionary[PreTrainedModel, threading.Lock] = weakref.WeakKeyDictionary()
 _active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar(
     "kvboost_edge_pass", default=None
@@ -100,8 +99,9 @@ _active: contextvars.ContextVar[AttentionPass | None] = contextvars.ContextVar(
 
 
 class ProbePass:
-    """Records a `LayerPlan` per layer, and its keys and values, during a pass of tokens that see
-    only themselves: the attention of one is its own value.
+    """Pass that records each layer's `LayerPlan`, keys and values.
+
+    Its tokens see only themselves, so the attention output of a token is its own value.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class ProbePass:
     def find_mask_problem(
         self, mask_function: Callable[..., torch.Tensor], window: int
     ) -> str | None:
-        """None if the mask is causal with that window."""
+        """Return None if the mask is causal with that window, otherwise the problem."""
         points = {0, 1, 2, 3, 7, 64}
         if window:
             points |= {max(0, at + step) for at in (window, 2 * window) for step in range(-2, 4)}
@@ -162,7 +162,7 @@ class ProbePass:
 
 
 class PagedPass:
-    """One forward pass on a backend."""
+    """A forward pass on a backend."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class PagedPass:
         self._turning = turning
         self._calls = [0] * len(layers)
         self._starts = layout.cu_seqlens_q
-        # Sums over all that a token wrote; None in a pass of single tokens, each of which attends
-        # to what it wrote.
+        # Sums over everything that a token wrote. None if every sequence has one token, which
+        # attends to its own KV and so shows NaN itself.
         self._checks_rows = len(layout.slot_mapping) > len(layout.seq_lens)
         self._row_sums: torch.Tensor | None = None
 
@@ -188,9 +188,8 @@ class PagedPass:
     def find_mask_problem(
         self, mask_function: Callable[..., torch.Tensor], window: int
     ) -> str | None:
-        """None: the probe looked. The function here also tells sequences apart, which is the
-        backend's part.
-        """
+        """Return None: the probe has checked the mask."""
+        # Here the mask also separates sequences, which the backend does.
         return None
 
     def attend(
@@ -203,8 +202,8 @@ class PagedPass:
         backend = self._backend
         query, key, value = (tensor.transpose(0, 1) for tensor in tensors)
         if self._checks_rows:
-            # In float32 nothing finite adds up to infinity, and nothing makes NaN or infinity
-            # finite again.
+            # In float32, sums of finite half-precision numbers stay finite, and NaN and infinity
+            # persist.
             sums = key.sum((1, 2), dtype=torch.float32) + value.sum((1, 2), dtype=torch.float32)
             self._row_sums = sums if self._row_sums is None else self._row_sums + sums
         if isinstance(backend, TorchBackend):
@@ -223,10 +222,8 @@ class PagedPass:
         return backend.attention(layer, query, self._batch, self._layers[layer].params, frequencies)
 
     def blank_broken(self, logits: np.ndarray, logit_rows: np.ndarray) -> None:
-        """Make the logits of each sequence that wrote a NaN or infinite key or value NaN. Without
-        that its last row might not show it: with sliding windows it does not see all rows before
-        it.
-        """
+        """Set the logits of sequences that wrote a NaN or infinite key or value to NaN."""
+        # Their last row might not show it: with a sliding window it does not see all earlier rows.
         if self._row_sums is None:
             return
         broken = np.flatnonzero(~torch.isfinite(self._row_sums).cpu().numpy())
@@ -245,16 +242,16 @@ class PagedPass:
 
 
 class Seen(Exception):
-    """Ends a pass in a layer behind which nothing is wanted."""
+    """Raised to end a pass at a layer after which nothing is needed."""
 
 
 class LookPass(PagedPass):
-    """A pass that ends in a layer, with `Seen`, once its keys and values are stored.
+    """A pass that ends at a layer, with `Seen`, once its KV is stored.
 
     Attributes:
-        values: of the pass's tokens in that layer, [num_tokens, num_kv_heads, head_dim].
-        query: [num_tokens, num_q_heads, head_dim], and lse [num_tokens, num_q_heads] of its
-            attention.
+        values: values of that layer, [num_tokens, num_kv_heads, head_dim].
+        query: queries of that layer, [num_tokens, num_q_heads, head_dim].
+        lse: log-sum-exp of its attention, [num_tokens, num_q_heads].
     """
 
     values: torch.Tensor
@@ -281,15 +278,13 @@ class LookPass(PagedPass):
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """float32 and contiguous; no copy where it is already."""
+    """Return a contiguous float32 array, without a copy if possible."""
     array: np.ndarray = tensor.to(device="cpu", dtype=torch.float32).contiguous().numpy()
     return array
 
 
 class AttentionHook:
-    """Makes a model use the paged attention inside `active`, and only there; otherwise the model is
-    as it was.
-    """
+    """Switch that makes a model use paged attention inside `active` and only there."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         AttentionInterface.register(ATTENTION_NAME, _paged_attention)
@@ -313,20 +308,18 @@ class AttentionHook:
             _active.reset(token)
 
     def eager(self) -> contextlib.AbstractContextManager[None]:
-        """Use transformers' own eager attention: the oracle."""
+        """Use transformers' own eager attention, as a reference."""
         return self._named("eager")
 
     def rename(self, name: str) -> list[str | None]:
-        """Make the model call the attention function of that name from now on; the names before,
-        for `restore`.
-        """
+        """Make the model call this attention function; return the old names for `restore`."""
         with self._lock:
             before = [config._attn_implementation for config in self._configs]
             self._set_names([name] * len(before))
         return before
 
     def restore(self, names: Sequence[str | None]) -> None:
-        """Give the configs back what `rename` returned."""
+        """Restore the names that `rename` returned."""
         with self._lock:
             self._set_names(names)
 
@@ -361,7 +354,10 @@ def _paged_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> _MaskSpec:
-    """The mask function transformers calls. `local_size` is the window of a sliding layer."""
+    """Return the mask spec of a layer; called by transformers.
+
+    `local_size` is the window of a sliding layer.
+    """
     window = int(local_size or 0)
     return _MaskSpec(window, _current().find_mask_problem(mask_function, window))
 
@@ -375,8 +371,19 @@ def _paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: q, k, v are [1, heads, num_tokens, head_dim] after
-    rope. Returns [1, num_tokens, num_q_heads, head_dim].
+    """Run attention of a layer; called by transformers.
+
+    Args:
+        module: the attention module.
+        query: [1, num_q_heads, num_tokens, head_dim], after RoPE.
+        key: [1, num_kv_heads, num_tokens, head_dim], after RoPE.
+        value: [1, num_kv_heads, num_tokens, head_dim].
+        attention_mask: the `_MaskSpec`.
+        scaling: factor of scores; None: head_dim ** -0.5.
+        kwargs: further constants and tensors.
+
+    Returns:
+        ([1, num_tokens, num_q_heads, head_dim], None).
     """
     attention_pass = _current()
     layer = getattr(module, "layer_idx", None)
@@ -398,7 +405,7 @@ def _read_params(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> AttentionParams:
-    """The constants of a layer, or ModelFormatError for what paged attention does not do."""
+    """Return a layer's constants; raise ModelFormatError if they are unsupported."""
     kind = type(module).__name__
     if not isinstance(attention_mask, _MaskSpec):
         raise ModelFormatError(

@@ -1,8 +1,8 @@
-"""A loaded model against transformers' own eager attention, for families that no test covers.
+"""Comparison of a loaded model with transformers' eager attention, for untested families.
 
-Attention layers are checked one by one when a model is loaded; what a model does between them is
-not visible there. A convolution or a recurrent state would mix the sequences of a flat batch and
-forget what earlier passes computed. Two short sequences in two mixed passes show it.
+Attention layers are checked one by one when a model is loaded, but the layers between them are not
+visible there. A convolution or a recurrent state would mix the sequences of a flat batch, and lose
+what earlier passes computed. Two short sequences in two mixed passes reveal that.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ from kvboost_edge.runners.base import ForwardBatch, Runner
 __all__ = ["check_against_eager"]
 
 _LENGTHS = (13, 9)
-_TOLERANCE = {
-    "float32": 1e-3,
-    "bfloat16": 0.1,
-    "float16": 0.1,
-}  # rounding is 10 times below, mixed-up tokens far above
+# Relative. Rounding is 10 times smaller; mixed-up tokens are far larger.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 
 
 class EagerRunner(Runner, Protocol):
@@ -35,23 +32,27 @@ class EagerRunner(Runner, Protocol):
     device: str
 
     def eager_logits(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """float32 logits [num_tokens, vocab_size] of one sequence by the model's own attention."""
+        """Return logits, float32 [tokens, vocab_size], of one sequence with eager attention."""
         ...
 
     def unbind(self) -> None:
-        """Let go of the backend."""
+        """Release the backend."""
         ...
 
 
 def check_against_eager(runner: EagerRunner) -> float:
-    """Relative L2 distance of the paged logits from the eager ones. Raises ModelFormatError when it
-    is more than rounding. Leaves the runner without a backend.
+    """Return the relative L2 distance of paged logits from eager logits.
+
+    The runner has no backend afterwards.
+
+    Raises:
+        ModelFormatError: the distance exceeds rounding errors.
     """
     info = runner.info
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, info.vocab_size, length) for length in _LENGTHS]
     tables = [np.array([1, 3]), np.array([2, 0])]
-    # As the model computes: what fewer bits cost is no fault of the model.
+    # In the model's dtype: errors of a quantized KV cache are not the model's.
     spec = dataclasses.replace(info.kv_spec, dtype=info.dtype, bits=(16, 16))
     backend = TorchBackend(spec, 4, device=runner.device)
     runner.bind(backend)
@@ -83,7 +84,7 @@ def _flat_batch(
     cut: slice,
     block_size: int,
 ) -> ForwardBatch:
-    """The tokens `cut` of each sequence as one pass."""
+    """Return the tokens `cut` of each sequence as one pass."""
     positions = [np.arange(len(token_ids))[cut] for token_ids in sequences]
     slots = [
         table[at // block_size] * block_size + at % block_size

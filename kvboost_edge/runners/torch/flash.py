@@ -1,10 +1,9 @@
-"""A flash-attention kernel for a transformers model that its owner runs himself, put in by name and
-taken out again.
+"""Flash attention for a transformers model that runs outside the engine, installed by name.
 
-As in `attention`, no module is replaced: the model's configs name our attention function and mask
-function. The mask function compares the mask that transformers would build with the causal one (its
-window, aligned bottom right): calls with that mask go to the kernel, all others (padding, packed
-sequences, chunks, no mask) to torch with their mask.
+As in attention.py, no module is replaced: the model's configs name our attention and mask
+functions. The mask function compares transformers' mask with the causal one (with its window,
+aligned bottom right). Calls with that mask use the flash kernel; all others (padding, packed
+sequences, chunks, no mask) use torch with their mask.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ _NAME = "kvboost_edge_flash"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Causal:
-    """Travels through a model in place of a mask: causal, aligned bottom right, and `window` keys
-    wide unless 0.
+    """Object passed through a model instead of a causal mask, aligned bottom right.
+
+    Attributes:
+        window: sliding window in keys; 0: none.
     """
 
     window: int
@@ -42,8 +43,13 @@ class _Causal:
 
 @dataclasses.dataclass(slots=True)
 class _Installed:
-    """What an installed model was before: its configs' names; the tier; the modules that our
-    function serves.
+    """State of an installed model.
+
+    Attributes:
+        hook: switch of its attention function.
+        before: names in its configs before the installation.
+        tier: attention tier; see `find_tier`.
+        modules: ids of the modules that our function serves.
     """
 
     hook: AttentionHook
@@ -57,17 +63,19 @@ _tiers: weakref.WeakKeyDictionary[torch.nn.Module, _Installed] = weakref.WeakKey
 
 
 def is_model(model: object) -> bool:
-    """Whether this is a model of transformers."""
+    """Return whether this is a transformers model."""
     return isinstance(model, PreTrainedModel)
 
 
 def install(model: PreTrainedModel) -> int:
-    """Make the model's attention modules call the kernel of its device; how many do that now and
-    did not before.
+    """Make the model's attention modules call the flash kernel of its device.
 
-    A pass of one token shows which modules come by: that is the count, not a guess by class names.
-    0, and nothing changed, where the tier is "vanilla" or the kernel is installed already. Raises
-    ModelFormatError, and changes nothing, where the model does not run with it.
+    Returns:
+        Number of attention modules that newly use it. It is 0, and nothing changes, if the tier is
+            "vanilla" or the kernel is already installed.
+
+    Raises:
+        ModelFormatError: the model does not run with it; nothing changes.
     """
     tier = find_tier(model.device)
     if tier == "vanilla" or model in _installed:
@@ -79,6 +87,7 @@ def install(model: PreTrainedModel) -> int:
     for module in model.modules():
         _tiers[module] = found
     try:
+        # A pass of one token shows which modules call the function, independent of class names.
         with torch.inference_mode():
             model(
                 input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device),
@@ -97,9 +106,7 @@ def install(model: PreTrainedModel) -> int:
 
 
 def uninstall(model: PreTrainedModel) -> int:
-    """Give the model's attention modules back what they called before; how many. 0 where nothing is
-    installed.
-    """
+    """Restore the model's previous attention functions; return the number of modules."""
     found = _installed.pop(model, None)
     if found is None:
         return 0
@@ -122,8 +129,9 @@ def _flash_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> _Causal | torch.Tensor:
-    """The mask function transformers calls: `_Causal` where its mask is that, else bool [batch, 1,
-    q, kv].
+    """Return `_Causal` if the mask is causal, otherwise bool [batch, 1, q, kv].
+
+    Transformers calls it.
     """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(
@@ -137,7 +145,7 @@ def _flash_mask(
 
 
 def _visible(q_length: int, kv_length: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool [q, kv]: the causal mask, aligned bottom right."""
+    """Return the causal mask, bool [q, kv], aligned bottom right."""
     behind = torch.arange(kv_length, device=device) - torch.arange(q_length, device=device)[:, None]
     behind = behind - (kv_length - q_length)
     return (behind <= 0) & (behind > -window) if window else behind <= 0
@@ -154,8 +162,21 @@ def _flash_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function transformers calls: q [batch, heads, seqlen_q, head_dim], k and v
-    likewise over keys. Returns [batch, seqlen_q, heads, head_dim].
+    """Run attention of a layer; called by transformers.
+
+    Args:
+        module: the attention module.
+        query: [batch, heads, seqlen_q, head_dim].
+        key: [batch, kv_heads, seqlen_kv, head_dim].
+        value: [batch, kv_heads, seqlen_kv, head_dim].
+        attention_mask: `_Causal`, a tensor, or None.
+        dropout: probability.
+        scaling: factor of scores; None: head_dim ** -0.5.
+        is_causal: used if there is no mask; None: the module's attribute.
+        kwargs: softcap, sinks (`s_aux`).
+
+    Returns:
+        ([batch, seqlen_q, heads, head_dim], None).
     """
     found = _tiers[module]
     found.modules.add(id(module))
@@ -184,7 +205,7 @@ def _flash_attention(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Call:
-    """What a layer asks for beside its tensors."""
+    """Constants of a layer's call."""
 
     scaling: float
     softcap: float
@@ -196,7 +217,7 @@ _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _is_served(query: torch.Tensor, dropout: float) -> bool:
-    """Whether kernels take such a call; there is no backward pass, and f32 is torch's."""
+    """Return whether the kernels support the call: half precision, forward only."""
     half = str(query.dtype).removeprefix("torch.") in kernel_dtypes(query.device)
     wants_gradient = torch.is_grad_enabled() and query.requires_grad
     return (
@@ -224,7 +245,7 @@ def _attend_by_kvboost(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.T
 
 
 def _attend_by_torch(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Tensor:
-    """torch's flash kernel where it has the mask, without one for a single query."""
+    """Use torch's flash kernel if it supports the mask; a single query needs no mask."""
     query, key, _ = tensors
     if mask.window or call.softcap or call.sinks is not None:
         return _attend_plainly(tensors, mask, call)
@@ -238,7 +259,10 @@ def _attend_by_torch(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Ten
 def _attend_plainly(
     tensors: _Tensors, mask: torch.Tensor | _Causal | None, call: _Call
 ) -> torch.Tensor:
-    """Any mask (bool: which keys are seen; else added), softcap and sinks, in torch."""
+    """Compute attention in torch with any mask, softcap and sinks.
+
+    A bool mask marks visible keys; a float mask is added to the scores.
+    """
     query, key, value = _repeated(tensors)
     seen = mask
     if isinstance(seen, _Causal):
@@ -263,7 +287,7 @@ def _attend_plainly(
 
 
 def _repeated(tensors: _Tensors) -> _Tensors:
-    """Keys and values once for each query head."""
+    """Repeat keys and values for each query head."""
     query, key, value = tensors
     times = query.shape[1] // key.shape[1]
     return (

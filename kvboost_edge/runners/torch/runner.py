@@ -1,4 +1,4 @@
-"""Runs any transformers causal language model on paged KV, its modules untouched."""
+"""Torch runner: any causal language model of transformers on paged KV, with unmodified modules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from kvboost_edge.runners.torch.turning import NUM_PROBED, RopeFrequencies, find
 __all__ = ["TorchRunner", "load"]
 
 _LOG = logging.getLogger(__name__)
-_PROBED_TOKEN = 1  # any; 0 pads in some vocabularies, and is embedded as nothing
+_PROBED_TOKEN = 1  # any token but 0, which is padding in some vocabularies and has a zero embedding
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOADING_ERRORS = (
     OSError,
@@ -69,12 +69,21 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TorchRunner:
-    """Implements `Runner` over a loaded transformers model.
+    """Runner over a loaded transformers model.
 
-    A pass at construction finds each layer's KV shape, window, scale, softcap, sinks and rope as
-    transformers itself uses them, and refuses with ModelFormatError what paged attention cannot do;
-    a family that no test covers is compared with eager attention as well. Between forward passes
-    the model is unchanged and usable by its owner.
+    A pass at construction finds each layer's KV shape, window, scale, softcap, sinks and RoPE as
+    transformers uses them. A family that no test covers is also compared with eager attention.
+    Between forward passes the model is unchanged, and its owner can use it.
+
+    Args:
+        model: the transformers model.
+        model_type: overrides the config's model_type.
+        max_context: longest sequence in tokens; None: that of the config.
+        block_size: tokens of a KV block.
+        kv_bits: (bits of keys, bits of values) in the pool; (16, 16): the model's dtype.
+
+    Raises:
+        ModelFormatError: paged attention does not support the model.
     """
 
     def __init__(
@@ -86,7 +95,6 @@ class TorchRunner:
         block_size: int = 16,
         kv_bits: tuple[int, int] = (16, 16),
     ) -> None:
-        """kv_bits: of keys and of values in the pool; (16, 16): the model's own dtype."""
         config = model.config.get_text_config()
         if attends_both_ways(config.to_dict()):
             raise ModelFormatError(BOTH_WAYS)
@@ -130,7 +138,7 @@ class TorchRunner:
 
     @property
     def turning_refusal(self) -> str | None:
-        """The reason that no backend attends the model's keys at other positions, or None."""
+        """Why no backend can use the model's keys at other positions; None if one can."""
         if self._turning.refusal is not None:
             return f"{self._kind}: {self._turning.refusal}; use runner='native'"
         return None
@@ -159,7 +167,7 @@ class TorchRunner:
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """See `Runner.deviations`."""
+        """Return distances of computed values from stored ones; see `Runner.deviations`."""
         if len(self._layers) < 2:
             return np.zeros(len(rows), dtype=np.float32)
         backend, seen = self._look(batch, 1)
@@ -169,7 +177,7 @@ class TorchRunner:
     def masses(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], stored: StoredKeys
     ) -> npt.NDArray[np.float32]:
-        """See `Runner.masses`."""
+        """Return the attention that tokens give to stored keys; see `Runner.masses`."""
         layer = asked_layer([one.params.window for one in self._layers])
         backend, seen = self._look(batch, layer)
         if not len(rows):
@@ -183,7 +191,7 @@ class TorchRunner:
         return attended_masses(query, lse, batch.positions[rows], turned, stored.positions, params)
 
     def _look(self, batch: ForwardBatch, layer: int) -> tuple[TorchBackend, LookPass]:
-        """Run the layers up to this one, and its attention; store KV of them."""
+        """Run the layers up to this one, with its attention, and store their KV."""
         backend = self._backend
         if self.moved_keys_refusal is not None or not isinstance(backend, TorchBackend):
             raise BackendUnavailable(str(self.moved_keys_refusal))
@@ -204,10 +212,19 @@ class TorchRunner:
         block_size: int = 16,
         kv_bits: tuple[int, int] = (16, 16),
     ) -> TorchRunner:
-        """Load a model directory (safetensors only, no remote code, no network).
+        """Load a model directory: safetensors only, no remote code, no network.
 
-        dtype "auto": see `compute_dtype`. Raises ModelFormatError when the directory cannot be
-        loaded completely.
+        Args:
+            model_dir: the directory.
+            dtype: compute dtype; "auto": see `compute_dtype`.
+            device: torch device.
+            num_threads: threads of torch in this process; None: unchanged.
+            max_context: longest sequence in tokens; None: that of the config.
+            block_size: tokens of a KV block.
+            kv_bits: (bits of keys, bits of values) in the pool.
+
+        Raises:
+            ModelFormatError: the model cannot be loaded completely.
         """
         if dtype != "auto" and dtype not in _DTYPES:
             raise ConfigError(f"dtype={dtype!r} is not one of {('auto', *_DTYPES)}")
@@ -241,9 +258,7 @@ class TorchRunner:
         )
 
     def _probe(self, num_layers: int, longest: int) -> tuple[list[LayerPlan], RopeFrequencies, int]:
-        """Run one token at some positions; return the layers' plans, how they turn keys, and the
-        logits' width.
-        """
+        """Run one token at some positions; return layer plans, RoPE frequencies, logits' width."""
         probe = ProbePass()
         positions = np.arange(min(NUM_PROBED, longest))
         try:
@@ -266,7 +281,7 @@ class TorchRunner:
             )
         if may_keep_states(
             self.model.config.to_dict()
-        ):  # beside attention, where the layers above do not show it
+        ):  # a state in parallel to attention does not show in the layers above
             raise ModelFormatError(f"{self._kind}: {KEEPS_STATES}")
         kv = [probe.kv[layer] for layer in range(num_layers)]
         with torch.inference_mode():
@@ -274,7 +289,7 @@ class TorchRunner:
         return [probe.layers[layer] for layer in range(num_layers)], turning, logits.shape[-1]
 
     def bind(self, backend: Backend) -> None:
-        """Use this backend for the KV of the following passes."""
+        """Use this backend; raise ConfigError if its layers or device do not fit the model."""
         if backend.spec.layers != self.info.kv_spec.layers:
             raise ConfigError(
                 f"the backend has layers {backend.spec.layers}, the model "
@@ -290,8 +305,10 @@ class TorchRunner:
         self._backend = backend
 
     def forward(self, batch: ForwardBatch) -> npt.NDArray[np.float32]:
-        """Run the tokens, store their KV; float32 logits [num_logits, vocab_size]. Fills
-        `batch.states`.
+        """Run the tokens, store their KV, and fill `batch.states`.
+
+        Returns:
+            Logits, float32 [num_logits, vocab_size].
         """
         backend = self._backend
         if backend is None:
@@ -317,11 +334,9 @@ class TorchRunner:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[list[torch.Tensor]]:
-        """What passes of this thread find behind the last norm, [1, num_tokens, hidden_size]
-        each.
-        """
+        """Collect the hidden states after the last norm, [1, num_tokens, hidden_size] per pass."""
         found: list[torch.Tensor] = []
-        thread = threading.get_ident()  # the owner of the model may run it in another one
+        thread = threading.get_ident()  # the owner may run the model in another thread
 
         def take(module: torch.nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() == thread:
@@ -339,9 +354,10 @@ class TorchRunner:
         positions: npt.NDArray[np.int64],
         logit_rows: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Logits [num_logits, vocab_size] of a flat batch through the model's own forward, which
-        applies the logit scales and softcaps of its family. `logits_to_keep` spares the head for
-        the other rows.
+        """Return logits [num_logits, vocab_size] of a flat batch from the model's own forward.
+
+        The forward applies the family's logit scales and softcaps. With `logits_to_keep`, the LM
+        head skips other rows.
         """
         ids, at, rows = (
             torch.from_numpy(array).to(self.device) for array in (token_ids, positions, logit_rows)
@@ -354,8 +370,9 @@ class TorchRunner:
         return logits if self._keeps_rows else logits[rows]
 
     def eager_logits(self, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """float32 logits [num_tokens, vocab_size] of one sequence from transformers' own eager
-        attention, dense and without any cache: the oracle.
+        """Return logits, float32 [num_tokens, vocab_size], of one sequence with eager attention.
+
+        Dense attention without a cache, as a reference.
         """
         rows = np.arange(len(token_ids), dtype=np.int64)
         with torch.inference_mode(), self._hook.eager():
@@ -365,21 +382,20 @@ class TorchRunner:
         return result
 
     def unbind(self) -> None:
-        """Let go of the backend."""
+        """Release the backend."""
         self._backend = None
 
     def close(self) -> None:
-        """Let go of backend and model: weights nobody else holds are freed, a model with an owner
-        stays his. Only `info` may be read afterwards.
+        """Release backend and model; afterwards only `info` may be read.
+
+        Weights without another owner are freed.
         """
         self.unbind()
         vars(self).pop("model", None)
 
 
 def _state_size(model: PreTrainedModel, states: list[torch.Tensor]) -> int:
-    """Numbers of a state that the head reads as it is; 0 where the model keeps no such thing
-    apart.
-    """
+    """Return the size of the hidden state that the LM head reads, or 0 if it cannot be captured."""
     head = model.get_output_embeddings()
     if model.base_model is model or head is None or not states:
         return 0
@@ -393,7 +409,7 @@ def _numpy(tensor: torch.Tensor) -> npt.NDArray[np.float32]:
 
 
 def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
-    """The runner of a checkpoint, whose weights keep their form."""
+    """Return the runner of a checkpoint, whose weights keep their format."""
     return TorchRunner.from_dir(
         checkpoint.path,
         dtype=options.dtype,
@@ -405,9 +421,10 @@ def load(checkpoint: Checkpoint, options: LoadOptions) -> TorchRunner:
 
 
 def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
-    """Longest sequence in tokens. Rope kinds whose frequencies depend on the longest position in
-    the call (dynamic, longrope) are pinned to their first range, where they are constant, so that a
-    batch cannot change a result.
+    """Return the longest sequence in tokens.
+
+    RoPE types whose frequencies depend on the longest position in a call (dynamic, longrope) are
+    pinned to their first range, where frequencies are constant. So a batch cannot change a result.
     """
     fields = config.to_dict()
     length = context_length(fields)
@@ -427,7 +444,7 @@ def _context_length(config: PreTrainedConfig, asked: int | None) -> int:
 
 
 def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dtype | str:
-    """The dtype to load in; "auto" leaves it to the checkpoint where the config does not say."""
+    """Return the dtype to load in; "auto" if neither the option nor the config names one."""
     stored = config.get_text_config().dtype or config.dtype
     stored_name = _NAMES.get(stored, "")
     chosen = compute_dtype(name, stored_name, device)
@@ -441,7 +458,7 @@ def _resolve_dtype(name: str, config: PreTrainedConfig, device: str) -> torch.dt
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of parameters and buffers; tied ones are counted once."""
+    """Return the bytes of parameters and buffers; tied ones are counted once."""
     tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 

@@ -1,6 +1,4 @@
-"""What the torch runner takes, what must be installed for it, and in which dtype it computes. Loads
-no torch.
-"""
+"""`RunnerPlan` of the torch runner, and its compute dtype; imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
 BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
 _PACKAGES = ("torch", "transformers")
-# What transformers needs to load weights that are quantized so.
+# Packages that transformers needs to load weights of these quantization methods.
 _QUANTIZERS = {
     "awq": ("gptqmodel", "accelerate"),
     "gptq": ("optimum", "gptqmodel"),
@@ -43,7 +41,7 @@ _QUANTIZERS = {
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """The option that only this runner serves, empty if none does."""
+    """Return the option that only this runner supports; "" if there is none."""
     wishes = {
         f"backend={config.backend!r}": array_kind_of(config.backend) == "torch",
         f"device={config.device!r}": array_kind_of(config.device or "") == "torch",
@@ -52,9 +50,8 @@ def wish(config: EngineConfig, model: ModelTraits) -> str:
 
 
 def unsupported_reason(model: ModelTraits) -> str | None:
-    """Of an ONNX file, a model that attends both ways, and one with states; else None: what
-    transformers cannot run shows when it is loaded.
-    """
+    """Return why the model is unsupported: ONNX, bidirectional or recurrent; otherwise None."""
+    # Other limits of transformers show when the model is loaded.
     if model.onnx_refusal is not None:
         return "transformers does not load ONNX files"
     if attends_both_ways(model.config):
@@ -63,9 +60,7 @@ def unsupported_reason(model: ModelTraits) -> str | None:
 
 
 def missing_package(model_config: Mapping[str, Any]) -> str | None:
-    """What has to be installed to load this model, None where nothing is missing; of a quantized
-    one transformers asks for more.
-    """
+    """Return "needs ..." if a package must be installed to load this model; otherwise None."""
     method = str((model_config.get("quantization_config") or {}).get("quant_method"))
     for package in (*_PACKAGES, *_QUANTIZERS.get(method, ())):
         if importlib.util.find_spec(package) is None:
@@ -79,9 +74,8 @@ def missing_package(model_config: Mapping[str, Any]) -> str | None:
 
 
 def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | None:
-    """Of what only a loaded model shows, pairs of neighbouring channels and learned positions,
-    nothing is known.
-    """
+    """Return why keys cannot be used at other positions, as far as the config shows, or None."""
+    # Only a loaded model shows interleaved RoPE and learned positions.
     others = sorted(rope_types(model_config) - {"default"})
     if others:
         return (
@@ -102,15 +96,15 @@ def choose_weights(
     plan_pool: Callable[[KVSpec, int], int],
     available: int,
 ) -> tuple[str, str]:
-    """No format of its own: the weights stay as the checkpoint has them, in the dtype of the
-    compute.
-    """
+    """Return ("", ""): weights stay as in the checkpoint, in the compute dtype."""
     return "", ""
 
 
 def compute_dtype(asked: str, stored: str, device: str) -> str:
-    """The name of the dtype to compute in. "auto" is the stored one ("" where nothing says which),
-    but float16 becomes float32 on the CPU, where half precision arithmetic is slow.
+    """Return the name of the compute dtype; "" if neither option nor checkpoint names one.
+
+    "auto" is the stored dtype, but float32 instead of float16 on the CPU, where half precision is
+    slow.
     """
     if asked != "auto":
         return asked

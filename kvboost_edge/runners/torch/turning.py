@@ -1,10 +1,9 @@
-"""How a model of transformers turns keys by their positions, and whether that is plain rope in
-every layer.
+"""RoPE frequencies of a transformers model, found by observing keys.
 
-Keys are looked at, not classes: the same token was computed at some positions, seeing only itself,
-so that its hidden state is the same everywhere and its keys differ by their positions alone. A
-table of frequencies that the model holds turns them into one another, or they are not turned at
-all, or it is not plain rope and nothing is guessed.
+The same token was computed at several positions, where it sees only itself. So its hidden state is
+the same everywhere, and its keys differ only by their positions. Either one of the model's
+frequency tables maps them to each other, or they are all equal (no RoPE), or the layer does not
+use plain RoPE.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from kvboost_edge.models.config.architectures import rope_types
 __all__ = ["NUM_PROBED", "RopeFrequencies", "find_turning"]
 
 NUM_PROBED = 32
-"""Positions, from 0 on: where they do not follow on one another transformers makes several
-sequences of them.
+"""Positions of the probe, from 0 on; transformers would treat positions with gaps as several
+sequences.
 """
-_TOLERANCE = {
-    "float32": 1e-4,
-    "bfloat16": 0.02,
-    "float16": 0.004,
-}  # relative; another theta is far above
+# Relative. The error of another theta is far larger.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.02, "float16": 0.004}
 
 Frequencies = npt.NDArray[np.float64]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class RopeFrequencies(NamedTuple):
-    """Frequencies of each layer's plain rope, radians for each position, none where a layer has no
-    rope; or why there are none to be had.
+    """RoPE frequencies of each layer.
+
+    Attributes:
+        layers: float64, radians per position; empty if the layer has no RoPE.
+        refusal: why frequencies cannot be determined, or None.
     """
 
     layers: list[Frequencies]
@@ -49,11 +48,13 @@ class RopeFrequencies(NamedTuple):
 def find_turning(
     model: PreTrainedModel, layers: Sequence[KeysAndValues], dtype: str
 ) -> RopeFrequencies:
-    """What turns the keys of each layer.
+    """Return the RoPE frequencies of each layer.
 
     Args:
-        layers: keys and values of each layer, [num_kv_heads, num_positions, head_dim]: of one token
-            that sees itself, at positions 0, 1, ...
+        model: the transformers model.
+        layers: keys and values of each layer, [num_kv_heads, num_positions, head_dim], of one
+            token that sees only itself at positions 0, 1, ...
+        dtype: compute dtype.
     """
     others = sorted(rope_types(model.config.to_dict()) - {"default"})
     if others:
@@ -86,7 +87,7 @@ def find_turning(
 
 
 def _misfit(keys: torch.Tensor, frequencies: Frequencies) -> float:
-    """How far the first key, turned to the other positions, is from those that are there."""
+    """Return the relative distance of the first key, rotated to all positions, from the keys."""
     wide = keys.to("cpu", torch.float32)
     count = wide.shape[1]
     turned = turn_keys(
@@ -96,7 +97,7 @@ def _misfit(keys: torch.Tensor, frequencies: Frequencies) -> float:
 
 
 def _distance(some: torch.Tensor, others: torch.Tensor) -> float:
-    """Relative; infinite where there is nothing to compare with."""
+    """Return the relative distance; infinite if `others` is zero."""
     # Not `Tensor.norm`, which takes a deprecated path on Apple GPUs.
     size = float(torch.linalg.vector_norm(others.float()))
     return float(torch.linalg.vector_norm((some - others).float())) / size if size else math.inf
