@@ -64,7 +64,7 @@ class BlockPool:
     def hold(self, block_id: int) -> None:
         """Pin a block until `let_go`; raise CacheCorruption if it is already pinned."""
         if block_id in self._held:
-            raise CacheCorruption(f"block {block_id} is pinned already")
+            raise CacheCorruption(f"block {block_id} is already pinned")
         self.touch(block_id)
         self._held[block_id] = None
 
@@ -98,8 +98,8 @@ class BlockPool:
         """
         if count > len(self._free):
             raise CapacityError(
-                f"{count} blocks needed, {len(self._free)} of {self.num_blocks} are free; "
-                "enlarge max_cache_bytes or num_blocks"
+                f"{count} blocks are needed, but only {len(self._free)} of {self.num_blocks} are "
+                "free; enlarge max_cache_bytes or num_blocks"
             )
         taken = self._free.take(count, owner)
         for block_id in taken:
@@ -172,15 +172,15 @@ class BlockPool:
         for block_id, (expected, actual) in enumerate(zip(counted, self._ref_counts, strict=True)):
             if expected != actual:
                 raise CacheCorruption(
-                    f"block {block_id} counts {actual} references, its holders hold {expected}"
+                    f"block {block_id} has a reference count of {actual}, but {expected} references"
                 )
             if (actual == 0) != (block_id in self._free):
                 raise CacheCorruption(
-                    f"block {block_id} has {actual} references and the free list disagrees"
+                    f"block {block_id} has {actual} references, which contradicts the free list"
                 )
         if len(self._free) != counted.count(0):
             raise CacheCorruption(
-                f"the free list holds {len(self._free)} blocks, {counted.count(0)} are free"
+                f"the free list has {len(self._free)} blocks, but {counted.count(0)} are free"
             )
 
     def _check_id(self, block_id: int) -> None:

@@ -24,7 +24,7 @@ def check_tables(
     if {id(table) for table in tables} != {id(table) for table in live.values()} or len(
         tables
     ) != len(live):
-        raise CacheCorruption(f"{len(live)} tables are live, their owners know {len(tables)}")
+        raise CacheCorruption(f"{len(live)} tables are live, but the check got {len(tables)}")
     claims: dict[bytes, int] = {}
     for table in tables:
         own = [*own_blocks(table, block_size).values(), *table.reserve]
@@ -37,26 +37,27 @@ def check_tables(
             )
         if table.num_computed_tokens > table.num_slots(block_size):
             raise CacheCorruption(
-                f"{table.num_computed_tokens} tokens computed in {len(table.block_ids)} blocks"
+                f"a table of {len(table.block_ids)} blocks has {table.num_computed_tokens} "
+                "computed tokens"
             )
         _check_segments(table, block_size)
         if table._num_chained > len(table.block_ids):
             raise CacheCorruption(
-                f"a chain of {table._num_chained} blocks in a table of {len(table.block_ids)}"
+                f"a table of {len(table.block_ids)} blocks has a chain of {table._num_chained}"
             )
         if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):
-            raise CacheCorruption("a table remembers a block beyond its end")
+            raise CacheCorruption("a table refers to a block beyond its end")
         claims.update(dict.fromkeys(table._claims.values(), table._serial))
     if claims != in_flight:
         raise CacheCorruption(
-            f"{len(in_flight)} prefixes are in flight, live tables claim {len(claims)}"
+            f"{len(in_flight)} prefixes are in flight, but live tables claim {len(claims)}"
         )
 
 
 def _check_segments(table: BlockTable, block_size: int) -> None:
     """Check that a table's segments follow one another without gaps and lie inside its blocks."""
     if not table.segments or table.segments[0] != WHOLE:
-        raise CacheCorruption(f"a table begins with {table.segments[:1]}")
+        raise CacheCorruption(f"a table begins with segments {table.segments[:1]}, not {WHOLE}")
     for one, other in itertools.pairwise(table.segments):
         end = one.first_position + (other.first_index - one.first_index) * block_size
         if not (
@@ -86,12 +87,12 @@ def check_chains(
         parent = by_serial.get(entry.parent_serial)
         parent_hash = root if entry.parent_serial == ROOT_SERIAL else parent and parent.prefix_hash
         if parent_hash is not None and hash_fn(parent_hash, tokens) != entry.prefix_hash:
-            raise CacheCorruption(f"block {block_id} is published under a hash that is not its own")
+            raise CacheCorruption(f"block {block_id} is published under a wrong hash")
     for table in tables:
         if table._num_chained:
             last = entries.get(table.block_ids[table._num_chained - 1])
             if last is not None and last.serial != table._chain_serial:
-                raise CacheCorruption("the end of a table's chain is not the prefix of its block")
+                raise CacheCorruption("the last chained block of a table has a different serial")
         for block_index in table._withdrawn:
             if table.block_ids[block_index] in entries:
                 raise CacheCorruption(

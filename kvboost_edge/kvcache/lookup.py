@@ -92,7 +92,7 @@ class Lookup:
         last = self._index.entry(found.block_ids[depth - 1]) if depth else None
         if following is None or (depth and last is None):
             raise CacheCorruption(
-                f"block {found.block_ids[depth]} was matched and is not published"
+                f"block {found.block_ids[depth]} was matched but is not published"
             )
         prefix_hash = root if last is None else last.prefix_hash
         return PrefixMatch(

@@ -270,8 +270,8 @@ class KVCacheManager(PoolUsage):
         needed = self._taken(table, first, stop)
         if needed > self._pool.num_free:
             raise CapacityError(
-                f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, "
-                f"{self._pool.num_free} of {self._pool.num_blocks} are free; enlarge "
+                f"{num_tokens} tokens need {needed} more blocks of {self.block_size} tokens, but "
+                f"only {self._pool.num_free} of {self._pool.num_blocks} are free; enlarge "
                 "max_cache_bytes or num_blocks"
             )
         self.recurrent.prepare(table)
@@ -382,8 +382,8 @@ class KVCacheManager(PoolUsage):
         limit = min(len(token_ids), table.num_slots(self.block_size))
         if not table.num_computed_tokens <= num_computed <= limit:
             raise CacheCorruption(
-                f"commit of {num_computed} tokens: {table.num_computed_tokens} were committed "
-                f"before, {limit} fit"
+                f"commit of {num_computed} tokens: {table.num_computed_tokens} are already "
+                f"committed and at most {limit} fit"
             )
         table._publishes = table._publishes and publish
         if table._publishes:
@@ -414,7 +414,7 @@ class KVCacheManager(PoolUsage):
         for block_id in reversed(table.block_ids[keep:]):
             if self._pool.ref_count(block_id) != 1 or self._index.entry(block_id) is not None:
                 raise CacheCorruption(
-                    f"block {block_id} behind the tokens of a table is shared or published"
+                    f"block {block_id} after the tokens of a table is shared or published"
                 )
             self._pool.release(block_id, matchable=False, owner=table.owner)
             self._fresh.pop(block_id, None)
@@ -538,5 +538,5 @@ class KVCacheManager(PoolUsage):
     def _check_live(self, table: BlockTable) -> None:
         if self._live.get(table._serial) is not table:
             raise CacheCorruption(
-                "stale block table: it was freed before (double free) or is not of this pool"
+                "stale block table: it was already freed (double free) or belongs to another pool"
             )

@@ -170,7 +170,7 @@ class PrefixIndex:
             CacheCorruption: the block is already published.
         """
         if self._entries[block_id] is not None:
-            raise CacheCorruption(f"block {block_id} is published already")
+            raise CacheCorruption(f"block {block_id} is already published")
         self._entries[block_id] = entry
         self._buckets[entry.prefix_hash] = (*self._buckets.get(entry.prefix_hash, ()), block_id)
         for watcher in self._watchers:
@@ -205,13 +205,13 @@ class PrefixIndex:
             for block_id in bucket:
                 entry = self._entries[block_id]
                 if entry is None or entry.prefix_hash != prefix_hash:
-                    raise CacheCorruption(f"block {block_id} stands in a bucket of another hash")
+                    raise CacheCorruption(f"block {block_id} is in the bucket of another hash")
         entries = [entry for entry in self._entries if entry is not None]
         serials = {entry.serial for entry in entries}
         if len(serials) != len(entries) or not all(
             ROOT_SERIAL < serial < self._next_serial for serial in serials
         ):
-            raise CacheCorruption("serials of published blocks repeat or were never given out")
+            raise CacheCorruption("serials of published blocks repeat or were never assigned")
         if any(not ROOT_SERIAL <= entry.parent_serial < entry.serial for entry in entries):
             raise CacheCorruption("a published block is older than its parent")
         prefixes = {(entry.parent_serial, entry.tokens) for entry in entries}

@@ -159,7 +159,7 @@ class Spans:
             )
             if blocks < 0 or rest or not inside or not span.start:
                 raise CacheCorruption(
-                    f"{span} does not fit behind position {position} of {num_tokens} tokens"
+                    f"{span} does not fit after position {position} of {num_tokens} tokens"
                 )
             count = count + blocks
             position = span.stop

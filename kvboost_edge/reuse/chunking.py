@@ -72,12 +72,12 @@ class ChunkOptions:
         elif self.chunk_boundary_window:
             raise ConfigError(
                 f"chunk_boundary_window={self.chunk_boundary_window} with chunk strategy "
-                f"{self.strategy}: only semantic has a window"
+                f"{self.strategy}: only strategy semantic has a window"
             )
         if self.strategy == ChunkStrategy.DOCUMENT and (self.overlap_k or self.sink_tokens):
             raise ConfigError(
                 f"overlap_k={self.overlap_k}, sink_tokens={self.sink_tokens} with chunk strategy "
-                "document: nothing of a document stands before its only chunk"
+                "document: a document is one chunk, and no tokens precede it"
             )
 
 

@@ -180,7 +180,7 @@ class SpanIndex:
                 f"stale block id {block_id}: the index has blocks 0 .. {self.num_blocks - 1}"
             )
         if block_id in self or serial in self._by_serial:
-            raise CacheCorruption(f"block {block_id}, or serial {serial}, is offered already")
+            raise CacheCorruption(f"block {block_id}, or serial {serial}, is already offered")
         if len(tokens) != self.block_size * TOKEN_BYTES or first_position < 0:
             raise CacheCorruption(
                 f"block {block_id} of {self.block_size} tokens is offered with {len(tokens)} bytes "
@@ -188,7 +188,7 @@ class SpanIndex:
             )
         if not ROOT_SERIAL <= parent_serial < serial:
             raise CacheCorruption(
-                f"serial {serial} cannot be behind serial {parent_serial}: serials are counted up"
+                f"serial {serial} must be greater than serial {parent_serial} of its parent"
             )
         kin = [(self._by_serial.get(parent_serial, NONE), -self.block_size)]
         kin.append((self._orphans.get(serial, NONE), self.block_size))
@@ -198,8 +198,8 @@ class SpanIndex:
                 known[2] != root or self._tables.first_positions[other] != first_position + distance
             ):
                 raise CacheCorruption(
-                    f"block {block_id}, at position {first_position}, does not join its neighbour "
-                    f"{other}, at {self._tables.first_positions[other]}"
+                    f"block {block_id} at position {first_position} does not adjoin block {other} "
+                    f"at position {self._tables.first_positions[other]}"
                 )
 
     def _slot(self, block_id: int) -> int:
@@ -322,7 +322,7 @@ class SpanIndex:
             block_id: entry for block_id, entry in enumerate(self._offered) if entry is not None
         }
         if self._by_serial != {entry[0]: block_id for block_id, entry in offered.items()}:
-            raise CacheCorruption("serials of offered blocks are not those the index knows")
+            raise CacheCorruption("the map of serials does not hold exactly the offered blocks")
         counts: dict[bytes, int] = {}
         children: dict[int, set[int]] = {}
         groups: dict[Any, set[int]] = {}
@@ -333,7 +333,7 @@ class SpanIndex:
                 children.setdefault(parent_serial, set()).add(block_id)
             if tables.parents[block_id] != self._by_serial.get(parent_serial, NONE):
                 raise CacheCorruption(
-                    f"block {block_id} is linked behind block {tables.parents[block_id]}"
+                    f"block {block_id} is linked to a wrong parent, {tables.parents[block_id]}"
                 )
             for links, back in (
                 (tables.older, self._newer),
@@ -341,12 +341,12 @@ class SpanIndex:
             ):
                 if links[block_id] != NONE and back[links[block_id]] != block_id:
                     raise CacheCorruption(
-                        f"block {links[block_id]} does not know the newer block {block_id}"
+                        f"block {links[block_id]} is not linked to the newer block {block_id}"
                     )
             groups.setdefault((root, tables.tokens[block_id].tobytes()), set()).add(block_id)
         if counts != {root: number for root, (_, number) in self._roots.items()}:
             raise CacheCorruption(
-                f"{len(counts)} roots have offered blocks, the index counts others"
+                f"block counts by root are wrong: {len(counts)} roots have offered blocks"
             )
         firsts = {
             entry[0]: int(tables.first_children[block_id]) for block_id, entry in offered.items()
@@ -357,17 +357,14 @@ class SpanIndex:
         if {
             serial: self._listed(child, tables.older_siblings) for serial, child in firsts.items()
         } != children:
-            raise CacheCorruption(
-                "a block is missing among the children of its parent, or stands there without "
-                "reason"
-            )
+            raise CacheCorruption("a list of children does not hold exactly the offered blocks")
         linked = [int(head) for head in tables.heads if head != NONE]
         for leader in linked:  # grows while it is walked
             if tables.next_groups[leader] != NONE:
                 linked.append(int(tables.next_groups[leader]))
         found = sorted(sorted(self._listed(leader, tables.older)) for leader in linked)
         if found != sorted(sorted(group) for group in groups.values()):
-            raise CacheCorruption("the blocks that can be found are not those that are offered")
+            raise CacheCorruption("the groups do not hold exactly the offered blocks")
 
     def _listed(self, block_id: int, links: Ints) -> set[int]:
         found: set[int] = set()

@@ -219,7 +219,7 @@ class Mover(OffloadStore):
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(seconds + _LAST_SECONDS)
             if self._thread.is_alive():
-                _LOG.warning("a tier hangs; its thread and what it was to store are left behind")
+                _LOG.warning("a tier hangs; its I/O thread and unwritten blocks are abandoned")
                 return
         for tier in self._tiers:
             tier.close()
@@ -373,7 +373,7 @@ class Mover(OffloadStore):
         try:
             return np.empty((count, row_bytes), dtype=np.uint8)
         except MemoryError:
-            _LOG.warning("no memory to load %d blocks; they are computed", count)
+            _LOG.warning("out of memory to load %d blocks; they are computed instead", count)
             return np.empty((0, row_bytes), dtype=np.uint8)
 
     def _read_some(self, addresses: Sequence[BlockAddress], data: Bytes) -> tuple[str, int]:
@@ -422,9 +422,9 @@ class Mover(OffloadStore):
         # not: the blocks are recomputed, and the tier stays in use.
         if isinstance(error, MemoryError):
             _LOG.warning(
-                "tier %s was refused memory; the blocks it was about to move are computed instead",
+                "tier %s is out of memory; the blocks that it was moving are computed instead",
                 tier.name,
             )
             return
         self._broken.add(tier.name)
-        _LOG.error("tier %s failed and is not used any more", tier.name, exc_info=error)
+        _LOG.error("tier %s failed and is disabled", tier.name, exc_info=error)

@@ -37,7 +37,7 @@ def test_take_is_all_or_nothing():
     pool.take(1)
     with pytest.raises(
         CapacityError,
-        match=r"3 blocks needed, 2 of 3 are free; enlarge max_cache_bytes or num_blocks",
+        match=r"3 blocks are needed, but only 2 of 3 are free; enlarge max_cache_bytes or num_blocks",
     ):
         pool.take(3)
     assert (pool.num_free, pool.ref_counts()) == (2, [1, 0, 0])

@@ -225,7 +225,8 @@ def test_extend_is_all_or_nothing():
     before = (table.block_ids.copy(), manager.block_states(), manager.drain_new_blocks())
     assert manager.blocks_needed(table, 14) == 3  # two new ones and the copy of the shared tail
     with pytest.raises(
-        CapacityError, match=r"14 tokens need 3 more blocks of 4 tokens, 2 of 4 are free; enlarge"
+        CapacityError,
+        match=r"14 tokens need 3 more blocks of 4 tokens, but only 2 of 4 are free; enlarge",
     ):
         manager.extend(table, 14)
     assert before == (table.block_ids, manager.block_states(), [0, 1])

@@ -24,7 +24,7 @@ def test_a_bucket_holds_several_blocks():
 def test_publishing_twice_and_withdrawing_what_is_not_there_raise():
     index = PrefixIndex(2)
     index.publish(0, b"h", b"t", 0)
-    with pytest.raises(CacheCorruption, match="published already"):
+    with pytest.raises(CacheCorruption, match="already published"):
         index.publish(0, b"g", b"u", 0)
     with pytest.raises(CacheCorruption, match="not published"):
         index.withdraw(1)

@@ -41,21 +41,21 @@ def two_blocks():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((ROOT, 0, 9, 0, TOKENS, 0), "block 0, or serial 9, is offered already"),
-        ((ROOT, 1, 7, 0, TOKENS, 0), "block 1, or serial 7, is offered already"),
+        ((ROOT, 0, 9, 0, TOKENS, 0), "block 0, or serial 9, is already offered"),
+        ((ROOT, 1, 7, 0, TOKENS, 0), "block 1, or serial 7, is already offered"),
         ((ROOT, 8, 9, 0, TOKENS, 0), "stale block id 8: the index has blocks 0 .. 7"),
         ((ROOT, -1, 9, 0, TOKENS, 0), "stale block id -1"),
         ((ROOT, 1, 9, 0, TOKENS[:-4], 0), "block 1 of 4 tokens is offered with 12 bytes"),
         ((ROOT, 1, 9, 0, TOKENS, -1), "at position -1"),
-        ((ROOT, 1, 9, 9, TOKENS, 0), "serial 9 cannot be behind serial 9"),
-        ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 cannot be behind serial 0"),
-        ((ROOT, 1, 9, 1, TOKENS, 5), "block 1, at position 5, does not join its neighbour 0, at 0"),
-        ((OTHER, 1, 9, 1, TOKENS, 4), "does not join its neighbour 0"),
+        ((ROOT, 1, 9, 9, TOKENS, 0), "serial 9 must be greater than serial 9"),
+        ((ROOT, 1, 0, 0, TOKENS, 0), "serial 0 must be greater than serial 0"),
+        ((ROOT, 1, 9, 1, TOKENS, 5), "block 1 at position 5 does not adjoin block 0 at position 0"),
+        ((OTHER, 1, 9, 1, TOKENS, 4), "does not adjoin block 0"),
         (
             (ROOT, 1, 6, 1, TOKENS, 4),
-            "block 1, at position 4, does not join its neighbour 3, at 12",
+            "block 1 at position 4 does not adjoin block 3 at position 12",
         ),
-        ((OTHER, 1, 6, 2, TOKENS, 8), "does not join its neighbour 3"),
+        ((OTHER, 1, 6, 2, TOKENS, 8), "does not adjoin block 3"),
     ],
 )
 def test_what_contradicts_is_refused_and_changes_nothing(arguments, message):

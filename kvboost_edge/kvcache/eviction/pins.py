@@ -121,8 +121,8 @@ class Pins:
         num_full = num_tokens // self._block_size
         if not num_full:
             raise RequestError(
-                f"a prompt of {num_tokens} tokens cannot be pinned: only full blocks of "
-                f"{self._block_size} tokens are"
+                f"a prompt of {num_tokens} tokens cannot be pinned: it has no full block of "
+                f"{self._block_size} tokens"
             )
         if num_full > self._most(share):
             raise CapacityError(self._refusal(num_full, share))
@@ -156,7 +156,8 @@ class Pins:
         if len(match.block_ids) < num_full:
             cached = len(match.block_ids)
             raise CapacityError(
-                f"{cached} of the prompt's {num_full} full blocks are in the cache; warm it first"
+                f"only {cached} of the prompt's {num_full} full blocks are cached; warm the prompt "
+                "first"
             )
         added = [block_id for block_id in match.block_ids if block_id not in self._counts]
         if added and self.num_owned(owner) + len(added) > self._most(share):
@@ -235,7 +236,7 @@ class Pins:
             last = self._index.entry(pin.block_ids[-1])
             if last is None or last.serial != serial:
                 raise CacheCorruption(
-                    f"pinned block {pin.block_ids[-1]} is not the prefix that was pinned"
+                    f"pinned block {pin.block_ids[-1]} no longer holds the pinned prefix"
                 )
             for block_id in pin.block_ids:
                 counted[block_id] = counted.get(block_id, 0) + 1
@@ -243,7 +244,8 @@ class Pins:
             self._owners
         ):
             raise CacheCorruption(
-                f"{len(counted)} blocks are pinned, {len(self._pool.held())} are held"
+                f"pins cover {len(counted)} blocks, but the pool has {len(self._pool.held())} "
+                "pinned blocks"
             )
 
     def _match(self, token_ids: Sequence[int], root: bytes) -> PrefixMatch:
@@ -291,12 +293,12 @@ class Pins:
         # The message omits the number of pinned blocks, which may belong to other tenants. If
         # tenants have shares it also omits the total, which would reveal the number of tenants.
         bound = (
-            f"of the {self._pool.num_blocks} in the pool at most "
-            f"max_pinned_blocks={self.max_blocks} are"
+            f"the limit is max_pinned_blocks={self.max_blocks} of the {self._pool.num_blocks} "
+            "blocks in the pool"
         )
         if share < 1:
             bound = f"this tenant's share of max_pinned_blocks is {self._most(share)}"
         return (
-            f"{num_blocks} more blocks cannot be pinned: {bound}; unpin, give a ttl, raise "
-            "max_pinned_blocks (half of the pool at most) or enlarge max_cache_bytes or num_blocks"
+            f"{num_blocks} more blocks cannot be pinned: {bound}; unpin prompts, set a ttl, raise "
+            "max_pinned_blocks (at most half of the pool), or enlarge max_cache_bytes or num_blocks"
         )

@@ -205,7 +205,7 @@ class StateSlots:
     def share(self, slot: int) -> None:
         """Add a reference to a slot that has some. This counts as a use of a snapshot."""
         if not self._refs[slot]:
-            raise CacheCorruption(f"slot {slot} of states is shared and holds nothing")
+            raise CacheCorruption(f"state slot {slot} is empty and cannot be shared")
         if slot in self._snapshots:
             self._read.add(slot)
             self._use(slot)
@@ -234,7 +234,7 @@ class StateSlots:
     def release(self, slot: int) -> None:
         """Drop a reference; the last one empties the slot."""
         if not self._refs[slot]:
-            raise CacheCorruption(f"slot {slot} of states is released and holds nothing")
+            raise CacheCorruption(f"state slot {slot} is empty and cannot be released")
         self._refs[slot] -= 1
         if not self._refs[slot]:
             self._free.append(slot)
@@ -265,7 +265,7 @@ class StateSlots:
             return False
         if not self.is_own(slot):
             raise CacheCorruption(
-                f"slot {slot} of states becomes a snapshot and is not its owner's alone"
+                f"state slot {slot} cannot become a snapshot: it is shared or is one already"
             )
         self._by_block[block_id] = slot
         self._snapshots[slot] = _Snapshot(block_id, reason, owner)
@@ -308,31 +308,30 @@ class StateSlots:
             counted[slot] += 1
         if counted != self._refs:
             raise CacheCorruption(
-                f"slots of states count {self._refs} references, their holders hold {counted}"
+                f"reference counts of state slots are {self._refs}, but should be {counted}"
             )
         if sorted(self._free) != [slot for slot, count in enumerate(counted) if not count]:
             raise CacheCorruption(
-                f"the list of free slots of states is {sorted(self._free)}, references are "
-                f"{counted}"
+                f"free state slots are {sorted(self._free)}, but reference counts are {counted}"
             )
         if {slot: one.block_id for slot, one in self._snapshots.items()} != {
             s: b for b, s in self._by_block.items()
         }:
-            raise CacheCorruption("snapshots and their blocks disagree")
+            raise CacheCorruption("the maps between snapshots and blocks contradict each other")
         queued = {slot: rank for rank, queue in enumerate(self._queues) for slot in queue}
         if queued != {slot: REASONS[one.reason] for slot, one in self._snapshots.items()}:
-            raise CacheCorruption("the order in which snapshots go is not of those there are")
+            raise CacheCorruption("the eviction queues do not hold exactly the snapshots")
         if Counter(one.owner for one in self._snapshots.values()) != self._num_owned:
             raise CacheCorruption(
-                f"snapshots by owner are counted as {sorted(self._num_owned.values())}"
+                f"snapshot counts by owner are wrong: {sorted(self._num_owned.values())}"
             )
         if not self._read <= set(self._snapshots):
             raise CacheCorruption(
-                f"slots {sorted(self._read - set(self._snapshots))} count as snapshots that were "
-                "read"
+                f"state slots {sorted(self._read - set(self._snapshots))} are marked as read "
+                "snapshots but hold none"
             )
         if self._num_idle != sum(counted[slot] == 1 for slot in self._snapshots):
-            raise CacheCorruption(f"{self._num_idle} snapshots count as read by nobody")
+            raise CacheCorruption(f"the count of idle snapshots is wrong: {self._num_idle}")
 
     def _give_reason(self, slot: int, reason: str) -> None:
         before = self._snapshots[slot]

@@ -262,7 +262,7 @@ class TableStates:
                 slot = self.slots.of_block(match.block_ids[-1])
                 if slot is None:
                     raise CacheCorruption(
-                        f"block {match.block_ids[-1]} ends a match and has no state"
+                        f"block {match.block_ids[-1]} ends a match but has no snapshot"
                     )
                 self.slots.use_first(match.block_ids[:-1])
                 self.slots.share(slot)
@@ -318,7 +318,7 @@ class TableStates:
         slot = self.slots.take(owner=table.owner)
         if slot is None:
             raise CapacityError(
-                f"all {self.slots.num_slots} slots of states belong to running sequences; lower "
+                f"running sequences use all {self.slots.num_slots} state slots; lower "
                 "max_num_seqs or enlarge max_state_bytes"
             )
         state.following = slot
@@ -336,12 +336,12 @@ class TableStates:
         state = self._states[table._serial]
         if state.planned is not None or state.position != start or stop <= start:
             raise CacheCorruption(
-                f"a pass from {start} to {stop} does not go on from the state at {state.position}"
+                f"a pass from {start} to {stop} does not continue the state at {state.position}"
             )
         write = state.following if state.following >= 0 else state.slot
         if write < 0 or (write == state.slot and not self.slots.is_own(write)):
             raise CacheCorruption(
-                f"the state behind {start} tokens is not the table's own, and no slot was taken"
+                f"the state after {start} tokens is shared, and no slot was taken to write"
             )
         state.planned = stop
         if table._publishes:
@@ -434,7 +434,7 @@ class TableStates:
         position = num_blocks * self._size
         if not state.awaited or not 0 < position <= state.position:
             raise CacheCorruption(
-                f"a state arrived behind {position} tokens, and nobody waits for it there"
+                f"the state after {position} tokens is unexpected: the table does not wait for it"
             )
         self.prepare(table)
         write(state.following if state.following >= 0 else state.slot)
@@ -475,8 +475,8 @@ class TableStates:
             return
         if num_computed != (state.position if state.planned is None else state.planned):
             raise CacheCorruption(
-                f"a state is behind {state.position} tokens, its pass ends at {state.planned}, and "
-                f"{num_computed} are committed"
+                f"commit of {num_computed} tokens: the state covers {state.position} and its pass "
+                f"ends at {state.planned}"
             )
         if state.planned is None:
             return
@@ -553,7 +553,7 @@ class TableStates:
         """Set up the state of a second table that continues from this one."""
         state = self._states[table._serial]
         if state.planned is not None:
-            raise CacheCorruption("a table is forked while its state is being computed")
+            raise CacheCorruption("a table cannot be forked while its state is being computed")
         if state.slot >= 0:
             self.slots.share(state.slot)
         wanted = dict(state.wanted)
@@ -609,20 +609,20 @@ class TableStates:
         tables = list(tables)
         if {table._serial for table in tables} != set(self._states):
             raise CacheCorruption(
-                f"{len(tables)} tables are live, {len(self._states)} have a state"
+                f"{len(tables)} tables are live, but {len(self._states)} have a state"
             )
         for table in tables:
             state = self._states[table._serial]
             if state.position != table.num_computed_tokens:
                 raise CacheCorruption(
-                    f"a state is behind {state.position} tokens of a table that has "
-                    f"{table.num_computed_tokens}"
+                    f"a state covers {state.position} tokens of a table with "
+                    f"{table.num_computed_tokens} computed tokens"
                 )
             if not state.awaited and (state.slot < 0) != (state.position == 0):
                 raise CacheCorruption(
-                    f"the state behind {state.position} tokens is in slot {state.slot}"
+                    f"the state after {state.position} tokens is in slot {state.slot}"
                 )
         self.slots.check(slot for state in self._states.values() for slot in state.references())
         for block_id in self.slots.snapshots():
             if self._index.entry(block_id) is None:
-                raise CacheCorruption(f"block {block_id} has a snapshot and is not published")
+                raise CacheCorruption(f"block {block_id} has a snapshot but is not published")

@@ -165,14 +165,11 @@ class Room:
         free, total = self._files.space(self._root)
         if self._is_disk_full:
             return (
-                f"{free / 1e6:,.1f} MB are free beside {self._root}, "
-                f"{free_floor(total) / 1e6:,.1f} MB of them stay so"
+                f"the file system of {self._root} has {free / 1e6:,.1f} MB free, of which "
+                f"{free_floor(total) / 1e6:,.1f} MB must stay free"
             )
         theirs = sum(other.nbytes for other in self._others)
-        return (
-            f"other models that are open take {theirs / 1e6:,.0f} MB of "
-            f"max_disk_bytes={self.max_bytes}"
-        )
+        return f"other open models take {theirs / 1e6:,.0f} MB of max_disk_bytes={self.max_bytes}"
 
     def _segments(self, path: Path) -> list[_Other]:
         sizes = segment_sizes(path, self._files)

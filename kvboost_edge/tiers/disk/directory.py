@@ -110,11 +110,11 @@ def open_directory(
         files.make_private(path)
         lock = lock_soon(path, files)
         if lock is None:
-            why_not = f"{path} is owned by another process; this one reads only"
+            why_not = f"{path} is owned by another process; this process only reads it"
         else:
             _describe(path, description, files)
     except OSError as error:
-        why_not = f"{path} cannot be written ({error}); reading only"
+        why_not = f"{path} cannot be written ({error}); it is only read"
     if why_not and lock is not None:
         files.close(lock)
         lock = None
@@ -138,7 +138,7 @@ def lock_directory(path: Path, files: Files) -> int | None:
             files.close(handle)
             raise
         files.close(handle)  # the last owner removed the directory meanwhile: try again
-    raise OSError(f"{path / LOCK} is replaced all the time")
+    raise OSError(f"{path / LOCK} was replaced {_LOOKS} times while it was locked")
 
 
 def is_locked(path: Path, files: Files) -> bool:
@@ -199,7 +199,7 @@ def _make(path: Path, files: Files) -> None:
         files.make_directory(path)
     except FileExistsError as error:
         raise ConfigError(
-            f"disk_cache_dir: {str(path)!r} is a file where a directory should be; {_KNOB}"
+            f"disk_cache_dir: {str(path)!r} is a file, not a directory; {_KNOB}"
         ) from error
 
 
@@ -209,8 +209,8 @@ def _check_owner(path: Path) -> None:
     found = path.stat()
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         raise ConfigError(
-            f"disk_cache_dir: {str(path)!r} belongs to user {found.st_uid}, not to this one; "
-            f"{_KNOB}"
+            f"disk_cache_dir: {str(path)!r} belongs to user {found.st_uid}, not to the current "
+            f"user; {_KNOB}"
         )
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"disk_cache_dir: {str(path)!r} is no directory; {_KNOB}")
+        raise ConfigError(f"disk_cache_dir: {str(path)!r} is not a directory; {_KNOB}")

@@ -102,7 +102,7 @@ def write_whole(files: Files, path: Path, data: bytes, *, durable: bool = True) 
     try:
         try:
             if transferred(files.write, handle, [memoryview(data)], 0) != len(data):
-                raise OSError(f"{new} cannot be written whole")
+                raise OSError(f"short write to {new}")
             if durable:
                 files.sync(handle)
         finally:

@@ -99,7 +99,7 @@ class Store:
     def state(self) -> str:
         """One line on why blocks are not stored or could not be read; "" if all is well."""
         gone = (
-            f"{self.directory.path} {_GONE}; it is made again for the next block"
+            f"{self.directory.path} {_GONE}; it is created again for the next block"
             if self._gone
             else ""
         )
@@ -198,7 +198,7 @@ class Store:
         """Release everything if the directory is no longer the one that was opened."""
         if self.closed or self._gone or not self.directory.is_lost:
             return
-        _LOG.warning("the disk tier begins anew: %s %s", self.directory.path, _GONE)
+        _LOG.warning("the disk tier starts over: %s %s", self.directory.path, _GONE)
         self._sealer.join()  # its jobs belong to the old directory
         self._let_go()
         self._gone = True
@@ -286,7 +286,7 @@ class Store:
         counts["written_blocks"] += 1
         counts["written_bytes"] += nbytes
         if self._problem:
-            _LOG.info("the disk tier stores again in %s", self.directory.path)
+            _LOG.info("the disk tier stores blocks again in %s", self.directory.path)
             self._problem = ""
         return True
 
@@ -302,7 +302,7 @@ class Store:
         size = max(nbytes, min(SEGMENT_BYTES, padded(self.room.max_bytes // _SEGMENTS_AT_LEAST)))
         with self.room.turn() as is_ours:
             if not is_ours:
-                return f"another process is making room beside {self.directory.path}"
+                return f"another process is making room in {self.directory.path.parent}"
             if not self.cleaner.make_room(size):
                 return self.room.why_none()
             self._segments.begin(size)
@@ -335,10 +335,10 @@ class Store:
             write_whole(self._files, self.directory.path / ORDER, data)
             self._unsaved_bytes = 0
         except OSError as error:
-            _LOG.warning("the disk tier's order of use cannot be saved: %s", error)
+            _LOG.warning("the LRU order of the disk tier cannot be saved: %s", error)
 
     def _pause(self, problem: str) -> None:
         if not self._problem:
-            _LOG.warning("the disk tier stores nothing for now: %s", problem)
+            _LOG.warning("the disk tier stores no blocks for now: %s", problem)
         self._problem = problem
         self._retry_at = self._clock() + _RETRY_S

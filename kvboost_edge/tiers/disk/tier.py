@@ -81,7 +81,7 @@ class DiskTier:
             ConfigError: the directory can be neither written nor read, or the cap is below 1 MiB.
         """
         if len(space) != _SPACE_BYTES:
-            raise ConfigError(f"a space is named by {_SPACE_BYTES} bytes, not {len(space)}")
+            raise ConfigError(f"space must have {_SPACE_BYTES} bytes, not {len(space)}")
         root = _root_of(directory)
         files = files or Files()
         key = os.path.realpath(root / space.hex())
@@ -189,7 +189,7 @@ def _root_of(directory: str | os.PathLike[str]) -> Path:
     # An unknown user after ~, or characters that are invalid in a file name.
     except (RuntimeError, ValueError) as error:
         why = str(error)
-    raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} can be no directory: {why}")
+    raise ConfigError(f"disk_cache_dir={os.fspath(directory)!r} is not a valid path: {why}")
 
 
 def _opened(

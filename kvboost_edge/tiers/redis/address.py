@@ -79,7 +79,7 @@ def parse_url(url: str, password: str = "") -> ServerAddress:
             f"redis_url has options that a {scheme}:// URL does not take; it takes {known}"
         )
     if user and not secret:
-        raise ConfigError("redis_url names a user and no password; both or none")
+        raise ConfigError("redis_url has a user but no password; give both or neither")
     if secret:
         options |= {"username": user or None, "password": secret}
     return ServerAddress(place, options)

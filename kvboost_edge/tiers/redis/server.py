@@ -29,7 +29,7 @@ _WORDS = {
     "OOM": "it is out of memory and evicts nothing: set its maxmemory-policy to allkeys-lru",
     "READONLY": "it is a read-only replica",
     "MISCONF": "it cannot save its snapshots and refuses writes",
-    "WRONGPASS": "it refuses the user or password, or wants one",
+    "WRONGPASS": "it rejects the user or password, or requires one",
     "NOPERM": "the user lacks a permission",
     "LOADING": "it is still loading its data",
     "MOVED": "it is part of a cluster, which is not supported",
@@ -134,9 +134,7 @@ class RedisConnection:
     def _failed(self, reason: str) -> None:
         self.trouble = reason
         if self._breaker.failed():
-            _LOG.warning(
-                "%s is left alone for 30 s at a time, until it answers: %s", self.place, reason
-            )
+            _LOG.warning("%s is not used; it is retried every 30 s: %s", self.place, reason)
 
     def _in_words(self, error: Exception) -> str:
         kinds = self._redis
@@ -149,7 +147,7 @@ class RedisConnection:
         below: BaseException | None = error
         while below is not None:
             if isinstance(below, ssl.SSLCertVerificationError):
-                return f"its certificate is refused: {below.verify_message}"
+                return f"its certificate is not trusted: {below.verify_message}"
             if (
                 isinstance(below, OSError)
                 and below.strerror

@@ -175,7 +175,7 @@ class RedisTier:
         memory = answers[1] if isinstance(answers[1], Mapping) else {}
         full = memory.get("maxmemory") and memory.get("maxmemory_policy") == "noeviction"
         self._advice = (
-            "its maxmemory-policy is noeviction: once full it takes no blocks; set allkeys-lru"
+            "its maxmemory-policy is noeviction, so it accepts no blocks once full; set allkeys-lru"
             if full
             else ""
         )
@@ -343,14 +343,14 @@ class RedisTier:
                 self._count(written_blocks=1, written_bytes=sizes[index])
                 self._saw(blocks[index].prefix_hash)
         if missing and not not_stored and self._no_writes:
-            _LOG.info("%s takes blocks again", self.place)
+            _LOG.info("%s accepts blocks again", self.place)
             self._no_writes = ""
         return len(blocks) - not_stored
 
     def _stop_writing(self, reason: str) -> None:
         self._writes_again_at = self._clock() + _NO_WRITES_S
         if reason != self._no_writes:
-            _LOG.warning("%s takes no blocks, tried again every 30 s: %s", self.place, reason)
+            _LOG.warning("%s accepts no blocks; it is retried every 30 s: %s", self.place, reason)
         self._no_writes = reason
 
     def _refresh(self, most: int = _MOST_REFRESHED) -> None:
@@ -456,9 +456,9 @@ def _secret(secret: str | None, environment: Mapping[str, str], trust: bool) -> 
         )
     if secret is None and not trust:
         raise ConfigError(
-            f"redis_url without a secret: set {SECRET_VARIABLE} to the same random text on all "
-            "machines of this cache (openssl rand -hex 32), or redis_trust=True to believe "
-            "whatever the server holds"
+            f"redis_url needs a secret: set {SECRET_VARIABLE} to the same random text on all "
+            "machines of this cache (openssl rand -hex 32), or redis_trust=True to trust every "
+            "value on the server"
         )
     return secret
 

@@ -85,14 +85,14 @@ def test_more_than_the_bound_is_refused_by_name_and_changes_nothing():
     manager.pins.add([1] * 8, ROOT)
     with pytest.raises(
         CapacityError,
-        match=r"2 more blocks cannot be pinned.*12 in the pool.*max_pinned_blocks=3.*unpin",
+        match=r"2 more blocks cannot be pinned.*max_pinned_blocks=3 of the 12 blocks in the pool; unpin",
     ):
         manager.pins.add([2] * 8, ROOT)
     with pytest.raises(CapacityError, match="4 more blocks cannot be pinned"):
         manager.pins.check_size(16)
-    with pytest.raises(RequestError, match="3 tokens cannot be pinned: only full blocks of 4"):
+    with pytest.raises(RequestError, match="3 tokens cannot be pinned: it has no full block of 4"):
         manager.pins.add([1] * 3, ROOT)
-    with pytest.raises(CapacityError, match="0 of the prompt's 1 full blocks are in the cache"):
+    with pytest.raises(CapacityError, match="only 0 of the prompt's 1 full blocks are cached"):
         manager.pins.add([3] * 4, ROOT)
     assert (manager.pins.num_blocks, len(manager.pins)) == (2, 1)
     manager.pins.add([1] * 8, ROOT)  # what is pinned already needs no room

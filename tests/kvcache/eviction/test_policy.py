@@ -77,7 +77,7 @@ def test_what_is_pinned_is_counted_as_referenced_and_not_as_usable():
     )
     pool.check([])
     assert_raises(CapacityError, "2 of 4", pool.take, 3)
-    assert_raises(CacheCorruption, "block 1 is pinned already", pool.hold, 1)
+    assert_raises(CacheCorruption, "block 1 is already pinned", pool.hold, 1)
     pool.let_go(1, matchable=False)
     assert_raises(CacheCorruption, "block 1 is not pinned", pool.let_go, 1, matchable=False)
     pool.release(0, matchable=False)

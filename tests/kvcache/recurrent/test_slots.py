@@ -39,9 +39,9 @@ def test_slots_are_handed_out_once_and_come_back():
     assert (slots.take(), slots.num_available, slots.num_used) == (None, 0, 3)
     slots.release(taken[1])
     assert slots.take() == taken[1]
-    with pytest.raises(CacheCorruption, match="holds nothing"):
+    with pytest.raises(CacheCorruption, match="is empty"):
         StateSlots(1).release(0)
-    with pytest.raises(CacheCorruption, match="holds nothing"):
+    with pytest.raises(CacheCorruption, match="is empty"):
         StateSlots(1).share(0)
 
 
@@ -243,7 +243,7 @@ def test_a_shared_slot_does_not_become_a_snapshot():
     slot = slots.take()
     assert slot is not None
     slots.share(slot)
-    assert_raises(CacheCorruption, "not its owner's alone", slots.attach, slot, 10, PROMPT)
+    assert_raises(CacheCorruption, "cannot become a snapshot", slots.attach, slot, 10, PROMPT)
 
 
 def test_check_finds_a_lost_reference():
@@ -254,4 +254,4 @@ def test_check_finds_a_lost_reference():
     assert_raises(CacheCorruption, "count", slots.check, [])
     kept(slots, 10, PROMPT)
     slots._num_idle = 0
-    assert_raises(CacheCorruption, "read by nobody", slots.check, [slot])
+    assert_raises(CacheCorruption, "count of idle snapshots", slots.check, [slot])

@@ -210,7 +210,7 @@ async def test_a_pinned_text_stays_until_it_is_unpinned(tiny_app, tiny_engine):
     refused = await tiny_app.post("/v1/warm", json={"text": "a", "pin": True})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "pin"
-    assert "only full blocks of 16 tokens" in refused.json()["error"]["message"]
+    assert "no full block of 16 tokens" in refused.json()["error"]["message"]
 
 
 def test_no_tenant_unpins_what_another_pinned(keyed_server):

@@ -36,5 +36,6 @@ async def test_the_only_key_may_pin_all_there_is_for_it():
         assert (await warm(app, "first", "a" * 256))[0] == 200
         _, refused = await warm(app, "first", "b" * 16)
         assert (
-            "of the 32 in the pool at most max_pinned_blocks=16 are" in refused["error"]["message"]
+            "the limit is max_pinned_blocks=16 of the 32 blocks in the pool"
+            in refused["error"]["message"]
         )

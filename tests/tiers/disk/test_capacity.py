@@ -192,7 +192,7 @@ def test_a_file_system_that_fills_up_takes_room_back_and_gives_it_again(tmp_path
         disk.left = 0
         assert write(tier, chain(200, 3)) < 200
         assert not tier.stat().writable
-        assert "stay so" in tier.stat().state
+        assert "must stay free" in tier.stat().state
         disk.left = 4 << 20
         now[0] = 60.0
         assert write(tier, chain(50, 4)) == 50
@@ -299,5 +299,5 @@ def test_a_full_file_system_is_named_and_no_other_model_is_blamed(tmp_path):
     floor = free_floor(20 << 20)
     with opened(tmp_path, files=SmallDisk(free=2 * floor + 4096), max_bytes=64 << 20) as tier:
         assert write(tier, chain(400)) < 400
-        assert "are free beside" in tier.stat().state
-        assert "other models" not in tier.stat().state
+        assert "MB free, of which" in tier.stat().state
+        assert "other open models" not in tier.stat().state

@@ -95,7 +95,7 @@ def first_call(name, step):
 
 
 def assert_stores(tier):
-    if "another process" in tier.stat().state or "reading only" in tier.stat().state:
+    if "another process" in tier.stat().state or "only read" in tier.stat().state:
         return
     fresh = chain(3, 1000 + tier.stat().written_blocks)
     assert write(tier, fresh) == 3, tier.stat()
@@ -126,7 +126,7 @@ def test_a_full_or_broken_disk_is_read_and_written_again_later(tmp_path, code, c
         clock.now = 31.0
         assert write(tier, BLOCKS[0]) == len(BLOCKS[0])
         assert tier.stat().state == ""
-    assert sum("stores nothing" in record.message for record in caplog.records) == 1
+    assert sum("stores no blocks" in record.message for record in caplog.records) == 1
     with opened(tmp_path) as tier:
         assert read(tier, KEPT) == len(KEPT)
 

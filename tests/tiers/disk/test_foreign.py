@@ -88,7 +88,7 @@ def test_whatever_stands_in_a_files_place_is_not_followed_and_stops_nothing(root
         with opened(root) as tier:
             assert len(present(tier, BLOCKS)) >= 25
             assert write(tier, LATER) == (len(LATER) if stores else 0), tier.stat().state
-            assert stores or ("lock" in tier.stat().state and "reading only" in tier.stat().state)
+            assert stores or ("lock" in tier.stat().state and "only read" in tier.stat().state)
     for action in ("status", "list", "verify"):
         assert run(["cache", action]) == 0
     # What cannot be locked stays, and is said; all else goes, but for what is not the tier's.

@@ -89,7 +89,7 @@ def test_a_password_from_elsewhere_counts_where_the_url_has_none():
         ("redis://u:hunter2℀@h", "cannot be read"),
         ("unix://u:hunter2@r.sock", "cannot be read"),
         ("unix://", "cannot be read"),
-        ("redis://u@h", "names a user and no password"),
+        ("redis://u@h", "has a user but no password"),
         ("redis://h?password=hunter2", "does not take; it takes none"),
         ("redis://u:hunter2@h?decode_responses=1", "does not take"),
         ("rediss://u:hunter2@h?ssl_cert_reqs=none", r"takes \?ssl_ca_certs="),

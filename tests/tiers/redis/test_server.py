@@ -173,10 +173,10 @@ def test_a_user_who_may_only_read_goes_on_reading(with_users, caplog):
 @pytest.mark.parametrize(
     ("user", "password", "words"),
     [
-        ("a", "hunter2-hunter2", "refuses the user or password"),
-        ("x", "hunter2-hunter2", "refuses the user"),
+        ("a", "hunter2-hunter2", "rejects the user or password"),
+        ("x", "hunter2-hunter2", "rejects the user"),
         ("n", "pass-n-phrase", "lacks a permission"),
-        (None, None, "or wants one"),
+        (None, None, "or requires one"),
     ],
 )
 def test_a_wrong_password_is_a_line_that_does_not_repeat_it(
@@ -291,7 +291,7 @@ def test_tls_is_verified(certificates, caplog):
         for wrong in (f"{url}/stranger.pem", f"rediss://localhost:{server.port}"):
             tier = opened(wrong)
             assert reads(tier, blocks, payloads) == 0
-            assert "certificate is refused" in tier.stat().state
+            assert "certificate is not trusted" in tier.stat().state
         plain = opened(f"redis://localhost:{server.port}")
         assert reads(plain, blocks, payloads) == 0
         assert plain.stat().state
@@ -300,4 +300,4 @@ def test_tls_is_verified(certificates, caplog):
     with running_redis(*tls(certificates, "other"), tcp=True) as server:
         tier = opened(f"rediss://localhost:{server.port}?ssl_ca_certs={certificates}/ca.pem")
         assert reads(tier, blocks, payloads) == 0
-        assert "certificate is refused" in tier.stat().state
+        assert "certificate is not trusted" in tier.stat().state

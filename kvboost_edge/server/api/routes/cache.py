@@ -284,8 +284,8 @@ class _RenderedWarm(EngineRequest):
         block_size = self._state.engine.config.block_size
         if self._body.pin and len(prompt.token_ids) < block_size:
             message = (
-                f"{len(prompt.token_ids)} tokens cannot be pinned: only full blocks of "
-                f"{block_size} tokens are"
+                f"{len(prompt.token_ids)} tokens cannot be pinned: they have no full block of "
+                f"{block_size} tokens"
             )
             raise bad_field("pin", message)
         return SamplingParams(
