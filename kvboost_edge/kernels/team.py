@@ -208,7 +208,7 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
                 mailbox.end()
             work = None  # a waiting helper keeps no finished call alive
         number = _look_out(mailbox.board, seen, _LOOKS)
-        # A helper that is awake takes the signal that came with the work, if it is there yet.
+        # A helper that is awake takes the signal of the work, if it has arrived.
         # Otherwise it sleeps until a signal comes.
         signal.acquire(blocking=number == seen)
         seen = number

@@ -1,8 +1,8 @@
 """Rows of numbers in memory for NamedTuples: written by the host, read by kernels.
 
 A row holds the fields in order, 8 bytes each; a nested tuple's fields are in its place. An int is
-int64, a float is float64, a `Float32` is a float32 and 4 bytes of padding, and an array is the
-address of its first element (0 if it is empty).
+int64, a float is float64, a `Float32` is a float32 and 4 bytes of padding. An array is the address
+of its first element, or 0 if it is empty.
 """
 
 from __future__ import annotations

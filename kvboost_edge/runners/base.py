@@ -42,7 +42,7 @@ class ForwardBatch:
     Attributes:
         token_ids: int64 [num_tokens], new tokens of all sequences, one sequence after another.
         positions: int64 [num_tokens], their absolute positions.
-        layout: where their KV is written and what they attend to.
+        layout: slots of their KV, and the tables of the blocks that they attend to.
         logit_rows: int64 [num_logits], rows of the flat batch whose logits are wanted, ascending.
         state_rows: int64 [num_states], rows whose hidden state after the last norm is wanted
             instead, without the LM head.
@@ -123,7 +123,7 @@ class ModelTraits(NamedTuple):
         is_gguf: True for a GGUF file.
         is_quantized: True if the weights are stored in a quantized format, which is then kept.
         native_refusal: why the native runner cannot read the files; "" if it can.
-        onnx_refusal: why the ONNX runner cannot run the file; None if there is no ONNX file.
+        onnx_refusal: why the ONNX runner cannot run the file; None without an ONNX file.
         onnx_layers: layers of the ONNX graph that have KV.
         describe: returns the model's spec, if it is known already.
         packed_bytes: (weight format) -> bytes of packed weights, for `choose_weights`.

@@ -43,7 +43,7 @@ class RunnerPlan(Protocol):
     AUTO_BACKEND_REASON: str
 
     def wish(self, config: EngineConfig, model: ModelTraits) -> str:
-        """Return the option or model format that only this runner supports; "" if there is none."""
+        """Return the option or model format that only this runner supports, or ""."""
         ...
 
     def unsupported_reason(self, model: ModelTraits) -> str | None:
@@ -65,7 +65,7 @@ class RunnerPlan(Protocol):
         plan_pool: Callable[[KVSpec, int], int],
         available: int,
     ) -> tuple[str, str]:
-        """Return (weight format, reason); format "" if the runner has no formats of its own.
+        """Return (weight format, reason); "" for runners without formats of their own.
 
         Args:
             config: options of the engine.
@@ -86,7 +86,7 @@ class RunnerChoice:
 
     Attributes:
         name: key of RUNNERS.
-        weights: weight format; "" if the runner has no formats of its own.
+        weights: weight format; "" for runners without formats of their own.
         reason: why it was chosen.
         wanted: True if it was requested, or is the first in order of preference.
     """

@@ -3,13 +3,13 @@
 A tile is four strips of 16 tokens. A tile table, int64 [6, 4] in memory with one column per strip,
 locates them:
 
- row  content
-   0  address of the keys, [head_dim, 16]: a lane is a token
-   1  bytes from one dim of the keys to the next
-   2  address of the values, [16, padded_dim]: a lane is a channel
-   3  bytes from one token of the values to the next
-   4  address of the next tile's keys, to prefetch
-   5  address of the next tile's values, to prefetch
+    row  content
+      0  address of the keys, [head_dim, 16]: a lane is a token
+      1  bytes from one dim of the keys to the next
+      2  address of the values, [16, padded_dim]: a lane is a channel
+      3  bytes from one token of the values to the next
+      4  address of the next tile's keys, to prefetch
+      5  address of the next tile's values, to prefetch
 
 The inner loop broadcasts one float of a query (or weight) and multiplies it with a vector of 16
 keys (or values) by `fma`. Each lane of each accumulator is one fma chain in a fixed order: dims

@@ -1,7 +1,7 @@
 """Decision whether this process uses AMX for long prompts.
 
 Kernels are compiled for AMX if the processor has it. They are used only if the system grants tile
-registers, the results equal AVX512-VNNI bit for bit, and they are not slower: a hypervisor may
+registers, their results equal AVX512-VNNI bit for bit, and they are not slower. A hypervisor may
 report instructions that it runs badly. Results are the same either way.
 """
 

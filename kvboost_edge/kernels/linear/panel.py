@@ -2,11 +2,11 @@
 
 A panel of n tokens has one cell per group of 32 inputs:
 
- section  type and shape            content
- codes    int8 [n][32]              fine: [2][n][32], a code is FINE_BASE * first + second
- terms    int32 or float32 [n]      depends on the weight format, see below
- scales   float32 [n]               scale of the token in this group
- seeds    int32 [3][n]              only for formats with blocks or a table
+    section  type and shape            content
+    codes    int8 [n][32]              fine: [2][n][32], a code is FINE_BASE * first + second
+    terms    int32 or float32 [n]      depends on the weight format, see below
+    scales   float32 [n]               scale of the token in this group
+    seeds    int32 [3][n]              only for formats with blocks or a table
 
 The term is -(offset * sum of the codes), int32. For formats with minima it is -(scale * sum of the
 codes), float32.

@@ -118,8 +118,8 @@ def emit_table_pair(
     four = ir.Constant(_V64B, [4] * 64)
     found = _lookup_of(b, form)
     if found is _PERMUTE:
-        # `vpermb` uses 6 bits of an index and the table is there four times: the bits above a code
-        # are ignored.
+        # `vpermb` uses 6 bits of an index, and the table is repeated four times: the bits above a
+        # code are ignored.
         low = both
         high = b.bitcast(b.lshr(b.bitcast(both, V16I), ir.Constant(V16I, [4] * LANES)), _V64B)
     else:

@@ -2,12 +2,12 @@
 
 The variant follows from the feature flags that Numba compiles for. All give equal integers:
 
- variant  instruction
- vnni512  vpdpbusd, 512 bits
- vnni256  vpdpbusd, 256 bits
- avx2     vpmaddubsw; int8 weights: with vpsignb and vpmaddwd
- neon     sdot
- plain    16-bit multiply-adds of plain vectors
+    variant  instruction
+    vnni512  vpdpbusd, 512 bits
+    vnni256  vpdpbusd, 256 bits
+    avx2     vpmaddubsw; int8 weights: with vpsignb and vpmaddwd
+    neon     sdot
+    plain    16-bit multiply-adds of plain vectors
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class GroupDot:
         return b.bitcast(magnitude, V16I), signed
 
     def add(self, state: Any, quad: Any, x: Value) -> Any:
-        """Add the products of a prepared quad and the token's 4 codes (equal lanes of <16 x i32>)."""
+        """Add the products of a prepared quad and a token's 4 codes (<16 x i32>, equal lanes)."""
         b = self._b
         if self._short:
             if state.quads == self._quads:

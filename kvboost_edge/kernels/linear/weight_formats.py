@@ -2,9 +2,9 @@
 
 A row has groups of 32 inputs, each with a scale. A weight is one of
 
- scale * (code - offset)
- scale * code - minimum           format with minima
- scale * table[code]              format with a table
+    scale * (code - offset)
+    scale * code - minimum           format with minima
+    scale * table[code]              format with a table
 
 Tiles are 16 rows. A quad is 4 inputs of 16 rows: a line of 64 bytes, whose 4 bytes of a lane are
 the operand of `vpdpbusd` or `sdot`. 8-bit codes have 8 lines per group, one per quad. Other codes
@@ -17,10 +17,10 @@ half of a group has its own scales, lines of nibbles and line of high bits.
 Scales are float16 [tile][group][16], and so are minima. Block formats (256 inputs per block) have
 32 bytes of scales per group, and float16 numbers per 8 groups instead of minima:
 
- with minima   uint8 scales [16], uint8 minima [16]   float16 d [16], dmin [16]
-               weight: d * scale * code - dmin * minimum
- two parts     int8 scales [2][16], one per half      float16 d [16]
-               weight: d * scale * (code - offset)
+    with minima   uint8 scales [16], uint8 minima [16]   float16 d [16], dmin [16]
+                  weight: d * scale * code - dmin * minimum
+    two parts     int8 scales [2][16], one per half      float16 d [16]
+                  weight: d * scale * (code - offset)
 
 The products d * scale and dmin * minimum are exact in float32. A table is 16 signed bytes per tile
 instead of minima: rows of one matrix may have different tables.

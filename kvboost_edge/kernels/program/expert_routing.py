@@ -3,12 +3,12 @@
 B_CHOSEN is int64 [tokens, used], each token's experts in ascending order. B_SHARES is float32 of
 the same shape. The index of an entry, token * used + rank, is its place. B_DISPATCH is int64:
 
- numbers        content
- 1              active experts: those that have tokens
- experts        the active experts, ascending
- experts + 1    first slot of each active expert, and the end of the last
- experts        counters
- tokens * used  slots: places of the first active expert, ascending, then of the next
+    numbers        content
+    1              active experts: those that have tokens
+    experts        the active experts, ascending
+    experts + 1    first slot of each active expert, and the end of the last
+    experts        counters
+    tokens * used  slots: places of the first active expert, ascending, then of the next
 
 Only these integers depend on the other tokens of a pass. A token's experts and shares depend on
 its own row.

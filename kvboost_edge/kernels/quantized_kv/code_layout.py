@@ -3,13 +3,13 @@
 A block has `block` tokens and `dim` channels (padded to 16). Sections start at multiples of 64
 bytes, in this order:
 
- section        type and shape              content
- key codes      uint8 [dim / 4][block][4]   key = zero + step * code, code in 0..top
- key zeros      float16 [dim]               smallest key of the channel in this block
- key steps      uint8 [dim]                 step of the channel: 5 bits exponent, 3 bits mantissa
- value codes    int8 [block / 4][dim][4]    8 bits: value = scale * code, code in -127..127
- value scales   float16 [block]             scale of the token
- value middles  float16 [block]             4 bits: value = middle + scale * (code - 8), 0..15
+    section        type and shape              content
+    key codes      uint8 [dim / 4][block][4]   key = zero + step * code, code in 0..top
+    key zeros      float16 [dim]               smallest key of the channel in this block
+    key steps      uint8 [dim]                 step of the channel: 5 bits exponent, 3 bits mantissa
+    value codes    int8 [block / 4][dim][4]    8 bits: value = scale * code, code in -127..127
+    value scales   float16 [block]             scale of the token
+    value middles  float16 [block]             4 bits: value = middle + scale * (code - 8), 0..15
 
 A quad, the last axis, is 4 channels of a key or 4 tokens of a value: the 4 bytes of one lane that
 `vpdpbusd` and `sdot` multiply and add. `top` is 255 or 15. With 4 bits, two quads share bytes:

@@ -3,11 +3,11 @@
 A tile is four strips of 16 tokens, each inside one block (see code_layout.py). A tile table, int64
 [4, 4] in memory with one column per strip, locates them:
 
- row  content
-   0  address of the key codes
-   1  bytes from one row of key quads to the next
-   2  address of the value codes
-   3  bytes from one row of value quads to the next
+    row  content
+      0  address of the key codes
+      1  bytes from one row of key quads to the next
+      2  address of the value codes
+      3  bytes from one row of value quads to the next
 
 Query rows are integers of two bytes (code_rows.py). Softmax weights times value scales become one
 unsigned byte, relative to the row's largest in the tile. Both products are `vpdpbusd` or `sdot`

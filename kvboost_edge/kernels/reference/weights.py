@@ -84,7 +84,7 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
 
     Returns:
         (codes, scales, minima): signed int16 [rows, groups, 32], and float16 [rows, groups] each.
-            Minima are 0 if the format has none.
+            Minima are 0 for formats without them.
     """
     form = FORMATS[kind]
     fit = form.fit

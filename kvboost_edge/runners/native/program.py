@@ -274,7 +274,7 @@ def build_program(
         accept,
         held,
     )
-    entries_of(program.kinds)  # raises if an operation has no entry
+    entries_of(program.kinds)  # raises for an operation without an entry
     return program
 
 

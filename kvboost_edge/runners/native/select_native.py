@@ -62,7 +62,7 @@ _ANYWHERE = (8, 8)  # kv_bits that the torch runner supports, too
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """Return the option or model format that only this runner supports; "" if there is none."""
+    """Return the option or model format that only this runner supports, or ""."""
     wishes = {
         f"weights={config.weights!r}": config.weights != "auto",
         f"kv_cache_bits={config.kv_cache_bits!r}": config.kv_bits not in (_UNQUANTIZED, _ANYWHERE),

@@ -259,7 +259,7 @@ class OnnxRunner:
             wanted += layer.present
         try:
             logits, *presents = self._session.run(wanted, feeds)
-        except Exception as error:  # onnxruntime's errors have no other common class
+        except Exception as error:  # onnxruntime's errors share only this class
             raise ModelFormatError(
                 f"{self._path}: onnxruntime cannot run this model: {error}"
             ) from error
@@ -295,7 +295,7 @@ def _session(path: Path, num_threads: int) -> Any:
     options.log_severity_level = _WARNINGS
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's errors have no other common class
+    except Exception as error:  # onnxruntime's errors share only this class
         raise ModelFormatError(f"{path}: onnxruntime cannot load this model: {error}") from error
 
 

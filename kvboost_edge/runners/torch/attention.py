@@ -4,9 +4,8 @@ While an `AttentionHook` is active, the model's configs name our attention and m
 Transformers then calls `_paged_mask` instead of building a mask tensor, and `_paged_attention` in
 each layer with q, k and v after RoPE. The active pass of the thread determines what a call does:
 
-- `ProbePass` (once, at load) records each layer's shapes, constants and keys. It verifies that the
-  requested mask is causal, with at most a sliding window, by evaluating the mask function at
-  points around every edge.
+- `ProbePass` (once, at load) records each layer's shapes, constants and keys. It evaluates the mask
+  function around every edge to verify that the mask is causal, with at most a sliding window.
 - `PagedPass` (each forward) writes k and v to the backend and returns its attention. It checks
   that every layer attends exactly once, and records sequences that wrote NaN or infinite values.
 - `LookPass` is a `PagedPass` that ends at a layer in the middle of the model.

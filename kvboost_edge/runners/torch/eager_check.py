@@ -43,7 +43,7 @@ class EagerRunner(Runner, Protocol):
 def check_against_eager(runner: EagerRunner) -> float:
     """Return the relative L2 distance of paged logits from eager logits.
 
-    The runner has no backend afterwards.
+    The runner is unbound afterwards.
 
     Raises:
         ModelFormatError: the distance exceeds rounding errors.

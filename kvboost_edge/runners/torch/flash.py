@@ -172,7 +172,7 @@ def _flash_attention(
         attention_mask: `_Causal`, a tensor, or None.
         dropout: probability.
         scaling: factor of scores; None: head_dim ** -0.5.
-        is_causal: used if there is no mask; None: the module's attribute.
+        is_causal: used without a mask; None: the module's attribute.
         kwargs: softcap, sinks (`s_aux`).
 
     Returns:

@@ -41,7 +41,7 @@ _QUANTIZERS = {
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
-    """Return the option that only this runner supports; "" if there is none."""
+    """Return the option that only this runner supports, or ""."""
     wishes = {
         f"backend={config.backend!r}": array_kind_of(config.backend) == "torch",
         f"device={config.device!r}": array_kind_of(config.device or "") == "torch",

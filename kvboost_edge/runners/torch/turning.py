@@ -37,7 +37,7 @@ class RopeFrequencies(NamedTuple):
     """RoPE frequencies of each layer.
 
     Attributes:
-        layers: float64, radians per position; empty if the layer has no RoPE.
+        layers: float64, radians per position; empty for layers without RoPE.
         refusal: why frequencies cannot be determined, or None.
     """
 

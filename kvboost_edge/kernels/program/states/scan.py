@@ -2,14 +2,14 @@
 
 RULES["delta"] is the gated delta rule (Yang et al., 2024); RULES["ssd"] is in ssd.py:
 
- S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
+    S = decay * S;  d = share * (v - S^T k);  S = S + k d^T;  out = S^T q
 
-`ScanInputsOp` writes q, k, v and gates in an order in which a unit of `ScanOp` reads consecutive
-memory (six times as fast as reading the 50 KB rows of the pass):
+`ScanInputsOp` writes q, k, v and gates so that a unit of `ScanOp` reads consecutive memory. That is
+six times as fast as reading the 50 KB rows of the pass:
 
- buffer         shape
- B_QUERY, B_KEY [key_heads, tokens, key_dim]
- B_VALUE        [value_heads, value_dim / 16, tokens, 16], then gates [value_heads, tokens, 2]
+    buffer         shape
+    B_QUERY, B_KEY [key_heads, tokens, key_dim]
+    B_VALUE        [value_heads, value_dim / 16, tokens, 16], then gates [value_heads, tokens, 2]
 
 A unit is a tile of 16 value columns of one head of one sequence: 8 KB, which stay in the L1 cache
 for the whole pass. Columns are independent, and each lane processes tokens in order. So bits do

@@ -2,7 +2,7 @@
 
 Each head has a state S, float32 [key_dim, value_dim]:
 
- S = decay * S + k (time * v)^T;  out = S^T q + skip * v
+    S = decay * S + k (time * v)^T;  out = S^T q + skip * v
 
 In the paper's notation: keys are B, queries C, values x, time dt, skip D.
 """
