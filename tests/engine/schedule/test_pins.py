@@ -103,7 +103,8 @@ def test_an_idle_engine_wakes_when_a_pin_ends(engine):
 
 def test_what_cannot_be_pinned_is_refused_before_anything_is_computed(engine):
     with pytest.raises(
-        CapacityError, match=r"9 more blocks cannot be pinned: of the 16 .* max_pinned_blocks=8"
+        CapacityError,
+        match=r"9 more blocks cannot be pinned: the limit is max_pinned_blocks=8 of the 16 ",
     ):
         engine.pin([1] * 144)
     assert_raises(RequestError, "a prompt of 15 tokens cannot be pinned", engine.pin, [1] * 15)

@@ -33,7 +33,7 @@ def test_a_server_that_is_down_at_the_start_is_a_line_and_used_once_it_is_up(cap
         assert tier.holds(blocks[0].prefix_hash) is False
         assert not tier.stat().writable
         with running_redis(folder=server.folder):
-            assert tier.write(blocks, payloads) == 0, "left alone for 30 s"
+            assert tier.write(blocks, payloads) == 0, "not used for 30 s"
             assert tier.stat().errors == 3
             clock.now += 31
             assert tier.holds(blocks[0].prefix_hash) is None
