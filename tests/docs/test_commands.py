@@ -44,6 +44,13 @@ def test_the_guides_have_commands():
     assert sum(len(SHOWN[name]) for name in guides) >= 50
 
 
+@pytest.mark.parametrize("page", SHOWN)
+def test_blocks_in_lists_are_indented_by_four(page):
+    """Python-Markdown, which builds the site, ends a list at a block that is indented by less."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.findall(r"^ {1,3}(?:```|\|).*", text, flags=re.MULTILINE) == []
+
+
 @pytest.mark.parametrize("page", [name for name in SHOWN if SHOWN[name]])
 def test_commands_are_accepted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
