@@ -165,10 +165,10 @@ def _outside_fences(text: str, change: Callable[[str], str]) -> str:
 
 def _summary(page: Any) -> str:
     """Return the first sentence of a page without markup, or its title."""
-    text = _outside_fences(page.markdown, lambda part: part)
-    for paragraph in re.split(r"\n\s*\n", _FENCE.sub("", text)):
-        line = " ".join(paragraph.split())
-        if line and line[0] not in "#|!<:>-*[" and not line.startswith("    "):
+    for block in re.split(r"\n\s*\n", _FENCE.sub("", page.markdown)):
+        line = " ".join(block.split())
+        if line and not re.match(r"[#|!<:>*-]|\d+\. |\[[^\]]*\]\([^)]*\)$", line):
             line = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line)
-            return re.split(r"(?<=[.:!?]) ", line)[0].rstrip(":") + ("" if line[-1:] else ".")
+            sentence = re.split(r"(?<=[.!?]) ", line)[0].rstrip(":")
+            return sentence if sentence[-1] in ".!?" else f"{sentence}."
     return str(page.title)
