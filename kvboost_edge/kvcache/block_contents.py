@@ -124,7 +124,7 @@ class BlockContents:
 
     def chain(self, table: BlockTable) -> list[bytes]:
         """Return the prefix hashes of a table's published blocks, in order."""
-        return self.hashes(table.block_ids[: table._num_chained])
+        return self.hashes(table.block_ids[: table._num_hashed])
 
     def hashes(self, block_ids: Sequence[int]) -> list[bytes]:
         """Return the prefix hashes of published blocks, in the order of the ids."""

@@ -124,7 +124,7 @@ class BlockTable:
         | matched in  | own blocks, each             | own blocks, empty,      |
         | the index   | published once it is full    | added by `extend`       |
         [ block_ids[0], block_ids[1], ...                                      ]
-        |-- chained: the first `_num_chained` blocks --|
+        |-- chained: the first `_num_hashed` blocks --|
 
     `free` releases all blocks, last one first. Published blocks stay matchable until they are
     evicted. A shared block is copied before it is written. This affects the tail of a forked table,
@@ -159,8 +159,8 @@ class BlockTable:
         "_claims",
         "_counts_spans",
         "_duplicates",
-        "_goes_on",
-        "_num_chained",
+        "_extends_chain",
+        "_num_hashed",
         "_publishes",
         "_serial",
         "_shares",
@@ -201,7 +201,7 @@ class BlockTable:
         self.missed_hash: bytes | None = None
         self._serial = serial
         # The published chain: its number of full blocks, and the hash and serial of the last one.
-        self._num_chained = 0
+        self._num_hashed = 0
         self._chain_hash = root
         self._chain_serial = 0
         self._publishes = publishes
@@ -209,7 +209,7 @@ class BlockTable:
         self._shares = shares
         # Whether its blocks count as used again: it matched a published chain to the end (see
         # `Uses`), or the caller asked for it.
-        self._goes_on = again
+        self._extends_chain = again
         # Misses of the lookup, at least one, until the first `extend` adds them to the counters.
         self._uncounted_misses = 0
         # Whether its spans count as reused tokens. False after a preemption: they counted before.

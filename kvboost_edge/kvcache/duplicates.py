@@ -14,15 +14,15 @@ from kvboost_edge.kvcache.block_pool import BlockPool
 from kvboost_edge.kvcache.block_table import BlockTable, PrefixEntry
 from kvboost_edge.kvcache.prefix_index import PrefixIndex
 
-__all__ = ["DuplicateBlocks", "standing_for"]
+__all__ = ["DuplicateBlocks", "published_equal"]
 
 
-def standing_for(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
+def published_equal(table: BlockTable, index: int, published: PrefixIndex) -> int | None:
     """Return the published block with the content of a table's block, or None.
 
     This is the block itself or its duplicate.
     """
-    if index >= table._num_chained:
+    if index >= table._num_hashed:
         return None
     if published.entry(table.block_ids[index]) is not None:
         return table.block_ids[index]
@@ -40,7 +40,7 @@ class DuplicateBlocks:
         released: receives ids of freed blocks that cannot be matched.
     """
 
-    __slots__ = ("_are_apart", "_content", "_index", "_pool", "_released")
+    __slots__ = ("_content", "_index", "_is_disabled", "_pool", "_released")
 
     def __init__(
         self, index: PrefixIndex, pool: BlockPool, content: BlockContents, released: dict[int, None]
@@ -49,11 +49,11 @@ class DuplicateBlocks:
         self._pool = pool
         self._content = content
         self._released = released
-        self._are_apart = False
+        self._is_disabled = False
 
     def keep_apart(self) -> None:
         """Stop replacing blocks by their duplicates, because equal tokens do not imply equal KV."""
-        self._are_apart = True
+        self._is_disabled = True
 
     def note(self, table: BlockTable, index: int, block_id: int, entry: PrefixEntry) -> None:
         """Record that published block `block_id` has the content of the table's own block."""
@@ -66,7 +66,7 @@ class DuplicateBlocks:
         Only the first `num_full` blocks, all computed, are considered. Tables that bypass the cache
         or have spans are left alone.
         """
-        if not table._duplicates or not table._shares or table.spans or self._are_apart:
+        if not table._duplicates or not table._shares or table.spans or self._is_disabled:
             return 0
         indices = sorted(index for index in table._duplicates if index < num_full)
         for index in indices:
@@ -88,7 +88,7 @@ class DuplicateBlocks:
         assert entry is not None  # it is published
         self._pool.touch(block_id)
         table.block_ids[index] = block_id
-        if index == table._num_chained - 1:
+        if index == table._num_hashed - 1:
             table._chain_serial = entry.serial
         self._pool.release(own, matchable=False, owner=table.owner)
         if not self._pool.ref_count(own):

@@ -41,9 +41,9 @@ def check_tables(
                 "computed tokens"
             )
         _check_segments(table, block_size)
-        if table._num_chained > len(table.block_ids):
+        if table._num_hashed > len(table.block_ids):
             raise CacheCorruption(
-                f"a table of {len(table.block_ids)} blocks has a chain of {table._num_chained}"
+                f"a table of {len(table.block_ids)} blocks has a chain of {table._num_hashed}"
             )
         if any(index >= len(table.block_ids) for index in (*table._duplicates, *table._withdrawn)):
             raise CacheCorruption("a table refers to a block beyond its end")
@@ -89,8 +89,8 @@ def check_chains(
         if parent_hash is not None and hash_fn(parent_hash, tokens) != entry.prefix_hash:
             raise CacheCorruption(f"block {block_id} is published under a wrong hash")
     for table in tables:
-        if table._num_chained:
-            last = entries.get(table.block_ids[table._num_chained - 1])
+        if table._num_hashed:
+            last = entries.get(table.block_ids[table._num_hashed - 1])
             if last is not None and last.serial != table._chain_serial:
                 raise CacheCorruption("the last chained block of a table has a different serial")
         for block_index in table._withdrawn:

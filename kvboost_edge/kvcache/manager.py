@@ -388,8 +388,8 @@ class KVCacheManager(PoolUsage):
         table._publishes = table._publishes and publish
         if table._publishes:
             num_full = table.num_full_blocks(num_computed, self.block_size)
-            if num_full > table._num_chained or table._withdrawn or table._duplicates:
-                first = max(0, table._num_chained - 1)
+            if num_full > table._num_hashed or table._withdrawn or table._duplicates:
+                first = max(0, table._num_hashed - 1)
                 self._progress += self._publisher.publish(table, token_ids, num_full)
                 self._uses.follow(table.block_ids[first : max(0, num_full - 1)])
         self.recurrent.commit(table, num_computed)
@@ -438,7 +438,7 @@ class KVCacheManager(PoolUsage):
         child.spans = table.spans
         child.num_cached_tokens = table.num_cached_tokens
         child.num_computed_tokens = table.num_computed_tokens
-        child._num_chained = table._num_chained
+        child._num_hashed = table._num_hashed
         child._publishes = table._publishes
         child._chain_hash = table._chain_hash
         child._chain_serial = table._chain_serial
@@ -457,7 +457,7 @@ class KVCacheManager(PoolUsage):
         self._check_live(table)
         self.recurrent.free(table)
         self._claims.drop_all(table)
-        if table._goes_on:
+        if table._extends_chain:
             self._uses.mark(table.block_ids)
         rank = self._uses.rank
         # Last block first: LRU then evicts a chain from its end.

@@ -103,7 +103,7 @@ class Opener:
         table.missed_hash = match.next_hash
         if count:
             table._uncounted_misses = num_tokens - table.num_cached_tokens
-            table._goes_on = self._uses.matched(match.block_ids) or again
+            table._extends_chain = self._uses.matched(match.block_ids) or again
             lost = self._lookup.lost(rest)
             if any(lost):
                 self._pool.missed(once=lost[0], again=lost[1])
@@ -132,7 +132,7 @@ class Opener:
         for block_id in match.block_ids:
             self._pool.touch(block_id)
         table.block_ids = match.block_ids
-        table._num_chained = len(match.block_ids)
+        table._num_hashed = len(match.block_ids)
         table._chain_hash = match.prefix_hash
         table._chain_serial = match.serial
         table.num_cached_tokens = table.num_computed_tokens = num_tokens
@@ -178,7 +178,7 @@ class Publisher:
         count = 0
         for index in [index for index in table._withdrawn if index < num_full]:
             count += self._republish(table, index, self._encode_block(token_ids, index))
-        for index in range(table._num_chained, num_full):
+        for index in range(table._num_hashed, num_full):
             count += self._append(table, index, self._encode_block(token_ids, index))
         return count + self._duplicates.adopt(table, num_full)
 
@@ -206,7 +206,7 @@ class Publisher:
             self._content.note_published(table.block_ids[index])
         else:
             serial = self._note(table, index, known)
-        table._num_chained = index + 1
+        table._num_hashed = index + 1
         table._chain_hash = prefix_hash
         table._chain_serial = serial
         self._claims.drop(table, index)
@@ -227,7 +227,7 @@ class Publisher:
             self._content.note_published(table.block_ids[index])
         else:
             serial = self._note(table, index, known)
-            if index == table._num_chained - 1:
+            if index == table._num_hashed - 1:
                 table._chain_serial = serial
         self._claims.drop(table, index)
         return known is None

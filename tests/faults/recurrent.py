@@ -30,8 +30,8 @@ FAULTS = faults(
     (
         "state: one block ahead of its snapshot",
         _TABLES,
-        "standing_for(table, position // self._size - 1, self._index)",
-        "standing_for(table, position // self._size - 2, self._index)",
+        "published_equal(table, position // self._size - 1, self._index)",
+        "published_equal(table, position // self._size - 2, self._index)",
         _OF_TABLES,
     ),
     (
@@ -92,7 +92,7 @@ FAULTS = faults(
     (
         "state: a pinned backbone stays",
         _SLOTS,
-        "return snapshot.reason != BACKBONE and snapshot.block_id",
+        "return snapshot.reason != CHECKPOINT and snapshot.block_id",
         "return snapshot.block_id",
         _OF_SLOTS,
     ),
@@ -115,7 +115,7 @@ FAULTS = faults(
         _TABLES,
         (
             "            for position, reason in sorted(\n"
-            "                points, key=lambda point: (point[1] != BACKBONE, point[0]), "
+            "                points, key=lambda point: (point[1] != CHECKPOINT, point[0]), "
             "reverse=True\n"
             "            ):\n"
         ),
@@ -125,14 +125,14 @@ FAULTS = faults(
     (
         "state: a backbone before ends",
         _TABLES,
-        "(point[1] != BACKBONE, point[0])",
+        "(point[1] != CHECKPOINT, point[0])",
         "point[0]",
         _OF_TABLES,
     ),
     (
         "state: a backbone makes others old",
         _SLOTS,
-        "counts and reason != BACKBONE",
+        "counts and reason != CHECKPOINT",
         "counts",
         _OF_SLOTS,
     ),
@@ -160,7 +160,7 @@ FAULTS = faults(
     (
         "state: a junction that more go on from is not used",
         _SLOTS,
-        "in (JUNCTION, HINT):",
+        "in (BRANCH_POINT, HINT):",
         "in (HINT,):",
         _OF_SLOTS,
     ),
@@ -220,7 +220,13 @@ FAULTS = faults(
         "if True:",
         _OF_ROUTER,
     ),
-    ("state: a junction is not kept", _TABLES, "wanted[matched] = JUNCTION", "pass", _OF_TABLES),
+    (
+        "state: a junction is not kept",
+        _TABLES,
+        "wanted[matched] = BRANCH_POINT",
+        "pass",
+        _OF_TABLES,
+    ),
     (
         "state: who waits does not ask",
         "kvcache/manager.py",
@@ -238,7 +244,7 @@ FAULTS = faults(
     (
         "state: an answer keeps every block",
         _TABLES,
-        "            self._pass_tail(state)\n        if slot < 0",
+        "            self._drop_old_tail(state)\n        if slot < 0",
         "            pass\n        if slot < 0",
         _OF_TABLES,
     ),
@@ -246,7 +252,7 @@ FAULTS = faults(
         "state: an answer's goes before the next one is there",
         _TABLES,
         "            if position == state.planned:\n",
-        "            self._pass_tail(state)\n            if position == state.planned:\n",
+        "            self._drop_old_tail(state)\n            if position == state.planned:\n",
         _OF_TABLES,
     ),
     (
@@ -344,8 +350,8 @@ FAULTS = faults(
     (
         "state: put behind another block",
         _TABLES,
-        "standing_for(table, num_blocks - 1,",
-        "standing_for(table, num_blocks,",
+        "published_equal(table, num_blocks - 1,",
+        "published_equal(table, num_blocks,",
         _OF_TIERS,
     ),
     (

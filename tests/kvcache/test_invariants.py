@@ -39,7 +39,7 @@ def swap_entry(manager, block_id, **fields):
         lambda m, done, new: done.block_ids.append(done.block_ids[0]),
         lambda m, done, new: done.block_ids.pop(),
         lambda m, done, new: setattr(done, "num_computed_tokens", 99),
-        lambda m, done, new: setattr(done, "_num_chained", 99),
+        lambda m, done, new: setattr(done, "_num_hashed", 99),
         lambda m, done, new: setattr(done, "_chain_serial", 99),
         lambda m, done, new: done._duplicates.update({7: (0, 1)}),
         lambda m, done, new: new._withdrawn.update({9: new._withdrawn[1]}),

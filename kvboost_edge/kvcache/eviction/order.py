@@ -109,7 +109,7 @@ class _Line(Generic[K]):
             heapq.heapreplace(heap, (first, owner))
         return None
 
-    def behind_first(self) -> int:
+    def second_oldest(self) -> int:
         """Return a time before which only the first owner of the heap has entries."""
         return min([stamp for stamp, _ in self.heap[1:3]], default=_NEVER)
 
@@ -139,10 +139,10 @@ class CachedOrder(Generic[K]):
         "_again",
         "_capacity",
         "_counts",
+        "_evicted",
         "_floor",
-        "_given_up",
-        "_kept",
         "_lines",
+        "_num_guarded",
         "_once",
         "_recent",
         "_retained",
@@ -166,8 +166,8 @@ class CachedOrder(Generic[K]):
         self._where: dict[K, _Queue[K]] = {}
         self._counts: dict[bytes, int] = {}  # number of entries by owner, at least 1
         self._floor = capacity // 2
-        self._kept = 0  # entries of all owners within their floors
-        self._given_up = [0, 0]  # recent evictions after one use, and after more
+        self._num_guarded = 0  # entries of all owners within their floors
+        self._evicted = [0, 0]  # recent evictions after one use, and after more
         self._stamps = itertools.count()
 
     def __len__(self) -> int:
@@ -185,9 +185,9 @@ class CachedOrder(Generic[K]):
         queue = self._append(line, key, owner)
         count = self._counts[owner] = self._counts.get(owner, 0) + 1
         if count == 1:
-            self._divide()
+            self._update_floor()
         elif count <= self._floor:
-            self._kept += 1
+            self._num_guarded += 1
         if count == self._floor + 1:  # its queues may have left the heaps while it was below
             self._once.enlist(owner)
             self._again.enlist(owner)
@@ -239,7 +239,7 @@ class CachedOrder(Generic[K]):
         queue = self._where.pop(key)
         del queue[key]
         self._leave_window(queue.owner, key)
-        self._left(queue, 1)
+        self._record_removed(queue, 1)
 
     def refresh(self, key: K) -> None:
         """Mark an entry as used now; raise KeyError for an unknown key."""
@@ -269,7 +269,7 @@ class CachedOrder(Generic[K]):
             if not floor:  # no owner exceeds its floor, so the heaps are empty by now
                 self._enlist_all()
             while len(taken) < count and (run := self._next_run(owner, floor)) is not None:
-                taken += self._give_up(run, count - len(taken))
+                taken += self._evict_run(run, count - len(taken))
         return taken
 
     def missed(self, *, once: int, again: int) -> None:
@@ -280,7 +280,7 @@ class CachedOrder(Generic[K]):
         # whole ratio (ARC's rule) follows a few misses too far: on a trace whose once-used entries
         # return later it hits 1.4% less than LRU. Without the ratio a small pool does not notice a
         # scan (3% more hits than LRU instead of 20%).
-        of_once, of_again = (max(1, number) for number in self._given_up)
+        of_once, of_again = (max(1, number) for number in self._evicted)
         step = once * max(1.0, (of_again / of_once) ** 0.5) - again * max(
             1.0, (of_once / of_again) ** 0.5
         )
@@ -292,7 +292,7 @@ class CachedOrder(Generic[K]):
 
         This owner gets them only as a last resort.
         """
-        return self._kept - min(self._counts.get(owner, 0), self._floor)
+        return self._num_guarded - min(self._counts.get(owner, 0), self._floor)
 
     def oldest_first(self) -> list[K]:
         """Return the order of eviction if no owner had a floor and no entry were added or used."""
@@ -327,7 +327,7 @@ class CachedOrder(Generic[K]):
             del self._where[key]
             self._leave_window(owner, key)
         for queue, length in zip((once, again, retained), before, strict=True):
-            self._gave_up(queue, length - len(queue))
+            self._count_evictions(queue, length - len(queue))
         return taken
 
     def _next_run(self, owner: bytes, floor: int) -> _Run[K] | None:
@@ -353,12 +353,12 @@ class CachedOrder(Generic[K]):
         found = line.oldest(self._counts, floor)
         if own and (found is None or own is found or own.first < found.first):
             until = (
-                line.behind_first() if own is found else _NEVER if found is None else found.first
+                line.second_oldest() if own is found else _NEVER if found is None else found.first
             )
             return own, until, len(own)
         if found is None:
             return None
-        until = min(line.behind_first(), own.first) if own else line.behind_first()
+        until = min(line.second_oldest(), own.first) if own else line.second_oldest()
         return found, until, self._counts[found.owner] - floor
 
     def _last_run(self, runs: list[_Run[K]], owner: bytes, floor: int) -> _Run[K] | None:
@@ -377,7 +377,7 @@ class CachedOrder(Generic[K]):
         queue, until, number = runs[0]
         return queue, min([until, *(other[0].first for other in runs[1:2])]), number
 
-    def _give_up(self, run: _Run[K], most: int) -> list[K]:
+    def _evict_run(self, run: _Run[K], most: int) -> list[K]:
         queue, until, number = run
         keys: list[K] = []
         for key, stamp in itertools.islice(queue.items(), min(number, most)):
@@ -387,19 +387,19 @@ class CachedOrder(Generic[K]):
         for key in keys:
             del queue[key], self._where[key]
             self._leave_window(queue.owner, key)
-        self._gave_up(queue, len(keys))
+        self._count_evictions(queue, len(keys))
         return keys
 
-    def _gave_up(self, queue: _Queue[K], number: int) -> None:
+    def _count_evictions(self, queue: _Queue[K], number: int) -> None:
         if not number:
             return
-        given_up = self._given_up
-        given_up[queue.line is not self._once] += number
-        if given_up[0] + given_up[1] > self._capacity:  # older evictions count for less
-            given_up[:] = [given_up[0] // 2, given_up[1] // 2]
-        self._left(queue, number)
+        evicted = self._evicted
+        evicted[queue.line is not self._once] += number
+        if evicted[0] + evicted[1] > self._capacity:  # older evictions count for less
+            evicted[:] = [evicted[0] // 2, evicted[1] // 2]
+        self._record_removed(queue, number)
 
-    def _left(self, queue: _Queue[K], number: int) -> None:
+    def _record_removed(self, queue: _Queue[K], number: int) -> None:
         """Account for `number` entries that left a queue."""
         owner = queue.owner
         floor = self._floor
@@ -407,18 +407,18 @@ class CachedOrder(Generic[K]):
         before = self._counts[owner]
         if number < before:
             self._counts[owner] = before - number
-            self._kept -= min(before, floor) - min(before - number, floor)
+            self._num_guarded -= min(before, floor) - min(before - number, floor)
             return
         del self._counts[owner]
         for line in self._lines:
             line.queues.pop(owner, None)
         self._recent.pop(owner, None)
-        self._divide()
+        self._update_floor()
 
-    def _divide(self) -> None:
+    def _update_floor(self) -> None:
         """Recompute the floor after the number of owners changed."""
         floor = self._capacity // 2 // max(1, len(self._counts))
-        self._kept = sum(min(count, floor) for count in self._counts.values())
+        self._num_guarded = sum(min(count, floor) for count in self._counts.values())
         if floor < self._floor:
             self._floor = floor
             for queue in self._retained.queues.values():

@@ -16,24 +16,26 @@ from kvboost_edge.errors import CacheCorruption, ConfigError
 
 __all__ = [
     "ANSWER",
-    "BACKBONE",
+    "BRANCH_POINT",
+    "CHECKPOINT",
     "HINT",
-    "JUNCTION",
     "PROMPT",
     "REASONS",
     "SnapshotWatcher",
     "StateSlots",
 ]
 
+# Kinds of snapshots. The strings are keys of `state_snapshots` in `paged_stats()`, so they must not
+# change.
 PROMPT = "prompt"
 ANSWER = "answer"
-JUNCTION = "junction"
+BRANCH_POINT = "junction"
 HINT = "hint"
-BACKBONE = "backbone"
+CHECKPOINT = "backbone"
 
-# Reason of a snapshot -> its class. Snapshots of a higher class count as used later than they were,
-# see `StateSlots`.
-REASONS = {BACKBONE: 0, PROMPT: 1, JUNCTION: 2, HINT: 2, ANSWER: 3}
+# Reason of a snapshot -> its class. Snapshots of a higher class count as used more recently than
+# they were, see `StateSlots`.
+REASONS = {CHECKPOINT: 0, PROMPT: 1, BRANCH_POINT: 2, HINT: 2, ANSWER: 3}
 
 
 class _Snapshot(NamedTuple):
@@ -219,7 +221,7 @@ class StateSlots:
         """
         for block_id in block_ids:
             slot = self._by_block.get(block_id)
-            if slot is not None and self._snapshots[slot].reason in (JUNCTION, HINT):
+            if slot is not None and self._snapshots[slot].reason in (BRANCH_POINT, HINT):
                 self._use(slot)
                 return
 
@@ -280,7 +282,7 @@ class StateSlots:
         """Turn the snapshot of an answer that has grown since into a checkpoint."""
         slot = self._by_block.get(block_id)
         if slot is not None:
-            self._give_reason(slot, BACKBONE)
+            self._give_reason(slot, CHECKPOINT)
 
     def drop(self, block_id: int) -> None:
         """Drop the snapshot of a block. A table that still reads it keeps the slot."""
@@ -341,7 +343,7 @@ class StateSlots:
 
     def _use(self, slot: int, *, counts: bool = True) -> None:
         reason = self._snapshots[slot].reason
-        self._clock += counts and reason != BACKBONE
+        self._clock += counts and reason != CHECKPOINT
         queue = self._queues[REASONS[reason]]
         queue[slot] = self._clock
         queue.move_to_end(slot)
@@ -390,6 +392,6 @@ class StateSlots:
         def is_spared(snapshot: _Snapshot) -> bool:
             if snapshot.owner != owner and self._num_owned[snapshot.owner] <= part:
                 return True
-            return snapshot.reason != BACKBONE and snapshot.block_id in pinned
+            return snapshot.reason != CHECKPOINT and snapshot.block_id in pinned
 
         return is_spared

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from kvboost_edge.errors import CacheCorruption, CapacityError
 from kvboost_edge.kvcache.block_table import BlockTable
-from kvboost_edge.kvcache.duplicates import standing_for
+from kvboost_edge.kvcache.duplicates import published_equal
 from kvboost_edge.kvcache.prefix_index import PrefixIndex, PrefixMatch
 from kvboost_edge.kvcache.recurrent.slots import (
     ANSWER,
-    BACKBONE,
+    BRANCH_POINT,
+    CHECKPOINT,
     HINT,
-    JUNCTION,
     PROMPT,
     REASONS,
     StateSlots,
@@ -33,17 +33,17 @@ __all__ = [
     "PassSlots",
     "StateSizes",
     "TableStates",
-    "backbone_points",
-    "hint_points",
+    "boundary_positions",
+    "checkpoint_positions",
 ]
 
 
-_BACKBONE_SHARE = 8  # a prompt's checkpoints are thinned out beyond 1/8 of the slots
+_CHECKPOINT_SHARE = 8  # a prompt's checkpoints are thinned out beyond 1/8 of the slots
 _EVERY_BLOCK_SHARE = 2  # checkpoints after every block: beyond 1/2 of the slots
-_HINT_SHARE = 4  # a prompt's message boundaries take at most 1/4 of the slots, or two
+_BOUNDARY_SHARE = 4  # a prompt's message boundaries take at most 1/4 of the slots, or two
 
 
-def backbone_points(
+def checkpoint_positions(
     start: int, stop: int, step: int, num_slots: int, *, small: bool
 ) -> Iterable[int]:
     """Return the positions of a prompt's periodic checkpoints in (start, stop).
@@ -55,19 +55,19 @@ def backbone_points(
     every = range((start // step + 1) * step, stop, step)
     if small:
         return every[:: -(-len(every) // max(1, num_slots // _EVERY_BLOCK_SHARE)) or 1]
-    if len(every) <= num_slots // _BACKBONE_SHARE:
+    if len(every) <= num_slots // _CHECKPOINT_SHARE:
         return every
     return sorted({every[0], *_doubling(every)})
 
 
-def hint_points(hints: Sequence[int], num_slots: int) -> Sequence[int]:
+def boundary_positions(hints: Sequence[int], num_slots: int) -> Sequence[int]:
     """Return the message boundaries at which snapshots are kept, from those ahead in ascending
     order.
 
     The first one, which follows the system message of a new conversation, is always kept. Of many
     others the last ones at doubling distances are kept.
     """
-    most = max(2, num_slots // _HINT_SHARE)
+    most = max(2, num_slots // _BOUNDARY_SHARE)
     return hints if len(hints) <= most else sorted({hints[0], *_doubling(hints)[: most - 1]})
 
 
@@ -269,7 +269,7 @@ class TableStates:
                 state.slot = slot
                 state.position = len(match.block_ids) * size
             state.replayed = match.beyond * size
-        wanted = dict.fromkeys(self._backbone(state.position, num_tokens), BACKBONE)
+        wanted = dict.fromkeys(self._checkpoints(state.position, num_tokens), CHECKPOINT)
         # If this prompt repeats, it is served up to the block with its last token. A prompt that
         # extends it is served all full blocks.
         ends = {max(num_tokens - 1, 0) // size * size, num_tokens // size * size}
@@ -277,18 +277,18 @@ class TableStates:
             {position // size * size for position in hints if position <= num_tokens} - ends
         )
         ahead = [position for position in borders if position > state.position]
-        wanted |= dict.fromkeys(hint_points(ahead, self._sizes.num_slots), HINT)
+        wanted |= dict.fromkeys(boundary_positions(ahead, self._sizes.num_slots), HINT)
         if matched > state.position:
-            wanted[matched] = JUNCTION
+            wanted[matched] = BRANCH_POINT
         wanted |= dict.fromkeys(ends, PROMPT)
         state.wanted = {
             position: why for position, why in wanted.items() if position > state.position
         }
 
-    def _backbone(self, start: int, stop: int) -> Iterable[int]:
+    def _checkpoints(self, start: int, stop: int) -> Iterable[int]:
         small = self._sizes.every_block
         step = self._size if small else -(-self._sizes.interval // self._size) * self._size
-        return backbone_points(start, stop, step, self._sizes.num_slots, small=small)
+        return checkpoint_positions(start, stop, step, self._sizes.num_slots, small=small)
 
     def ask(self, table: BlockTable, index: int) -> None:
         """Request a snapshot after block `index`, which another prompt has in common with this
@@ -298,9 +298,9 @@ class TableStates:
         position = (index + 1) * self._size
         if (
             position > (state.planned or state.position)
-            and REASONS[state.wanted.get(position, BACKBONE)] < REASONS[JUNCTION]
+            and REASONS[state.wanted.get(position, CHECKPOINT)] < REASONS[BRANCH_POINT]
         ):
-            state.wanted[position] = JUNCTION
+            state.wanted[position] = BRANCH_POINT
 
     def has_room(self, table: BlockTable) -> bool:
         """Return whether the table has a slot to write, or can get one."""
@@ -349,7 +349,7 @@ class TableStates:
             # the slot of the prompt's end.
             points = self._save_points(state, start, stop).items()
             for position, reason in sorted(
-                points, key=lambda point: (point[1] != BACKBONE, point[0]), reverse=True
+                points, key=lambda point: (point[1] != CHECKPOINT, point[0]), reverse=True
             ):
                 state.wanted.pop(position, None)
                 self._save(table, state, position, reason)
@@ -375,7 +375,8 @@ class TableStates:
             found.setdefault(last, ANSWER)
             if self._sizes.every_block:
                 found = (
-                    dict.fromkeys(range(known // size * size + size, last, size), BACKBONE) | found
+                    dict.fromkeys(range(known // size * size + size, last, size), CHECKPOINT)
+                    | found
                 )
         return found
 
@@ -395,7 +396,7 @@ class TableStates:
                 and state.tail is not None
                 and self.slots.of_block(state.tail[0]) != state.slot
             ):
-                self._pass_tail(state)
+                self._drop_old_tail(state)
         slot = self.slots.take(reason, table.owner)
         if slot is not None:
             state.saves.append((position, slot, reason))
@@ -444,7 +445,7 @@ class TableStates:
             return
         slot = state.slot
         state.slot = -1
-        block_id = standing_for(table, num_blocks - 1, self._index)
+        block_id = published_equal(table, num_blocks - 1, self._index)
         if block_id is None:
             self._release(slot)
         else:
@@ -492,7 +493,7 @@ class TableStates:
         self, state: _State, table: BlockTable, position: int, slot: int, reason: str
     ) -> None:
         block_id = (
-            standing_for(table, position // self._size - 1, self._index)
+            published_equal(table, position // self._size - 1, self._index)
             if table._publishes
             else None
         )
@@ -502,7 +503,7 @@ class TableStates:
         is_own = position == state.position and self.slots.of_block(block_id) is None
         moved = reason == ANSWER and state.tail is not None
         if reason == ANSWER:
-            self._pass_tail(state)
+            self._drop_old_tail(state)
         if slot < 0:
             taken = self.slots.take(reason, table.owner) if is_own else None
             if taken is None:
@@ -512,7 +513,7 @@ class TableStates:
             state.following = slot
             slot = state.slot
         # Tiers store no checkpoints, and only the last snapshot of an answer, when it ends.
-        if reason not in (BACKBONE, ANSWER):
+        if reason not in (CHECKPOINT, ANSWER):
             self._kept[block_id] = None
         is_new = self.slots.attach(slot, block_id, reason, table.owner, moved=moved)
         if is_own:
@@ -521,7 +522,7 @@ class TableStates:
             entry = self._index.entry(block_id)
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
-    def _pass_tail(self, state: _State) -> None:
+    def _drop_old_tail(self, state: _State) -> None:
         """Drop the snapshot of an answer that has grown since, unless other tables continued from
         it.
 
@@ -537,7 +538,7 @@ class TableStates:
                     self.slots.drop(block_id)
             state.tail = None
 
-    def _keep_tail(self, state: _State) -> None:
+    def _offer_tail(self, state: _State) -> None:
         """Mark the last snapshot of a finished answer for the tiers."""
         if state.tail is not None:
             block_id, serial = state.tail
@@ -579,12 +580,12 @@ class TableStates:
             and slot >= 0
             and self.slots.is_own(slot)
         ):
-            block_id = standing_for(table, state.position // self._size - 1, self._index)
+            block_id = published_equal(table, state.position // self._size - 1, self._index)
         if block_id is not None and self.slots.of_block(block_id) is None:
             self._kept[block_id] = None
             self.slots.attach(slot, block_id, ANSWER, table.owner)
             state.slot = -1
-        self._keep_tail(state)
+        self._offer_tail(state)
         for one in state.references():
             self._release(one)
         self.num_released += 1

@@ -6,7 +6,11 @@ from helpers.kvcache.manager_cases import ROOT, B
 from helpers.kvcache.recurrent_tables import cold, manager_of, rows, run_pass, states_of
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.kvcache.recurrent.slots import REASONS
-from kvboost_edge.kvcache.recurrent.tables import StateSizes, backbone_points, hint_points
+from kvboost_edge.kvcache.recurrent.tables import (
+    StateSizes,
+    boundary_positions,
+    checkpoint_positions,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,20 +67,20 @@ def test_of_many_borders_the_first_and_those_at_doubling_distances_are_kept():
 )
 def test_hints_are_a_part_of_the_slots(num_slots, expected):
     borders = list(range(5, 81, 5))
-    assert list(hint_points(borders, num_slots)) == (expected or borders)
-    assert list(hint_points([], num_slots)) == []
+    assert list(boundary_positions(borders, num_slots)) == (expected or borders)
+    assert list(boundary_positions([], num_slots)) == []
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 16, 999])
 @pytest.mark.parametrize("stop", [0, 1, 8, 9, 100, 4097])
 def test_a_backbone_is_a_part_of_the_slots(num_slots, stop):
-    small = list(backbone_points(3, stop, 8, num_slots, small=True))
+    small = list(checkpoint_positions(3, stop, 8, num_slots, small=True))
     assert len(small) <= max(1, num_slots // 2)
     assert set(small) <= set(range(8, stop, 8))
     assert bool(small) == (stop > 8)
     if stop > 8:
         assert small[0] == 8
-        large = list(backbone_points(3, stop, 8, num_slots, small=False))
+        large = list(checkpoint_positions(3, stop, 8, num_slots, small=False))
         assert len(large) <= max(num_slots // 8, 2 + len(range(8, stop, 8)).bit_length())
         assert {large[0], large[-1]} >= {8}
 

@@ -6,9 +6,9 @@ from helpers.raising import assert_raises
 from kvboost_edge.errors import CacheCorruption, ConfigError
 from kvboost_edge.kvcache.recurrent.slots import (
     ANSWER,
-    BACKBONE,
+    BRANCH_POINT,
+    CHECKPOINT,
     HINT,
-    JUNCTION,
     PROMPT,
     REASONS,
     StateSlots,
@@ -77,7 +77,7 @@ def test_a_dropped_snapshot_stays_with_who_reads_it():
 def test_the_least_recently_used_goes_first_within_a_class():
     slots = StateSlots(3)
     for block_id in (10, 11, 12):
-        kept(slots, block_id, JUNCTION)
+        kept(slots, block_id, BRANCH_POINT)
     reader = slots.of_block(10)
     assert reader is not None
     slots.share(reader)
@@ -102,9 +102,9 @@ def test_what_is_kept_again_for_the_same_reason_is_young_again():
 def test_a_backbone_goes_first_then_ends_of_prompts_borders_and_ends_of_answers():
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
-    kept(slots, 11, JUNCTION)
+    kept(slots, 11, BRANCH_POINT)
     kept(slots, 12, PROMPT)
-    kept(slots, 13, BACKBONE)
+    kept(slots, 13, CHECKPOINT)
     for expected in ({10, 11, 12}, {10, 11}, {10}, set()):
         assert slots.take() is not None
         assert blocks(slots) == expected
@@ -114,10 +114,10 @@ def test_what_is_kept_for_less_does_not_drive_out_what_is_kept_for_more():
     slots = StateSlots(2)
     kept(slots, 10, HINT)
     kept(slots, 11, ANSWER)
-    assert slots.take(BACKBONE) is None
+    assert slots.take(CHECKPOINT) is None
     assert slots.take(PROMPT) is None
     assert blocks(slots) == {10, 11}
-    assert kept(slots, 12, JUNCTION) is not None
+    assert kept(slots, 12, BRANCH_POINT) is not None
     assert blocks(slots) == {11, 12}
 
 
@@ -128,7 +128,7 @@ def test_nothing_stays_for_ever():
     slots = StateSlots(4)
     kept(slots, 10, ANSWER)
     for count in range(1, 20):
-        kept(slots, 100 + count, JUNCTION)
+        kept(slots, 100 + count, BRANCH_POINT)
         if 10 not in blocks(slots):
             break
     assert count == 8, "four of grace, then those that are younger than the three others there were"
@@ -143,7 +143,7 @@ def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
     kept(slots, 11, PROMPT)
     tail = 11
     for block_id in range(100, 200):
-        kept(slots, block_id, BACKBONE)
+        kept(slots, block_id, CHECKPOINT)
         slot = slots.take(ANSWER)
         assert slot is not None
         slots.attach(slot, 1000 + block_id, ANSWER, moved=tail > 1000)
@@ -155,10 +155,10 @@ def test_a_backbone_and_an_answer_that_moves_let_nobody_grow_older():
     slots.check(())
 
 
-@pytest.mark.parametrize("reason", [JUNCTION, HINT])
+@pytest.mark.parametrize("reason", [BRANCH_POINT, HINT])
 def test_who_goes_on_uses_what_more_conversations_begin_with(reason):
     slots = StateSlots(4)
-    kept(slots, 1, BACKBONE)
+    kept(slots, 1, CHECKPOINT)
     for block_id in (2, 3, 4):
         kept(slots, block_id, reason)
     slots.use_first([1, 2, 3])
@@ -171,7 +171,7 @@ def test_who_goes_on_uses_what_more_conversations_begin_with(reason):
 def test_a_pinned_block_keeps_its_snapshot_but_from_who_runs():
     slots = StateSlots(4, pinned={10, 11})
     kept(slots, 10, PROMPT)
-    kept(slots, 11, BACKBONE)
+    kept(slots, 11, CHECKPOINT)
     for block_id in (12, 13, 14):
         kept(slots, block_id, PROMPT)
     assert blocks(slots) == {10, 12, 13, 14}, "of a pinned prompt the backbone is not promised"
@@ -215,7 +215,7 @@ def test_who_has_none_yet_counts_among_the_owners_whose_parts_are_left():
 
 def test_an_equal_snapshot_is_not_kept_twice_and_counts_for_the_better_reason():
     slots = StateSlots(3)
-    first = kept(slots, 10, BACKBONE)
+    first = kept(slots, 10, CHECKPOINT)
     second = slots.take()
     assert second is not None
     assert not slots.attach(second, 10, PROMPT)
