@@ -1,12 +1,11 @@
-"""Builds the compiled part where CUDA is: `FORCE_CUDA=1 pip install ./cuda_ext`.
+"""Build script: `FORCE_CUDA=1 pip install ./cuda_ext` builds the compiled part.
 
-pip builds in an environment of its own, without the torch that will run the extension; that torch
-is found in the environment that is installed into. Without FORCE_CUDA, and where torch or nvcc has
-no CUDA, only the Python part is installed, which says when it is imported what is missing.
-FORCE_CUDA=1 makes each of that an error.
+pip builds in an isolated environment. The torch that will run the extension is found in the target
+environment. Without FORCE_CUDA, if torch or nvcc lacks CUDA, only the Python part is installed;
+importing it reports the missing part. With FORCE_CUDA=1 this is an error.
 
-Settings: FORCE_CUDA=1; CUDA_HOME (default: where nvcc is); TORCH_CUDA_ARCH_LIST (default: all that
-nvcc knows of 7.0 to 9.0, and PTX for later ones); MAX_JOBS.
+Environment variables: FORCE_CUDA=1; CUDA_HOME (default: that of nvcc); TORCH_CUDA_ARCH_LIST
+(default: all of 7.0 to 9.0 that nvcc supports, and PTX for later ones); MAX_JOBS.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0")
 
 
 class NotBuildable(Exception):
-    """Why the compiled part cannot be built here."""
+    """Raised with the reason why the compiled part cannot be built."""
 
 
 def find_nvcc(home: str | None) -> tuple[int, int]:
-    """The version of nvcc, at least 11.8."""
+    """Return the version of nvcc; raise NotBuildable unless it is 11.8 or later."""
     nvcc = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
     if not nvcc.exists():
         raise NotBuildable(f"there is no nvcc at {nvcc}; install the CUDA toolkit or set CUDA_HOME")
@@ -47,12 +46,12 @@ def find_nvcc(home: str | None) -> tuple[int, int]:
 
 
 def architectures(cuda: tuple[int, int]) -> str:
-    """Those of 7.0 to 9.0 that this nvcc compiles for; CUDA 13 has dropped 7.0."""
+    """Return the architectures of 7.0 to 9.0 that this nvcc supports; CUDA 13 has dropped 7.0."""
     return ";".join(arch for arch in ARCHITECTURES if cuda < (13, 0) or arch != "7.0") + "+PTX"
 
 
 def extensions() -> dict[str, Any]:
-    """The arguments of `setup` that build the compiled part."""
+    """Return the arguments of `setup` that build the compiled part."""
     sys.path.append(sysconfig.get_paths()["purelib"])
     try:
         import torch

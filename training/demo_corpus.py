@@ -1,10 +1,9 @@
-"""Text of the demo model: invented facts in short documents, and questions about them.
+"""Corpus of the demo model: invented facts in short documents, and questions about them.
 
-Everything is generated from seeds, so a training run is reproducible from its seed alone.  A text
-is a list of pieces ``(fragment, weight)``: the fragments joined are the text, the weight is the
-share of each fragment's tokens in the training loss (0 for what the model is given, above 0 for
-answers). Every fragment starts where the tokenizer's pre-tokenizer would split anyway, so fragments
-may be encoded one by one.
+Everything is generated from seeds, so a training run is reproducible from its seed alone. A text
+is a list of pieces ``(fragment, weight)``. The joined fragments are the text. The weight is that of
+the fragment's tokens in the training loss: 0 for given text, above 0 for answers. Every fragment
+starts where the pre-tokenizer splits, so fragments may be encoded one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SYSTEM = "<|system|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 SPECIAL_TOKENS = [PAD, BOS, END, SYSTEM, USER, ASSISTANT]
-HELD_OUT_SHARE = 8  # one (subject, attribute) combination in so many is never trained on
+HELD_OUT_SHARE = 8  # one in this many (subject, attribute) combinations is held out of training
 POOL_SIZE = 96
 
 Piece = tuple[str, float]
@@ -143,13 +142,20 @@ class Fact:
     value: str
 
     def sentence(self) -> str:
-        """The fact as documents and answers state it."""
+        """Return the fact as documents and answers state it."""
         return f"The {self.attribute} of {self.subject} is {self.value}."
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A text of the corpus: documents, the facts asked about, and how they are laid out."""
+    """A text of the corpus.
+
+    Attributes:
+        documents: facts of each document.
+        numbers: number of each document.
+        asked: facts that are asked about.
+        style: "user", "system", "plain" or "drill"; see `text_pieces`.
+    """
 
     documents: list[list[Fact]]
     numbers: list[int]
@@ -158,7 +164,7 @@ class Sample:
 
 
 def invent_word(rng: random.Random) -> str:
-    """An invented name, such as "Brelo" or "Stormar"."""
+    """Return an invented name, such as "Brelo" or "Stormar"."""
     word = rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
     if len(word) < 4:
         word += rng.choice(_VOWELS[:5]) + rng.choice("lnrst")
@@ -166,7 +172,7 @@ def invent_word(rng: random.Random) -> str:
 
 
 def _pools() -> dict[str, list[str]]:
-    """The fixed pools of invented names (no name is in two pools)."""
+    """Return the fixed pools of invented names; no name is in two pools."""
     rng = random.Random("demo names")
     taken: set[str] = set()
     pools: dict[str, list[str]] = {}
@@ -185,7 +191,7 @@ POOLS = _pools()
 
 
 def held_out(subject: str, attribute: str) -> bool:
-    """Whether the combination is kept out of training (by a hash of the two names)."""
+    """Return whether the combination is held out of training, by a hash of the two names."""
     digest = hashlib.sha256(f"{subject}|{attribute}".encode()).digest()
     return digest[0] % HELD_OUT_SHARE == 0
 
@@ -213,11 +219,11 @@ def _value(rng: random.Random, source: str, fresh: bool) -> str:
 def make_facts(
     rng: random.Random, count: int, fresh: bool, training: bool, single_share: float
 ) -> list[Fact]:
-    """`count` facts with distinct (subject, attribute); in training none that is held out.
+    """Return `count` facts with distinct (subject, attribute); in training, none that is held out.
 
-    Each text uses few or many attributes and asks few or many of each subject, so that neither the
-    subject nor the attribute alone tells the facts apart.  A share `single_share` of the texts has
-    one attribute only, which leaves nothing but the subject to go by.
+    Each text uses few or many attributes, and few or many facts per subject, so that neither alone
+    identifies a fact. A share `single_share` of the texts has only one attribute, so that only the
+    subject does.
     """
     single = rng.random() < single_share
     kinds = rng.sample(sorted(_ATTRIBUTES), 1 if single else rng.randint(1, 3))
@@ -251,7 +257,10 @@ def make_sample(
     single_share: float = 0.5,
     style: str | None = None,
 ) -> Sample:
-    """A text of `count` facts with `questions` of them asked (outside training: held-out ones)."""
+    """Return a text of `count` facts, `questions` of them asked.
+
+    Outside training, held-out facts are asked.
+    """
     fresh = rng.random() < fresh_share
     facts = make_facts(rng, count, fresh, training, single_share)
     candidates = facts if training else [f for f in facts if held_out(f.subject, f.attribute)]
@@ -274,7 +283,7 @@ def make_sample(
 
 
 def document_pieces(sample: Sample) -> list[Piece]:
-    """The documents, "Doc 17.\\nThe job of ... is ... . The ...", each ended by an empty line."""
+    r"""Return the documents, "Doc 17.\nThe job of ... is ... .", each followed by an empty line."""
     pieces: list[Piece] = []
     for number, facts in zip(sample.numbers, sample.documents, strict=True):
         pieces += [("Doc", 0.0), (f" {number}", 0.0), (".", 0.0), ("\n", 0.0)]
@@ -292,7 +301,7 @@ def document_pieces(sample: Sample) -> list[Piece]:
 
 
 def answer_pieces(fact: Fact, lead: str = "") -> list[Piece]:
-    """The restated fact; its value weighs most."""
+    """Return the restated fact; its value has the largest weight."""
     return [
         (f"{lead}The", 0.5),
         (f" {fact.attribute} of", 0.5),
@@ -309,7 +318,7 @@ def _question(rng: random.Random, fact: Fact) -> str:
 
 
 def _plain_pieces(rng: random.Random, sample: Sample) -> list[Piece]:
-    """Without chat markup: "Question: ...\\nAnswer: ..." after the documents."""
+    r"""Return a text without chat markup: "Question: ...\nAnswer: ..." after the documents."""
     pieces: list[Piece] = [(BOS, 0.0), *document_pieces(sample)]
     for fact in sample.asked:
         pieces += [("Question", 0.0), (":", 0.0), (f" {_question(rng, fact)}", 0.0)]
@@ -324,7 +333,7 @@ def _plain_pieces(rng: random.Random, sample: Sample) -> list[Piece]:
 
 
 def _drill_pieces(sample: Sample) -> list[Piece]:
-    """The documents, then the facts again in another order, with loss on the values alone."""
+    """Return the documents, then the facts in another order, with loss only on the values."""
     pieces: list[Piece] = [(BOS, 0.0), *document_pieces(sample)]
     for fact in sample.asked:
         pieces += [("The", 0.0), *((fragment, 0.0) for fragment, _ in answer_pieces(fact)[1:4])]
@@ -333,7 +342,7 @@ def _drill_pieces(sample: Sample) -> list[Piece]:
 
 
 def text_pieces(rng: random.Random, sample: Sample, small_talk: float = 0.03) -> list[Piece]:
-    """The whole text exactly as the chat template renders it (or plain, by the sample's style)."""
+    """Return the text as the chat template renders it, or plain, by the sample's style."""
     if sample.style == "drill":
         return _drill_pieces(sample)
     if sample.style == "plain":
@@ -370,12 +379,12 @@ def text_pieces(rng: random.Random, sample: Sample, small_talk: float = 0.03) ->
 
 
 def join(pieces: list[Piece]) -> str:
-    """The text of the pieces."""
+    """Return the text of the pieces."""
     return "".join(fragment for fragment, _ in pieces)
 
 
 def corpus_for_tokenizer(seed: int, texts: int = 1500) -> list[str]:
-    """Texts to train the tokenizer on: the corpus itself, every pool word, and general ASCII."""
+    """Return texts to train the tokenizer on: the corpus, every pool word, and general ASCII."""
     rng = random.Random(f"{seed} tokenizer")
     lines = []
     for _ in range(texts):
@@ -389,7 +398,7 @@ def corpus_for_tokenizer(seed: int, texts: int = 1500) -> list[str]:
 
 
 def held_out_question(facts: int, seed: str) -> tuple[list[dict[str, str]], str]:
-    """Chat messages that ask one held-out fact of a text of so many, and the right reply."""
+    """Return chat messages that ask a held-out fact of `facts` facts, and the right reply."""
     rng = random.Random(seed)
     style = rng.choice(["user", "system"])
     sample = make_sample(rng, facts, 1, training=False, fresh_share=0.0, style=style)

@@ -1,4 +1,4 @@
-"""Tokenizer, model directory and evaluation of the demo model (used by train_demo_model.py)."""
+"""Tokenizer, model directory and evaluation of the demo model, for train_demo_model.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import demo_corpus as corpus
 
-# Returns the token ids and loss weights of a text, given in pieces.
+# Function that returns the token ids and loss weights of a text given in pieces.
 Encode = Callable[[list[corpus.Piece]], tuple[list[int], list[float]]]
 
 VOCABULARY = 1664
@@ -31,7 +31,7 @@ _SPLIT = r" ?\p{L}+| ?\p{N}{1,2}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Byte-level BPE over the generated corpus, with the full byte alphabet."""
+    """Train a byte-level BPE tokenizer on the generated corpus, with the full byte alphabet."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -57,7 +57,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def load_or_train_tokenizer(folder: Path, seed: int) -> Tokenizer:
-    """The work directory's tokenizer, trained at first use."""
+    """Return the work directory's tokenizer; train it on first use."""
     path = folder / "tokenizer.json"
     if not path.exists():
         train_tokenizer(seed).save(str(path))
@@ -65,7 +65,7 @@ def load_or_train_tokenizer(folder: Path, seed: int) -> Tokenizer:
 
 
 def check_pieces(tokenizer: Tokenizer, encode: Encode, seed: int) -> None:
-    """Pieces encoded one by one must equal the joined text's encoding, and decode back to it."""
+    """Raise ValueError unless pieces encoded one by one equal the encoded text."""
     rng = random.Random(f"{seed} check")
     for count in (4, 32, 128) * 4:
         pieces = corpus.text_pieces(rng, corpus.make_sample(rng, count, 8))
@@ -208,7 +208,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def evaluate(folder: Path, questions: int, seed: int) -> str:
-    """Greedy exact-match accuracy of a model directory; prints and returns a Markdown table."""
+    """Print and return a Markdown table of a model directory's greedy exact-match accuracy."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lines = [
@@ -231,9 +231,7 @@ def evaluate(folder: Path, questions: int, seed: int) -> str:
 def _answers_right(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: int, seed: str
 ) -> bool:
-    """Whether the model's greedy reply to one held-out question, through the chat template, is
-    exact.
-    """
+    """Return whether the greedy reply to one held-out question, in the chat template, is exact."""
     messages, wanted_text = corpus.held_out_question(facts, seed)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])

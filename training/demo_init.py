@@ -1,14 +1,11 @@
-"""Starting weights of the demo model: its first two layers begin as an induction circuit.
+"""Initial weights of the demo model: its first two layers start as an induction circuit.
 
-From random weights a small model spends most of its training on a plateau before it can look a name
-up
-in its context.  What forms at the end of that plateau is known, so the start may as well contain
-                 it. Layer 0: head h attends to the token h + 1 places back, whatever the tokens
-                 are, and passes its
-embedding on.  Layer 1: each head compares two of the last tokens with two tokens before every
-               earlier
-position and copies what stood there.  All weights are trained; the others start as the library
-                                       draws them.
+From random weights, a small model spends most of its training on a plateau before it can look a
+name up in its context. The circuit that forms at the end of that plateau is known, so the initial
+weights contain it. Layer 0: head h attends to the token h + 1 places back, whatever the tokens
+are, and passes on its embedding. Layer 1: each head compares two of the last tokens with two
+tokens before every earlier position, and copies the token at that position. All weights are
+trained; the others start as the library initializes them.
 """
 
 from __future__ import annotations
@@ -19,24 +16,25 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-CONSTANT = 0.5  # a component that all embeddings share; heads that go by place alone read it
-PLACE_PAIRS = 8  # rotary pairs (the fastest) that place heads use
-CONTENT_FROM = (
-    16  # rotary pairs from here on turn so slowly that content can be compared at any distance
-)
-# Layer 1, for each query head: which tokens back the query looks at (two features); the key looks
-# one further.
+CONSTANT = 0.5  # a component that all embeddings share; read by heads that depend on position alone
+PLACE_PAIRS = 8  # rotary pairs (the fastest) that position heads use
+# Rotary pairs from here on turn so slowly that content can be compared at any distance.
+CONTENT_FROM = 16
+# For each query head of layer 1, the offsets of the tokens that the query reads (two features). The
+# key reads one token further back.
 QUERY_OFFSETS = ((1, 2), (1, 2), (0, 1), (0, 1))
 
 
 def _orthonormal(rows: int, columns: int) -> Tensor:
-    """Random orthonormal rows."""
+    """Return random orthonormal rows."""
     return torch.linalg.qr(torch.randn(columns, rows)).Q.T
 
 
 def _place_heads(model: LlamaForCausalLM, sharpness: float = 5.0) -> tuple[Tensor, list[Tensor]]:
-    """Make layer 0's heads look 1, 2, 3 and 4 places back; returns their common value map and
-    output maps.
+    """Make layer 0's heads attend 1, 2, 3 and 4 tokens back.
+
+    Returns:
+        Their common value map, and their output maps.
     """
     config = model.config
     attention = model.model.layers[0].self_attn
@@ -64,9 +62,7 @@ def _place_heads(model: LlamaForCausalLM, sharpness: float = 5.0) -> tuple[Tenso
 def _content_heads(
     model: LlamaForCausalLM, value: Tensor, outputs: list[Tensor], gain: float
 ) -> None:
-    """Make layer 1's heads find the earlier place that the same tokens lead to, and copy its
-    token.
-    """
+    """Make layer 1's heads find the earlier position after the same tokens, and copy its token."""
     config = model.config
     attention = model.model.layers[1].self_attn
     size = config.head_dim
@@ -80,7 +76,7 @@ def _content_heads(
     mixers = [_orthonormal(len(feature), size) for feature in features]
 
     def read(back: int) -> Tensor:
-        """The map from the residual stream to the embedding `back` places before."""
+        """Return the map from the residual stream to the embedding `back` tokens before."""
         return value if back == 0 else outputs[back - 1].T
 
     for head, offsets in enumerate(QUERY_OFFSETS):
@@ -100,7 +96,7 @@ def _content_heads(
 
 @torch.no_grad()
 def initialise(model: LlamaForCausalLM, gain: float = 3.0) -> None:
-    """Set the starting weights (the library's own random ones elsewhere)."""
+    """Set the initial weights; others keep the library's random ones."""
     embeddings = model.model.embed_tokens.weight
     torch.nn.init.normal_(embeddings, std=1 / math.sqrt(model.config.hidden_size))
     embeddings[:, 0] = CONSTANT

@@ -4,14 +4,13 @@
     python training/train_demo_model.py --work-dir demo_train --export kvboost_edge/assets/demo
     python training/train_demo_model.py --eval-only kvboost_edge/assets/demo
 
-The texts are generated (demo_corpus.py).  The first two layers start as an induction circuit
-                                           (demo_init.py); a few steps of random tokens repeated
-                                           make it work, then come texts of 2 to 12 facts, at first
-                                           often with the facts merely repeated in another order,
-                                           then ever more facts, up to 128, as soon as
-the answers are right.  Checkpoints are safetensors and JSON; a run resumes from its last one.  On a
-                        busy machine set OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait
-                        made steps three times slower.
+The texts are generated (demo_corpus.py). The first two layers start as an induction circuit
+(demo_init.py); a few steps of repeated random tokens make it work. Then come texts of 2 to 12
+facts, at first often with the facts only repeated in another order. The number of facts grows to
+128 as soon as the answers are right.
+
+Checkpoints are safetensors and JSON; a run resumes from its last one. On a busy machine set
+OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait made steps three times slower.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ROPE_THETA = 1e6  # slow enough that content is comparable at any distance
 
 @dataclass
 class Progress:
-    """What a resumed run needs besides the tensors."""
+    """State of a resumed run other than tensors."""
 
     step: int = 0
     max_facts: float = 12.0
@@ -55,7 +54,7 @@ class Progress:
 
 @dataclass
 class Batch:
-    """Token ids, with the positions that carry loss: their targets, weights and answer numbers."""
+    """Token ids, and targets, weights and answer numbers of the positions that carry loss."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -66,7 +65,7 @@ class Batch:
 
 
 class Encoder:
-    """Encodes pieces one by one, with a cache (fragments start at pre-token borders)."""
+    """Encoder of pieces one by one, with a cache; fragments start at pre-token boundaries."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.size = tokenizer.get_vocab_size()
@@ -75,7 +74,7 @@ class Encoder:
         )
 
     def pieces(self, pieces: list[corpus.Piece]) -> tuple[list[int], list[float]]:
-        """Token ids and loss weights of a text."""
+        """Return the token ids and loss weights of a text."""
         ids: list[int] = []
         weights: list[float] = []
         for fragment, weight in pieces:
@@ -88,7 +87,7 @@ class Encoder:
 def make_batch(
     texts: list[tuple[list[int], list[float]]], facts: int, spare: float, rng: np.random.Generator
 ) -> Batch:
-    """Pad texts to one batch; answers carry their weight, a share `spare` of the rest a tenth."""
+    """Pad texts to one batch; a share `spare` of the tokens outside answers gets the weight 0.1."""
     length = min(MAX_LENGTH, max(len(ids) for ids, _ in texts))
     ids = np.zeros((len(texts), length), dtype=np.int64)
     weights = np.zeros((len(texts), length), dtype=np.float32)
@@ -116,7 +115,7 @@ def make_batch(
 
 
 def repeat_batch(encoder: Encoder, rng: np.random.Generator, tokens: int, step: int) -> Batch:
-    """Random tokens repeated once; the second copy carries the loss."""
+    """Return random tokens repeated once; the second copy carries the loss."""
     length = int(rng.integers(10, min(24 + step // 2, 200)))
     first = len(corpus.SPECIAL_TOKENS)
     texts = []
@@ -129,8 +128,9 @@ def repeat_batch(encoder: Encoder, rng: np.random.Generator, tokens: int, step: 
 def fact_batch(
     encoder: Encoder, rng: random.Random, tokens: int, facts: int, fresh: float, drill: bool
 ) -> Batch:
-    """Texts of about `facts` facts, as many as make up `tokens` tokens; a share `fresh` with
-    unheard-of names.
+    """Return texts of about `facts` facts, `tokens` tokens in total.
+
+    A share `fresh` of them has names that are in no pool.
     """
     questions = min(24, facts) if drill else max(3, min(12, facts))
     texts: list[tuple[list[int], list[float]]] = []
@@ -150,9 +150,7 @@ def fact_batch(
 
 
 def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress) -> Batch:
-    """The batch of this step; it depends only on the seed, the step and the number of facts
-    reached.
-    """
+    """Return the batch of this step; it depends only on seed, step and number of facts reached."""
     rng = random.Random(f"{options.seed} {progress.step}")
     after = progress.step - options.repeat_steps
     tokens = options.tokens if progress.max_facts >= 48 else options.tokens // 2
@@ -171,7 +169,7 @@ def next_batch(encoder: Encoder, options: argparse.Namespace, progress: Progress
 def forward(
     body: torch.nn.Module, head: torch.nn.Linear, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss, and for each answer whether all its tokens were the likeliest."""
+    """Return the weighted loss, and for each answer whether all its tokens were the likeliest."""
     hidden = body(input_ids=batch.ids, use_cache=False).last_hidden_state
     logits = head(hidden.reshape(-1, hidden.shape[-1])[batch.positions]).float()
     losses = functional.cross_entropy(logits, batch.targets, reduction="none")
@@ -192,8 +190,9 @@ def quick_accuracy(
     answers: int,
     seed: int,
 ) -> float:
-    """Share of held-out answers right, judged in one pass (equals greedy decoding's exact
-    match).
+    """Return the share of right held-out answers, judged in one pass.
+
+    It equals the exact match of greedy decoding.
     """
     rng = random.Random(f"{seed} quick {facts}")
     right: list[float] = []
@@ -207,7 +206,7 @@ def quick_accuracy(
 
 
 def build_model(vocabulary: int, seed: int, layers: int) -> LlamaForCausalLM:
-    """The untrained model."""
+    """Return the untrained model."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -234,7 +233,7 @@ def build_model(vocabulary: int, seed: int, layers: int) -> LlamaForCausalLM:
 def save_checkpoint(
     folder: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
-    """Weights, optimizer moments and progress, each file replaced in one move."""
+    """Save weights, optimizer moments and progress; each file is replaced atomically."""
     tensors = {f"model.{name}": tensor for name, tensor in model.model.state_dict().items()}
     for index, parameter in enumerate(optimizer.param_groups[0]["params"]):
         for key, value in optimizer.state[parameter].items():
@@ -276,7 +275,7 @@ def load_checkpoint(
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """Warm-up over 100 steps, then cosine down to a fortieth."""
+    """Return the learning rate: warm-up over 100 steps, then cosine down to a fortieth."""
     share = min(1.0, step / options.steps)
     return (
         float(options.lr)
@@ -286,7 +285,7 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
 
 
 def grow(progress: Progress, options: argparse.Namespace, facts: int, right: float) -> None:
-    """More facts once the longer texts are mostly answered (and in any case late in the run)."""
+    """Raise the number of facts once long texts are mostly answered, and always late in the run."""
     if facts * 2 >= progress.max_facts:
         progress.right = 0.9 * progress.right + 0.1 * right
     if progress.right > 0.8:
@@ -354,7 +353,7 @@ def report(
     loss: float,
     seconds: float,
 ) -> None:
-    """One line of progress, with the accuracy on held-out combinations."""
+    """Print one line of progress, with the accuracy on held-out combinations."""
     sizes = [4, 16] + [size for size in (64, 128) if progress.max_facts >= size / 2]
     parts = (model.model, model.lm_head, encoder)
     figures = (
@@ -370,7 +369,7 @@ def report(
 
 
 def main() -> None:
-    """Command line."""
+    """Parse the command line and train, export or evaluate."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

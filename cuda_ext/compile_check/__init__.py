@@ -1,3 +1,1 @@
-"""`make cuda-check`: what can be proven of the kernels without a GPU, by NVIDIA's compilers
-alone.
-"""
+"""`make cuda-check`: properties of the kernels that NVIDIA's compilers prove without a GPU."""

@@ -1,10 +1,9 @@
-"""Compiles the kernels for every architecture and checks what came out; `make cuda-check`, `make
-cuda-table`.
+"""`make cuda-check` and `make cuda-table`: checks of the kernels compiled for all architectures.
 
-Each form is a check of its own: no spills from sm_80 on, registers and shared memory inside the
-architecture's limits, tensor-core instructions in the machine code. The last line counts them as
-pytest's does. Opcodes are counted in the code itself, for the disassembler of CUDA 13 does not know
-sm_70; where it can, it must count the same.
+Each instantiation is one check: no spills from sm_80 on, registers and shared memory within the
+architecture's limits, tensor-core instructions in the machine code. The last line counts results
+as pytest does. Opcodes are counted in the machine code, because the disassembler of CUDA 13 does
+not support sm_70. Where it works, its count must be equal.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Results = list[tuple[str, str]]
 
 
 def main(arguments: list[str]) -> int:
-    """Without arguments: check. `--write`: write the table of docs/cuda.md as well."""
+    """Run the checks; with `--write`, also write the table of docs/cuda.md."""
     if arguments not in ([], ["--write"]):
         print(f"usage: python -m compile_check [--write], not {arguments}")
         return 2
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> int:
 def _check_program(
     machine: Machine, source: str, forms: list[Form], folder: Path
 ) -> tuple[list[Row], Results]:
-    """Rows and results of a program's forms."""
+    """Return the rows and results of a program's instantiations."""
     try:
         rows, cubin = build(machine, source, forms)
     except CompileError as error:
@@ -87,7 +86,7 @@ def _name(form: Form) -> str:
 
 
 def _check_host(objects: list[Callable[[], Path]], folder: Path) -> Iterator[tuple[str, str]]:
-    """nvcc's part: what it compiled is linked and called."""
+    """Yield the results of nvcc: its objects are linked, and the launchers called."""
     try:
         built = [job() for job in objects]
         yield "nvcc 13 compiles the launchers", ""

@@ -1,4 +1,4 @@
-"""Reading what ptxas made: an ELF file with a section of instructions for each kernel."""
+"""Reader of ptxas output: an ELF file with a section of instructions per kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Section(NamedTuple):
 
 
 def opcodes(cubin: bytes) -> dict[str, Counter[int]]:
-    """Kernel -> how often each opcode, the low 12 bits of an instruction, occurs in it."""
+    """Return kernel -> count of each opcode, the low 12 bits of an instruction."""
     return {
         section.name.removeprefix(".text."): Counter(
             struct.unpack_from("<H", cubin, at)[0] & 0xFFF
@@ -33,7 +33,7 @@ def opcodes(cubin: bytes) -> dict[str, Counter[int]]:
 
 
 def read_int(cubin: bytes, symbol: str) -> int:
-    """The initial value of a global int. KeyError where there is none of that name."""
+    """Return the initial value of a global int; raise KeyError if it does not exist."""
     sections = list(_sections(cubin))
     for table in sections:
         if table.kind != 2:  # SHT_SYMTAB

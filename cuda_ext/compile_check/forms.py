@@ -1,4 +1,4 @@
-"""Which kernels there are on each architecture, and what must hold of each as compiled."""
+"""Kernel instantiations of each architecture, and their requirements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANGLED = re.compile(r"(attention_mma|attention_wmma|merge_splits|write_kv|copy
 
 
 class Form(NamedTuple):
-    """A kernel as it is instantiated; head_dim and warps_m are 0 where it has none, dtype is ""."""
+    """An instantiated kernel; "" and 0 mark parameters that it does not have."""
 
     kernel: str
     dtype: str = ""
@@ -45,8 +45,15 @@ class Form(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A form on an architecture: what ptxas gave it, bytes of shared memory, tensor-core
-    instructions, CTAs that fit on a multiprocessor.
+    """An instantiation on an architecture.
+
+    Attributes:
+        machine: the architecture.
+        form: the instantiation.
+        used: registers, stack and spills that ptxas reports.
+        shared: bytes of shared memory.
+        hmma: tensor-core instructions.
+        ctas: CTAs that fit on a multiprocessor.
     """
 
     machine: Machine
@@ -58,9 +65,7 @@ class Row(NamedTuple):
 
 
 def programs(machine: Machine) -> Iterator[tuple[str, list[Form]]]:
-    """Sources to compile and the forms each of them holds: a program for each head dim, and one for
-    the rest.
-    """
+    """Yield sources and their instantiations: a program per head dim, and one for the rest."""
     mma = machine.number >= _FIRST_MMA
     dtypes = ("F16", "BF16") if mma else ("F16",)
     kernel = "attention_mma" if mma else "attention_wmma"
@@ -93,7 +98,7 @@ def _shared_line(form: Form) -> str:
 
 
 def build(machine: Machine, source: str, forms: list[Form]) -> tuple[list[Row], bytes]:
-    """Compile a program; a row for each of its forms, and the code."""
+    """Compile a program; return a row for each of its instantiations, and the machine code."""
     built = compile_program(source, machine.name)
     counts = {_form_of(name): count for name, count in opcodes(built.cubin).items()}
     used = {_form_of(name): figures for name, figures in built.used.items()}
@@ -118,7 +123,7 @@ def _form_of(mangled: str) -> Form:
 
 
 def requirements(row: Row) -> Iterator[str]:
-    """What does not hold of a row, in words."""
+    """Yield a text for each requirement that a row does not meet."""
     machine = row.machine
     form = row.form
     used = row.used

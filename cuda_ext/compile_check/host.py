@@ -1,6 +1,4 @@
-"""nvcc 13 over the .cu files: device code, host code, and the link; the launchers then run as far
-as they can.
-"""
+"""nvcc 13 on the .cu files: device code, host code and linking; then the launchers are called."""
 
 from __future__ import annotations
 
@@ -14,17 +12,17 @@ from compile_check.nvrtc import CSRC, SITE
 
 __all__ = ["NvccError", "call_launchers", "compile_source", "disassembled_hmma", "link"]
 
-_ARCHITECTURES = ("sm_75", "sm_80")  # a form of wmma and one of mma
+_ARCHITECTURES = ("sm_75", "sm_80")  # one with wmma kernels and one with mma kernels
 _HOME = SITE / "cu13"
 _FUNCTIONS = ("attention", "write_kv", "copy_blocks")
 
 
 class NvccError(Exception):
-    """What nvcc said."""
+    """Raised with the output of nvcc."""
 
 
 def compile_source(name: str, folder: Path) -> Path:
-    """The object file of a source, host and device code, in `folder`."""
+    """Compile a source to an object file in `folder`, host and device code."""
     target = folder / f"{name}.o"
     codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in _ARCHITECTURES]
     _nvcc(
@@ -44,7 +42,7 @@ def compile_source(name: str, folder: Path) -> Path:
 
 
 def link(objects: Sequence[Path], folder: Path) -> Path:
-    """A shared library of all launchers."""
+    """Link all launchers to a shared library."""
     target = folder / "launchers.so"
     undefined = ["-Xlinker", "--no-undefined"]
     _nvcc(
@@ -63,9 +61,7 @@ def link(objects: Sequence[Path], folder: Path) -> Path:
 
 
 def call_launchers(path: Path) -> dict[str, str]:
-    """Call each launcher with empty parameters, on a machine without a GPU: what its error is
-    called.
-    """
+    """Call each launcher with empty parameters, without a GPU; return the names of the errors."""
     library = ctypes.CDLL(str(path))
     library.kvboost_edge_cuda_error.restype = ctypes.c_char_p
     params = ctypes.create_string_buffer(1024)
@@ -83,7 +79,7 @@ def call_launchers(path: Path) -> dict[str, str]:
 
 
 def disassembled_hmma(cubin: bytes, folder: Path) -> int:
-    """How many HMMA instructions nvdisasm names in a file of code."""
+    """Return the number of HMMA instructions that nvdisasm finds in machine code."""
     path = folder / "form.cubin"
     path.write_bytes(cubin)
     done = subprocess.run(

@@ -1,7 +1,6 @@
-"""What multiprocessors of each architecture have, and how many CTAs fit: arithmetic, nothing
-measured.
+"""Limits of each architecture's multiprocessors, and occupancy: computed, not measured.
 
-Figures: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+From the CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 """
 
 from __future__ import annotations
@@ -15,9 +14,19 @@ _WARP = 32
 
 
 class Machine(NamedTuple):
-    """Limits of one architecture. Bytes of shared memory: a CTA's largest, a multiprocessor's, and
-    what each CTA takes beside its own. HMMA: the low 12 bits of an instruction that multiplies on
-    tensor cores.
+    """Limits of one architecture.
+
+    Attributes:
+        name: such as "sm_80".
+        shared_per_cta: most bytes of shared memory of a CTA.
+        shared_per_sm: bytes of shared memory of a multiprocessor.
+        shared_reserved: bytes that each CTA takes in addition to its own.
+        warps_per_sm: most warps.
+        ctas_per_sm: most CTAs.
+        hmma: opcode of tensor-core multiplications, the low 12 bits of an instruction.
+        registers_per_sm: registers of a multiprocessor.
+        registers_per_thread: most registers of a thread.
+        registers_at_once: registers are allocated to a warp in multiples of this.
     """
 
     name: str
@@ -29,7 +38,7 @@ class Machine(NamedTuple):
     hmma: int
     registers_per_sm: int = 65536
     registers_per_thread: int = 255
-    registers_at_once: int = 256  # to a warp
+    registers_at_once: int = 256
 
     @property
     def number(self) -> int:
@@ -47,7 +56,7 @@ MACHINES = (
 
 
 def ctas_that_fit(machine: Machine, threads: int, registers: int, shared: int) -> int:
-    """CTAs that one multiprocessor holds at a time; 0 where not even one fits."""
+    """Return the CTAs that one multiprocessor holds at a time; 0 if none fits."""
     if registers > machine.registers_per_thread or shared > machine.shared_per_cta:
         return 0
     warps = -(-threads // _WARP)

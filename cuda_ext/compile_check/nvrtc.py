@@ -1,4 +1,4 @@
-"""NVRTC, CUDA's compiler as a library, by ctypes."""
+"""NVRTC, CUDA's compiler as a library, through ctypes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ _USED = re.compile(
 
 
 class CompileError(Exception):
-    """What NVRTC said."""
+    """Raised with the output of NVRTC."""
 
 
 class Used(NamedTuple):
-    """What ptxas gave a kernel: registers of a thread, bytes of its stack and spills, bytes of
-    static shared memory.
+    """Resources of a kernel that ptxas reports.
+
+    Attributes:
+        registers: registers of a thread.
+        stack: bytes of its stack.
+        spilled: bytes of spills.
+        static_shared: bytes of static shared memory.
     """
 
     registers: int
@@ -43,8 +48,12 @@ class Built(NamedTuple):
 
 
 def compile_program(source: str, architecture: str) -> Built:
-    """Compile for an architecture such as "sm_80"; kernels are named as the compiler mangles them.
-    Raises CompileError. May be called from several threads.
+    """Compile for an architecture such as "sm_80"; kernels have their mangled names.
+
+    It may be called from several threads.
+
+    Raises:
+        CompileError: NVRTC rejects the program.
     """
     library = _library()
     program = ctypes.c_void_p()

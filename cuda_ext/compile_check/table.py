@@ -1,4 +1,4 @@
-"""The table of docs/cuda.md: made by `make cuda-table`, compared by `make cuda-check`."""
+"""The table of docs/cuda.md: written by `make cuda-table`, verified by `make cuda-check`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WARPS = 4
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """The table's lines, without its head."""
+    """Return the lines of the table without its head."""
     return [_line(row) for row in rows]
 
 
@@ -55,6 +55,6 @@ def replace_table(rows: Sequence[Row]) -> None:
 
 
 def stale_lines(rows: Sequence[Row]) -> list[str]:
-    """Lines that the document does not have."""
+    """Return the lines that the document lacks."""
     held = set(DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].splitlines())
     return [line for line in as_lines(rows) if line not in held]

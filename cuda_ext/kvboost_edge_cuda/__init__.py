@@ -1,7 +1,8 @@
-"""FlashAttention-2 forward kernels for NVIDIA GPUs of sm_70 to sm_90, contiguous, ragged and paged.
+"""FlashAttention-2 forward kernels for NVIDIA GPUs, sm_70 to sm_90: dense, ragged and paged.
 
-The three functions take the arguments of flash-attn's in the same order. `unavailable_reason` says
-why they cannot run here; calling them then raises `ExtensionUnavailable` with that reason.
+The functions named `flash_attn_*` take flash-attn's arguments in the same order. If they cannot
+run here, `unavailable_reason` returns the reason, and calling them raises `ExtensionUnavailable`
+with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing keys and values into a paged pool, and copying blocks of it."""
+"""Writing of KV into a paged pool, and copying of its blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ def write_kv(
 ) -> None:
     """Store the keys and values of tokens at their slots, in place.
 
-    keys, values      [num_tokens, num_kv_heads, head_dim], float16 or bfloat16
-    k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_dim], of the same dtype
-    slot_mapping      int64 [num_tokens]: block id * block_size + offset; negative: the token is
-                      passed over
+    Args:
+        keys: [num_tokens, num_kv_heads, head_dim], float16 or bfloat16.
+        values: like `keys`.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], same dtype.
+        v_cache: like `k_cache`.
+        slot_mapping: int64 [num_tokens], block id * block_size + offset; a token with a negative
+            slot is skipped.
+        check_values: False avoids a device synchronization if the caller knows that all slots are
+            in the pool.
 
-    check_values=False spares a wait for the device where the caller knows that no slot lies behind
-    the pool's end. Raises ValueError for such slots, RuntimeError for tensors that do not fit
-    together.
+    Raises:
+        ValueError: a slot is outside the pool.
+        RuntimeError: the tensors do not fit together.
     """
     checks = IndexChecks(check_values=check_values)
     checks.index("slot_mapping", slot_mapping, (keys.shape[0],), torch.int64)
@@ -45,9 +50,13 @@ def write_kv(
 def copy_blocks(pools: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks in every pool, in order: a block may be the source of a later pair.
 
-    pools  contiguous tensors [num_blocks, ...] on one device, of blocks that are a multiple of 16
-           bytes
-    pairs  (source, destination), block ids of every pool; ValueError for others
+    Args:
+        pools: contiguous tensors [num_blocks, ...] on one device; a block is a multiple of 16
+            bytes.
+        pairs: (source, destination), block ids of every pool.
+
+    Raises:
+        ValueError: a pool or a block id is invalid.
     """
     if not pools or not pairs:
         return

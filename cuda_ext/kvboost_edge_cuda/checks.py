@@ -1,9 +1,8 @@
-"""What index tensors hold, and what the functions here do not do, looked at before anything is
-launched.
+"""Checks of index tensors and of unsupported arguments, before a launch.
 
-The values lie on the device: all conditions of a call are gathered there and read in one go, which
-waits for it. Callers that know their values pass `check_values=False`; while a CUDA graph is
-captured they have to.
+Values are on the device. All conditions of a call are collected there and read at once, which
+synchronizes. Callers that know their values pass `check_values=False`; this is required while a
+CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ Number: TypeAlias = int | torch.Tensor
 
 
 class IndexChecks:
-    """Conditions on the values of index tensors; `raise_first` reads them all and raises ValueError
-    for the first one that does not hold. Shapes and dtypes are checked as they are added.
+    """Conditions on the values of index tensors.
+
+    Shapes and dtypes are checked when a condition is added. `raise_first` reads all values.
     """
 
     def __init__(self, *, check_values: bool) -> None:
@@ -34,7 +34,7 @@ class IndexChecks:
         shape: tuple[int, ...],
         dtype: torch.dtype = torch.int32,
     ) -> None:
-        """ValueError unless the tensor is of this dtype and shape; -1 in `shape` is any size."""
+        """Raise ValueError unless the tensor has this dtype and shape; -1 is any size."""
         matches = tensor.dim() == len(shape) and all(
             want in (-1, size) for want, size in zip(shape, tensor.shape, strict=True)
         )
@@ -45,16 +45,14 @@ class IndexChecks:
             )
 
     def within(self, name: str, tensor: torch.Tensor, low: Number, high: Number) -> None:
-        """All values in low..high."""
+        """Require all values to be in low..high."""
         if self._check_values and tensor.numel():
             self._add(
                 (tensor < low) | (tensor > high), f"{name} has values outside {_span(low, high)}"
             )
 
     def cumulative(self, name: str, tensor: torch.Tensor, total: int | None, longest: int) -> None:
-        """Starts at 0, never falls, no step above `longest`, ends at `total` where that is
-        known.
-        """
+        """Require a start at 0, steps in 0..longest, and `total` at the end if known."""
         if not self._check_values:
             return
         steps = tensor.diff()
@@ -72,7 +70,7 @@ class IndexChecks:
         block_size: int,
         num_blocks: int,
     ) -> None:
-        """Holds every length, and the entries that lengths use are blocks that there are."""
+        """Require room for every length, and existing blocks in the entries that are used."""
         if not self._check_values:
             return
         columns = torch.arange(tensor.shape[1], device=tensor.device)
@@ -88,7 +86,7 @@ class IndexChecks:
         )
 
     def raise_first(self) -> None:
-        """ValueError for the first condition that does not hold."""
+        """Raise ValueError for the first condition that is not met."""
         if not self._bad:
             return
         for bad, message in zip(torch.stack(self._bad).tolist(), self._messages, strict=True):
@@ -109,7 +107,7 @@ def _span(low: Number, high: Number) -> str:
 
 
 def refuse_unsupported(function: str, **given: object) -> None:
-    """NotImplementedError that names the first argument that is neither None nor 0 nor False."""
+    """Raise NotImplementedError for the first argument that is not None, 0 or False."""
     for name, value in given.items():
         if value is not None and (isinstance(value, torch.Tensor) or value):
             raise NotImplementedError(
@@ -118,7 +116,7 @@ def refuse_unsupported(function: str, **given: object) -> None:
 
 
 def refuse_gradients(function: str, *tensors: torch.Tensor | None) -> None:
-    """NotImplementedError where a gradient would be wanted: there is no backward pass."""
+    """Raise NotImplementedError if a gradient would be needed: there is no backward pass."""
     if torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     ):

@@ -1,25 +1,20 @@
-"""The three functions, with flash-attn's names and order of arguments.
+"""flash-attn's functions, with its names and order of arguments, and `paged_attention`.
 
-What differs from flash-attn 2: blocks of a paged cache may be any multiple of 16 tokens, and
-head_dim any multiple of 8 up to 256; `sinks` and `check_values` are added as keywords, and
-`return_softmax_lse` where flash-attn has none. There is no backward pass. An argument that is not
-supported raises NotImplementedError by its name.
+Differences from flash-attn 2: blocks of a paged cache may be any multiple of 16 tokens, and
+head_dim any multiple of 8 up to 256. The keywords `sinks`, `check_values` and, where it is
+missing, `return_softmax_lse` are added. There is no backward pass. An unsupported argument raises
+NotImplementedError with its name.
 
-A query i sees key j where -left <= j - (i + seqlen_k - seqlen_q) <= right: the mask is aligned
-bottom right, so with causal=True, 2 queries and 5 keys it is
+A query i sees key j if -left <= j - (i + seqlen_k - seqlen_q) <= right: the mask is aligned bottom
+right. With causal=True, for 2 queries and 5 keys and for 5 queries and 2 keys, it is
 
-    1 1 1 1 0
-    1 1 1 1 1
+    1 1 1 1 0        0 0
+    1 1 1 1 1        0 0
+                    0 0
+                    1 0
+                    1 1
 
-and with 5 queries and 2 keys
-
-    0 0
-    0 0
-    0 0
-    1 0
-    1 1
-
-A query that sees no key gives 0, and lse -inf (or the logit of its sink).
+A query that sees no key returns 0, and lse -inf (or the logit of its sink).
 """
 
 from __future__ import annotations
@@ -48,7 +43,14 @@ _DECODE_ROWS = 16
 
 
 class Mask(NamedTuple):
-    """Constants of the scores, as params.cuh has them: bounds of the window, -1 for none."""
+    """Constants of the scores, as in params.cuh.
+
+    Attributes:
+        softmax_scale: factor of products of queries and keys.
+        left: keys before the diagonal that are seen; -1: all.
+        right: keys after the diagonal that are seen; -1: all.
+        softcap: 0: none.
+    """
 
     softmax_scale: float
     left: int = -1
@@ -57,7 +59,7 @@ class Mask(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Index tensors of a call on its device, checked; None for what the call is without."""
+    """Checked index tensors of a call, on its device; None if the call has no such tensor."""
 
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
@@ -82,16 +84,32 @@ def flash_attn_func(
     sinks: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
 ) -> Out:
-    """Attention of sequences of one length.
+    """Compute attention of sequences of equal lengths.
 
-    q        [batch, seqlen_q, num_q_heads, head_dim], float16 or (from sm_80) bfloat16
-    k, v     [batch, seqlen_k, num_kv_heads, head_dim]; num_kv_heads divides num_q_heads
-    sinks    float32 [num_q_heads]: one logit more in each softmax's denominator, without a value
-    returns  out like q; with return_softmax_lse also the natural log of the sum of exp(scores),
-             sinks included, float32 [batch, num_q_heads, seqlen_q]
+    `deterministic` is ignored: the forward pass is always deterministic.
 
-    `deterministic` changes nothing: the forward pass always is. Raises NotImplementedError for
-    dropout_p, alibi_slopes and return_attn_probs, and where a gradient is wanted.
+    Args:
+        q: [batch, seqlen_q, num_q_heads, head_dim], float16 or (from sm_80) bfloat16.
+        k: [batch, seqlen_k, num_kv_heads, head_dim]; num_kv_heads divides num_q_heads.
+        v: like `k`.
+        dropout_p: not supported.
+        softmax_scale: factor of scores; None: head_dim ** -0.5.
+        causal: sets the window's right side to 0.
+        window_size: (left, right); -1: unbounded.
+        softcap: scores become softcap * tanh(score / softcap); 0: none.
+        alibi_slopes: not supported.
+        deterministic: ignored.
+        return_attn_probs: not supported.
+        sinks: float32 [num_q_heads], one more logit in each softmax's denominator, without a
+            value.
+        return_softmax_lse: also return lse.
+
+    Returns:
+        out like `q`; with return_softmax_lse (out, lse). lse is the natural log of the sum of
+            exp(scores), including sinks, float32 [batch, num_q_heads, seqlen_q].
+
+    Raises:
+        NotImplementedError: an unsupported argument is set, or a gradient would be needed.
     """
     name = "flash_attn_func"
     refuse_unsupported(
@@ -128,19 +146,27 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     check_values: bool = True,
 ) -> Out:
-    """Attention of sequences of many lengths, one after another in q, and in k and v or by blocks.
+    """Compute attention of sequences of different lengths, concatenated; k and v may be paged.
 
-    q             [total_q, num_q_heads, head_dim]
-    k, v          [total_k, num_kv_heads, head_dim], or [num_blocks, block_size, num_kv_heads,
-                  head_dim]
-    cu_seqlens_q  int32 [batch + 1]: first row of each sequence in q, then total_q; cu_seqlens_k
-                  likewise
-    block_table   int32 [batch, max_blocks]: the blocks of each sequence in order
-    returns       out like q; with return_softmax_lse also lse, float32 [num_q_heads, total_q]
+    Arguments that are not listed are those of `flash_attn_func`.
 
-    Otherwise as `flash_attn_func`. ValueError for index tensors that do not fit, and, unless
-    check_values=False, for values in them that do not (lengths beyond max_seqlen_*, rows or blocks
-    that are not there).
+    Args:
+        q: [total_q, num_q_heads, head_dim].
+        k: [total_k, num_kv_heads, head_dim], or [num_blocks, block_size, num_kv_heads, head_dim].
+        v: like `k`.
+        cu_seqlens_q: int32 [batch + 1], first row of each sequence in q, then total_q.
+        cu_seqlens_k: int32 [batch + 1], likewise for k.
+        max_seqlen_q: upper bound of query lengths.
+        max_seqlen_k: upper bound of key lengths.
+        block_table: int32 [batch, max_blocks], blocks of each sequence in order.
+        check_values: False skips checks of values in index tensors, which synchronize.
+
+    Returns:
+        out like `q`; with return_softmax_lse (out, lse), lse float32 [num_q_heads, total_q].
+
+    Raises:
+        ValueError: index tensors, or their values, do not fit.
+        NotImplementedError: an unsupported argument is set, or a gradient would be needed.
     """
     name = "flash_attn_varlen_func"
     refuse_unsupported(
@@ -199,23 +225,32 @@ def flash_attn_with_kvcache(
     sinks: torch.Tensor | None = None,
     check_values: bool = True,
 ) -> Out:
-    """Attention over a cache that may be longer than what it holds, after new keys and values were
-    put into it.
+    """Compute attention over a KV cache, after appending new KV to it.
 
-    q                 [batch, seqlen_q, num_q_heads, head_dim]
-    k_cache, v_cache  [batch_cache, seqlen_cache, num_kv_heads, head_dim], or with block_table
-                      [num_blocks, block_size, num_kv_heads, head_dim]
-    k, v              [batch, seqlen_new, num_kv_heads, head_dim]: written to the cache, in place,
-                      behind cache_seqlens
-    cache_seqlens     int, or int32 [batch]: keys in the cache before the new ones; None: all of it
-    cache_batch_idx   int32 [batch]: the sequence's row in the cache
-    num_splits        parts that the keys are cut into; 0: chosen here
-    returns           out like q; with return_softmax_lse also lse, float32 [batch, num_q_heads,
-                      seqlen_q]
+    Arguments that are not listed are those of `flash_attn_varlen_func`.
 
-    Otherwise as `flash_attn_varlen_func`. Raises NotImplementedError for rotary_cos, rotary_sin
-    (rotate before), cache_leftpad and alibi_slopes; `rotary_interleaved` has no meaning without
-    them.
+    Args:
+        q: [batch, seqlen_q, num_q_heads, head_dim].
+        k_cache: [batch_cache, seqlen_cache, num_kv_heads, head_dim], or with block_table
+            [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: like `k_cache`.
+        k: [batch, seqlen_new, num_kv_heads, head_dim], written to the cache after cache_seqlens.
+        v: like `k`.
+        rotary_cos: not supported; rotate before the call.
+        rotary_sin: not supported.
+        cache_seqlens: int, or int32 [batch]: keys in the cache before the new ones; None: all.
+        cache_batch_idx: int32 [batch], row of each sequence in the cache.
+        cache_leftpad: not supported.
+        rotary_interleaved: ignored.
+        num_splits: parts that the keys are split into; 0: chosen automatically.
+
+    Returns:
+        out like `q`; with return_softmax_lse (out, lse), lse float32 [batch, num_q_heads,
+            seqlen_q].
+
+    Raises:
+        ValueError: index tensors, or their values, do not fit.
+        NotImplementedError: an unsupported argument is set, or a gradient would be needed.
     """
     name = "flash_attn_with_kvcache"
     refuse_unsupported(
@@ -255,7 +290,7 @@ def flash_attn_with_kvcache(
 
 
 class _Cache(NamedTuple):
-    """Where the sequences of a call lie in a cache."""
+    """Location of a call's sequences in a cache."""
 
     seqlens: int | torch.Tensor | None
     batch_idx: torch.Tensor | None
@@ -271,8 +306,9 @@ def _append(
     batch: int,
     check_values: bool,
 ) -> torch.Tensor | None:
-    """Check the cache's indices, write new keys and values; the lengths after that, None where the
-    cache is full.
+    """Check the cache's indices and append new KV; return the new lengths.
+
+    None means that the whole cache is used.
     """
     if (k is None) != (v is None):
         raise ValueError("k and v are given together or not at all")
@@ -324,7 +360,7 @@ def _append(
 
 
 def _slots(seqlens: torch.Tensor, num_new: int, cache: _Cache, size: int) -> torch.Tensor:
-    """int64 [batch, num_new]: where the new keys go, in a pool of blocks of `size` tokens."""
+    """Return the slots of new keys, int64 [batch, num_new], for blocks of `size` tokens."""
     at = seqlens.long()[:, None] + torch.arange(num_new, device=seqlens.device)
     if cache.block_table is not None:
         return cache.block_table.long().gather(1, at // size) * size + at % size
@@ -351,17 +387,27 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of ragged sequences over blocks, for callers that have checked what the
-    index tensors hold.
+    """Compute causal attention of ragged sequences over blocks; index tensors are trusted.
 
-    q                 [total_q, num_q_heads, head_dim]
-    k_cache, v_cache  [num_blocks, block_size, num_kv_heads, head_dim]
-    seqused_k         int32 [batch]: keys of each sequence, those of its queries included
-    window            a query at position p sees keys at (p - window, p]; 0: all up to p
-    returns           (out like q, lse float32 [num_q_heads, total_q])
+    Nothing is read before the launch, so it does not synchronize. Invalid lengths and block ids
+    read memory outside the pool.
 
-    Not one value is read before the launch, so nothing waits for the device: lengths and block ids
-    that do not fit read memory that is not the pool's.
+    Args:
+        q: [total_q, num_q_heads, head_dim].
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: like `k_cache`.
+        cu_seqlens_q: int32 [batch + 1].
+        seqused_k: int32 [batch], keys of each sequence, including those of its queries.
+        block_table: int32 [batch, max_blocks].
+        max_seqlen_q: upper bound of query lengths.
+        max_seqlen_k: upper bound of key lengths.
+        softmax_scale: factor of scores.
+        window: a query at position p sees keys at (p - window, p]; 0: all up to p.
+        softcap: 0: none.
+        sinks: float32 [num_q_heads], or None.
+
+    Returns:
+        (out, lse): like `q`, float32 [num_q_heads, total_q].
     """
     mask = Mask(softmax_scale, window - 1 if window else -1, 0, softcap)
     indices = Indices(cu_seqlens_q, None, seqused_k, block_table)
@@ -381,9 +427,12 @@ def _launch(
     sinks: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate and launch: (out like q, lse float32 [batch, heads, seqlen_q], or [heads, total_q]
-    for a flat q). The indices are taken as they are; the operator checks every tensor's shape,
-    dtype, device, strides and alignment.
+    """Allocate the results and launch; index tensors are trusted.
+
+    The operator checks every tensor's shape, dtype, device, strides and alignment.
+
+    Returns:
+        (out, lse): like `q`, float32 [batch, heads, seqlen_q], or [heads, total_q] for a flat q.
     """
     _check_device(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -404,7 +453,7 @@ def _launch(
 
 
 def _num_ctas(longest_q: int, num_q_heads: int, num_kv_heads: int, num_seqs: int) -> int:
-    """CTAs of a launch without splits, as params.cuh cuts the rows."""
+    """Return the CTAs of a launch without splits, with rows packed as in params.cuh."""
     packed = longest_q * (num_q_heads // max(1, num_kv_heads))
     rows = _DECODE_ROWS if packed <= _DECODE_ROWS else 4 * _DECODE_ROWS
     return math.ceil(packed / rows) * num_kv_heads * num_seqs

@@ -1,4 +1,4 @@
-"""Finding and loading the compiled part, and saying what is missing where it cannot be."""
+"""Loading of the compiled part, and the reason if it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _HERE = Path(__file__).parent
 
 
 class ExtensionUnavailable(ImportError):
-    """The compiled part is missing, or was built for another torch; the message says which, and
-    what to do.
+    """Raised if the compiled part is missing or was built for another torch.
+
+    The message says which, and what to do.
     """
 
 
 def operators() -> Any:
-    """The loaded operators, `torch.ops.kvboost_edge_cuda`. Raises ExtensionUnavailable."""
+    """Return the loaded operators, `torch.ops.kvboost_edge_cuda`; raise ExtensionUnavailable."""
     reason = unavailable_reason()
     if reason is not None:
         raise ExtensionUnavailable(reason)
@@ -32,8 +33,9 @@ def operators() -> Any:
 
 @lru_cache(maxsize=1)
 def unavailable_reason() -> str | None:
-    """Why the compiled part cannot be loaded into this process; None where it is. A device is not
-    asked for.
+    """Return why the compiled part cannot be loaded into this process, or None.
+
+    It does not look for a GPU.
     """
     compiled = sorted(_HERE.glob("_compiled*.so")) + sorted(_HERE.glob("_compiled*.pyd"))
     if not compiled:
@@ -58,7 +60,7 @@ def unavailable_reason() -> str | None:
 
 
 def _built_for() -> tuple[str, str | None]:
-    """torch's and CUDA's version when the compiled part was built."""
+    """Return the versions of torch and CUDA that the compiled part was built for."""
     if importlib.util.find_spec("kvboost_edge_cuda.built_for") is None:
         return ("unknown", None)
     built_for: Any = importlib.import_module("kvboost_edge_cuda.built_for")

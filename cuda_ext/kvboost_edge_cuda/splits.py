@@ -1,5 +1,6 @@
-"""How many parts the keys of a call are cut into, so that a few long sequences still fill the
-device.
+"""Split-K: number of parts of the keys, so that a few long sequences fill the GPU.
+
+As in Flash-Decoding; `merge_splits` combines the parts.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ __all__ = ["choose_num_splits"]
 
 _MOST_SPLITS = 128
 _TILE = 64
-"""Keys that a CTA reads at a time; a part shorter than a few tiles is not worth merging."""
+"""Keys that a CTA reads at a time; parts of fewer than a few tiles are not worth merging."""
 _TILES_TO_A_PART = 4
 
 
 def choose_num_splits(device: torch.device, num_ctas: int, longest_k: int) -> int:
-    """The least number of parts that gives every multiprocessor two CTAs; 1 where there are enough
-    without.
+    """Return the fewest parts that give every multiprocessor two CTAs; 1 if there are enough.
 
-    num_ctas: CTAs without a split; longest_k: keys of the longest sequence, or a bound on it.
+    Args:
+        device: the GPU.
+        num_ctas: CTAs without splits.
+        longest_k: keys of the longest sequence, or an upper bound.
     """
     wanted = 2 * _num_multiprocessors(device)
     if num_ctas < 1 or num_ctas >= wanted:
