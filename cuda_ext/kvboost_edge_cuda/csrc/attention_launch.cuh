@@ -1,10 +1,11 @@
-// Launches the attention kernels of one head dim; a .cu file for each head dim, so that they compile side by side. Host code:
-// NVRTC and g++ do not read this file.
+// Launchers of the attention kernels of one head dim; each head dim has a .cu file, so that they
+// compile in parallel. Host code: NVRTC and g++ do not read this file.
 #pragma once
 
 #include <cuda_runtime.h>
 
-// nvcc hands the initializers of device constructors to the host's compiler, which does not know this function.
+// nvcc passes initializers of device constructors to the host's compiler, which lacks this
+// function.
 #if !defined(__CUDA_ARCH__) && defined(__GNUC__)
 #define __ffs __builtin_ffs
 #endif
@@ -14,9 +15,10 @@
 
 namespace kvboost_edge_cuda {
 
-// Rows up to which the form for decode runs: 16 packed rows to a CTA, whose warps share the keys.
+// Up to this many rows, the decode variant runs: 16 packed rows per CTA, whose warps share the
+// keys.
 constexpr int kDecodeRows = 16;
-constexpr int kFreeSharedBytes = 48 * 1024;  // more has to be asked for
+constexpr int kFreeSharedBytes = 48 * 1024;  // larger dynamic shared memory must be requested
 
 template <class Kernel>
 cudaError_t launch_kernel(Kernel kernel, int shared_bytes, int rows_per_cta, const AttentionParams &params, cudaStream_t stream) {
@@ -50,7 +52,7 @@ cudaError_t launch_form(const AttentionParams &params, int dtype, int major, cud
                          : launch_mma<BF16, kHeadDim, kWarpsM>(params, stream);
 }
 
-// `major`: the major compute capability of the current device.
+// `major`: major compute capability of the current device.
 template <int kHeadDim>
 cudaError_t launch_attention(const AttentionParams &params, int dtype, int major, cudaStream_t stream) {
     const long long rows = static_cast<long long>(params.seqlen_q) * (params.num_q_heads / params.num_kv_heads);

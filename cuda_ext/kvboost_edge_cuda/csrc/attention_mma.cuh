@@ -1,30 +1,32 @@
-// FlashAttention-2 forward for sm_80 and later (Dao, "FlashAttention-2", 2023): a warp holds 16 rows' sums in registers, keys and
-// values pass through shared memory by asynchronous copies, V of a tile while its scores are computed, K of the next while P V is.
+// FlashAttention-2 forward for sm_80 and later (Dao, 2023), built around mma.m16n8k16, ldmatrix and
+// cp.async. A warp holds the sums of 16 rows in registers. Keys and values pass through shared
+// memory by asynchronous copies: V of a tile while its scores are computed, K of the next tile
+// while P V is computed.
 #pragma once
 
 #include "work.cuh"
 
 namespace kvboost_edge_cuda {
 
-// Shared memory: queries [kRows], values [kKeys], keys [kKeys], each row kTileStride elements. Where queries are kept in registers the
-// values take their place.
+// Shared memory: queries [kRows], values [kKeys], keys [kKeys]; a row is kTileStride elements. If
+// queries are kept in registers, the values take their place.
 template <int kHeadDim, int kWarpsM>
 struct MmaShape {
     static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
     static constexpr int kRows = 16 * kWarpsM;
-    static constexpr int kKeys = kHeadDim > 128 && kWarpsM > 1 ? 32 : 64;  // more do not fit beside 128 sums a lane
+    static constexpr int kKeys = kHeadDim > 128 && kWarpsM > 1 ? 32 : 64;  // more do not fit next to 128 sums per lane
     static constexpr int kWarpKeys = kKeys / kWarpsN;
-    static constexpr bool kKeepsQueries = kHeadDim <= 128;  // in registers, else read again for each tile
+    static constexpr bool kKeepsQueries = kHeadDim <= 128;  // in registers; otherwise they are read again for each tile
     static constexpr int kSharedRows = kKeepsQueries ? 2 * kKeys : kRows + 2 * kKeys;
     static constexpr int kSharedBytes = kSharedRows * kTileStride<kHeadDim> * 2;
-    static_assert(!kKeepsQueries || kRows <= kKeys, "the queries must fit where the values will be");
+    static_assert(!kKeepsQueries || kRows <= kKeys, "the queries must fit where the values will be");  // queries must fit in the place of the values
     static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
 };
 
 #if KVBOOST_EDGE_HAS_MMA
 
-// What a lane knows of rows lane / 4 and lane / 4 + 8 of its warp: scores' maximum and its own share of their sum (base 2), and
-// the weighted values, as multiply_add lays them out.
+// A lane's part of rows lane / 4 and lane / 4 + 8 of its warp: maximum of the scores, the lane's
+// share of their sum (base 2), and weighted values in the layout of multiply_add.
 template <int kHeadDim>
 struct LaneRows {
     float largest[2];
@@ -42,7 +44,7 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Fragment of queries' channels [16 step, 16 step + 16) of the warp's rows.
+// Load the fragment of queries' channels [16 step, 16 step + 16) of the warp's rows.
 template <int kHeadDim>
 __device__ __forceinline__ void load_query(unsigned (&a)[4], const unsigned short *tile, int lane, int step) {
     load_matrices(a, tile + lane % 16 * kTileStride<kHeadDim> + step * 16 + lane / 16 * 8);
@@ -76,7 +78,8 @@ __device__ __forceinline__ void multiply_keys(float (&products)[Shape::kWarpKeys
     }
 }
 
-// Products -> exp2(score - largest), with the rows' maxima, sums and weighted values brought up to date.
+// Online softmax: replace products by exp2(score - largest), and update the rows' maxima, sums and
+// weighted values.
 template <int kHeadDim, int kNumKeys>
 __device__ __forceinline__ void soften(float (&scores)[kNumKeys / 8][4], LaneRows<kHeadDim> &rows, const Span (&sees)[2], ScoreScale scale,
                                        int first_key, bool is_clear, int lane) {
@@ -135,7 +138,7 @@ __device__ __forceinline__ void add_values(LaneRows<kHeadDim> &rows, const float
     }
 }
 
-// The state of a warp in shared memory, number by number, 32 lanes side by side.
+// Store a warp's state in shared memory: number by number, 32 lanes next to each other.
 template <int kHeadDim>
 __device__ __forceinline__ void put_rows(float *area, const LaneRows<kHeadDim> &rows, int lane) {
 #pragma unroll
@@ -167,8 +170,8 @@ __device__ __forceinline__ void merge_rows(LaneRows<kHeadDim> &rows, const float
     }
 }
 
-// Four warps that shared the keys of 16 rows -> warp 0. The order of sums is fixed: (0 + 2) + (1 + 3). Nobody reads tiles any more:
-// the last barrier lies behind the last tile.
+// Merge four warps that shared the keys of 16 rows into warp 0. The order of sums is fixed: (0 + 2)
+// + (1 + 3). Tiles are not read any more: the last barrier comes after the last tile.
 template <int kHeadDim>
 __device__ __forceinline__ void merge_warps(LaneRows<kHeadDim> &rows, float *area, int warp, int lane) {
     constexpr int kFloats = (4 + kHeadDim / 2) * 32;
@@ -253,14 +256,14 @@ __global__ void __launch_bounds__(kThreads) attention_mma(AttentionParams p) {
         const int warp_key = warp_n * Shape::kWarpKeys;
         multiply_keys<Element, kHeadDim, Shape>(scores, kept, warp_queries, keys + warp_key * kTileStride<kHeadDim>, lane);
         wait_copies();
-        __syncthreads();  // the values are there, and nobody reads the keys any more
+        __syncthreads();  // the values have arrived, and the keys are not read any more
         const int next = first + Shape::kKeys;
         if (next < work.keys.end) load_keys<kHeadDim, Shape::kKeys, true>(keys, key_rows, next, work.keys, p.head_dim);
         const bool is_clear = first >= work.clear.begin && next <= work.clear.end;
         soften<kHeadDim, Shape::kWarpKeys>(scores, rows, sees, scale, first + warp_key, is_clear, lane);
         add_values<Element, kHeadDim, Shape::kWarpKeys>(rows, scores, values + warp_key * kTileStride<kHeadDim>, lane);
         wait_copies();
-        __syncthreads();  // the next keys are there, and nobody reads the values any more
+        __syncthreads();  // the next keys have arrived, and the values are not read any more
     }
 
     if constexpr (Shape::kWarpsN > 1) {

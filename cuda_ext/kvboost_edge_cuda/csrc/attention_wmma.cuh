@@ -1,6 +1,7 @@
-// FlashAttention-2 forward for sm_70 and sm_75, f16. Their tensor cores are reached through wmma, whose fragments are opaque:
-// scores go through shared memory for the softmax, and which row an element of a sum belongs to is read from a fragment of row
-// numbers. Keys and values of a tile take turns in one buffer, for sm_75 has 64 KiB.
+// FlashAttention-2 forward for sm_70 and sm_75, f16, built around wmma 16x16x16. Its fragments are
+// opaque: scores pass through shared memory for the softmax, and a fragment of row numbers shows
+// the row of each element of a sum. Keys and values of a tile alternate in one buffer, as sm_75 has
+// 64 KiB.
 #pragma once
 
 #include "work.cuh"
@@ -11,8 +12,8 @@
 
 namespace kvboost_edge_cuda {
 
-// Shared memory: queries [kRows], one tile of keys or values [kKeys], each row kTileStride elements; then for each warp 16 rows
-// of kScoreStride floats and 32 floats of factors.
+// Shared memory: queries [kRows], one tile of keys or values [kKeys]; a row is kTileStride
+// elements. Then for each warp 16 rows of kScoreStride floats and 32 floats of factors.
 template <int kHeadDim, int kWarpsM>
 struct WmmaShape {
     static constexpr int kWarps = kThreads / 32;
@@ -35,8 +36,9 @@ using ValueFragment = wmma::fragment<wmma::matrix_b, 16, 16, 16, half, wmma::row
 using SumFragment = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 constexpr int kSums = SumFragment::num_elements;
 
-// A lane's part of the warp's 16 rows: maximum and sum of row lane / 2 (the same in both lanes of a pair; base 2), and elements of
-// the weighted values. Element t of any `out` lies in row (element_rows >> 4 t) & 15.
+// A lane's part of the warp's 16 rows: maximum and sum of row lane / 2 (equal in both lanes of a
+// pair; base 2), and elements of the weighted values. Element t of any `out` is in row
+// (element_rows >> 4 t) & 15.
 template <int kHeadDim>
 struct WarpRows {
     float largest, sum;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void start_rows(WarpRows<kHeadDim> &rows, float *scor
     for (int n = 0; n < kHeadDim / 16; ++n) wmma::fill_fragment(rows.out[n], 0.0f);
 }
 
-// Multiplies row r of the weighted values by factors[r], which the warp has just written.
+// Multiply row r of the weighted values by factors[r], which the warp has just written.
 template <int kHeadDim>
 __device__ __forceinline__ void scale_rows(WarpRows<kHeadDim> &rows, const float *factors) {
     __syncwarp();
@@ -94,7 +96,8 @@ __device__ __forceinline__ void multiply_keys_wmma(float *scores, const half *qu
         wmma::store_matrix_sync(scores + n * 16, products[n], Shape::kScoreStride, wmma::mem_row_major);
 }
 
-// Products in shared memory -> weights exp2(score - largest) as f16 in the same rows, which are then 2 * kScoreStride apart.
+// Online softmax: replace products in shared memory by weights exp2(score - largest), as f16 in the
+// same rows, which are then 2 * kScoreStride apart.
 template <int kHeadDim, class Shape>
 __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpRows<kHeadDim> &rows, Span sees, ScoreScale scale,
                                             int first_key, int lane) {
@@ -132,7 +135,7 @@ __device__ __forceinline__ void soften_wmma(float *scores, float *factors, WarpR
 template <int kHeadDim, class Shape>
 __device__ __forceinline__ void add_values_wmma(WarpRows<kHeadDim> &rows, const float *scores, const half *values) {
     const half *weights = reinterpret_cast<const half *>(scores);
-#pragma unroll(kHeadDim > 96 ? 1 : 4)  // else registers run out on sm_75
+#pragma unroll(kHeadDim > 96 ? 1 : 4)  // otherwise sm_75 runs out of registers
     for (int k = 0; k < Shape::kWarpKeys / 16; ++k) {
         RowFragment a;
         wmma::load_matrix_sync(a, weights + k * 16, 2 * Shape::kScoreStride);
@@ -176,7 +179,7 @@ __device__ __forceinline__ void merge_rows_wmma(WarpRows<kHeadDim> &rows, const 
     }
 }
 
-// Four warps that shared the keys of 16 rows -> warp 0, in the order (0 + 2) + (1 + 3).
+// Merge four warps that shared the keys of 16 rows into warp 0, in the order (0 + 2) + (1 + 3).
 template <int kHeadDim>
 __device__ __forceinline__ void merge_warps_wmma(WarpRows<kHeadDim> &rows, float *area, float *factors, int warp, int lane) {
     constexpr int kFloats = 64 + kHeadDim / 16 * kSums * 32;
@@ -251,7 +254,7 @@ __global__ void __launch_bounds__(kThreads) attention_wmma(AttentionParams p) {
     start_rows<kHeadDim, Shape>(rows, scores, lane);
 
     for (int first = work.keys.begin; first < work.keys.end; first += Shape::kKeys) {
-        __syncthreads();  // nobody reads the last values any more
+        __syncthreads();  // the last values are not read any more
         load_keys<kHeadDim, Shape::kKeys, false>(tile, key_rows, first, work.keys, p.head_dim);
         __syncthreads();
         multiply_keys_wmma<kHeadDim, Shape>(scores, warp_queries, warp_tile);

@@ -1,7 +1,9 @@
-// torch's operators over the launchers. What params.cuh demands of tensors is checked here, before every launch; what index
-// tensors hold (lengths, block ids, slots) is checked in Python, where the caller has not done so himself.
+// torch operators over the launchers. The requirements of params.cuh on tensors are checked here,
+// before every launch. Values of index tensors (lengths, block ids, slots) are checked in Python,
+// unless the caller has done so.
 //
-// Built with KVBOOST_EDGE_CUDA_DEVICE=CPU the same file binds launchers that compute on the host: the tests do that.
+// Built with KVBOOST_EDGE_CUDA_DEVICE=CPU, this file binds launchers that compute on the host, for
+// tests.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -24,7 +26,8 @@ using Optional = std::optional<Tensor>;
 
 constexpr int64_t kMostCtas = 65535;  // along the second and third axis of a grid
 
-// Elements between batches (or blocks), rows and heads of [batch, rows, heads, dim], or [rows, heads, dim] with no batch.
+// Elements between batches (or blocks), rows and heads of [batch, rows, heads, dim] or [rows,
+// heads, dim].
 struct Strides {
     int64_t batch, row, head;
 
@@ -47,7 +50,7 @@ void check_device(const Tensor &tensor, const Tensor &like, const char *name) {
     TORCH_CHECK(tensor.device() == like.device(), name, " is on ", tensor.device(), ", other tensors on ", like.device());
 }
 
-// A tensor of 16-bit elements that kernels read in pieces of 16 bytes.
+// Check a tensor of 16-bit elements that kernels read in chunks of 16 bytes.
 void check_elements(const Tensor &tensor, const Tensor &like, const char *name) {
     check_device(tensor, like, name);
     TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), name, " is ", tensor.scalar_type(), ", q is ", like.scalar_type());
@@ -106,8 +109,9 @@ AttentionParams tensors_of(const Tensor &q, const Tensor &k, const Tensor &v, Te
     return params;
 }
 
-// q [batch, seqlen_q, heads, dim], or flat [total_q, heads, dim] with cu_seqlens_q and max_seqlen_q; k and v likewise, or
-// [num_blocks, block_size, kv_heads, dim] with block_table. lse [batch, seqlen_q, heads] or [total_q, heads], any strides.
+// q: [batch, seqlen_q, heads, dim], or flat [total_q, heads, dim] with cu_seqlens_q and
+// max_seqlen_q. k and v: likewise, or [num_blocks, block_size, kv_heads, dim] with block_table.
+// lse: [batch, seqlen_q, heads] or [total_q, heads], any strides.
 void attention(const Tensor &q, const Tensor &k, const Tensor &v, Tensor out, Tensor lse, const Optional &cu_seqlens_q,
                const Optional &cu_seqlens_k, const Optional &seqused_k, const Optional &block_table,
                const Optional &cache_batch_idx, const Optional &sinks, int64_t max_seqlen_q, int64_t window_left,
@@ -162,7 +166,8 @@ void attention(const Tensor &q, const Tensor &k, const Tensor &v, Tensor out, Te
     launched(kvboost_edge_cuda_attention(&params, dtype, reinterpret_cast<void *>(stream)));
 }
 
-// keys, values [num_tokens, kv_heads, dim]; caches [num_blocks, block_size, kv_heads, dim]; slot_mapping int64 [num_tokens].
+// keys, values: [num_tokens, kv_heads, dim]. Caches: [num_blocks, block_size, kv_heads, dim].
+// slot_mapping: int64 [num_tokens].
 void write_kv(const Tensor &keys, const Tensor &values, Tensor k_cache, Tensor v_cache, const Tensor &slot_mapping,
               int64_t stream) {
     dtype_of(keys);
@@ -197,8 +202,8 @@ void write_kv(const Tensor &keys, const Tensor &values, Tensor k_cache, Tensor v
     launched(kvboost_edge_cuda_write_kv(&params, reinterpret_cast<void *>(stream)));
 }
 
-// pools int64 [num_pools]: addresses of contiguous pools; block_bytes int64 [num_pools], most_bytes their largest; pairs int64
-// [num_pairs, 2]. All on one device.
+// pools: int64 [num_pools], addresses of contiguous pools. block_bytes: int64 [num_pools], and
+// most_bytes their largest. pairs: int64 [num_pairs, 2]. All are on one device.
 void copy_blocks(const Tensor &pools, const Tensor &block_bytes, int64_t most_bytes, const Tensor &pairs, int64_t stream) {
     CopyBlocksParams params{};
     const Optional at(pools), bytes(block_bytes), both(pairs);

@@ -1,11 +1,12 @@
-// The KV pool's own kernels: new keys and values to their slots, blocks to other blocks. They move bytes and know no dtype.
+// Kernels of the KV pool: writing keys and values to slots, copying blocks. They move bytes of any
+// dtype.
 #pragma once
 
 #include "device.cuh"
 
 namespace kvboost_edge_cuda {
 
-// A CTA to a token; a thread moves 16 bytes of a key and of a value.
+// One CTA per token; a thread moves 16 bytes of a key and of a value.
 __global__ void __launch_bounds__(kThreads) write_kv(WriteKVParams p) {
     const long long token = blockIdx.x;
     const long long slot = p.slot_mapping[token];
@@ -23,7 +24,8 @@ __global__ void __launch_bounds__(kThreads) write_kv(WriteKVParams p) {
     }
 }
 
-// A thread owns the same 16 bytes of every block of a pool and goes through the pairs in order: no two threads meet.
+// A thread owns the same 16 bytes of every block of a pool and processes the pairs in order, so no
+// two threads write the same bytes.
 __global__ void __launch_bounds__(kThreads) copy_blocks(CopyBlocksParams p) {
     unsigned char *pool = static_cast<unsigned char *>(p.pools[blockIdx.y]);
     const long long block_bytes = p.block_bytes[blockIdx.y];

@@ -1,5 +1,6 @@
-// The few instructions that C++ has no word for: asynchronous copies, matrix loads, tensor-core products, conversions.
-// Compiled by g++ (KVBOOST_EDGE_CUDA_ON_CPU) the same names come from tests/cuda_ext/cuda_on_cpu.h.
+// Instructions without a C++ equivalent: asynchronous copies, matrix loads, tensor-core products,
+// conversions. With g++ (KVBOOST_EDGE_CUDA_ON_CPU), tests/cuda_ext/cuda_on_cpu.h defines the same
+// names.
 #pragma once
 
 #include "params.cuh"
@@ -20,7 +21,7 @@ __device__ __forceinline__ unsigned char *shared_arena() {
     return kvboost_edge_arena;
 }
 
-// 16 bytes from global to shared memory, or 16 zero bytes; `source` is not read then.
+// Copy 16 bytes from global to shared memory, or write 16 zero bytes without reading `source`.
 __device__ __forceinline__ void copy16(unsigned short *target, const unsigned short *source, bool is_read) {
     *reinterpret_cast<uint4 *>(target) = is_read ? *reinterpret_cast<const uint4 *>(source) : make_uint4(0, 0, 0, 0);
 }
@@ -39,17 +40,18 @@ __device__ __forceinline__ unsigned shared_address(const void *pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// The same copy, seen by the issuing thread after wait_copies and by others after a barrier behind that.
+// Asynchronous copy16: visible to the issuing thread after wait_copies, to others after a barrier
+// that follows it.
 __device__ __forceinline__ void copy16_async(unsigned short *target, const unsigned short *source, bool is_read) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source), "r"(is_read ? 16 : 0)
                  : "memory");
 }
 
-// Waits for all asynchronous copies of this thread.
+// Wait for all asynchronous copies of this thread.
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit elements: lane 8 i + j gives the address of row j of matrix i; of matrix i a lane gets
-// row lane / 4, columns 2 (lane % 4) and the next, in r[i].
+// Load four 8 x 8 matrices of 16-bit elements. Lane 8 i + j passes the address of row j of matrix
+// i. Of matrix i, a lane gets row lane / 4, columns 2 (lane % 4) and the next, in r[i].
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const unsigned short *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -57,7 +59,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const unsigned s
                  : "memory");
 }
 
-// Likewise, each matrix transposed.
+// As load_matrices, with each matrix transposed.
 __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const unsigned short *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -65,7 +67,7 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const
                  : "memory");
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4, t = lane % 4 a lane holds
+// c[16 x 8] += a[16 x 16] b[16 x 8]. With g = lane / 4 and t = lane % 4, a lane holds
 //   c[0, 1] = C[g][2t, 2t+1], c[2, 3] = C[g+8][2t, 2t+1]; b[0] = B[2t, 2t+1][g], b[1] = B[2t+8, 2t+9][g];
 //   a[0] = A[g][2t, 2t+1], a[1] = A[g+8][2t, 2t+1], a[2] = A[g][2t+8, 2t+9], a[3] = A[g+8][2t+8, 2t+9].
 template <class Element>
@@ -87,7 +89,7 @@ __device__ __forceinline__ void multiply_add<BF16>(float (&c)[4], const unsigned
 
 #endif  // KVBOOST_EDGE_HAS_MMA
 
-// Two numbers rounded to nearest; `low` lies first in memory.
+// Pack two numbers, rounded to nearest; `low` is first in memory.
 template <class Element>
 __device__ __forceinline__ unsigned pack(float low, float high);
 
@@ -108,7 +110,7 @@ __device__ __forceinline__ unsigned pack<BF16>(float low, float high) {
 #else
 template <>
 __device__ __forceinline__ unsigned pack<BF16>(float, float) {
-    return 0;  // no kernel here takes bf16
+    return 0;  // no kernel of these architectures uses bf16
 }
 #endif
 

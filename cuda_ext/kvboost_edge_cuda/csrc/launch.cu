@@ -1,4 +1,4 @@
-// The launchers of launch.h.
+// Launchers declared in launch.h.
 #include "launch.h"
 
 #include "attention_launch.cuh"

@@ -1,17 +1,19 @@
-// The launchers: what the binding calls, and launch.cu defines. C linkage and plain types, so that files with torch's headers
-// and files with device code never meet. Each returns 0 or an error that `kvboost_edge_cuda_error` names.
+// Launchers: called by the binding, defined in launch.cu. C linkage and plain types separate files
+// with torch's headers from files with device code. Each returns 0, or an error that
+// `kvboost_edge_cuda_error` names.
 #pragma once
 
 #include "params.cuh"
 
 extern "C" {
 
-// Attention on the current device; `dtype` is a DType. Where params.num_splits is above 1 the parts are merged as well.
+// Attention on the current device; `dtype` is a DType. If params.num_splits > 1, the parts are also
+// merged.
 int kvboost_edge_cuda_attention(const kvboost_edge_cuda::AttentionParams *params, int dtype, void *stream);
 
 int kvboost_edge_cuda_write_kv(const kvboost_edge_cuda::WriteKVParams *params, void *stream);
 
-// `most_bytes`: the largest of params.block_bytes, which lie on the device.
+// `most_bytes`: the largest of params.block_bytes, which are in device memory.
 int kvboost_edge_cuda_copy_blocks(
     const kvboost_edge_cuda::CopyBlocksParams *params, long long most_bytes, void *stream);
 

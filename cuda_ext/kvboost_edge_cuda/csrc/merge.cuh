@@ -1,11 +1,12 @@
-// Splits of the same rows over different keys -> one result.
+// Merging of splits: results of the same rows over different keys.
 #pragma once
 
 #include "work.cuh"
 
 namespace kvboost_edge_cuda {
 
-// A warp to a row and head: out = sum over splits of exp(lse_split - lse) out_split, the sink joins the denominator here.
+// One warp per row and head: out = sum over splits of exp(lse_split - lse) out_split. The sink
+// joins the denominator here.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) merge_splits(AttentionParams p) {
     const int lane = threadIdx.x % 32;
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) merge_splits(AttentionParams p) {
 
     float largest = p.sinks ? p.sinks[head] * kLog2e : negative_infinity();
     float total = p.sinks ? 1.0f : 0.0f;
-    for (int split = 0; split < p.num_splits; ++split) {  // the same numbers in every lane
+    for (int split = 0; split < p.num_splits; ++split) {  // equal in all lanes
         const float score = p.partial_lse[split * num_rows + index] * kLog2e;
         const float top = fmaxf(largest, score);
         if (top == negative_infinity()) continue;

@@ -1,30 +1,33 @@
-// What a launch hands to the kernels, and which kernels there are. No include, no host or device code: the binding, NVRTC,
-// nvcc and g++ (tests/cuda_ext, over fibers) read this same file. tests/cuda_ext/launches.py mirrors the structs by ctypes.
+// Parameters of launches, and the kernels. No includes, no host or device code: the binding, NVRTC,
+// nvcc and g++ (tests/cuda_ext, over fibers) read this file. tests/cuda_ext/launches.py mirrors the
+// structs with ctypes.
 //
-// Words: a block is a block of the KV pool (`block_size` tokens, what others call a page); a CTA is a block of threads.
-// Elements are 16 bits wide, f16 or bf16. All strides count elements; the last dimension is contiguous. Every pointer to
-// elements is aligned to 16 bytes and every stride of q, k, v and of the caches is a multiple of 8 (the binding checks it).
+// A block is a block of the KV pool (`block_size` tokens, elsewhere called a page); a CTA is a
+// block of threads. Elements are 16 bits wide, f16 or bf16. Strides count elements; the last
+// dimension is contiguous. Pointers to elements are aligned to 16 bytes, and strides of q, k, v and
+// of the caches are multiples of 8 (the binding checks it).
 //
-// Kernels. All run 128 threads in one dimension. `group` = num_q_heads / num_kv_heads. The rows a CTA computes are the
-// queries of all heads of one kv head, "packed": packed row r is query r / group of query head kv_head * group + r % group.
+// All kernels run 128 threads in one dimension. `group` = num_q_heads / num_kv_heads. Rows of a CTA
+// are the queries of all heads of one KV head, "packed": packed row r is query r / group of query
+// head kv_head * group + r % group.
 //
 //   template <class Element, int kHeadDim, int kWarpsM> __global__ attention_mma(AttentionParams)      sm_80 and later
-//   template <int kHeadDim, int kWarpsM>                __global__ attention_wmma(AttentionParams)     sm_70, sm_75; f16 alone
+//   template <int kHeadDim, int kWarpsM>                __global__ attention_wmma(AttentionParams)     sm_70, sm_75; f16 only
 //       Element   F16 or BF16
-//       kHeadDim  64, 96, 128 or 256: the smallest one that is >= head_dim (a multiple of 8; what lies behind is taken as 0)
-//       kWarpsM   4: 64 packed rows to a CTA, for prefill. 1: 16 packed rows, the four warps share the keys, for decode;
-//                 right for any length, made for max_seqlen_q * group <= 16.
+//       kHeadDim  64, 96, 128 or 256: the smallest one >= head_dim (a multiple of 8); channels after head_dim are taken as 0
+//       kWarpsM   4: 64 packed rows per CTA, for prefill. 1: 16 packed rows, the four warps share the keys, for decode;
+//                 correct for any length, made for max_seqlen_q * group <= 16.
 //       grid      (ceil(max_seqlen_q * group / (16 * kWarpsM)), num_kv_heads * num_splits, batch); CUDA takes at most 65535 of
 //                 the last two, so the launcher refuses more or launches in parts.
 //       shared    MmaShape<kHeadDim, kWarpsM>::kSharedBytes or WmmaShape<...>::kSharedBytes (attention_mma.cuh,
-//                 attention_wmma.cuh), dynamic; above 48 KiB the launcher asks for it by cudaFuncSetAttribute.
+//                 attention_wmma.cuh), dynamic; above 48 KiB the launcher requests it with cudaFuncSetAttribute.
 //   template <class Element> __global__ merge_splits(AttentionParams)                                  all
-//       after attention_* where num_splits > 1; grid (ceil(total_q * num_q_heads / 4)), no shared memory; total_q * num_q_heads < 2^31.
+//       after attention_* if num_splits > 1; grid (ceil(total_q * num_q_heads / 4)), no shared memory; total_q * num_q_heads < 2^31.
 //   __global__ write_kv(WriteKVParams)       grid (num_tokens), no shared memory                        all, both dtypes
 //   __global__ copy_blocks(CopyBlocksParams) grid (ceil(max block_bytes / 2048), num_pools), no shared memory
 //
-// In a translation unit that serves several architectures the mma kernels are empty below sm_80 and the wmma kernels are
-// empty from sm_80 on: the launcher chooses by the device's major version, never by trying.
+// In a translation unit for several architectures, the mma kernels are empty below sm_80 and the
+// wmma kernels from sm_80 on. The launcher chooses by the device's major version.
 #pragma once
 
 namespace kvboost_edge_cuda {
@@ -35,17 +38,18 @@ struct BF16 {};
 
 constexpr int kThreads = 128;
 
-// Query i of sequence b sees the keys j with center - window_left <= j <= center + window_right, center = i + len_k - len_q
-// (the mask is aligned bottom right); a negative window is none; causal is window_right = 0. A row that sees no key gives 0
-// and lse -inf, or lse = its sink where there are sinks.
+// Query i of sequence b sees the keys j with center - window_left <= j <= center + window_right,
+// center = i + len_k - len_q (the mask is aligned bottom right). A negative window is unbounded;
+// causal is window_right = 0. A row that sees no key returns 0 and lse -inf, or lse = its sink if
+// there are sinks.
 //
-// Lengths: len_q = cu_seqlens_q[b + 1] - cu_seqlens_q[b], or seqlen_q where that is null.
+// Lengths: len_q = cu_seqlens_q[b + 1] - cu_seqlens_q[b], or seqlen_q if that is null.
 //          len_k = seqused_k[b], else cu_seqlens_k[b + 1] - cu_seqlens_k[b], else seqlen_k.
-// Rows:    query i of sequence b lies at row cu_seqlens_q[b] + i of a flat q (then q_batch_stride is not used), else at row i
-//          of batch b. out and lse are addressed like q.
-//          key j lies in block block_table[b * block_table_stride + j / block_size], row j % block_size (k_batch_stride is
-//          then that from block to block); else at row cu_seqlens_k[b] + j of a flat k; else at row j of batch
-//          cache_batch_idx[b] (b where that is null). No entry of a block table and no row is read that no query sees.
+// Rows:    query i of sequence b is row cu_seqlens_q[b] + i of a flat q (q_batch_stride is then unused), else row i of
+//          batch b. out and lse are addressed like q.
+//          key j is in block block_table[b * block_table_stride + j / block_size], row j % block_size (k_batch_stride is
+//          then the stride of blocks); else row cu_seqlens_k[b] + j of a flat k; else row j of batch cache_batch_idx[b]
+//          (b if that is null). Entries of a block table and rows that no query sees are never read.
 struct AttentionParams {
     const void *q;                     // [batch, seqlen_q, num_q_heads, head_dim] or [total_q, num_q_heads, head_dim]
     const void *k;                     // [batch, seqlen_k, num_kv_heads, head_dim], [total_k, ...], [num_blocks, block_size, ...]
@@ -57,23 +61,23 @@ struct AttentionParams {
     const int *seqused_k;              // int32 [batch] or null (flash_attn_with_kvcache: cache_seqlens)
     const int *block_table;            // int32 [batch, block_table_stride] or null
     const int *cache_batch_idx;        // int32 [batch] or null
-    const float *sinks;                // f32 [num_q_heads] or null: one logit more in each row's denominator, without a value
-    float *partial_out;                // f32 [num_splits, total_q, num_q_heads, head_dim]; null where num_splits is 1
-    float *partial_lse;                // f32 [num_splits, total_q, num_q_heads], natural log, without sinks; null likewise
+    const float *sinks;                // f32 [num_q_heads] or null: one more logit in each row's denominator, without a value
+    float *partial_out;                // f32 [num_splits, total_q, num_q_heads, head_dim]; null if num_splits is 1
+    float *partial_lse;                // f32 [num_splits, total_q, num_q_heads], natural log, without sinks; likewise null
     long long q_batch_stride, q_row_stride, q_head_stride;
     long long k_batch_stride, k_row_stride, k_head_stride;
     long long v_batch_stride, v_row_stride, v_head_stride;
     long long out_batch_stride, out_row_stride, out_head_stride;
-    long long lse_batch_stride, lse_row_stride, lse_head_stride;  // batch is not used where cu_seqlens_q is given
+    long long lse_batch_stride, lse_row_stride, lse_head_stride;  // batch is unused with cu_seqlens_q
     long long block_table_stride;
     long long total_q;                 // rows of q over all sequences: batch * seqlen_q or cu_seqlens_q[batch]
     int batch;
     int seqlen_q;                      // with cu_seqlens_q: the longest one
-    int seqlen_k;                      // where neither seqused_k nor cu_seqlens_k is given: every sequence's
+    int seqlen_k;                      // without seqused_k and cu_seqlens_k: every sequence's
     int num_q_heads;
     int num_kv_heads;                  // divides num_q_heads
     int head_dim;                      // a multiple of 8, at most kHeadDim
-    int block_size;                    // a multiple of 16; not used where block_table is null
+    int block_size;                    // a multiple of 16; unused if block_table is null
     int window_left;                   // -1: no bound
     int window_right;                  // -1: no bound; causal: 0
     int num_splits;                    // >= 1; each CTA of a split takes an even share of the key tiles its rows see
@@ -81,8 +85,9 @@ struct AttentionParams {
     float softcap;                     // 0: none; else scores become softcap * tanh(score * softmax_scale / softcap)
 };
 
-// keys and values [num_tokens, num_kv_heads, head_dim] go to the slots of a pool [num_blocks, block_size, num_kv_heads, head_dim]
-// (any strides): slot / block_size is the block, slot % block_size the row. A negative slot is passed over.
+// Store keys and values [num_tokens, num_kv_heads, head_dim] in the slots of a pool [num_blocks,
+// block_size, num_kv_heads, head_dim] (any strides). slot / block_size is the block, slot %
+// block_size the row. A negative slot is skipped.
 struct WriteKVParams {
     const void *keys;
     const void *values;
@@ -99,8 +104,8 @@ struct WriteKVParams {
     int block_size;
 };
 
-// pairs in order, as if one after another: a block may be the source of a later pair. Pools (one for each layer's keys, one for
-// its values) are contiguous from block to block; bytes of a block are a multiple of 16.
+// Copy pairs in order: a block may be the source of a later pair. Pools (one per layer for keys,
+// one for values) are contiguous from block to block; bytes of a block are a multiple of 16.
 struct CopyBlocksParams {
     void *const *pools;                // [num_pools] in device memory
     const long long *block_bytes;      // int64 [num_pools] in device memory
@@ -109,8 +114,9 @@ struct CopyBlocksParams {
     int num_pairs;
 };
 
-// Attention over this project's quantized blocks (kv_cache_bits 8 and 4) is not here, the binding refuses it by the name
-// "kv_cache_bits": a key's codes lie in quads, 4 channels of a token and then the next token's, a value's 4 tokens of a channel, made for
-// the processor's byte products; neither asynchronous copies of rows nor matrix loads can read them, and open blocks lie elsewhere.
+// There is no attention over this project's quantized blocks (kv_cache_bits 8 and 4); the binding
+// refuses it by the name "kv_cache_bits". Codes are in quads: 4 channels of a token, or 4 tokens of
+// a channel, made for the byte products of CPUs. Neither asynchronous row copies nor matrix loads
+// can read them, and open blocks are stored elsewhere.
 
 }  // namespace kvboost_edge_cuda

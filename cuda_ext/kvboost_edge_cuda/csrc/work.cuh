@@ -1,4 +1,4 @@
-// Which rows and keys a CTA computes, which of them see one another, where they lie, and how tiles of them get into shared memory.
+// A CTA's rows and keys, their visibility and addresses, and loads of tiles into shared memory.
 #pragma once
 
 #include "device.cuh"
@@ -8,14 +8,14 @@ namespace kvboost_edge_cuda {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Keys [begin, end); empty where end <= begin.
+// Keys [begin, end); empty if end <= begin.
 struct Span {
     int begin, end;
 
     __device__ __forceinline__ bool holds(int key) const { return key >= begin && key < end; }
 };
 
-// The keys that query i sees. Written so that no sum overflows, whatever the window.
+// Return the keys that query i sees. No sum overflows, whatever the window.
 __device__ __forceinline__ Span visible_keys(const AttentionParams &p, int len_q, int len_k, int i) {
     const int center = i + len_k - len_q;
     Span keys;
@@ -26,9 +26,9 @@ __device__ __forceinline__ Span visible_keys(const AttentionParams &p, int len_q
 
 // One CTA's share.
 //   rows   packed rows [first_row, first_row + kRows) of a sequence that has num_rows of them
-//   keys   those that some row of the CTA sees, as far as they are this split's: whole tiles from keys.begin on, unless they are the
-//          last ones. Others are never read.
-//   clear  those that every row sees: a tile inside needs no mask
+//   keys   keys that some row of the CTA sees, in this split: whole tiles from keys.begin on, except the last one. Other keys
+//          are never read.
+//   clear  keys that every row sees: a tile inside needs no mask
 struct Work {
     int sequence, kv_head, split, group;
     int len_q, len_k;
@@ -37,7 +37,7 @@ struct Work {
     Span keys, clear;
 };
 
-// False where there is nothing to compute, the same for all threads of the CTA.
+// Return false if there is nothing to compute; equal for all threads of the CTA.
 template <int kRows, int kKeys>
 __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) {
     work.sequence = blockIdx.z;
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) 
     work.flat_row = p.cu_seqlens_q ? p.cu_seqlens_q[b] : static_cast<long long>(b) * p.seqlen_q;
     work.len_q = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] : p.seqlen_q;
     work.len_k = p.seqused_k ? p.seqused_k[b] : p.cu_seqlens_k ? p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b] : p.seqlen_k;
-    work.first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // with a causal mask the last rows take longest
+    work.first_row = (gridDim.x - 1 - blockIdx.x) * kRows;  // with a causal mask the last rows take longest: they start first
     work.num_rows = work.len_q * work.group;
     if (work.first_row >= work.num_rows) return false;
 
@@ -63,12 +63,12 @@ __device__ __forceinline__ bool find_work(const AttentionParams &p, Work &work) 
     return true;
 }
 
-// The 16-bit elements of one kv head's keys or values.
+// The 16-bit elements of one KV head's keys or values.
 struct KeyRows {
     const unsigned short *base;
-    const int *table;  // null: not in blocks
+    const int *table;  // null: not paged
     long long block_stride, row_stride;
-    int block_size, shift;  // shift: log2 of block_size, -1 where that is no power of 2
+    int block_size, shift;  // shift: log2 of block_size, or -1 if it is not a power of 2
 
     __device__ __forceinline__ KeyRows(const AttentionParams &p, const Work &work, const void *data, long long batch_stride,
                                        long long row_stride, long long head_stride)
@@ -93,7 +93,8 @@ struct KeyRows {
     }
 };
 
-// Rows of a tile in shared memory lie kHeadDim + 8 elements apart: eight rows' chunks of 16 bytes then fall into different banks.
+// Rows of a tile in shared memory are kHeadDim + 8 elements apart: chunks of 16 bytes of eight rows
+// are then in different banks.
 template <int kHeadDim>
 constexpr int kTileStride = kHeadDim + 8;
 
@@ -108,7 +109,8 @@ __device__ __forceinline__ void copy_chunk(unsigned short *target, const unsigne
     }
 }
 
-// Keys or values [first, first + kRows) of the CTA; zeros stand for what is not in `keys` and for channels behind head_dim.
+// Load keys or values [first, first + kRows) of the CTA, with zeros outside `keys` and after
+// head_dim.
 template <int kHeadDim, int kRows, bool kIsAsync>
 __device__ __forceinline__ void load_keys(unsigned short *tile, const KeyRows &rows, int first, Span keys, int head_dim) {
     constexpr int kChunks = kHeadDim / 8;
@@ -122,7 +124,7 @@ __device__ __forceinline__ void load_keys(unsigned short *tile, const KeyRows &r
     }
 }
 
-// Where packed row `row` of a tensor like q begins.
+// Return the offset of packed row `row` in a tensor shaped like q.
 __device__ __forceinline__ long long row_offset(const AttentionParams &p, const Work &work, int row, long long batch_stride, long long row_stride,
                                                 long long head_stride) {
     const long long start = p.cu_seqlens_q ? work.flat_row * row_stride : work.sequence * batch_stride;
@@ -142,10 +144,10 @@ __device__ __forceinline__ void load_queries(unsigned short *tile, const Attenti
     }
 }
 
-// Scores of one row in base 2, from the product of query and key.
+// Scores of one row in base 2, from products of query and key.
 struct ScoreScale {
-    float scale;        // without a softcap: softmax_scale * log2(e)
-    float cap, inverse; // with one: cap * tanh(product * inverse), cap in base 2; cap is 0 without
+    float scale;        // without softcap: softmax_scale * log2(e)
+    float cap, inverse; // with softcap: cap * tanh(product * inverse), cap in base 2; otherwise cap is 0
 
     __device__ __forceinline__ explicit ScoreScale(const AttentionParams &p)
         : scale(p.softmax_scale * kLog2e), cap(p.softcap * kLog2e), inverse(p.softcap > 0 ? p.softmax_scale / p.softcap * (2 * kLog2e) : 0) {}
@@ -156,12 +158,12 @@ struct ScoreScale {
     }
 };
 
-// What ends a row: numbers are in base 2 until here.
+// Final numbers of a row, whose sums are in base 2.
 struct RowEnd {
-    float factor;  // for the row's weighted sum of values
-    float lse;     // natural log
+    float factor;  // of the row's weighted sum of values
+    float lse;  // natural log
 
-    // `largest` and `sum` of the row's exp2(score - largest); `sink` in natural units, -inf for none.
+    // `largest` and `sum` of the row's exp2(score - largest); `sink` in natural units, -inf: none.
     __device__ __forceinline__ RowEnd(float largest, float sum, float sink) {
         const float sink2 = sink * kLog2e;
         const float top = fmaxf(largest, sink2);
@@ -177,7 +179,7 @@ struct RowEnd {
     }
 };
 
-// The sink that a CTA adds to a row: none where a merge follows.
+// Return the sink that a CTA adds to a row: none if a merge follows.
 __device__ __forceinline__ float sink_of(const AttentionParams &p, const Work &work, int row) {
     if (!p.sinks || p.num_splits > 1) return negative_infinity();
     return p.sinks[work.kv_head * work.group + row % work.group];
@@ -192,7 +194,7 @@ __device__ __forceinline__ void store_lse(const AttentionParams &p, const Work &
     }
 }
 
-// Where packed row `row` of this split's sums begins in partial_out.
+// Return the address of packed row `row` of this split in partial_out.
 __device__ __forceinline__ float *partial_row(const AttentionParams &p, const Work &work, int row) {
     const int head = work.kv_head * work.group + row % work.group;
     return p.partial_out + ((work.split * p.total_q + work.flat_row + row / work.group) * p.num_q_heads + head) * p.head_dim;
