@@ -401,7 +401,7 @@ class EngineCore:
         if plan is None:
             return False
         began = time.perf_counter()
-        self._probe(plan.probed)
+        self._prepare(plan.preparing)
         found = self._compute(plan, batch)
         if found is not None:
             self._finish(plan, batch, found, began)
@@ -422,7 +422,7 @@ class EngineCore:
             plan.work, self.scheduler.manager, self._runner.info.hidden_size, is_abandoned
         )
 
-    def _probe(self, sequences: list[Sequence]) -> None:
+    def _prepare(self, sequences: list[Sequence]) -> None:
         """Score a piece of the spans of each sequence; one that fails ends alone."""
         if not sequences:
             return
@@ -459,7 +459,7 @@ class EngineCore:
         seconds = time.perf_counter() - began
         self._pace.observe(plan, seconds)
         _note_shares(plan.work, seconds)
-        if not plan.probed:
+        if not plan.preparing:
             self.scheduler.pacing.observe(plan.work, seconds)
         with self.lock:
             self._take(plan.work, found)
@@ -495,7 +495,7 @@ class EngineCore:
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
         is_empty = not plan.work and not plan.copies
-        if is_empty and not plan.probed:
+        if is_empty and not plan.preparing:
             self._stalls.idled()
         else:
             self._stalls.progressed()
@@ -575,7 +575,9 @@ class EngineCore:
         reason = sequence.take(work, rows, largest)
         self.scheduler.num_generated_tokens += sequence.num_tokens - known
         if work.stop >= known:
-            self.scheduler.settle(work, sequence.num_computed_tokens - work.certain_stop)
+            self.scheduler.speculation.settle(
+                work, sequence.num_computed_tokens - work.certain_stop
+            )
         return self._accepted.commit(work, reason)
 
     def _end(

@@ -6,7 +6,7 @@ from kvboost_edge.engine.grammar.compiler import GrammarCompiler
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.offload.prefetch import PrefetchQueue
 from kvboost_edge.engine.request.request import Request
-from kvboost_edge.engine.schedule.feature import Constraint, SharedSpans
+from kvboost_edge.engine.schedule.feature import Constraint, SequenceFeatures, SharedSpans
 from kvboost_edge.engine.schedule.pacing import StepPacing
 from kvboost_edge.engine.schedule.scheduler import Scheduler
 from kvboost_edge.engine.schedule.sequence import Sequence
@@ -38,7 +38,7 @@ def make_scheduler(
         whole: a step computes all of a sequence or nothing.
         history_bytes: bound of the draft history; None: the default.
     """
-    speculation = Speculation(closes_blocks=closes_blocks, history_bytes=history_bytes)
+    speculation = Speculation(manager, closes_blocks=closes_blocks, history_bytes=history_bytes)
     scheduler = Scheduler(
         manager,
         max_num_seqs=max_num_seqs,
@@ -73,9 +73,11 @@ class Sequences:
             request,
             handle,
             self._tokenizer,
-            drafting=self._speculation.drafting(request),
-            grammar=Constraint() if grammar is None else self._grammars.make(grammar),
-            spans=SharedSpans() if request.repair is None else SequenceSpans(request),
+            SequenceFeatures(
+                drafting=self._speculation.drafting(request),
+                grammar=Constraint() if grammar is None else self._grammars.make(grammar),
+                spans=SharedSpans() if request.repair is None else SequenceSpans(request),
+            ),
         )
 
     def read_ahead(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.config import RecomputeStrategy
+from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.offload.prefetch import Prefetch, PrefetchQueue
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import SharedSpans
@@ -72,8 +72,20 @@ class SequenceSpans(SharedSpans):
         self.num_ahead = 0
         self.probe = None
 
+    def end_probe(self, table: BlockTable, seconds: float) -> None:
+        """Take the spans of `table` as deviation scoring left them.
+
+        Args:
+            seconds: time of the scoring.
+        """
+        self.probe = None
+        self.probe_seconds += seconds
+        self.admit(table)
+
     def result_fields(self) -> dict[str, Any]:
         return {
+            # Without a shared span an approximate request is exact.
+            "mode": self._request.mode if self.num_shared else GenerationMode.PREFIX_CACHE,
             "reused_span_tokens": self.num_shared,
             "recomputed_tokens": self._num_found - self.num_shared,
             "gate": self._request.gate if self.num_shared else "",
@@ -164,8 +176,10 @@ class Prober:
         for sequence in sequences:
             probe = sequence.spans.probe
             if probe is not None and probe.is_done and sequence.status is SequenceStatus.RUNNING:
-                self._manager.spans.cut(sequence.blocks, probe.spans())
-                sequence.end_probe(probe.seconds)
+                table = sequence.blocks
+                self._manager.spans.cut(table, probe.spans())
+                sequence.spans.end_probe(table, probe.seconds)
+                sequence.move_to(table.num_cached_tokens)
 
     def _look(self, sequence: Sequence) -> None:
         probe = sequence.spans.probe

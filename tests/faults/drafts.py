@@ -107,9 +107,9 @@ FAULTS = faults(
     ),
     (
         "drafts: more than there are rows for",
-        "engine/schedule/scheduler.py",
-        "room = min(self.max_batch_tokens - num_rows, manager.recurrent.num_draft_rows)",
-        "room = self.max_batch_tokens - num_rows",
+        "engine/spec_decode/speculation.py",
+        "budget = min(budget, self._manager.recurrent.num_draft_rows)",
+        "pass",
         _OF_DRAFTS,
     ),
     (

@@ -98,7 +98,7 @@ class Prefetch:
         """End the prefetch and report it to its sequence."""
         if not self.is_done:
             self.is_done = True
-            self.sequence.note_restored(
+            self.sequence.features.restored.note(
                 self.arrived if self.is_prefix else {}, time.perf_counter() - self._began_at
             )
 
@@ -161,9 +161,10 @@ class PrefetchQueue(Prefetcher):
 
     def bring(self, sequence: Request, spare_blocks: int, sharing: SpanPlacement) -> bool:
         load: PendingPrefetch | None = self.of(sequence)
-        if load is None and sequence.uses_cache and not sequence.restored.was_asked:
+        restored = sequence.features.restored
+        if load is None and sequence.uses_cache and not restored.was_asked:
             load = self.begin(sequence, spare_blocks)
-            sequence.restored.was_asked = load is not None and load.sequence is sequence
+            restored.was_asked = load is not None and load.sequence is sequence
         if load is None or load.is_done:
             load = sharing.bring(sequence, self, spare_blocks) or load
         return load is not None and not load.is_done
@@ -302,6 +303,6 @@ class PrefetchQueue(Prefetcher):
         """End all prefetches to free their blocks; return whether there were any."""
         ended = list(self._by_ticket.values())
         for load in ended:
-            load.sequence.restored.was_asked = False  # allows another attempt
+            load.sequence.features.restored.was_asked = False  # allows another attempt
             self.finish(load)
         return bool(ended)

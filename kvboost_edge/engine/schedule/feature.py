@@ -2,13 +2,15 @@
 
 The classes here are the null implementations; a feature subclasses one: speculative decoding
 `Drafting`, structured output `Constraint`, non-prefix KV reuse `SharedSpans`. They are called in
-the same way whether or not a feature is on. What features do for all sequences together is in
-`planners.py`.
+the same way whether or not a feature is on. `Restored` needs no subclass: without offload tiers it
+counts nothing. What features do for all sequences together is in `planners.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from kvboost_edge.reuse.block_history import Chain
     from kvboost_edge.reuse.deviation_scoring import Probe
 
-__all__ = ["Constraint", "Drafting", "Feature", "SharedSpans"]
+__all__ = ["Constraint", "Drafting", "Feature", "Restored", "SequenceFeatures", "SharedSpans"]
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,14 +31,22 @@ class Feature:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the sequence may take part in the next step."""
+        """True if the sequence may take part in the next step."""
         return True
+
+    @property
+    def prepares(self) -> bool:
+        """True if it computes something before the sequence's next tokens."""
+        return False
 
     def admit(self, table: BlockTable) -> None:
         """Take note of the fresh table on which the sequence starts or resumes."""
 
     def forget(self) -> None:
         """Drop what depended on the sequence's blocks, which are gone."""
+
+    def release(self) -> None:
+        """Free what the feature holds; the sequence has ended."""
 
     def result_fields(self) -> dict[str, Any]:
         """Return what the feature adds to the sequence's `GenerationResult`."""
@@ -78,9 +88,6 @@ class Drafting(Feature):
     def learn(self, num_drafted: int, num_accepted: int) -> None:
         """Learn from the outcome of a draft; 0, 0: none was computed."""
 
-    def release(self) -> None:
-        """Give back the memory that drafts needed."""
-
 
 class SharedSpans(Feature):
     """Non-prefix KV reuse: token ranges whose KV comes from other positions. Null: there are none.
@@ -100,8 +107,11 @@ class SharedSpans(Feature):
 
     @property
     def is_ready(self) -> bool:
-        """Whether no deviation scoring comes first."""
         return self.probe is None
+
+    @property
+    def prepares(self) -> bool:
+        return self.probe is not None
 
     def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
         """Return the next run that only a tier may hold, each once; `find` returns all of them."""
@@ -110,6 +120,9 @@ class SharedSpans(Feature):
     def place(self, found: list[tuple[int, int]], probe: Probe | None) -> None:
         """Note the [start, stop) of the runs found at other positions, and their scoring."""
 
+    def end_probe(self, table: BlockTable, seconds: float) -> None:
+        """Take the spans of `table` as deviation scoring of `seconds` left them."""
+
     def ahead(self) -> Iterable[tuple[int, int]]:
         """Return the [start, stop) of the spans that the sequence has not reached, in order."""
         return ()
@@ -117,3 +130,62 @@ class SharedSpans(Feature):
     def pass_over(self, position: int) -> int:
         """Return the position after the spans that begin at `position`, which count as computed."""
         return position
+
+
+class Restored(Feature):
+    """The blocks that offload tiers brought for one sequence, as counts of tokens.
+
+    Attributes:
+        seconds: of all loads, one after another.
+        was_asked: whether tiers were asked since the sequence last lost its blocks.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self._num_cached: int | None = None  # at the first admission
+        self.seconds = 0.0
+        self.was_asked = False
+
+    def admit(self, table: BlockTable) -> None:
+        if self._num_cached is None:
+            self._num_cached = table.num_cached_tokens
+
+    def forget(self) -> None:
+        self.was_asked = False
+
+    def note(self, tokens: Mapping[str, int], seconds: float) -> None:
+        """Count tokens that came before the first admission, by the tier's name; later ones do not
+        count.
+        """
+        if self._num_cached is None:
+            self._tokens.update(tokens)
+            self.seconds += seconds
+
+    def result_fields(self) -> dict[str, Any]:
+        return {"hit_tokens": self._split(self._num_cached or 0)}
+
+    def _split(self, num_cached: int) -> dict[str, int]:
+        """Return the cached tokens by the tier that had them, "pool" included.
+
+        The last token of a fully cached block may have to be computed, and blocks that arrived may
+        have been evicted before they were used, so the parts are cut to `num_cached`.
+        """
+        rest = num_cached
+        found = {}
+        for tier, count in self._tokens.items():
+            found[tier] = min(count, rest)
+            rest -= found[tier]
+        return {"pool": rest, **found}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceFeatures:
+    """The features of one sequence, null implementations unless given."""
+
+    drafting: Drafting = dataclasses.field(default_factory=Drafting)
+    grammar: Constraint = dataclasses.field(default_factory=Constraint)
+    spans: SharedSpans = dataclasses.field(default_factory=SharedSpans)
+    restored: Restored = dataclasses.field(default_factory=Restored)
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter((self.drafting, self.grammar, self.spans, self.restored))

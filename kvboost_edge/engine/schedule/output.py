@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.request.results import TokenLogprobs
 from kvboost_edge.engine.sampling import token_logprobs
-from kvboost_edge.engine.schedule.feature import SharedSpans
+from kvboost_edge.engine.schedule.feature import SequenceFeatures
 from kvboost_edge.text.detokenizer import IncrementalDetokenizer
 from kvboost_edge.text.stop_strings import StopChecker
 
@@ -148,11 +148,13 @@ class PhaseMarks:
         """Mean share of the tokens of its steps, each weighted by its time; 0 before the first."""
         return self._own_seconds / self._step_seconds if self._step_seconds else 0.0
 
-    def phases(self, now: float, load_seconds: float, spans: SharedSpans) -> dict[str, float]:
+    def phases(self, now: float, features: SequenceFeatures) -> dict[str, float]:
         """Return the milliseconds between the marks; a mark that was never reached takes the next
         one's time.
         """
         request = self._request
+        spans = features.spans
+        load_seconds = features.restored.seconds
         looked_up = self.looked_up_at
         admitted = self.admitted_at
         first = self.token_times[0] if self.token_times else now

@@ -7,12 +7,13 @@ one sequence is in `feature.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from typing import Any, Protocol
 
 from kvboost_edge.engine.request.results import Missed
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.kvcache.block_table import BlockTable
 
 __all__ = ["DraftPlanner", "PendingPrefetch", "Prefetcher", "SpanPlacement"]
@@ -30,18 +31,22 @@ class DraftPlanner:
         return 0
 
     def draft(
-        self, running: Several[Sequence], wanted: Mapping[int, int], budget: int, block_size: int
-    ) -> list[Sequence]:
-        """Give draft tokens to sequences that compute one token; return those that have some.
+        self,
+        running: Several[Sequence],
+        wanted: Mapping[int, int],
+        budget: int,
+        reserve: Callable[[Sequence, int], bool],
+    ) -> None:
+        """Give draft tokens to sequences that compute one token.
 
         Args:
             wanted: tokens that the step computes, by the sequence's index.
             budget: rows that the step has room for besides those.
+            reserve: reserves slots up to a position of a sequence; False where no block is spare.
         """
-        return []
 
-    def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the outcome of a step's draft tokens."""
+    def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
+        """Take the outcome of a sequence's draft tokens, and free the blocks of rejected ones."""
 
     def remember(self, sequence: Sequence) -> None:
         """Keep what was new in a finished request: it may come again."""

@@ -68,7 +68,7 @@ class Pace:
         prompts = [
             one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens
         ]
-        if plan.probed or not prompts:
+        if plan.preparing or not prompts:
             return
         rows = sum(len(one.token_ids) for one in plan.work)
         for one in prompts:

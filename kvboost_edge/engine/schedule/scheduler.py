@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from operator import attrgetter
@@ -46,14 +47,14 @@ class StepPlan:
         copies: blocks to copy before the forward pass.
         copied_for: sequences whose blocks those copies make: they depend on the pass even when none
             of their tokens are in it.
-        probed: sequences whose spans are scored before the forward pass.
+        preparing: sequences of which a feature computes something before the forward pass.
         failed: sequences that failed while the step was planned, and why.
     """
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
     copies: list[CopyOp] = dataclasses.field(default_factory=list)
     copied_for: list[Sequence] = dataclasses.field(default_factory=list)
-    probed: list[Sequence] = dataclasses.field(default_factory=list)
+    preparing: list[Sequence] = dataclasses.field(default_factory=list)
     failed: list[tuple[Sequence, Exception]] = dataclasses.field(default_factory=list)
 
     @property
@@ -111,9 +112,7 @@ class Scheduler:
     @property
     def awaits_features(self) -> bool:
         """Whether features of running sequences work in other threads, and none can go on."""
-        return bool(self.running) and not any(
-            sequence.is_ready or sequence.spans.probe is not None for sequence in self.running
-        )
+        return bool(self.running) and not any(one.is_ready or one.prepares for one in self.running)
 
     def check_fits(self, request: Request) -> None:
         """Refuse a request that could not run even alone, or whose prompt cannot be pinned
@@ -167,8 +166,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
-        sequence.drafting.release()
-        sequence.status = SequenceStatus.FINISHED
+        sequence.finish()
 
     def schedule(self) -> StepPlan:
         """Plan the next step and reserve its blocks; an empty plan: there is nothing to do."""
@@ -180,8 +178,10 @@ class Scheduler:
             *self.pacing.limit(self.running, len(self.waiting), self.max_batch_tokens)
         )
         self._reserve(wanted, plan)
-        self._draft(wanted, plan)
-        plan.probed = [one for one in self.running if one.spans.probe is not None]
+        budget = self.max_batch_tokens - sum(wanted.values())
+        reserve = functools.partial(self._reserve_spare, plan)
+        self.speculation.draft(self.running, wanted, budget, reserve)
+        plan.preparing = [one for one in self.running if one.prepares]
         for sequence in self.running:
             count = wanted.get(sequence.index, 0)
             if count:
@@ -192,6 +192,11 @@ class Scheduler:
 
     # Admission.
 
+    @property
+    def _is_alone(self) -> bool:
+        """True if neither a running sequence nor a prefetch holds blocks."""
+        return not self.running and not self.loads
+
     def _admit(self, plan: StepPlan) -> None:
         """Admit waiting sequences in order, up to one that does not fit: no later one takes its
         blocks.
@@ -201,7 +206,7 @@ class Scheduler:
             if not self._has_place(sequence):
                 return
             try:
-                if (self.running or self.loads) and self._awaits(sequence):
+                if not self._is_alone and self._awaits(sequence):
                     # The same prefix is being computed or loaded right now; those behind may go
                     # ahead.
                     continue
@@ -309,7 +314,7 @@ class Scheduler:
                 self.manager.free(table)
                 raise
             self.manager.free(table)
-            if self.running or self.loads:
+            if not self._is_alone:
                 return False
             # Alone and still too large: spans begin and end inside blocks, and copying a shared
             # block takes one more than computing it anew.
@@ -373,28 +378,16 @@ class Scheduler:
                 self._fairness.who_is_preempted(self.running) if shared else self.running[-1]
             )
 
-    def _draft(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Give draft tokens to decoding sequences, as far as budget and free blocks allow: no
-        sequence is preempted for draft tokens.
-        """
-        manager = self.manager
-        num_rows = sum(wanted.values())
-        room = min(self.max_batch_tokens - num_rows, manager.recurrent.num_draft_rows)
-        for sequence in self.speculation.draft(self.running, wanted, room, manager.block_size):
-            table = sequence.blocks
-            tokens = sequence.drafting.tokens
-            stop = sequence.num_tokens + len(tokens)
-            if manager.blocks_needed(table, stop) > self._spare_blocks_of(sequence):
-                del tokens[table.num_slots(manager.block_size) - sequence.num_tokens :]
-            else:
-                self._extend(sequence, table, stop, plan)
+    def _reserve_spare(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> bool:
+        """Reserve slots for `num_tokens` of a sequence without preempting another one.
 
-    def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """Take the outcome of a sequence's draft tokens; give back the blocks of rejected ones."""
-        sequence = work.sequence
-        self.speculation.settle(sequence, work.num_drafted, num_accepted)
-        if work.num_drafted and work.num_drafted > num_accepted:
-            self.manager.shrink(sequence.blocks, sequence.num_tokens)
+        Return False, and reserve nothing, if the blocks are not spare.
+        """
+        table = sequence.blocks
+        if self.manager.blocks_needed(table, num_tokens) > self._spare_blocks_of(sequence):
+            return False
+        self._extend(sequence, table, num_tokens, plan)
+        return True
 
     def _extend(
         self, sequence: Sequence, table: BlockTable, num_tokens: int, plan: StepPlan

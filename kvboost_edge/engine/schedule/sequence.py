@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import Counter
-from collections.abc import Mapping
 from collections.abc import Sequence as Several
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.handle import RequestHandle, TokenEvent
 from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.request.results import GenerationResult, Missed
 from kvboost_edge.engine.sampling import make_sampler
-from kvboost_edge.engine.schedule.feature import Constraint, Drafting, Feature, SharedSpans
+from kvboost_edge.engine.schedule.feature import SequenceFeatures
 from kvboost_edge.engine.schedule.output import OutputText, PhaseMarks, TokenScores
 from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 
@@ -25,46 +22,11 @@ if TYPE_CHECKING:
     from kvboost_edge.kvcache.block_table import BlockTable
     from kvboost_edge.text.tokenizer import Tokenizer
 
-__all__ = ["Restored", "Sequence", "SequenceStatus"]
+__all__ = ["Sequence", "SequenceStatus"]
 
 Floats = npt.NDArray[np.float32]
 
 _MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
-
-
-class Restored(Feature):
-    """The blocks that offload tiers brought for one sequence, as counts of tokens.
-
-    Attributes:
-        seconds: of all loads, one after another.
-        was_asked: whether tiers were asked since the sequence last lost its blocks.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: Counter[str] = Counter()
-        self.seconds = 0.0
-        self.was_asked = False
-
-    def forget(self) -> None:
-        self.was_asked = False
-
-    def note(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """Count tokens that came from tiers, by the tier's name."""
-        self._tokens.update(tokens)
-        self.seconds += seconds
-
-    def split(self, num_cached: int) -> dict[str, int]:
-        """Return the cached tokens by the tier that had them, "pool" included.
-
-        The last token of a fully cached block may have to be computed, and blocks that arrived may
-        have been evicted before they were used, so the parts are cut to `num_cached`.
-        """
-        rest = num_cached
-        found = {}
-        for tier, count in self._tokens.items():
-            found[tier] = min(count, rest)
-            rest -= found[tier]
-        return {"pool": rest, **found}
 
 
 class SequenceStatus(enum.Enum):
@@ -92,7 +54,8 @@ class Sequence:
             sequences (fairness).
         blocked_at: the cache's `progress` at the last failed try to let it in; None: not tried.
         awaited_hash: the block it waits for, which another sequence computes.
-        drafting, grammar, spans, restored: the features that take part in it, see `Feature`.
+        features: the features that take part in it, see `Feature`.
+        drafting, grammar, spans: three of them.
 
     Where the table shares spans from other positions, the counter passes over each of them when it
     reaches it.
@@ -103,10 +66,7 @@ class Sequence:
         request: Request,
         handle: RequestHandle,
         tokenizer: Tokenizer,
-        *,
-        drafting: Drafting | None = None,
-        grammar: Constraint | None = None,
-        spans: SharedSpans | None = None,
+        features: SequenceFeatures | None = None,
     ) -> None:
         self.request = request
         self.index = request.index
@@ -124,10 +84,11 @@ class Sequence:
         self.blocked_at: int | None = None
         self.awaited_hash: bytes | None = None
         self.missed = Missed("not_started")
-        self.drafting = drafting or Drafting()
-        self.grammar = grammar or Constraint()
-        self.spans = spans or SharedSpans()
-        self.restored = Restored()
+        self.features = features or SequenceFeatures()
+        # The ones that each step asks.
+        self.drafting = self.features.drafting
+        self.grammar = self.features.grammar
+        self.spans = self.features.spans
         self.marks = PhaseMarks(request)
         self.scores = TokenScores(request)
         self._sample = make_sampler(request.params, request.seed, request.suppressed)
@@ -142,13 +103,14 @@ class Sequence:
         return self.request.terms.priority
 
     @property
-    def features(self) -> tuple[Feature, ...]:
-        return self.drafting, self.grammar, self.spans, self.restored
+    def is_ready(self) -> bool:
+        """True if it may take part in the next step, as far as its features know."""
+        return self.grammar.is_ready and self.spans.is_ready
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it may take part in the next step, as far as its features know."""
-        return self.grammar.is_ready and self.spans.is_ready
+    def prepares(self) -> bool:
+        """True if a feature computes something before the sequence's next tokens."""
+        return self.spans.prepares
 
     @property
     def num_tokens(self) -> int:
@@ -213,6 +175,12 @@ class Sequence:
             start = end
         return found
 
+    def finish(self) -> None:
+        """End, and free what the features hold."""
+        self.status = SequenceStatus.FINISHED
+        for feature in self.features:
+            feature.release()
+
     def stop_after(self, count: int) -> int:
         """Return the position after the next `count` tokens to compute."""
         if not self.spans.num_ahead:
@@ -241,7 +209,7 @@ class Sequence:
         if self.request.prefill_only or self.request.logits_start is not None:
             reason = "length" if computed == len(self.token_ids) else None
         else:
-            certain = computed - work.num_drafted
+            certain = work.certain_stop
             for position in range(max(first, len(self.token_ids) - 1), computed):
                 i = position - first
                 # A draft whose logits are not finite is computed once more as a certain token, and
@@ -257,17 +225,10 @@ class Sequence:
                 if reason is not None or not self.grammar.is_ready:
                     break
         self.drafting.count(work.num_drafted, computed - work.certain_stop)
-        self._move_to(computed)
+        self.move_to(computed)
         return reason
 
-    def end_probe(self, seconds: float) -> None:
-        """Take the spans as deviation scoring left them, and go on."""
-        self.spans.probe = None
-        self.spans.probe_seconds += seconds
-        self.spans.admit(self.blocks)
-        self._move_to(self.blocks.num_cached_tokens)
-
-    def _move_to(self, position: int) -> None:
+    def move_to(self, position: int) -> None:
         """Take all before `position` as computed, and the spans that begin there."""
         self.num_computed_tokens = self.spans.pass_over(position)
 
@@ -286,7 +247,7 @@ class Sequence:
         self.status = SequenceStatus.RUNNING
         for feature in self.features:
             feature.admit(table)
-        self._move_to(table.num_cached_tokens)
+        self.move_to(table.num_cached_tokens)
         self.blocked_at = self.awaited_hash = None
         if not self.was_admitted:
             self.marks.admitted_at = time.perf_counter()
@@ -309,11 +270,6 @@ class Sequence:
         for feature in self.features:
             feature.forget()
         self.scores.logits.clear()
-
-    def note_restored(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """Count tokens that came from tiers, by the tier's name, while the sequence waited."""
-        if not self.was_admitted:
-            self.restored.note(tokens, seconds)
 
     def accept(self, logits: Floats, largest: int | None) -> str | None:
         """Sample a token from the logits [vocab_size], append it and hand it out; return the
@@ -342,12 +298,14 @@ class Sequence:
         """
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])
-        phases = self.marks.phases(time.perf_counter(), self.restored.seconds, self.spans)
+        phases = self.marks.phases(time.perf_counter(), self.features)
         total_ms = sum(phases.values())
         times = tuple((t - request.entered_at) * 1e3 for t in self.marks.token_times)
         cached = self.num_cached_tokens + self.spans.num_shared
+        added: dict[str, Any] = {"mode": request.mode}
+        for feature in self.features:
+            added.update(feature.result_fields())
         return GenerationResult(
-            mode=self._mode(),
             prompt=request.prompt,
             output_text=self._output.text,
             output_token_ids=output_ids,
@@ -356,7 +314,6 @@ class Sequence:
             prompt_tokens=request.num_prompt_tokens,
             cached_tokens=cached,
             kv_reuse_ratio=cached / request.num_prompt_tokens,
-            hit_tokens=self.restored.split(self.num_cached_tokens),
             matched_tokens=self.num_matched_tokens,
             **self.missed._asdict(),
             ttft_ms=times[0] if times else total_ms,
@@ -369,10 +326,5 @@ class Sequence:
             preemptions=self.preemptions,
             step_share=self.marks.step_share,
             prompt_logprobs=self.scores.prompt,
-            **{name: value for one in self.features for name, value in one.result_fields().items()},
+            **added,
         )
-
-    def _mode(self) -> GenerationMode:
-        """Return the mode that ran: without a shared span an approximate request is exact."""
-        is_exact = self.request.repair is not None and not self.spans.num_shared
-        return GenerationMode.PREFIX_CACHE if is_exact else self.request.mode

@@ -8,7 +8,7 @@ those without drafts to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
 
@@ -16,12 +16,14 @@ from kvboost_edge.engine.request.request import Request
 from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
+from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 from kvboost_edge.engine.spec_decode.drafting import (
     Drafter,
     DraftProposal,
     TenantHistory,
     most_drafted,
 )
+from kvboost_edge.kvcache.manager import KVCacheManager
 
 __all__ = ["Speculation"]
 
@@ -64,20 +66,24 @@ class Speculation(DraftPlanner):
         history_bytes: Limit of the draft history; None for the default.
     """
 
-    def __init__(self, *, closes_blocks: bool, history_bytes: int | None = None) -> None:
+    def __init__(
+        self, manager: KVCacheManager, *, closes_blocks: bool, history_bytes: int | None = None
+    ) -> None:
+        self._manager = manager
         self.memory = (
             TenantHistory() if history_bytes is None else TenantHistory.within(history_bytes)
         )
         self.num_drafted = self.num_accepted = 0
         self._closes_blocks = closes_blocks
 
-    def room(self, sequence: Sequence, block_size: int) -> int:
+    def room(self, sequence: Sequence) -> int:
         """Return the most draft tokens for a sequence that computes one token."""
         request = sequence.request
         known = sequence.num_tokens
         most = min(request.max_draft_tokens, request.max_tokens - known - 1)
         if not self._closes_blocks:
             return most
+        block_size = self._manager.block_size
         # The last segment of a table with shared spans may start anywhere.
         offset = (known - sequence.blocks.segments[-1].first_position) % block_size
         return min(most, block_size - 1 - offset)
@@ -101,15 +107,24 @@ class Speculation(DraftPlanner):
         return Drafting() if drafter is None else DraftTokens(drafter)
 
     def draft(
-        self, running: Several[Sequence], wanted: Mapping[int, int], budget: int, block_size: int
-    ) -> list[Sequence]:
-        """Give draft tokens to sequences that compute one token; return those that got some.
+        self,
+        running: Several[Sequence],
+        wanted: Mapping[int, int],
+        budget: int,
+        reserve: Callable[[Sequence, int], bool],
+    ) -> None:
+        """Give draft tokens to sequences that compute one token.
+
+        A sequence gets at most an equal share of what is left for it and the following ones. Its
+        draft is cut to its own blocks where no further block is spare.
 
         Args:
             wanted: Tokens that the step computes, by sequence index.
-            budget: Rows that the step has room for in addition to those. A sequence gets at most an
-                equal share of what is left for it and the following ones.
+            budget: Rows that the step has room for in addition to those.
+            reserve: Reserves slots up to a position of a sequence; returns False if it has too few
+                spare blocks.
         """
+        budget = min(budget, self._manager.recurrent.num_draft_rows)
         num_rows = sum(wanted.values())
         proposed: list[tuple[Sequence, DraftProposal]] = []
         for sequence in running:
@@ -117,7 +132,7 @@ class Speculation(DraftPlanner):
                 sequence.drafting.proposes
                 and wanted.get(sequence.index) == sequence.num_pending == 1
             ):
-                most = self.room(sequence, block_size)
+                most = self.room(sequence)
                 draft = _propose(sequence, most) if most > 0 else None
                 if draft is not None:
                     proposed.append((sequence, draft))
@@ -130,7 +145,11 @@ class Speculation(DraftPlanner):
             )
             sequence.drafting.tokens = draft.token_ids[:count]
             budget -= len(sequence.drafting.tokens)
-        return [sequence for sequence, _ in proposed if sequence.drafting.tokens]
+        for sequence, _ in proposed:
+            tokens = sequence.drafting.tokens
+            if tokens and not reserve(sequence, sequence.num_tokens + len(tokens)):
+                num_slots = sequence.blocks.num_slots(self._manager.block_size)
+                del tokens[num_slots - sequence.num_tokens :]
 
     @property
     def memory_bytes(self) -> int:
@@ -146,11 +165,14 @@ class Speculation(DraftPlanner):
                 sequence.request.root, sequence.token_ids[sequence.num_cached_tokens :]
             )
 
-    def settle(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Record the outcome of a step's draft tokens."""
-        self.num_drafted += num_drafted
+    def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
+        """Record the outcome of a step's draft tokens; free the blocks of rejected ones."""
+        sequence = work.sequence
+        self.num_drafted += work.num_drafted
         self.num_accepted += num_accepted
-        sequence.drafting.learn(num_drafted, num_accepted)
+        sequence.drafting.learn(work.num_drafted, num_accepted)
+        if work.num_drafted > num_accepted:
+            self._manager.shrink(sequence.blocks, sequence.num_tokens)
 
 
 def _propose(sequence: Sequence, most: int) -> DraftProposal | None:
