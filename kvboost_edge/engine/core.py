@@ -220,7 +220,7 @@ class EngineCore:
         tiering.start(self.arrived)
 
     def arrived(self, piece: IOChunk) -> None:
-        """Blocks of a load are there; called from the mover's thread."""
+        """Accept blocks that a load has read. Called from the I/O thread."""
         self._inbox.put(Arrived(piece))
 
     # The callers' side.

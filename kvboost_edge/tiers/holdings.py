@@ -11,7 +11,7 @@ from kvboost_edge.tiers.base import Tier
 
 __all__ = ["Held", "Holdings"]
 
-_ASKED_AGAIN = 512  # reported blocks that each call checks again, in about 50 us
+_CHECKED_AGAIN = 512  # reported blocks that each call checks again, in about 50 us
 
 
 class Held(NamedTuple):
@@ -41,12 +41,12 @@ class Holdings:
         self._tier = tier
         self._lock = threading.Lock()
         # Reported blocks, in the order in which they are checked again. None: not watching yet.
-        self._told: dict[bytes, None] | None = None
+        self._reported: dict[bytes, None] | None = None
         self._noted: dict[bytes, None] = {}
 
     def note(self, prefix_hashes: Iterable[bytes]) -> None:
         """Record blocks that were written, read or not found. Any thread may call this."""
-        if self._told is not None:
+        if self._reported is not None:
             with self._lock:
                 self._noted.update(dict.fromkeys(prefix_hashes))
 
@@ -59,17 +59,20 @@ class Holdings:
         with self._lock:
             noted = self._noted
             self._noted = {}
-            told = self._told
-            if told is None or whole:
-                self._told = dict.fromkeys(self._tier.known())
-                return Held(True, tuple(self._told), ())
-            came = tuple(one for one in noted if one not in told and holds(one) is True)
-            asked = dict.fromkeys(
-                (*itertools.islice(told, _ASKED_AGAIN), *(one for one in noted if one in told))
+            reported = self._reported
+            if reported is None or whole:
+                self._reported = dict.fromkeys(self._tier.known())
+                return Held(True, tuple(self._reported), ())
+            came = tuple(one for one in noted if one not in reported and holds(one) is True)
+            checked = dict.fromkeys(
+                (
+                    *itertools.islice(reported, _CHECKED_AGAIN),
+                    *(one for one in noted if one in reported),
+                )
             )
-            left = tuple(one for one in asked if holds(one) is not True)
-            for one in asked:
-                del told[one]
+            left = tuple(one for one in checked if holds(one) is not True)
+            for one in checked:
+                del reported[one]
             gone = set(left)
-            told.update(dict.fromkeys(one for one in (*asked, *came) if one not in gone))
+            reported.update(dict.fromkeys(one for one in (*checked, *came) if one not in gone))
             return Held(False, came, left)

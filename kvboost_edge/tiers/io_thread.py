@@ -22,12 +22,12 @@ from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import OffloadStore, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held, Holdings
 
-__all__ = ["IOChunk", "Mover"]
+__all__ = ["IOChunk", "IOThread"]
 
 _LOG = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
-_PIECE_BYTES = 8 << 20  # per chunk of a read: copied in 1-2 ms, within a step of 20 ms
+_CHUNK_BYTES = 8 << 20  # per chunk of a read: copied in 1-2 ms, within a step of 20 ms
 _STAGING_BYTES = 64 << 20
 _QUEUE_BYTES = 64 << 20
 _ASKED_AT_ONCE = 1000  # states looked up per round trip: enough for 16,000 tokens
@@ -39,23 +39,24 @@ _LAST_SECONDS = 10.0  # for the operation that is running at `close`
 class IOChunk(NamedTuple):
     """Blocks, or a recurrent state, that a load has read.
 
-    The receiver releases the buffer with `Mover.release`.
+    The receiver releases the buffer with `IOThread.release`.
 
     Attributes:
         ticket: load that they belong to.
-        data: uint8 [count, bytes_per_block], verified, in the order of the addresses.
+        data: uint8 [count, bytes_per_block], verified, in the order of the addresses; for a state,
+            uint8 [1, state_bytes].
         tier: name of the tier that had them.
         is_last: the load is complete.
-        behind: None for blocks. Otherwise `data` is the state after the load's first `behind`
-            blocks, uint8 [1, state_bytes]. The count includes blocks in the pool, and 0 means that
-            no state was found. Blocks after the state may have arrived before it.
+        num_blocks_before: None for blocks. For a state, the number of the load's blocks before it,
+            those in the pool included; 0 means that no state was found. Blocks after the state may
+            have arrived before it.
     """
 
     ticket: int
     data: Bytes
     tier: str
     is_last: bool
-    behind: int | None = None
+    num_blocks_before: int | None = None
 
 
 class _Load(NamedTuple):
@@ -70,7 +71,7 @@ class _Store(NamedTuple):
     data: Bytes
 
 
-class Mover(OffloadStore):
+class IOThread(OffloadStore):
     """I/O thread over one or more tiers, nearest first.
 
     Args:
@@ -85,7 +86,7 @@ class Mover(OffloadStore):
         self._state_bytes = state_bytes
         self._deliver: Callable[[IOChunk], None] = self.release
         self._broken: set[str] = set()
-        self._told_broken: set[str] = set()
+        self._reported_broken: set[str] = set()
         self._holdings = {tier.name: Holdings(tier) for tier in tiers}
         self._changed = threading.Condition()
         self._loads: deque[_Load] = deque()
@@ -149,12 +150,12 @@ class Mover(OffloadStore):
             self._cancelled.add(ticket)
             self._changed.notify_all()
 
-    def release(self, piece: IOChunk) -> None:
+    def release(self, chunk: IOChunk) -> None:
         """Release the buffer of a chunk that was copied or is not needed."""
         with self._changed:
-            self._staged -= piece.data.nbytes
-            if piece.is_last:
-                self._cancelled.discard(piece.ticket)
+            self._staged -= chunk.data.nbytes
+            if chunk.is_last:
+                self._cancelled.discard(chunk.ticket)
             self._changed.notify_all()
 
     @property
@@ -193,8 +194,8 @@ class Mover(OffloadStore):
         """
         working = self._working()
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
-        failed = {tier.name for tier in self._tiers} - held.keys() - self._told_broken
-        self._told_broken |= failed
+        failed = {tier.name for tier in self._tiers} - held.keys() - self._reported_broken
+        self._reported_broken |= failed
         return held | dict.fromkeys(failed, Held(True, (), ()))
 
     @property
@@ -282,7 +283,13 @@ class Mover(OffloadStore):
             if self._read_state(load, end, room):
                 return
         self._deliver(
-            IOChunk(load.ticket, self._allocated(0, self._state_bytes), "", is_last=True, behind=0)
+            IOChunk(
+                load.ticket,
+                self._allocated(0, self._state_bytes),
+                "",
+                is_last=True,
+                num_blocks_before=0,
+            )
         )
 
     def _ends(self, load: _Load) -> Iterator[int]:
@@ -323,9 +330,9 @@ class Mover(OffloadStore):
         With `is_all`, the last chunk ends the load.
         """
         at = 0
-        per_piece = max(1, _PIECE_BYTES // self._block_bytes)
+        per_chunk = max(1, _CHUNK_BYTES // self._block_bytes)
         while at < len(addresses):
-            wanted = addresses[at : at + per_piece]
+            wanted = addresses[at : at + per_chunk]
             data = self._stage(ticket, len(wanted), self._block_bytes)
             tier, count = self._read_some(wanted, data)
             at += count
@@ -345,7 +352,9 @@ class Mover(OffloadStore):
         with self._changed:
             self._staged -= data[count:].nbytes
         if count:
-            self._deliver(IOChunk(load.ticket, data[:count], tier, is_last=True, behind=end))
+            self._deliver(
+                IOChunk(load.ticket, data[:count], tier, is_last=True, num_blocks_before=end)
+            )
         return count == 1
 
     def _is_unwanted(self, ticket: int) -> bool:

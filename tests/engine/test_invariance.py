@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import CutDrafter
 from helpers.engine.native_bench import BLOCK, Cold, NativeBench, assert_begins
 from helpers.engine.native_kinds import FORMATS, KINDS, STATES, machine_of, needs_torch

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from helpers.engine.fake_runner import Bench
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.reuse.recompute import Repair
 
@@ -68,7 +68,7 @@ class ReuseMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def move_blocks(self, count):
         self.bench.core.tiering.save_more()
-        self.bench.mover.pump(count)
+        self.bench.io_thread.pump(count)
 
     @rule(pick=st.integers(0, 100))
     def cancel(self, pick):

@@ -4,7 +4,7 @@ import pytest
 
 from helpers.engine.documents import BARE, REUSE, document
 from helpers.engine.fake_runner import Bench, checked, expected_tokens, fake_engine
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge import CPUPagedEngine
 from kvboost_edge.config import GenerationMode
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.engine.fake_runner import Bench
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge.engine import stall_watchdog
 
 PROMPT = [201, *range(100)]
@@ -61,7 +61,7 @@ def test_each_stall_is_logged_and_steps_that_compute_are_none(clock, caplog):
             clock[0] += stall_watchdog.STALL_SECONDS
             bench.step()
         assert len(messages(caplog)) == 1
-        bench.mover.pump()
+        bench.io_thread.pump()
         while bench.scheduler.has_work:
             clock[0] += stall_watchdog.STALL_SECONDS
             bench.step()

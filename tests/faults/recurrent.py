@@ -333,11 +333,11 @@ FAULTS = faults(
             "        while (\n"
             "            self._unsaved\n"
             "            and self._credit >= size\n"
-            "            and self._mover.stores\n"
-            "            and self._mover.has_state_room\n"
+            "            and self._io_thread.stores\n"
+            "            and self._io_thread.has_state_room\n"
             "        ):\n"
         ),
-        "        while self._unsaved and self._mover.stores and self._mover.has_state_room:\n",
+        "        while self._unsaved and self._io_thread.stores and self._io_thread.has_state_room:\n",
         "tests/engine/offload/test_state_saving.py",
     ),
     (

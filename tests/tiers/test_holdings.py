@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.engine.fake_runner import fake_engine
-from helpers.engine.hand_mover import DictTier, HandMover
+from helpers.engine.hand_io_thread import DictTier, HandIOThread
 from helpers.server.live_servers import wait_until
 from kvboost_edge.kvcache.hashing import BlockAddress, prefix_hashes
 from kvboost_edge.tiers.base import ClosedTier
@@ -50,7 +50,7 @@ def test_what_was_told_adds_up_to_what_is_there(held, steps, few):
     )
     told = set(first.came)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvboost_edge.tiers.holdings._ASKED_AGAIN", 2 if few else 100)
+        patch.setattr("kvboost_edge.tiers.holdings._CHECKED_AGAIN", 2 if few else 100)
         for came, left, whole, notes_left in steps:
             held = (held | came) - left
             tier.blocks = tier_with(held).blocks
@@ -81,32 +81,32 @@ def test_what_a_tier_would_have_to_ask_for_is_not_told(monkeypatch):
     assert holdings.take() == (False, (), (hash_of(1),))
 
 
-def test_a_mover_tells_of_each_tier_that_works_and_once_of_one_that_failed():
+def test_an_io_thread_tells_of_each_tier_that_works_and_once_of_one_that_failed():
     class Broken(DictTier):
         def write(self, blocks, payloads):
             raise RuntimeError("a fault")
 
     near = DictTier("near")
     far = Broken("far")
-    mover = HandMover([near, far, ClosedTier("closed", "why")], 8)
-    mover.start(lambda piece: mover.release(piece))
-    assert {name: held.is_whole for name, held in mover.take_held().items()} == dict.fromkeys(
+    io_thread = HandIOThread([near, far, ClosedTier("closed", "why")], 8)
+    io_thread.start(lambda piece: io_thread.release(piece))
+    assert {name: held.is_whole for name, held in io_thread.take_held().items()} == dict.fromkeys(
         ("near", "far", "closed"), True
     )
     tokens = bytes(64)
     addresses = [BlockAddress(hash_of(number), b"p", tokens) for number in (1, 2)]
-    mover.store(addresses, np.zeros((2, 8), np.uint8))
-    mover.pump()
-    held = mover.take_held()
+    io_thread.store(addresses, np.zeros((2, 8), np.uint8))
+    io_thread.pump()
+    held = io_thread.take_held()
     assert set(held["near"].came) == {hash_of(1), hash_of(2)}
     assert set(held) == {"near", "far", "closed"}
     assert held["far"] == (True, (), ()), "of what failed nothing is believed any more"
     assert not held["closed"].came
-    assert set(mover.take_held()) == {"near", "closed"}
+    assert set(io_thread.take_held()) == {"near", "closed"}
     near.blocks.clear()
-    mover.load(1, addresses[1:])
-    mover.pump()
-    assert set(mover.take_held()["near"].left) == {hash_of(1), hash_of(2)}
+    io_thread.load(1, addresses[1:])
+    io_thread.pump()
+    assert set(io_thread.take_held()["near"].left) == {hash_of(1), hash_of(2)}
 
 
 @pytest.mark.parametrize("kind", ["disk", "shelf"])

@@ -12,7 +12,7 @@ import logging
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.kvcache.block_table import BlockTable
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.tiers.io_thread import Bytes, Mover
+from kvboost_edge.tiers.io_thread import Bytes, IOThread
 
 __all__ = ["SavedStates"]
 
@@ -22,10 +22,10 @@ _LOG = logging.getLogger(__name__)
 class SavedStates:
     """The recurrent state side of `Tiering`; does nothing for models without recurrent state."""
 
-    def __init__(self, manager: KVCacheManager, backend: Backend, mover: Mover) -> None:
+    def __init__(self, manager: KVCacheManager, backend: Backend, io_thread: IOThread) -> None:
         self._manager = manager
         self._backend = backend
-        self._mover = mover
+        self._io_thread = io_thread
         # Blocks with snapshots that were not copied out, the oldest first.
         self._unsaved: dict[int, None] = {}
         # Unused bytes of earlier steps: a state may be larger than one step may copy.
@@ -61,8 +61,8 @@ class SavedStates:
         while (
             self._unsaved
             and self._credit >= size
-            and self._mover.stores
-            and self._mover.has_state_room
+            and self._io_thread.stores
+            and self._io_thread.has_state_room
         ):
             block_id = next(iter(self._unsaved))
             del self._unsaved[block_id]
@@ -70,7 +70,7 @@ class SavedStates:
             block = self._manager.content.address(block_id)
             if slot is None or block is None or not self._manager.content.leaves_pool(block_id):
                 continue  # dropped in the meantime
-            if not self._mover.lacking([block.state_address.prefix_hash])[0]:
+            if not self._io_thread.lacking([block.state_address.prefix_hash])[0]:
                 continue
             try:
                 data = self._backend.states.read_slots([slot])
@@ -78,8 +78,8 @@ class SavedStates:
                 _LOG.warning(
                     "no memory to copy a state of %d bytes for the tiers; it is not kept", size
                 )
-                self._mover.note_lost(1)
+                self._io_thread.note_lost(1)
                 continue
-            self._mover.store([block.state_address], data)
+            self._io_thread.store([block.state_address], data)
             self._credit -= size
         return bool(self._unsaved)

@@ -24,7 +24,7 @@ from kvboost_edge.kvcache.hashing import BlockAddress, root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.tiers.base import ClosedTier, OffloadStore, Tier, TierStats
 from kvboost_edge.tiers.holdings import Held
-from kvboost_edge.tiers.io_thread import IOChunk, Mover
+from kvboost_edge.tiers.io_thread import IOChunk, IOThread
 
 __all__ = [
     "Tiering",
@@ -114,9 +114,9 @@ def make_tiering(
     """Return the scheduler's prefetch queue and the engine's side of tiers, nearest first."""
     if not tiers:
         return PrefetchQueue(manager, OffloadStore()), Untiered()
-    mover = Mover(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
-    loads = PrefetchQueue(manager, mover)
-    return loads, Tiering(manager, backend, loads, mover)
+    io_thread = IOThread(tiers, backend.spec.bytes_per_block, backend.spec.bytes_per_state)
+    loads = PrefetchQueue(manager, io_thread)
+    return loads, Tiering(manager, backend, loads, io_thread)
 
 
 class Untiered:
@@ -170,19 +170,19 @@ class Tiering(Untiered):
     """Offload tiers over an I/O thread. `loads` is the scheduler's prefetch queue."""
 
     def __init__(
-        self, manager: KVCacheManager, backend: Backend, loads: PrefetchQueue, mover: Mover
+        self, manager: KVCacheManager, backend: Backend, loads: PrefetchQueue, io_thread: IOThread
     ) -> None:
         self._manager = manager
         self._backend = backend
         self._loads = loads
-        self._mover = mover
+        self._io_thread = io_thread
         # Published blocks that were not copied out: urgent ones (True) first, then the oldest.
         self._unsaved: OrderedDict[int, bool] = OrderedDict()
-        self._states = SavedStates(manager, backend, mover)
+        self._states = SavedStates(manager, backend, io_thread)
         manager.content.track()
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
-        self._mover.start(deliver)
+        self._io_thread.start(deliver)
 
     def fill(self, piece: IOChunk) -> None:
         # The prefetch ends if the pool has no room for arrived blocks; the rest is computed.
@@ -199,11 +199,11 @@ class Tiering(Untiered):
             if load is not None:
                 self._loads.finish(load)
         finally:
-            self._mover.release(piece)
+            self._io_thread.release(piece)
 
     def _take(self, load: Prefetch, piece: IOChunk) -> None:
-        if piece.behind is not None:
-            self._take_state(load, piece.behind, piece)
+        if piece.num_blocks_before is not None:
+            self._take_state(load, piece.num_blocks_before, piece)
             return
         count = len(piece.data) * self._manager.block_size
         stop = load.table.num_computed_tokens + count
@@ -267,8 +267,8 @@ class Tiering(Untiered):
         for block_id in unsaved:
             del self._unsaved[block_id]
         dying = self._lacking(unsaved)
-        room = self._mover.room
-        self._mover.note_lost(max(0, len(dying) - room))
+        room = self._io_thread.room
+        self._io_thread.note_lost(max(0, len(dying) - room))
         self._save(dict(itertools.islice(dying.items(), room)))
 
     def save_some(self, seconds: float) -> None:
@@ -279,15 +279,15 @@ class Tiering(Untiered):
     def save_more(self) -> bool:
         self._save_next(_IDLE_BYTES)
         are_left = self._states.save_next(None)
-        return (bool(self._unsaved) or are_left) and self._mover.stores
+        return (bool(self._unsaved) or are_left) and self._io_thread.stores
 
     def _save_next(self, most_bytes: int) -> None:
         """Copy out the oldest unsaved blocks, at least one if there is room."""
         self._note_published()
         # While no tier stores, blocks wait in the pool: a full disk may get room again.
-        if not self._unsaved or not self._mover.stores:
+        if not self._unsaved or not self._io_thread.stores:
             return
-        most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._mover.room)
+        most = min(max(1, most_bytes // self._backend.spec.bytes_per_block), self._io_thread.room)
         oldest = list(itertools.islice(self._unsaved, most))
         found = {block_id: self._manager.content.address(block_id) for block_id in oldest}
         for block_id in oldest:
@@ -298,7 +298,7 @@ class Tiering(Untiered):
 
     def _lacking(self, blocks: Mapping[int, BlockAddress]) -> dict[int, BlockAddress]:
         """Return the blocks that some tier lacks."""
-        lacking = self._mover.lacking([block.prefix_hash for block in blocks.values()])
+        lacking = self._io_thread.lacking([block.prefix_hash for block in blocks.values()])
         return dict(itertools.compress(blocks.items(), lacking))
 
     def _note_published(self) -> None:
@@ -313,26 +313,26 @@ class Tiering(Untiered):
             _LOG.warning(
                 "no memory to copy %d blocks for the tiers; they are not kept", len(blocks)
             )
-            self._mover.note_lost(len(blocks))
+            self._io_thread.note_lost(len(blocks))
             return
-        self._mover.store(list(blocks.values()), data)
+        self._io_thread.store(list(blocks.values()), data)
 
     def stats(self) -> Mapping[str, TierStats]:
-        return self._mover.stats()
+        return self._io_thread.stats()
 
     def take_held(self, whole: bool = False) -> Mapping[str, Held]:
-        return self._mover.take_held(whole)
+        return self._io_thread.take_held(whole)
 
     @property
     def num_lost(self) -> int:
-        return self._mover.num_lost
+        return self._io_thread.num_lost
 
     @property
     def staging_bytes(self) -> int:
-        return self._mover.staging_bytes
+        return self._io_thread.staging_bytes
 
     def close(self, *, save: bool) -> None:
         deadline = time.monotonic() + _CLOSING_SECONDS
         while save and self.save_more() and time.monotonic() < deadline:
             time.sleep(0.005)
-        self._mover.close(max(0.0, deadline - time.monotonic()))
+        self._io_thread.close(max(0.0, deadline - time.monotonic()))

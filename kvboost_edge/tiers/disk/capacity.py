@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvboost_edge.errors import ConfigError
-from kvboost_edge.tiers.disk.directory import describe, lock_directory, lock_soon
+from kvboost_edge.tiers.disk.directory import describe, lock_directory, lock_with_retry
 from kvboost_edge.tiers.disk.file_names import is_space, segment_ids, segment_path, sidecar_path
 from kvboost_edge.tiers.disk.files import Files
 
@@ -22,7 +22,7 @@ LEAST_BYTES = 1 << 20
 """Smallest cap in bytes."""
 _DEFAULT_CAP = 16 << 30
 _DEFAULT_SHARE = 5  # at most a fifth of the free space
-_TURN_S = 0.5
+_LOCK_WAIT_S = 0.5
 _FLOOR_BYTES = 1 << 30
 _FLOOR_SHARE = 20  # or a twentieth of the file system, if that is less
 
@@ -125,14 +125,14 @@ class Room:
         return min(self.max_bytes - theirs, of_disk)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[bool]:
+    def locked(self) -> Iterator[bool]:
         """Wait briefly for the lock that serializes making room, and yield whether it was acquired.
 
         On file systems without locks it always yields True.
         """
         # Without the lock, two processes would both use the room that one of them made.
         try:
-            handle = lock_soon(self._root, self._files, _TURN_S)
+            handle = lock_with_retry(self._root, self._files, _LOCK_WAIT_S)
         except OSError:
             yield True
             return

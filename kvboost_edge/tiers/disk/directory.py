@@ -27,13 +27,13 @@ __all__ = [
     "describe",
     "is_locked",
     "lock_directory",
-    "lock_soon",
+    "lock_with_retry",
     "open_directory",
 ]
 
 _LOG = logging.getLogger(__name__)
-_LOOKS = 10
-_LOOK_S = 0.005
+_LOCK_TRIES = 10
+_LOCK_RETRY_S = 0.005
 _MOST_USED = 1 << 62
 _KNOB = "choose another disk_cache_dir, or 'off'"
 
@@ -108,7 +108,7 @@ def open_directory(
     why_not = ""
     try:
         files.make_private(path)
-        lock = lock_soon(path, files)
+        lock = lock_with_retry(path, files)
         if lock is None:
             why_not = f"{path} is owned by another process; this process only reads it"
         else:
@@ -126,7 +126,7 @@ def lock_directory(path: Path, files: Files) -> int | None:
 
     May raise OSError.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_LOCK_TRIES):
         handle = files.open(path / LOCK, WRITE)
         try:
             if not files.lock(handle):
@@ -138,7 +138,7 @@ def lock_directory(path: Path, files: Files) -> int | None:
             files.close(handle)
             raise
         files.close(handle)  # the last owner removed the directory meanwhile: try again
-    raise OSError(f"{path / LOCK} was replaced {_LOOKS} times while it was locked")
+    raise OSError(f"{path / LOCK} was replaced {_LOCK_TRIES} times while it was locked")
 
 
 def is_locked(path: Path, files: Files) -> bool:
@@ -153,16 +153,18 @@ def is_locked(path: Path, files: Files) -> bool:
         files.close(handle)
 
 
-def lock_soon(path: Path, files: Files, seconds: float = _LOOKS * _LOOK_S) -> int | None:
+def lock_with_retry(
+    path: Path, files: Files, seconds: float = _LOCK_TRIES * _LOCK_RETRY_S
+) -> int | None:
     """Lock a space's directory, and retry for some time if it is locked. May raise OSError.
 
     A process that only inspects it or makes room holds the lock for a moment.
     """
-    for _ in range(round(seconds / _LOOK_S)):
+    for _ in range(round(seconds / _LOCK_RETRY_S)):
         handle = lock_directory(path, files)
         if handle is not None:
             return handle
-        time.sleep(_LOOK_S)
+        time.sleep(_LOCK_RETRY_S)
     return None
 
 

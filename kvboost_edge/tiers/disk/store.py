@@ -1,6 +1,6 @@
 """Store of one space on disk, shared by all tiers of this process on that directory.
 
-Reading, writing and cleaning are serialized by `_turn`. `holds`, `touch` and `stat` never wait for
+Reading, writing and cleaning are serialized by `_lock`. `holds`, `touch` and `stat` never wait for
 the disk.
 """
 
@@ -70,8 +70,8 @@ class Store:
         self._files = files
         self._clock = clock
         self._sealer = sealer
-        self._turn = threading.Lock()
-        self._problem = self._unread = ""
+        self._lock = threading.Lock()
+        self._problem = self._read_problem = ""
         self._retry_at = 0.0
         self._unsaved_bytes = 0
         self._gone = self.closed = False
@@ -103,16 +103,16 @@ class Store:
             if self._gone
             else ""
         )
-        return self.directory.why_not or self._problem or gone or self._unread
+        return self.directory.why_not or self._problem or gone or self._read_problem
 
     @property
     def writable(self) -> bool:
         """True if a write would be tried now."""
         # True after the pause that follows a failure; otherwise writing would never resume.
-        return self.directory.owned and not self.closed and not self._pauses
+        return self.directory.owned and not self.closed and not self._is_paused
 
     @property
-    def _pauses(self) -> bool:
+    def _is_paused(self) -> bool:
         return bool(self._problem) and self._clock() < self._retry_at
 
     def read(
@@ -120,8 +120,8 @@ class Store:
     ) -> int:
         """Read blocks as in `Tier.read`; count in `counts`, fields of the tier's `TierStats`."""
         done = 0
-        with self._turn:
-            self._look()
+        with self._lock:
+            self._check_directory()
             for address, payload in zip(blocks, into, strict=True):
                 entry = None if self.closed else self.index.get(address.prefix_hash)
                 if entry is None:
@@ -140,10 +140,10 @@ class Store:
     ) -> int:
         """Write blocks as in `Tier.write`; count in `counts`, fields of the tier's `TierStats`."""
         wanted = list(zip(blocks, payloads, strict=True))
-        with self._turn:
-            self._look()
-            if self._gone and not self.closed and not self._pauses:
-                self._begin_anew()
+        with self._lock:
+            self._check_directory()
+            if self._gone and not self.closed and not self._is_paused:
+                self._reopen()
             # Twice: making room for some of the blocks may have evicted others of them.
             for _ in range(2):
                 self.index.renew(
@@ -168,15 +168,15 @@ class Store:
 
     def tend(self) -> None:
         """Release a directory that was deleted or replaced."""
-        with self._turn:
-            self._look()
+        with self._lock:
+            self._check_directory()
 
     def close(self) -> None:
         """Seal the active segment, save the LRU order and release the directory.
 
         A second call does nothing.
         """
-        with self._turn:
+        with self._lock:
             if self.closed:
                 return
             self.closed = True
@@ -184,27 +184,27 @@ class Store:
                 self._retire()
                 self._sealer.join()
                 self._save_order()
-            self._let_go()
+            self._release()
 
     def after_fork(self) -> None:
         """Close the store in a forked child without writing."""
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.index = Index()
         self.closed = True
         self._segments.close()
         self.directory.close()
 
-    def _look(self) -> None:
+    def _check_directory(self) -> None:
         """Release everything if the directory is no longer the one that was opened."""
         if self.closed or self._gone or not self.directory.is_lost:
             return
         _LOG.warning("the disk tier starts over: %s %s", self.directory.path, _GONE)
         self._sealer.join()  # its jobs belong to the old directory
-        self._let_go()
+        self._release()
         self._gone = True
         self._problem = ""
 
-    def _begin_anew(self) -> None:
+    def _reopen(self) -> None:
         """Open the directory again, once there is a block to store."""
         # Not sooner: the user may still be deleting the directory.
         try:
@@ -216,7 +216,7 @@ class Store:
             self.directory.close()
             self._pause(f"{self.directory.path} {_GONE}, and cannot be opened again: {error}")
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._segments.close()
         self.directory.close()
         self.index.clear()
@@ -241,11 +241,11 @@ class Store:
                 counts["errors"] += 1
                 if not passes(error):
                     self.index.drop(entry.prefix_hash)
-                if not self._unread:
+                if not self._read_problem:
                     _LOG.warning("blocks of the disk tier cannot be read: %s", error)
-                self._unread = f"{self.directory.path} cannot be read: {error}"
+                self._read_problem = f"{self.directory.path} cannot be read: {error}"
                 return False
-            self._unread = ""
+            self._read_problem = ""
             found = decode_header(header) if done == header.nbytes + payload.nbytes else None
             if (
                 found is not None
@@ -300,8 +300,8 @@ class Store:
             return ""
         self._retire()
         size = max(nbytes, min(SEGMENT_BYTES, padded(self.room.max_bytes // _SEGMENTS_AT_LEAST)))
-        with self.room.turn() as is_ours:
-            if not is_ours:
+        with self.room.locked() as is_locked:
+            if not is_locked:
                 return f"another process is making room in {self.directory.path.parent}"
             if not self.cleaner.make_room(size):
                 return self.room.why_none()

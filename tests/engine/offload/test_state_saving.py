@@ -10,7 +10,7 @@ import pytest
 
 from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT, Bench
-from helpers.engine.hand_mover import DictTier, HandMover
+from helpers.engine.hand_io_thread import DictTier, HandIOThread
 from kvboost_edge.engine.offload.state_saving import SavedStates
 
 PROMPT = list(range(100))
@@ -22,14 +22,14 @@ class Saving(NamedTuple):
 
     bench: Bench
     saved: SavedStates
-    mover: HandMover
+    io_thread: HandIOThread
     tier: DictTier
 
     def save(self, most_bytes):
         """How many states that wrote."""
         before = self.tier.num_written
         self.saved.save_next(most_bytes)
-        self.mover.pump()
+        self.io_thread.pump()
         return self.tier.num_written - before
 
 
@@ -38,9 +38,11 @@ def saving():
     tier = DictTier()
     spec = bench.parts.backend.spec
     assert spec.bytes_per_state == SIZE
-    mover = HandMover([tier], spec.bytes_per_block, spec.bytes_per_state)
-    mover.start(lambda piece: None)
-    return Saving(bench, SavedStates(bench.manager, bench.parts.backend, mover), mover, tier)
+    io_thread = HandIOThread([tier], spec.bytes_per_block, spec.bytes_per_state)
+    io_thread.start(lambda piece: None)
+    return Saving(
+        bench, SavedStates(bench.manager, bench.parts.backend, io_thread), io_thread, tier
+    )
 
 
 def test_a_state_that_a_tier_has_is_not_copied_out_again(monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 
 from engine.schedule.test_state_schedules import bench_of, computed_by
 from helpers.engine.fake_runner import ROOT
-from helpers.engine.hand_mover import DictTier
-from kvboost_edge.tiers import io_thread as mover_module
+from helpers.engine.hand_io_thread import DictTier
+from kvboost_edge.tiers import io_thread as io_thread_module
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
@@ -114,7 +114,7 @@ def test_where_only_states_were_dropped_from_memory_one_state_is_read_and_no_blo
     computed, result = computed_by(bench, PROMPT)
     assert (computed, result.cached_tokens, result.hit_tokens) == (4, 96, {"pool": 96})
     assert (tier.num_read, tier.num_asked) == (1, not knows)
-    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
+    assert (bench.manager.used_block_count, bench.io_thread.staging_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -176,7 +176,7 @@ def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it
     states = bench.manager.states
     handle = bench.submit(PROMPT, 1)
     bench.step()
-    bench.mover.pump()
+    bench.io_thread.pump()
     (load,) = bench.scheduler.loads
     has_room = states.has_room
     monkeypatch.setattr(
@@ -184,7 +184,7 @@ def test_where_no_slot_is_left_for_a_state_alone_the_prompt_is_computed_as_if_it
     )
     bench.run()
     assert (bench.answer(handle).cached_tokens, tier.num_read) == (0, 1)
-    assert (bench.manager.used_block_count, bench.mover.staging_bytes) == (0, 0)
+    assert (bench.manager.used_block_count, bench.io_thread.staging_bytes) == (0, 0)
 
 
 def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_read():
@@ -196,7 +196,7 @@ def test_a_prompt_of_which_nothing_is_there_is_asked_for_once_and_nothing_is_rea
 def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is_found(
     monkeypatch,
 ):
-    monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
+    monkeypatch.setattr(io_thread_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
     prompt = [
         *PROMPT[:70],
@@ -210,7 +210,7 @@ def test_a_tier_is_asked_for_the_deepest_states_first_and_no_further_than_one_is
 def test_where_the_first_block_is_lost_no_state_behind_it_is_asked_for_twice_and_no_block_is_read(
     gone, monkeypatch
 ):
-    monkeypatch.setattr(mover_module, "_ASKED_AT_ONCE", 2)
+    monkeypatch.setattr(io_thread_module, "_ASKED_AT_ONCE", 2)
     tier = filled(knows=False)
     tier.drop([block(1), *map(state, gone)])
     bench = bench_of(tiers=[tier])
@@ -262,9 +262,9 @@ def test_who_has_its_blocks_waits_for_a_load_only_where_it_may_bring_a_state_of_
     ]
     bench.step()
     pieces = []
-    deliver = bench.mover._deliver
-    monkeypatch.setattr(bench.mover, "_deliver", pieces.append)
-    bench.mover.pump()
+    deliver = bench.io_thread._deliver
+    monkeypatch.setattr(bench.io_thread, "_deliver", pieces.append)
+    bench.io_thread.pump()
     *blocks, last = pieces
     for piece in blocks:
         deliver(piece)
@@ -292,11 +292,13 @@ def test_what_came_of_a_load_whose_state_never_came_is_no_hit_of_its_tier(monkey
     computed_by(bench, PROMPT[:40])
     handle = bench.submit(PROMPT, 1)
     bench.step()
-    deliver = bench.mover._deliver
+    deliver = bench.io_thread._deliver
     monkeypatch.setattr(
-        bench.mover, "_deliver", lambda piece: deliver(piece) if piece.behind is None else None
+        bench.io_thread,
+        "_deliver",
+        lambda piece: deliver(piece) if piece.num_blocks_before is None else None,
     )
-    bench.mover.pump()
+    bench.io_thread.pump()
     bench.step()
     (load,) = bench.scheduler.loads
     assert load.arrived == {"shelf": 64}
@@ -320,7 +322,7 @@ def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch):
     tier = filled(knows=False)
     bench = bench_of(tiers=[tier])
     refused = []
-    allocated = bench.mover._allocated
+    allocated = bench.io_thread._allocated
 
     def refuse_states(count, row_bytes):
         if row_bytes == bench.parts.backend.spec.bytes_per_state and count:
@@ -328,7 +330,7 @@ def test_where_memory_for_one_state_is_refused_no_other_is_tried(monkeypatch):
             return allocated(0, row_bytes)
         return allocated(count, row_bytes)
 
-    monkeypatch.setattr(bench.mover, "_allocated", refuse_states)
+    monkeypatch.setattr(bench.io_thread, "_allocated", refuse_states)
     assert computed_by(bench, PROMPT)[0] == 100
     assert len(refused) == 1
 

@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.data.agent_turns import Turns, play
 from helpers.engine.fake_runner import Bench, expected_tokens
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 
 AGENT = Turns(head=160, chats=2, turns=3, message=20, answer=8, side=70, sides=3, vocab=250)
 
 
 def run(bench, turns, seed):
-    """Full blocks computed twice, in all and at most by one request. `seed`: the mover is as slow
+    """Full blocks computed twice, in all and at most by one request. `seed`: the I/O thread is as slow
     as chance wills.
     """
     draw = random.Random(seed)
@@ -25,7 +25,7 @@ def run(bench, turns, seed):
         while not handle.done:
             worked = bench.step()
             if seed is None or draw.random() < 0.5:
-                worked = bool(bench.mover.pump(1)) or worked
+                worked = bool(bench.io_thread.pump(1)) or worked
             if not worked:
                 bench.core.tiering.save_more()
         result = handle.result(0)

@@ -80,7 +80,7 @@ class TieredMachine(RuleBasedStateMachine):
     def work(self, steps, moves):
         for _ in range(steps):
             self.bench.step()
-            self.bench.mover.pump(moves)
+            self.bench.io_thread.pump(moves)
 
     @rule()
     def finish(self):
@@ -88,7 +88,7 @@ class TieredMachine(RuleBasedStateMachine):
         for handle in self.asked:
             self.hits.update(self.bench.answer(handle).hit_tokens)
         self.asked = []
-        assert self.bench.manager.used_block_count == self.bench.mover.staging_bytes == 0
+        assert self.bench.manager.used_block_count == self.bench.io_thread.staging_bytes == 0
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 100))

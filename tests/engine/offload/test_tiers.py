@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.model_kinds import HYBRID, PLAIN
 from helpers.random_ids import random_ids
 from helpers.tiers.disk_faults import FaultyFiles, fails
@@ -176,7 +176,7 @@ def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
     handle = bench.submit(PROMPT, 4)
     bench.step()
     if arrived:
-        bench.mover.pump()
+        bench.io_thread.pump()
     handle.cancel()
     bench.run()
     assert handle.result(0).finish_reason == "cancelled"
@@ -184,7 +184,7 @@ def test_a_cancelled_request_gives_its_blocks_back(kind, knows, arrived):
     assert (
         bench.manager.used_block_count
         == len(bench.scheduler.loads)
-        == bench.mover.staging_bytes
+        == bench.io_thread.staging_bytes
         == 0
     )
 
@@ -196,7 +196,7 @@ def test_prefixes_that_arrived_keep_no_place_from_a_more_urgent_request(kind, ma
     bench = kind.bench(tiers=[kept(*prompts, kind=kind)], max_num_seqs=max_num_seqs)
     handles = [bench.submit(prompt, 3) for prompt in prompts]
     bench.step()
-    while bench.mover.pump():
+    while bench.io_thread.pump():
         pass
     bench.core._drain_inbox()
     assert [load.is_done for load in bench.scheduler.loads] == [True] * max_num_seqs
@@ -224,7 +224,7 @@ def test_what_is_evicted_before_it_was_copied_is_copied_then():
         bench.submit([first + i for i in range(64)], 1)
         while bench.step():
             pass
-    bench.mover.pump()
+    bench.io_thread.pump()
     chains = {bytes(address.tokens)[:4] for address, _ in tier.blocks.values()}
     assert {int.from_bytes(tokens, "little") for tokens in chains} >= {32, 48}
     bench.run()
@@ -292,7 +292,7 @@ def test_a_tier_that_hangs_costs_its_patience_once(kind, monkeypatch, caplog):
         bench.answer(handle)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     bench.run()  # the piece arrives after all
-    assert bench.mover.staging_bytes == 0
+    assert bench.io_thread.staging_bytes == 0
     bench.manager.reset()
     monkeypatch.setattr("kvboost_edge.engine.offload.prefetch.PATIENCE", 30.0)
     assert bench.ask(PROMPT, 3).hit_tokens == {"pool": 0, "shelf": 64}

@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import KINDS as DRAFTS
 from helpers.engine.hostile_drafts import HostileDrafter
 from helpers.engine.native_bench import ALL_BITS, Cold, NativeBench, assert_begins
@@ -172,8 +172,8 @@ def run_schedule(model, seed):
         if rng.random() < 0.05:
             bench.manager.reset()
         if rng.random() < 0.5:
-            bench.mover.pump(1)
-        idle = 0 if bench.step() or bench.mover.pump(1) else idle + 1
+            bench.io_thread.pump(1)
+        idle = 0 if bench.step() or bench.io_thread.pump(1) else idle + 1
     bench.run()
     results = [handle.result(0) for handle, _ in wanted]
     for result, (handle, prompt) in zip(results, wanted, strict=True):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from helpers.engine.fake_runner import EOS_ID, ROOT, Bench, expected_tokens
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from helpers.engine.hostile_drafts import draft_in_turn
 from helpers.engine.model_kinds import HYBRID, PLAIN
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
@@ -138,10 +138,10 @@ class RandomSchedule:
             if rng.random() < 0.06:
                 bench.manager.reset()
             if rng.random() < 0.5:
-                bench.mover.pump(rng.choice((1, 2)))
+                bench.io_thread.pump(rng.choice((1, 2)))
             before = bench.runner.computed, bench.runner.probed
             worked = bench.step()
-            moved = bench.mover.pump(1)
+            moved = bench.io_thread.pump(1)
             idle = 0 if worked or moved else idle + 1
             computed = before != (bench.runner.computed, bench.runner.probed)
             stalled = 0 if computed or moved else stalled + 1
@@ -165,7 +165,7 @@ class RandomSchedule:
                 spans=result.reused_span_tokens, missing_states=result.miss_reason == "state"
             )
             assert (result.matched_tokens > result.cached_tokens) == (result.miss_reason == "state")
-        assert bench.manager.used_block_count == bench.mover.staging_bytes == 0
+        assert bench.manager.used_block_count == bench.io_thread.staging_bytes == 0
         bench.manager.check_invariants([])
         speculation = bench.scheduler.speculation
         found += Counter(

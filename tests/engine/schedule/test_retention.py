@@ -8,7 +8,7 @@ import pytest
 
 from helpers.clocks import give_clock
 from helpers.engine.fake_runner import Bench, checked, fake_engine
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge.engine import core
 from kvboost_edge.engine.schedule.retention import KEY_SECONDS, CacheKeys
 from kvboost_edge.errors import RequestError
@@ -245,7 +245,7 @@ def test_what_is_retained_is_saved_before_what_was_there_first():
     """A tier that takes little at a time gets it first, though it was computed last."""
     tier = DictTier()
     bench = Bench(64, tiers=[tier])
-    room = bench.mover.room
+    room = bench.io_thread.room
     bench.core.tiering._save_next = lambda most_bytes: None
     bench.submit([5] * 160, 2)
     bench.submit(HEAD, 2, terms={"retention": 60.0})
@@ -256,7 +256,7 @@ def test_what_is_retained_is_saved_before_what_was_there_first():
     assert not tier.blocks
     size = bench.parts.backend.spec.bytes_per_block
     bench.core.tiering._save_next(4 * size)
-    while bench.mover.pump():
+    while bench.io_thread.pump():
         pass
     tokens = [block[0].tokens for block in tier.blocks.values()]
     assert [int.from_bytes(data[:4], "little") for data in tokens] == [60, 76, 92, 108]

@@ -15,7 +15,7 @@ from helpers.engine.fake_runner import (
     runner_of,
     token_logits,
 )
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from kvboost_edge.engine.engine import CPUPagedEngine
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import ConfigError, RequestError

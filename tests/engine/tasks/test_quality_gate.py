@@ -14,7 +14,7 @@ from helpers.engine.fake_runner import (
     fake_engine,
     runner_of,
 )
-from helpers.engine.hand_mover import DictTier
+from helpers.engine.hand_io_thread import DictTier
 from helpers.raising import assert_raises
 from kvboost_edge.config import GenerationMode
 from kvboost_edge.engine.tasks import quality_gate

@@ -1,1 +1,1 @@
-"""Fake runners and movers for engine tests."""
+"""Fake runners and I/O threads for engine tests."""

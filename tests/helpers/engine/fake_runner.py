@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from helpers.engine.hand_mover import HandMover
+from helpers.engine.hand_io_thread import HandIOThread
 from helpers.engine.requests import make_request
 from kvboost_edge.backends.base import (
     AttentionParams,
@@ -340,10 +340,10 @@ class Bench:
         self.parts = parts or fake_parts(num_blocks)
         self.manager = self.parts.manager
         self.runner = self.parts.runner
-        self.mover = HandMover(
+        self.io_thread = HandIOThread(
             tiers, self.parts.backend.spec.bytes_per_block, self.parts.backend.spec.bytes_per_state
         )
-        loads = PrefetchQueue(self.manager, self.mover)
+        loads = PrefetchQueue(self.manager, self.io_thread)
         self.scheduler, speculation = make_scheduler(
             self.manager,
             loads,
@@ -358,7 +358,7 @@ class Bench:
             self.parts.runner, self.parts.backend, self.scheduler, sequences, debug_checks
         )
         if tiers:
-            self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.mover))
+            self.core.use_tiers(Tiering(self.manager, self.parts.backend, loads, self.io_thread))
         self.num_requests = 0
         self._asked: dict[
             int, tuple[Any, ...]
@@ -461,9 +461,9 @@ class Bench:
     def run(self, limit: int = 10_000) -> int:
         """Step until nothing is left, and all is on its tier; returns the number of steps."""
         for count in range(limit):
-            if not self.step() and not self.mover.pump():
+            if not self.step() and not self.io_thread.pump():
                 self.core.tiering.save_more()
-                if not self.mover.pump():
+                if not self.io_thread.pump():
                     return count
         raise AssertionError(f"not done after {limit} steps")
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from helpers.engine.fake_runner import fake_tokenizer
-from helpers.engine.hand_mover import HandMover
+from helpers.engine.hand_io_thread import HandIOThread
 from helpers.engine.requests import make_request
 from kvboost_edge.backends.cpu import CPUBackend
 from kvboost_edge.config import GenerationMode
@@ -98,10 +98,10 @@ class NativeBench:
         self.manager = KVCacheManager(
             num_blocks, BLOCK, whole_blocks=bits != (16, 16), state_sizes=states
         )
-        self.mover = HandMover(
+        self.io_thread = HandIOThread(
             tiers, self.backend.spec.bytes_per_block, self.backend.spec.bytes_per_state
         )
-        loads = PrefetchQueue(self.manager, self.mover)
+        loads = PrefetchQueue(self.manager, self.io_thread)
         self.scheduler, speculation = make_scheduler(
             self.manager,
             loads,
@@ -112,7 +112,7 @@ class NativeBench:
         sequences = Sequences(fake_tokenizer(), speculation, runner.info.vocab_size, frozenset())
         self.core = EngineCore(runner, self.backend, self.scheduler, sequences, True)
         if tiers:
-            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.mover))
+            self.core.use_tiers(Tiering(self.manager, self.backend, loads, self.io_thread))
         self._num_requests = 0
 
     def submit(
@@ -163,9 +163,9 @@ class NativeBench:
     def run(self, limit: int = 3000) -> None:
         """Until nothing is left, and all is on its tier."""
         for _ in range(limit):
-            if not self.step() and not self.mover.pump():
+            if not self.step() and not self.io_thread.pump():
                 self.core.tiering.save_more()
-                if not self.mover.pump():
+                if not self.io_thread.pump():
                     return
         raise AssertionError(f"not done after {limit} steps")
 

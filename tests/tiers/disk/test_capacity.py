@@ -256,7 +256,7 @@ class AtOnce(Files):
     sys.platform != "linux", reason="elsewhere room is not given before it is written to"
 )
 def test_two_that_find_room_at_the_same_moment_stay_below_the_cap(tmp_path, monkeypatch):
-    monkeypatch.setattr(capacity, "_TURN_S", 0.02)
+    monkeypatch.setattr(capacity, "_LOCK_WAIT_S", 0.02)
     now = [0.0]
     with opened(tmp_path) as one, opened(tmp_path, OTHER_SPACE, clock=lambda: now[0]) as other:
         for seed in range(30):

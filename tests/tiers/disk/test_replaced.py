@@ -29,7 +29,7 @@ from helpers.tiers.disk_cases import (
     write,
 )
 from helpers.tiers.disk_faults import FaultyFiles
-from kvboost_edge.tiers import io_thread as movers
+from kvboost_edge.tiers import io_thread as io_threads
 from kvboost_edge.tiers.disk.sealing import InlineSealer
 from kvboost_edge.tiers.disk.tier import DiskTier
 
@@ -89,20 +89,20 @@ def test_at_rest_the_room_of_deleted_files_is_given_back(tmp_path, monkeypatch):
                 found.append(str(path.readlink()))
         return [name for name in found if str(tmp_path) in name and "(deleted)" in name]
 
-    monkeypatch.setattr(movers, "_TEND_SECONDS", 0.02)
+    monkeypatch.setattr(io_threads, "_TEND_SECONDS", 0.02)
     tier = DiskTier.open(tmp_path / "root", SPACE, max_bytes=CAP, sealer=InlineSealer())
-    mover = movers.Mover([tier], 4000)
-    mover.start(lambda piece: None)
+    io_thread = io_threads.IOThread([tier], 4000)
+    io_thread.start(lambda piece: None)
     try:
-        mover.store(BLOCKS, np.zeros((len(BLOCKS), 4000), np.uint8))
+        io_thread.store(BLOCKS, np.zeros((len(BLOCKS), 4000), np.uint8))
         wait_until(lambda: tier.stat().blocks == len(BLOCKS), "the blocks to be stored")
         shutil.rmtree(tmp_path / "root")
         wait_until(lambda: tier.stat().blocks == 0, "the loss to be noticed")
         wait_until(lambda: not held(), "the files to be closed")
-        mover.store(LATER, np.zeros((len(LATER), 4000), np.uint8))
+        io_thread.store(LATER, np.zeros((len(LATER), 4000), np.uint8))
         wait_until(lambda: tier.stat().blocks == len(LATER), "the blocks to be stored anew")
     finally:
-        mover.close()
+        io_thread.close()
 
 
 def test_what_was_moved_away_stays_as_it_was(tmp_path):

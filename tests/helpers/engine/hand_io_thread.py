@@ -1,4 +1,4 @@
-"""A tier in memory, and a mover that is driven by hand: every interleaving of loads, stores and
+"""A tier in memory, and an I/O thread that is driven by hand: every interleaving of loads, stores and
 steps can be made.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvboost_edge.kvcache.hashing import BlockAddress
 from kvboost_edge.tiers.base import TierStats
-from kvboost_edge.tiers.io_thread import IOChunk, Mover
+from kvboost_edge.tiers.io_thread import IOChunk, IOThread
 
 
 class DictTier:
@@ -85,7 +85,7 @@ class DictTier:
         self.closed = True
 
 
-class HandMover(Mover):
+class HandIOThread(IOThread):
     """Has no thread: `pump` does what it would do."""
 
     def start(self, deliver: Callable[[IOChunk], None]) -> None:
