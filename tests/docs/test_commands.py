@@ -63,3 +63,16 @@ def test_commands_are_accepted(page, tmp_path, monkeypatch):
             name, *rest = arguments
             rest = rest[: rest.index("--")] if "--" in rest else rest  # arguments of a client
             COMMANDS[name].make_context(name, rest)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/how-to").glob("*.md")), ids=lambda one: one.stem
+)
+def test_a_guide_has_every_part(path):
+    text = path.read_text(encoding="utf-8")
+    assert 40 <= len(text.splitlines()) <= 100
+    assert "**You need** " in text
+    assert re.search(r"^1\. ", text, flags=re.MULTILINE)
+    assert "\n## Check that it works\n" in text
+    assert "\n## If it does not\n" in text
+    assert "\nReference: [" in text
