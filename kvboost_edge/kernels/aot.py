@@ -78,7 +78,7 @@ def compile_ahead(entries: Sequence[KernelEntry], num_processes: int) -> None:
         where = (
             f"{len(children)} process(es)"
             if children
-            else "this process, whose memory grows by some 200 MB"
+            else "this process, whose memory grows by about 200 MB"
         )
         _LOG.info("compiling %d kernels for this machine in %s, once", len(missing), where)
         tell(0, len(missing))
@@ -126,14 +126,14 @@ class _Child:
             code = self._process.wait()
             raise BackendUnavailable(
                 f"the process that compiled the kernel {entry.name} ended with {code}: "
-                f"{self._last_words()}; the machine code would lie in {cache_path()} "
+                f"{self._last_words()}; machine code is written to {cache_path()} "
                 "(NUMBA_CACHE_DIR)"
             )
 
     def _last_words(self) -> str:
         self._said.seek(0)
         lines = self._said.read().decode("utf-8", "replace").strip().splitlines()
-        return "\n".join(lines[-_LAST_LINES:]) or "it said nothing"
+        return "\n".join(lines[-_LAST_LINES:]) or "no output"
 
     def end(self) -> None:
         """Kill the process and wait for it."""
@@ -150,7 +150,7 @@ def _children(count: int) -> Iterator[list[_Child]]:
     """
     reason = ""
     if not sys.executable or getattr(sys, "frozen", False):
-        reason = "it knows no Python interpreter (sys.executable)"
+        reason = "no Python interpreter is known (sys.executable)"
     elif not os.access(cache_path(), os.W_OK):
         reason = f"{cache_path()} cannot be written (NUMBA_CACHE_DIR)"
     children: list[_Child] = []
@@ -159,7 +159,7 @@ def _children(count: int) -> Iterator[list[_Child]]:
             try:
                 children.append(_Child())
             except OSError as error:
-                reason = f"no other could be started: {error}"
+                reason = f"a child process cannot be started: {error}"
         if not children:
             _LOG.warning("kernels are compiled in this process: %s", reason)
         yield children

@@ -68,7 +68,7 @@ def entry_named(name: str) -> KernelEntry:
     if module.startswith(f"{_PACKAGE}."):
         importlib.import_module(module)
     if name not in _ENTRIES:
-        raise ConfigError(f"{name!r} is no kernel of {_PACKAGE}")
+        raise ConfigError(f"{name!r} is not a kernel of {_PACKAGE}")
     return _ENTRIES[name]
 
 

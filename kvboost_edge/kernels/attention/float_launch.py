@@ -142,8 +142,7 @@ def check_shapes(queries: Floats, pool: KVPool, options: AttentionOptions) -> in
         )
     if options.sinks is not None and options.sinks.shape != (num_q_heads,):
         raise ConfigError(
-            f"sinks of shape {options.sinks.shape} must have one number for each of {num_q_heads} "
-            "heads"
+            f"sinks have shape {options.sinks.shape}, expected ({num_q_heads},): one per query head"
         )
     return int(num_q_heads // num_kv_heads)
 
@@ -155,16 +154,15 @@ def check_turning(queries: Floats, batch: PagedBatch, turning: QueryRotation | N
     if turning is None:
         deltas = Segment(*batch.segments.T).delta.tolist()
         raise ConfigError(
-            f"keys computed at other positions, segments with delta {deltas}, are attended by "
-            "queries before rotation, which were not given"
+            f"segments with delta {deltas} hold keys computed at other positions; pass the queries "
+            "before RoPE (turning)"
         )
     needed = turned_positions(batch.segments, batch.seq_lens)
     rows = min(len(turning.cos), len(turning.sin))
     if turning.queries.shape != queries.shape or rows < needed:
         raise ConfigError(
-            f"queries before rotation {turning.queries.shape} must be like the queries "
-            f"{queries.shape}, and tables of {rows} positions hold the {needed} that they are "
-            "turned to"
+            f"queries before RoPE have shape {turning.queries.shape}, expected {queries.shape}; "
+            f"RoPE tables have {rows} positions, at least {needed} are needed"
         )
 
 

@@ -215,7 +215,7 @@ def plan_work(
     """
     if ahead and batch.segments is not None:
         raise ConfigError(
-            f"ahead={ahead}: keys behind a query are not seen where a sequence has segments"
+            f"ahead={ahead}: later keys cannot be seen in a batch with segments; use ahead=0"
         )
     tile_rows = max(1, _ROWS_PER_ITEM // heads_per_kv)
     starts = batch.cu_seqlens_q.tolist()

@@ -110,8 +110,8 @@ def write_kv(
     expected = (slot_mapping.size, num_heads, head_dim)
     if keys.shape != expected or values.shape != expected:
         raise ConfigError(
-            f"keys {keys.shape} and values {values.shape} must be {expected}, as the pool and the "
-            "slots"
+            f"keys {keys.shape} and values {values.shape} must have shape {expected}, that of the "
+            "slots and the pool"
         )
     _store(
         np.ascontiguousarray(keys, dtype=np.float32),

@@ -89,11 +89,11 @@ def linear_path() -> str:
 def _ask_for_tiles() -> str:
     """Request tile registers from the system; return "" or the reason for a refusal."""
     if sys.platform != "linux":
-        return f"tile registers are asked for on Linux only, not on {sys.platform}"
+        return f"tile registers are requested on Linux only, not on {sys.platform}"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) != 0:
         return (
-            "the system gives no tile registers: arch_prctl says "
+            "the system grants no tile registers: arch_prctl failed with "
             f"{os.strerror(ctypes.get_errno())!r}"
         )
     return ""
@@ -187,18 +187,20 @@ def _try() -> AmxChoice:
         amx = _Trial(name, _amx_trial, MATRIX_TOKENS)
         vnni = _Trial(name, _vnni_trial, WIDE_TOKENS)
         if amx.result().tobytes() != vnni.result().tobytes():
-            _LOG.warning("AMX of this machine gives other results than AVX512-VNNI: it is not used")
-            return AmxChoice(False, "it gives other results than AVX512-VNNI here")
+            _LOG.warning("AMX is not used: its results differ from AVX512-VNNI on this machine")
+            return AmxChoice(False, "its results differ from AVX512-VNNI on this machine")
     # The last format, int4, is timed: most models have nothing else.
     amx_s, vnni_s = (
         min(times)
         for times in zip(*[(_seconds(amx), _seconds(vnni)) for _ in range(_ROUNDS)], strict=True)
     )
     rates = (
-        f"{_OPERATIONS / amx_s / 1e12:.2f} TOPS a thread, AVX512-VNNI "
-        f"{_OPERATIONS / vnni_s / 1e12:.2f}, the same bits"
+        f"{_OPERATIONS / amx_s / 1e12:.2f} TOPS per thread, AVX512-VNNI "
+        f"{_OPERATIONS / vnni_s / 1e12:.2f}, bit-identical"
     )
-    return AmxChoice(amx_s <= vnni_s, rates if amx_s <= vnni_s else f"slower here: {rates}")
+    return AmxChoice(
+        amx_s <= vnni_s, rates if amx_s <= vnni_s else f"slower on this machine: {rates}"
+    )
 
 
 def _seconds(trial: _Trial) -> float:

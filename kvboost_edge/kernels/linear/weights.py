@@ -97,7 +97,7 @@ def pack_rows(weights: Floats, name: str) -> PackedRows:
     form = FORMATS[name]
     if not form.packs_floats:
         known = [other.name for other in FORMATS.values() if other.packs_floats]
-        raise ConfigError(f"floats are not packed as {name!r}, only as one of {known}")
+        raise ConfigError(f"floats cannot be packed as {name!r}; choose one of {known}")
     packed = _empty(weights.shape[0], weights.shape[1], name)
     weights = np.ascontiguousarray(weights, dtype=np.float32)
     if form.is_float:

@@ -66,7 +66,9 @@ def paged_attention_coded(
         ConfigError: shapes do not fit, `turning` is missing, or `options.ahead` is set.
     """
     if options.ahead:
-        raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
+        raise ConfigError(
+            f"ahead={options.ahead}: attention over quantized KV is causal; use ahead=0"
+        )
     space = workspace or AttentionWorkspace(1)
     heads_per_kv = check_shapes(queries, own.pool, options)
     check_turning(queries, batch, turning)

@@ -421,7 +421,9 @@ def paged_attention_coded(
         (out, lse): float32 like `queries`, float32 [num_tokens, num_q_heads].
     """
     if options.ahead:
-        raise ConfigError(f"ahead={options.ahead}: quantized blocks are attended causally alone")
+        raise ConfigError(
+            f"ahead={options.ahead}: attention over quantized KV is causal; use ahead=0"
+        )
     out = np.empty(queries.shape, F32)
     lse = np.empty(queries.shape[:2], F32)
     num_kv_heads = codes.shape[1]

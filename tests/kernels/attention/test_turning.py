@@ -275,9 +275,9 @@ def test_a_delta_without_what_turns_queries_is_refused():
     pool = float_pool(moved, "float32")
     batch = moved.batch(moved.row)
     queries, turning = moved.new(moved.row)
-    with pytest.raises(ConfigError, match="queries before rotation, which were not given"):
+    with pytest.raises(ConfigError, match="pass the queries before RoPE"):
         paged_attention(queries, pool, batch, OPTIONS["plain"])
-    with pytest.raises(ConfigError, match=r"like the queries \(2, 6, 24\)"):
+    with pytest.raises(ConfigError, match=r"expected \(2, 6, 24\)"):
         paged_attention(
             queries,
             pool,
@@ -286,5 +286,5 @@ def test_a_delta_without_what_turns_queries_is_refused():
             turning=turning._replace(queries=turning.queries[:1]),
         )
     short = turning._replace(cos=turning.cos[:500])
-    with pytest.raises(ConfigError, match="tables of 500 positions hold the"):
+    with pytest.raises(ConfigError, match="RoPE tables have 500 positions"):
         paged_attention(queries, pool, batch, OPTIONS["plain"], turning=short)

@@ -63,7 +63,7 @@ def test_amx_is_used_only_where_a_trial_speaks_for_it():
     once = 2 * 28 * 6 * 4 * int(emulated)  # both kinds: groups, panels, multiplications
     assert found["refused"] == {"used": False, "reason": "no tiles", "tiles": 0}
     rates = re.fullmatch(
-        r"(slower here: )?\d+\.\d\d TOPS a thread, AVX512-VNNI \d+\.\d\d, the same bits",
+        r"(slower on this machine: )?\d+\.\d\d TOPS per thread, AVX512-VNNI \d+\.\d\d, bit-identical",
         found["timed"]["reason"],
     )
     assert rates is not None
@@ -71,9 +71,9 @@ def test_amx_is_used_only_where_a_trial_speaks_for_it():
     assert not (emulated and found["timed"]["used"])
     assert found["timed"]["tiles"] == once + 10 * 8 * once // 2
     # 11,010,048 operations in 10 us, and in 20.
-    reason = "1.10 TOPS a thread, AVX512-VNNI 0.55, the same bits"
+    reason = "1.10 TOPS per thread, AVX512-VNNI 0.55, bit-identical"
     assert found["fast"] == {"used": True, "reason": reason, "tiles": once}
-    reason = "it gives other results than AVX512-VNNI here"
+    reason = "its results differ from AVX512-VNNI on this machine"
     assert found["wrong"] == {"used": False, "reason": reason, "tiles": once // 2}
 
 

@@ -196,7 +196,7 @@ def test_codes_that_do_not_fit_are_refused(kind, codes, scales, minima, table, m
 def test_unknown_kinds_and_floats_in_a_table_are_refused():
     with pytest.raises(ConfigError, match="weight format 'int5' is not one of"):
         packed_sizes(16, 32, "int5")
-    with pytest.raises(ConfigError, match="floats are not packed as 'int4t'"):
+    with pytest.raises(ConfigError, match="floats cannot be packed as 'int4t'"):
         pack_rows(np.ones((16, 32), np.float32), "int4t")
 
 
