@@ -21,7 +21,7 @@ from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.block_history import Chain
 from kvboost_edge.reuse.deviation_scoring import Probe, ProbeRow, QueryProbe, num_probed_blocks
-from kvboost_edge.reuse.indexing import Harvest
+from kvboost_edge.reuse.indexing import SpanFinder
 from kvboost_edge.runners.base import ForwardBatch, Runner
 from kvboost_edge.segments import Segment
 
@@ -105,7 +105,7 @@ class SpanSharing(SpanPlacement):
         self, manager: KVCacheManager, min_chunk_tokens: int, *, remembers: bool = False
     ) -> None:
         self._manager = manager
-        self.harvest = Harvest(manager, min_chunk_tokens, remembers=remembers)
+        self.finder = SpanFinder(manager, min_chunk_tokens, remembers=remembers)
 
     def bring(self, sequence: Sequence, loads: PrefetchQueue, spare: int) -> Prefetch | None:
         """The load of the next run that the sequence could share if it were in the pool; each is
@@ -113,7 +113,7 @@ class SpanSharing(SpanPlacement):
         """
 
         def find() -> list[Chain]:
-            return self.harvest.lost(sequence.cacheable_ids, sequence.request.root)
+            return self.finder.lost(sequence.cacheable_ids, sequence.request.root)
 
         while (chain := sequence.spans.next_lost_run(find)) is not None:
             load = loads.begin_run(sequence, decode_tokens(chain.tokens), chain.root, spare)
@@ -122,7 +122,7 @@ class SpanSharing(SpanPlacement):
         return None
 
     def context_of(self, token_ids: Several[int], root: bytes) -> int | None:
-        return self.harvest.context_of(token_ids, root)
+        return self.finder.context_of(token_ids, root)
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
         """Whether a sequence shares spans now: all its blocks are taken then. False, and no change,
@@ -132,7 +132,7 @@ class SpanSharing(SpanPlacement):
         size = self._manager.block_size
         if request.repair is None:
             return None
-        found = self.harvest.find(
+        found = self.finder.find(
             sequence.cacheable_ids, len(table) * size, request.root, request.repair
         )
         if not found.spans:
@@ -188,7 +188,7 @@ class Prober:
         rows = probe.next_rows(self._limit)
         batch = _batch_of(sequence.token_ids, rows, self._manager.block_size)
         if isinstance(probe, QueryProbe):
-            probe.take(rows, self._runner.masses(batch, probe.asking(rows), probe.stored))
+            probe.take(rows, self._runner.masses(batch, probe.query_indices(rows), probe.stored))
         else:
             starts = batch.layout.cu_seqlens_q
             compared = [

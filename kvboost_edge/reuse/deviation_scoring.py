@@ -22,9 +22,9 @@ from kvboost_edge.kvcache.block_table import BlockTable, Span, TableSegment
 from kvboost_edge.reuse.span_plan import cut_spans
 from kvboost_edge.runners.base import StoredKeys
 
-__all__ = ["NUM_ASKING", "Probe", "ProbeRow", "QueryProbe", "num_probed_blocks"]
+__all__ = ["NUM_QUERY_TOKENS", "Probe", "ProbeRow", "QueryProbe", "num_probed_blocks"]
 
-NUM_ASKING = 32
+NUM_QUERY_TOKENS = 32
 """Tokens at the end of a prompt whose attention is used."""
 
 Floats = npt.NDArray[np.float32]
@@ -155,7 +155,8 @@ class Probe:
 class QueryProbe(Probe):
     """Attention scores of one table, from tokens that are computed in any case.
 
-    The last NUM_ASKING tokens before `stop` attend to the spans. No reserved block is written.
+    The last NUM_QUERY_TOKENS tokens before `stop` attend to the spans. No reserved block is
+    written.
 
     Args:
         table: the table.
@@ -182,10 +183,12 @@ class QueryProbe(Probe):
         )
         self._weights = dict.fromkeys(positions[::block_size].tolist(), 0.0)
 
-    def asking(self, rows: Sequence[ProbeRow]) -> Longs:
+    def query_indices(self, rows: Sequence[ProbeRow]) -> Longs:
         """Return the indices of the attending tokens among the tokens of these rows, int64."""
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
-        return np.flatnonzero(positions >= max(self._stop - NUM_ASKING, self._table.spans[-1].stop))
+        return np.flatnonzero(
+            positions >= max(self._stop - NUM_QUERY_TOKENS, self._table.spans[-1].stop)
+        )
 
     def take(self, rows: Sequence[ProbeRow], masses: Floats) -> None:
         """Add the rows' attention to each of `stored`, float32 [len(stored.slots)]."""

@@ -14,7 +14,7 @@ from kvboost_edge.reuse.span_index import SpanIndex
 from kvboost_edge.reuse.span_plan import plan_spans
 from kvboost_edge.reuse.span_search import find_runs
 
-__all__ = ["Found", "Harvest"]
+__all__ = ["Found", "SpanFinder"]
 
 _REMEMBERED = 4  # blocks in the history, as a multiple of the pool; about 0.5 KB each
 
@@ -31,10 +31,11 @@ class Found(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-class Harvest:
-    """Index of a pool's published blocks by their own tokens, created at the first lookup.
+class SpanFinder:
+    """Lookup of KV that a sequence can share at other positions.
 
-    Only exactly computed blocks are published, so approximate KV is never indexed.
+    From the first lookup on, it indexes the pool's published blocks by their own tokens. Only
+    exactly computed blocks are published, so approximate KV is never indexed.
 
     Args:
         manager: KV cache manager of the pool.
@@ -76,7 +77,7 @@ class Harvest:
             return Found([], [])
         runs = find_runs(token_ids, max(start, size), self._offered(), root, self._least)
         where = [(run.prompt_start, run.prompt_stop) for run in runs]
-        return Found(plan_spans(runs, start, size, repair.num_seam_tokens), where)
+        return Found(plan_spans(runs, start, size, repair.num_boundary_tokens), where)
 
     def context_of(self, token_ids: Sequence[int], root: bytes) -> int | None:
         """Return the number of context tokens before a run that holds all of these tokens, or None.

@@ -183,7 +183,7 @@ def outcome_stamp(
         lead: tokens that the documents are computed after.
         material: the test.
     """
-    repaired = [str(repair.strategy), repair.num_seam_tokens, repair.block_ratio or 0]
+    repaired = [str(repair.strategy), repair.num_boundary_tokens, repair.block_ratio or 0]
     text = json.dumps([_VERSION, model.hex(), repaired, list(lead), material])
     return FileStamp(f"reuse gate {hashlib.sha256(text.encode()).hexdigest()}", 0, 0, 0, 0)
 

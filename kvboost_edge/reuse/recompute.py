@@ -54,6 +54,6 @@ class Repair:
         return self.ratio if looks else 0.0
 
     @property
-    def num_seam_tokens(self) -> int:
+    def num_boundary_tokens(self) -> int:
         """Tokens to recompute after a chunk boundary."""
         return 0 if self.strategy is RecomputeStrategy.NONE else self.overlap

@@ -14,7 +14,7 @@ __all__ = ["cut_spans", "plan_spans"]
 
 
 def plan_spans(
-    runs: Iterable[Run], start: int, block_size: int, num_seam_tokens: int
+    runs: Iterable[Run], start: int, block_size: int, num_boundary_tokens: int
 ) -> list[Span]:
     """Return the spans of a prompt whose first `start` tokens, whole blocks, are shared exactly.
 
@@ -26,14 +26,14 @@ def plan_spans(
         runs: runs of the prompt, in order.
         start: tokens of the exact prefix.
         block_size: tokens of a block.
-        num_seam_tokens: tokens to recompute after a chunk boundary.
+        num_boundary_tokens: tokens to recompute after a chunk boundary.
     """
     spans: list[Span] = []
     # All later tokens attend strongly to the keys of the first block (Xiao et al., "Efficient
     # Streaming Language Models with Attention Sinks", 2023), so it is never reused.
     position = max(start, block_size)
     for run in runs:
-        first = max(run.prompt_start + num_seam_tokens, position)
+        first = max(run.prompt_start + num_boundary_tokens, position)
         # Computed stretches end with a full block, because later tokens attend to it quantized.
         first += (position - first) % block_size
         if run.prompt_stop - first >= block_size:

@@ -17,7 +17,7 @@ from helpers.pairwise import each_once, pairwise
 from kvboost_edge import CPUPagedEngine, SamplingParams
 from kvboost_edge.config import GenerationMode, RecomputeStrategy
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.reuse.deviation_scoring import NUM_ASKING
+from kvboost_edge.reuse.deviation_scoring import NUM_QUERY_TOKENS
 from kvboost_edge.reuse.recompute import Repair
 from kvboost_edge.reuse.span_search import prepare_search
 
@@ -75,7 +75,7 @@ class Oracle:
         heads.
         """
         found = self._behind_spans(ids, served, spans, output_attentions=True)
-        return found.attentions[layer][0, :, -NUM_ASKING:].sum((0, 1)).numpy()
+        return found.attentions[layer][0, :, -NUM_QUERY_TOKENS:].sum((0, 1)).numpy()
 
     def _behind_spans(self, ids, served, spans, **options):
         """What the model returns for the tokens behind the last span."""

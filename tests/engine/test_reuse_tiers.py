@@ -67,7 +67,7 @@ def test_what_was_driven_out_is_found_and_brought_back():
 
 def test_without_a_tier_nothing_is_kept_in_mind():
     bench = served()
-    assert bench.scheduler.sharing.harvest._remembered is None
+    assert bench.scheduler.sharing.finder._remembered is None
     assert not asked(bench).approximate
 
 
@@ -139,7 +139,7 @@ def test_what_is_kept_in_mind_is_bounded():
     bench = served(tier)
     for round_number in range(8):
         flush(bench, 200 + 10 * round_number)
-    remembered = bench.scheduler.sharing.harvest._remembered
+    remembered = bench.scheduler.sharing.finder._remembered
     assert len(remembered._places) == 4 * NUM_BLOCKS
     remembered.index.check()
     read = tier.num_read

@@ -145,7 +145,7 @@ FAULTS = faults(
     (
         "seams are not computed",
         _PLAN,
-        "run.prompt_start + num_seam_tokens",
+        "run.prompt_start + num_boundary_tokens",
         "run.prompt_start",
         "tests/reuse/test_span_plan.py",
     ),

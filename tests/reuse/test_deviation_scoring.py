@@ -5,7 +5,12 @@ import pytest
 
 from kvboost_edge.kvcache.block_table import Span, TableSegment
 from kvboost_edge.kvcache.manager import KVCacheManager
-from kvboost_edge.reuse.deviation_scoring import NUM_ASKING, Probe, QueryProbe, num_probed_blocks
+from kvboost_edge.reuse.deviation_scoring import (
+    NUM_QUERY_TOKENS,
+    Probe,
+    QueryProbe,
+    num_probed_blocks,
+)
 from kvboost_edge.reuse.span_plan import cut_spans
 
 SIZE = 4
@@ -141,12 +146,12 @@ def test_spans_are_cut_at_whole_blocks_behind_their_starts():
 def asked_table():
     """As `shared_table`, but with room behind the spans for more tokens than ask."""
     manager, table = shared_table(2)
-    manager.extend(table, 30 + NUM_ASKING)
+    manager.extend(table, 30 + NUM_QUERY_TOKENS)
     return manager, table
 
 
 @pytest.mark.parametrize("limit", [100, 16, 8, 4, 1])
-@pytest.mark.parametrize("stop", [28, 30, 27 + NUM_ASKING, 30 + NUM_ASKING])
+@pytest.mark.parametrize("stop", [28, 30, 27 + NUM_QUERY_TOKENS, 30 + NUM_QUERY_TOKENS])
 def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_before(limit, stop):
     _, table = asked_table()
     probe = QueryProbe(table, SIZE, stop)
@@ -157,11 +162,11 @@ def test_the_last_tokens_ask_once_each_and_what_no_span_serves_is_computed_befor
         positions = [position for row in rows for position in range(row.start, row.stop)]
         assert 0 < len(positions) <= max(SIZE, limit)
         assert all(row.block_ids == table.block_ids and not row.stored for row in rows)
-        asked += [positions[index] for index in probe.asking(rows)]
+        asked += [positions[index] for index in probe.query_indices(rows)]
         computed += positions
         probe.take(rows, np.zeros(len(probe.stored.slots), np.float32))
     assert computed == [*range(4), *range(14, 18), *range(27, stop)]
-    assert asked == [*range(max(27, stop - NUM_ASKING), stop)]
+    assert asked == [*range(max(27, stop - NUM_QUERY_TOKENS), stop)]
 
 
 def test_what_is_attended_is_the_whole_blocks_of_the_spans():

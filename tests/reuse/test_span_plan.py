@@ -46,19 +46,19 @@ def test_what_leaves_less_than_a_block_is_computed():
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90), st.integers(0, 15)), max_size=6),
     st.integers(0, 40),
 )
-def test_spans_lie_in_their_runs_whole_blocks_apart(shapes, num_seam_tokens):
+def test_spans_lie_in_their_runs_whole_blocks_apart(shapes, num_boundary_tokens):
     runs = []
     position = SIZE
     for gap, length, offset in shapes:
         runs.append(run_at(position + gap, length, offset))
         position = runs[-1].prompt_stop
     behind = SIZE
-    for span in plan_spans(runs, SIZE, SIZE, num_seam_tokens):
+    for span in plan_spans(runs, SIZE, SIZE, num_boundary_tokens):
         (run,) = (run for run in runs if run.prompt_stop == span.stop)
         assert (
-            run.prompt_start + num_seam_tokens
+            run.prompt_start + num_boundary_tokens
             <= span.start
-            < run.prompt_start + num_seam_tokens + 2 * SIZE
+            < run.prompt_start + num_boundary_tokens + 2 * SIZE
         )
         assert (span.start - behind) % SIZE == 0
         assert 0 <= span.start - span.first_position < SIZE

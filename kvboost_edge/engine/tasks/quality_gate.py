@@ -206,7 +206,7 @@ class QualityGate:
         tokenizer = self._parts.tokenizer
         size = self._config.block_size
         most = self._parts.runner.info.max_context
-        least = max(self._config.min_chunk_tokens, repair.num_seam_tokens + 3 * size)
+        least = max(self._config.min_chunk_tokens, repair.num_boundary_tokens + 3 * size)
         material = make_material(
             lambda text: tokenizer.encode(text, False),
             *self._frame(),

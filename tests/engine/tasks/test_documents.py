@@ -62,10 +62,10 @@ def test_what_documents_were_computed_behind_is_dropped():
             # The document's blocks alone are left, and no prompt finds them from its beginning.
             assert manager.published_block_count == 4
             assert manager.peek([*behind, *text, 0], engine._parts.root) == 0
-            harvest = engine._core.scheduler.sharing.harvest
-            assert harvest.context_of(text, engine._parts.root) == 64
-            assert harvest.context_of(behind, engine._parts.root) is None
-            assert harvest.context_of(behind[:40], engine._parts.root) is None
+            finder = engine._core.scheduler.sharing.finder
+            assert finder.context_of(text, engine._parts.root) == 64
+            assert finder.context_of(behind, engine._parts.root) is None
+            assert finder.context_of(behind[:40], engine._parts.root) is None
         prompt = [*behind, *text, *document(9, 5)]
         result = checked(engine, prompt, 8, mode=REUSE)
         assert (result.exact_cached_tokens, result.reused_span_tokens) == (0, 60)
@@ -118,7 +118,7 @@ def test_a_text_for_a_position_is_computed_behind_so_many_tokens():
         warmed = engine.warm(text, position_offset=37)
         assert (warmed.chunks_stored, warmed.token_count, warmed.partial_tail_tokens) == (1, 70, 0)
         with engine._core.reading():
-            assert engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) == 37
+            assert engine._core.scheduler.sharing.finder.context_of(text, engine._parts.root) == 37
         prompt = document(0, 37) + text + [5]
         result = checked(engine, prompt, 8, mode=REUSE)
         assert result.reused_span_tokens >= 70 - 15
@@ -214,7 +214,7 @@ def test_documents_are_evicted_as_others_are_and_can_be_warmed_again():
             engine.generate(document(number, 200), 1)
         with engine._core.reading():
             assert (
-                engine._core.scheduler.sharing.harvest.context_of(text, engine._parts.root) is None
+                engine._core.scheduler.sharing.finder.context_of(text, engine._parts.root) is None
             )
             engine._parts.manager.check_invariants([])
         assert engine.warm(documents=[text]).chunks_stored == 1
@@ -320,19 +320,19 @@ def test_of_chains_computed_alone_only_what_follows_the_context_is_offered():
     assert lone == LoneRoot.of(ROOT, 3) != LoneRoot.of(ROOT, 2)
     bench.ask(behind + text, 1, terms={"root": lone})
     content = bench.manager.content
-    harvest = bench.scheduler.sharing.harvest
+    finder = bench.scheduler.sharing.finder
     assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 4)
-    assert harvest.context_of(text, ROOT) == 48
-    assert harvest.context_of(text, lone) is None
-    assert [harvest.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
+    assert finder.context_of(text, ROOT) == 48
+    assert finder.context_of(text, lone) is None
+    assert [finder.context_of(behind, root) for root in (ROOT, lone)] == [None, None]
     assert bench.manager.peek(behind + text, ROOT) == 0
     # Blocks stay shared when those before them are gone, and when those come back.
     assert bench.manager.reset(content.under(lone)) == 3
     bench.check()
-    assert harvest.context_of(text, ROOT) == 48
+    assert finder.context_of(text, ROOT) == 48
     bench.ask(behind + text, 1, terms={"root": lone})
     assert (len(content.under(lone)), len(content.under(ROOT))) == (3, 8)
-    assert harvest.context_of(text, ROOT) == 48
+    assert finder.context_of(text, ROOT) == 48
     prompt = document(0, 20) + text + document(9, 9)
     handle = bench.submit(prompt, 20, REUSE, repair=BARE)
     assert bench.manager.reset(content.under(ROOT)) == 8
