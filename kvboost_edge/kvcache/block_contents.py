@@ -78,8 +78,9 @@ class BlockContents:
             self._evicted[block_id] = entry
 
     def leaves_pool(self, block_id: int) -> bool:
-        """Return whether a tier may store copies of this block: it is published and not kept
-        inside.
+        """Return whether a tier may store copies of this block.
+
+        The block must be published, and not kept inside.
         """
         return self._index.entry(block_id) is not None and not self._is_kept_inside(
             self._index.entry(block_id)
@@ -205,9 +206,7 @@ class PoolUsage:
         return self._pool.num_blocks - len(self._pool.held())
 
     def protected_block_count(self, owner: bytes) -> int:
-        """Return the number of free blocks that the policy hands to this owner only as a last
-        resort.
-        """
+        """Return how many free blocks the policy hands to this owner only as a last resort."""
         return self._pool.num_protected(owner)
 
     @property

@@ -145,8 +145,9 @@ class BlockPool:
     def regard(
         self, block_id: int, *, matchable: bool = True, owner: bytes = b"", again: int = 0
     ) -> None:
-        """Treat a free block as if it were released now with these attributes; ignore a referenced
-        block.
+        """Treat a free block as if it were released now, with these attributes.
+
+        A referenced block is left alone.
         """
         self._check_id(block_id)
         if block_id in self._free:

@@ -234,9 +234,7 @@ class BlockTable:
         return segments[bisect.bisect_right(segments, position, key=_VALID_FROM) - 1]
 
     def index_of(self, position: int, block_size: int) -> int:
-        """Return the index of the block for a position, `len(table)` or more if it is not
-        allocated.
-        """
+        """Return the index of the block for a position, `len(table)` or more if it has no block."""
         segment = self.segment_of(position)
         return segment.first_index + (position - segment.first_position) // block_size
 

@@ -103,8 +103,9 @@ class LoneRoot(bytes):
         return root
 
     def shared_with(self, index: int) -> bytes:
-        """Return the root whose prompts may share block `index`; this root itself for a hidden
-        block.
+        """Return the root whose prompts may share block `index`.
+
+        The result is this root itself for a hidden block.
         """
         return self.user if index >= self.num_hidden else self
 

@@ -39,6 +39,9 @@ __all__ = ["BLOCK_CACHED", "BLOCK_FREE", "BLOCK_REFERENCED", "BLOCK_SHARED", "KV
 class KVCacheManager(PoolUsage):
     """Block tables over a pool of blocks, with exact prefix sharing.
 
+    A full block is published: it enters the prefix index, and other tables can match it. It stays
+    published after its last reference is gone, until it is evicted.
+
     Args:
         num_blocks: blocks of the pool.
         block_size: tokens of a block.
@@ -151,7 +154,7 @@ class KVCacheManager(PoolUsage):
                 which counted before.
             owner: owner of the blocks, for the eviction policy. Tables of one root have one owner.
             again: count all blocks as used again, see `Uses`.
-            known: known hashes of the first blocks, see `Lookup`.
+            known: precomputed hashes of the first blocks, see `Lookup`.
             hints: positions at which a prompt with the same beginning may diverge. Snapshots of
                 recurrent state are kept there.
             publish: publish blocks and keep snapshots for other tables.
@@ -208,7 +211,7 @@ class KVCacheManager(PoolUsage):
         Args:
             token_ids: the prompt.
             root: root hash of its chain.
-            known: known hashes of the first blocks, see `Lookup`.
+            known: precomputed hashes of the first blocks, see `Lookup`.
         """
         # Claims compare hashes alone: a collision makes a request wait but never serves wrong KV.
         data = encode_tokens(token_ids)
@@ -245,9 +248,7 @@ class KVCacheManager(PoolUsage):
         )
 
     def _written(self, table: BlockTable, num_tokens: int) -> tuple[int, int]:
-        """Return the indices [first, stop) of blocks with tokens num_computed_tokens to num_tokens
-        - 1.
-        """
+        """Return indices [first, stop) of the blocks to write up to token num_tokens - 1."""
         size = self.block_size
         if len(table.segments) == 1:  # the fast path: this runs in every step of a sequence
             return table.num_computed_tokens // size, -(-num_tokens // size)
@@ -478,9 +479,7 @@ class KVCacheManager(PoolUsage):
         self._progress += 1
 
     def reset(self, among: Iterable[int] | None = None) -> int:
-        """Drop all idle cached blocks, or those in `among`, and return how many. Referenced blocks
-        stay.
-        """
+        """Drop all idle cached blocks, or those in `among`; return how many were dropped."""
         ids = self._pool.free_ids() if among is None else among
         idle = [
             one

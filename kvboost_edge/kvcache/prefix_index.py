@@ -50,7 +50,7 @@ def rest_hashes(
         match: published prefix of `data`.
         block_bytes: bytes of a block in `data`.
         hash_fn: chain hash.
-        known: known hashes of the first blocks, see `PrefixIndex.match`.
+        known: precomputed hashes of the first blocks, see `PrefixIndex.match`.
     """
     prefix_hash = match.next_hash
     if prefix_hash is None:

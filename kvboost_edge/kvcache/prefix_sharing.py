@@ -67,8 +67,8 @@ class Claims:
 class Opener:
     """Opens new tables on the published blocks of their prompt, and claims the other blocks.
 
-    The methods take `data`, the encoded tokens, and `known`, known hashes of the first blocks, see
-    `Lookup`.
+    The methods take `data`, the encoded tokens, and `known`, precomputed hashes of the first
+    blocks, see `Lookup`.
     """
 
     __slots__ = ("_block_size", "_claims", "_lookup", "_pool", "_uses")
@@ -92,7 +92,7 @@ class Opener:
         Args:
             table: the new table.
             data: encoded tokens.
-            known: known hashes of the first blocks.
+            known: precomputed hashes of the first blocks.
             count: record the lookup in the counters and the usage of the matched blocks.
             again: mark the table's blocks as used again in any case.
         """
@@ -126,7 +126,7 @@ class Opener:
             table: the new table.
             data: encoded tokens.
             match: published prefix to share.
-            known: known hashes of the first blocks.
+            known: precomputed hashes of the first blocks.
             num_tokens: tokens that the match serves.
         """
         for block_id in match.block_ids:
@@ -186,9 +186,7 @@ class Publisher:
         return encode_tokens(token_ids[index * self._block_size : (index + 1) * self._block_size])
 
     def _append(self, table: BlockTable, index: int, tokens: bytes) -> bool:
-        """Append full block `index` to the table's chain; return False if an equal one is
-        published.
-        """
+        """Append full block `index` to the table's chain; return False if it is a duplicate."""
         parent_serial = table._chain_serial
         prefix_hash = self._hash_fn(table._chain_hash, tokens)
         keyed = tokens if index else table.root + tokens

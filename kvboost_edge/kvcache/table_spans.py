@@ -68,8 +68,7 @@ class Spans:
         *,
         num_reserved: int = 0,
     ) -> bool:
-        """Place spans in a table that was just opened, and allocate its own blocks for the other
-        tokens.
+        """Place spans in a new table, and allocate its own blocks for the other tokens.
 
         The first span begins whole blocks after the matched prefix, and each further one whole
         blocks after the span before it. The table publishes nothing from the first span on, and its
@@ -108,10 +107,9 @@ class Spans:
         return True
 
     def cut(self, table: BlockTable, spans: Sequence[Span]) -> None:
-        """Reduce the spans of a table to these, after whole blocks of tokens were removed from
-        them.
+        """Replace the spans of a table by these, which lack whole blocks of its tokens.
 
-        Reserved blocks take the removed tokens. Unused reserved blocks are freed.
+        Reserved blocks take the tokens that were removed. Unused reserved blocks are freed.
         """
         if table._counts_spans:
             taken_out = _num_tokens(table.spans) - _num_tokens(spans)

@@ -75,8 +75,10 @@ class Probe:
         return not self._ahead
 
     def next_rows(self, limit: int) -> list[ProbeRow]:
-        """Return the next tokens to compute, whole blocks of about `limit` tokens, at least one
-        block.
+        """Return the next tokens to compute, in whole blocks.
+
+        Args:
+            limit: approximate number of tokens. At least one block is returned.
         """
         rows: list[ProbeRow] = []
         left = max(1, limit // self._size) * self._size
@@ -117,9 +119,7 @@ class Probe:
                 first += count
 
     def spans(self) -> list[Span]:
-        """Return the table's spans without the highest-scoring blocks; ties go to the earlier
-        block.
-        """
+        """Return the table's spans without the highest-scoring blocks. Earlier blocks win ties."""
         ranked = sorted(self._weights, key=lambda start: (-self._weights[start], start))
         return cut_spans(self._table.spans, ranked[: self._num_chosen], self._size)
 

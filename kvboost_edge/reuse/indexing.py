@@ -55,9 +55,7 @@ class SpanFinder:
             self._remembered = BlockHistory(_REMEMBERED * manager.num_blocks, manager.block_size)
 
     def lost(self, token_ids: Sequence[int], root: bytes) -> list[Chain]:
-        """Return the texts to load from tiers for the runs of a prompt. Each begins at its first
-        token.
-        """
+        """Return the texts to load from tiers for a prompt's runs, each from its first token."""
         size = self._manager.block_size
         if self._remembered is None or len(token_ids) <= size:
             return []
@@ -67,10 +65,9 @@ class SpanFinder:
         )
 
     def find(self, token_ids: Sequence[int], start: int, root: bytes, repair: Repair) -> Found:
-        """Return the KV that can be shared after the first `start` tokens, excluding the last
-        token.
+        """Return the KV that can be shared after the first `start` tokens.
 
-        The result is valid until the next change of the pool.
+        The last token is excluded. The result is valid until the next change of the pool.
         """
         size = self._manager.block_size
         if len(token_ids) <= size:

@@ -1,8 +1,8 @@
 """Quality gate of non-prefix KV reuse: its text, measure and bound, and the stored verdict.
 
 A single request does not show whether reuse harms it. The gate measures a model on text that is
-short enough to be computed in full. Its bound is the model's own sensitivity to another order of
-the documents, a change that is no error. This module handles plain numbers; callers run the model.
+short enough to be computed in full. Its bound is the model's own sensitivity to the order of the
+documents, which should not matter either. This module handles plain numbers; callers run the model.
 """
 
 from __future__ import annotations

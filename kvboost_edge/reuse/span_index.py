@@ -207,10 +207,9 @@ class SpanIndex:
         return (int(tables.hashes[block_id]) + int(tables.roots[block_id])) & tables.slot_mask
 
     def _leader_before(self, block_id: int) -> tuple[int, int]:
-        """Return the leader of the group with this block's root and tokens, and the leader linked
-        before it.
+        """Return the leader of the block's group, and the leader linked before it.
 
-        Either is NONE if it does not exist.
+        A group has one root and equal tokens. Either leader is NONE if it does not exist.
         """
         tables = self._tables
         value = tables.hashes[block_id]

@@ -92,14 +92,11 @@ class Tier(Protocol):
         ...
 
     def touch(self, prefix_hashes: Sequence[bytes]) -> None:
-        """Record that these blocks were used, here or in the pool. They are in the order of one
-        chain.
-        """
+        """Record that these blocks of one chain, in its order, were used, here or in the pool."""
         ...
 
     def read(self, blocks: Sequence[BlockAddress], into: Sequence[memoryview]) -> int:
-        """Fill `into` with the payloads of consecutive blocks of a chain; return how many are
-        verified.
+        """Read consecutive blocks of a chain into `into`; return how many are verified.
 
         Reading ends at the first block that is missing, damaged, or of another address or length. A
         bad block is dropped. The rest of `into` is undefined.
@@ -111,8 +108,7 @@ class Tier(Protocol):
         ...
 
     def write(self, blocks: Sequence[BlockAddress], payloads: Sequence[memoryview]) -> int:
-        """Store the blocks that are not stored yet; return how many of `blocks` are stored
-        afterwards.
+        """Store the blocks that are missing; return how many of `blocks` are stored afterwards.
 
         Order and lengths are arbitrary.
         """

@@ -15,13 +15,14 @@ _CHECKED_AGAIN = 512  # reported blocks that each call checks again, in about 50
 
 
 class Held(NamedTuple):
-    """Changes of a tier's contents, as 32-byte prefix hashes. A hash is in at most one of the two
-    tuples.
+    """Changes of a tier's contents, as 32-byte prefix hashes.
+
+    A hash is in at most one of the two tuples.
 
     Attributes:
         is_whole: `came` lists everything that the tier is known to hold; earlier reports are void.
         came: blocks that are known to be stored and were not reported yet.
-        left: blocks that were reported and are no longer known to be stored.
+        left: blocks that were reported and are not known to be stored any longer.
     """
 
     is_whole: bool

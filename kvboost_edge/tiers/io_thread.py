@@ -187,10 +187,9 @@ class IOThread(OffloadStore):
         return {tier.name: tier.stat() for tier in self._tiers}
 
     def take_held(self, whole: bool = False) -> dict[str, Held]:
-        """Return the changes of each working tier's contents, by name, for one reader. See
-        `Holdings`.
+        """Return the changes of each working tier's contents, by name, for one reader.
 
-        A tier that failed is reported once, as empty.
+        See `Holdings`. A tier that failed is reported once, as empty.
         """
         working = self._working()
         held = {tier.name: self._holdings[tier.name].take(whole) for tier in working}
@@ -345,9 +344,7 @@ class IOThread(OffloadStore):
         return at
 
     def _read_state(self, load: _Load, end: int, data: Bytes) -> bool:
-        """Read the state after `end` blocks into `data` and deliver it as the last chunk, if a tier
-        has it.
-        """
+        """Read the state after `end` blocks, and deliver it as the last chunk; return success."""
         tier, count = self._read_some([load.states[end]], data)
         with self._changed:
             self._staged -= data[count:].nbytes

@@ -73,9 +73,7 @@ def encode_header(space: bytes, address: BlockAddress, payload: memoryview) -> b
 
 
 def decode_header(data: bytes | memoryview) -> RecordHeader | None:
-    """Return the header at the start of `data`, or None if it is incomplete or its checksum is
-    wrong.
-    """
+    """Return the header at the start of `data`, or None if it is incomplete or damaged."""
     if len(data) < FIXED_BYTES:
         return None
     magic, length, num_tokens, payload_bytes, payload_sum, space, prefix_hash, parent_hash = (

@@ -35,9 +35,7 @@ class Uses:
         return RETAINED if block_id in self.retained else self.again[block_id]
 
     def matched(self, block_ids: Sequence[int]) -> bool:
-        """Mark the blocks of a prefix match as used again; return whether it reached the chain's
-        end.
-        """
+        """Mark matched blocks as used again; return whether the match reached the chain's end."""
         self.mark(block_ids)
         return bool(block_ids) and not self._followed[block_ids[-1]]
 

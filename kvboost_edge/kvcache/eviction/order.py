@@ -92,9 +92,7 @@ class _Line(Generic[K]):
             heapq.heappush(self.heap, (queue.first, owner))
 
     def oldest(self, counts: dict[bytes, int], floor: int) -> _Queue[K] | None:
-        """Return the queue with the oldest entry, among listed owners with more than `floor`
-        entries.
-        """
+        """Return the queue with the oldest entry among listed owners above `floor` entries."""
         heap = self.heap
         while heap:
             stamp, owner = heap[0]
@@ -273,9 +271,7 @@ class CachedOrder(Generic[K]):
         return taken
 
     def missed(self, *, once: int, again: int) -> None:
-        """Adapt the share to misses of entries evicted after one use (`once`) or after more
-        (`again`).
-        """
+        """Adapt the share to misses of entries evicted after one use, or after more (`again`)."""
         # A miss counts for more if evictions of its kind are rarer, by the root of their ratio. The
         # whole ratio (ARC's rule) follows a few misses too far: on a trace whose once-used entries
         # return later it hits 1.4% less than LRU. Without the ratio a small pool does not notice a

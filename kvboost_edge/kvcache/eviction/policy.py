@@ -56,8 +56,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def take(self, count: int, owner: bytes = ...) -> list[int]:
-        """Hand out `count` blocks to an owner in eviction order. At most `len(self)` may be asked
-        for.
+        """Hand out `count` blocks to an owner, in eviction order.
+
+        The caller asks for at most `len(self)` blocks.
         """
         ...
 

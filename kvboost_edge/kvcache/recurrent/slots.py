@@ -143,9 +143,7 @@ class StateSlots:
 
     @property
     def num_available(self) -> int:
-        """Number of slots that a running sequence can get: empty ones and snapshots without
-        readers.
-        """
+        """Number of slots for running sequences: empty ones and snapshots without readers."""
         return len(self._free) + self._num_idle
 
     def free_ids(self) -> list[int]:
@@ -168,9 +166,7 @@ class StateSlots:
         return dict(self._by_block)
 
     def is_own(self, slot: int) -> bool:
-        """Return whether the slot has a single reference and is not a snapshot, so it may be
-        written.
-        """
+        """Return whether the slot may be written: one reference, and not a snapshot."""
         return self._refs[slot] == 1 and slot not in self._snapshots
 
     def is_passed(self, block_id: int) -> bool:
@@ -226,8 +222,9 @@ class StateSlots:
                 return
 
     def hold(self, slot: int) -> None:
-        """Add a reference without counting a use: a table continues from a snapshot that it just
-        took.
+        """Add a reference without counting a use.
+
+        A table does this when it continues from a snapshot that it just took.
         """
         if slot in self._snapshots:
             self._num_idle -= self._refs[slot] == 1

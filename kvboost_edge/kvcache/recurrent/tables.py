@@ -61,8 +61,7 @@ def checkpoint_positions(
 
 
 def boundary_positions(hints: Sequence[int], num_slots: int) -> Sequence[int]:
-    """Return the message boundaries at which snapshots are kept, from those ahead in ascending
-    order.
+    """Return the message boundaries, of those in ascending order, at which to keep snapshots.
 
     The first one, which follows the system message of a new conversation, is always kept. Of many
     others the last ones at doubling distances are kept.
@@ -150,8 +149,9 @@ class _State:
 
 
 class NoTableStates:
-    """Null object for models without recurrent layers: every table has room, and no snapshot is
-    kept.
+    """Null object for models without recurrent layers.
+
+    Every table has room, and no snapshot is kept.
     """
 
     slots = None
@@ -291,9 +291,7 @@ class TableStates:
         return checkpoint_positions(start, stop, step, self._sizes.num_slots, small=small)
 
     def ask(self, table: BlockTable, index: int) -> None:
-        """Request a snapshot after block `index`, which another prompt has in common with this
-        table.
-        """
+        """Request a snapshot after block `index`, up to which another prompt shares this table."""
         state = self._states[table._serial]
         position = (index + 1) * self._size
         if (
@@ -402,8 +400,7 @@ class TableStates:
             state.saves.append((position, slot, reason))
 
     def wait(self, table: BlockTable) -> None:
-        """Set up a table that computes nothing: its blocks are loaded, then the state after one of
-        them.
+        """Set up a table that computes nothing, but waits for blocks and a state to be loaded.
 
         Until that state arrives, the deepest snapshot in the pool is held.
         """
@@ -523,8 +520,7 @@ class TableStates:
             state.tail = (block_id, entry.serial) if entry is not None and is_new else None
 
     def _drop_old_tail(self, state: _State) -> None:
-        """Drop the snapshot of an answer that has grown since, unless other tables continued from
-        it.
+        """Drop the old snapshot of a growing answer, unless other tables continued from it.
 
         A small state is kept as a checkpoint instead.
         """

@@ -106,8 +106,10 @@ class Room:
         )
 
     def limit(self, max_bytes: int) -> None:
-        """Set another cap, which applies from the next segment on. Raises ConfigError if it is too
-        small.
+        """Set another cap, which applies from the next segment on.
+
+        Raises:
+            ConfigError: the cap is below LEAST_BYTES.
         """
         self.max_bytes = _checked(max_bytes)
 
@@ -144,8 +146,10 @@ class Room:
                     self._files.close(handle)
 
     def take_from_others(self) -> bool:
-        """Delete a segment of the least recently used space without an owner; return False if none
-        is left.
+        """Delete a segment of the least recently used space without an owner.
+
+        Returns:
+            False if there is no such segment.
         """
         for other in sorted(self._others):
             with contextlib.suppress(OSError):

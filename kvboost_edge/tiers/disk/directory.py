@@ -169,8 +169,9 @@ def lock_with_retry(
 
 
 def describe(path: Path, files: Files) -> dict[str, Any]:
-    """Return the contents of a directory's space.json, with `used` as 0 if it is missing or
-    invalid.
+    """Return the contents of a directory's space.json.
+
+    `used` is 0 if it is missing or invalid.
     """
     try:
         found = json.loads(read_file(files, path / DESCRIPTION) or b"")

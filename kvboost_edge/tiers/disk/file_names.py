@@ -72,9 +72,7 @@ def segment_ids(sizes: Iterable[str]) -> list[int]:
 
 
 def leftovers(sizes: Iterable[str]) -> list[str]:
-    """Return the files that a killed process left: unfinished files, and sidecars without a
-    segment.
-    """
+    """Return the files of a killed process: unfinished ones, and sidecars without a segment."""
     held = {sidecar_path(Path(), number).name for number in segment_ids(sizes)}
     return [
         name

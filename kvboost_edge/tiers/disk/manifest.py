@@ -1,5 +1,4 @@
-"""Manifest of a space: its records from least to most recently used, so that LRU survives a
-restart.
+"""Manifest of a space: its records in LRU order, so that the order survives a restart.
 
 The format is `_FIXED`, one u64 for each record, and the xxh3-128 of all bytes before it. A u64
 holds segment, offset / 64, and whether the record was requested since it was written. Records after

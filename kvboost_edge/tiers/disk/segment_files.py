@@ -121,8 +121,9 @@ class SegmentFiles:
             yield number, records
 
     def records(self, number: int) -> list[SegmentRecord]:
-        """Return the records of a settled segment, from its sidecar or by a scan. May raise
-        OSError.
+        """Return the records of a settled segment. May raise OSError.
+
+        They come from its sidecar, or else from a scan.
         """
         size = self._all[number].nbytes
         known = self._sidecar(number, size)
@@ -258,8 +259,10 @@ class SegmentFiles:
             self._forget_one(number)
 
     def _forget_one(self, number: int) -> bool:
-        """Close the least recently used file except this one and the active one; return False if
-        none.
+        """Close the least recently used file except this one and the active one.
+
+        Returns:
+            False if there is no such file.
         """
         active = 0 if self.active is None else self.active.number
         other = next((other for other in self._handles if other not in (number, active)), None)

@@ -166,8 +166,9 @@ class DiskTier:
         )
 
     def close(self) -> None:
-        """Close the tier; the last tier of a store writes out pending data. A second call does
-        nothing.
+        """Close the tier. A second call does nothing.
+
+        The last tier of a store writes out pending data.
         """
         with _stores_lock:
             store = self._store

@@ -90,10 +90,10 @@ class RedisConnection:
         return self._breaker.is_open
 
     def ask(self, commands: Sequence[Command], at_once: int) -> list[Any] | None:
-        """Send commands in pipelines and return one reply each, or None if the server is
-        unreachable.
+        """Send commands in pipelines and return one reply each, or None if that failed.
 
-        A reply may be a `ServerError`.
+        None means that the server is unreachable or not used at the moment. A reply may be a
+        `ServerError`.
 
         Args:
             commands: the commands.

@@ -250,8 +250,9 @@ class RedisTier:
         self._ask([("UNLINK", *keys) for keys in names.values() if keys], _SMALL_COMMANDS)
 
     def tend(self) -> None:
-        """Renew the time to live of touched blocks, which may be served from the pool alone. Does
-        I/O.
+        """Renew the time to live of touched blocks. Does I/O.
+
+        Blocks that the pool serves are neither read nor written here, but they are in use.
         """
         self._refresh(_MOST_TOUCHED)
 
@@ -419,8 +420,9 @@ class RedisTier:
             _remember(self._seen, [prefix_hash], self._clock())
 
     def _lost(self, *prefix_hashes: bytes) -> None:
-        """Record that the first block is missing; forget that the others were seen, as they follow
-        it.
+        """Record that the first block is missing, and forget when all of them were seen.
+
+        The others follow it in the chain, so they are probably gone too.
         """
         with self._lock:
             self._dropped.add(hash_ for hash_ in prefix_hashes[:1] if hash_ in self._seen)
