@@ -36,12 +36,13 @@ def option_page() -> str:
     parts = [_HEAD]
     for title, text, cls in _SECTIONS:
         has_flags = cls in (EngineConfig, ServerSettings)
-        names = ("option", "flag") if has_flags else ("option",)
         rows = []
         for name, declared in options_of(cls).items():
-            flag = ", ".join(f"`{one}`" for one in declared.flags(name)) if name in flags else ""
-            cells = (f"`{name}`", flag) if has_flags else (f"`{name}`",)
-            rows.append((*cells, declared.help, declared.allowed, declared.shown_default))
-        columns = (*names, "meaning", "allowed", "default")
+            shown = [f"`{name}`"]
+            if has_flags and name in flags:
+                shown += [f"`{flag}`" for flag in declared.flags(name)]
+            cells = ("<br>".join(shown), declared.help, declared.allowed, declared.shown_default)
+            rows.append(cells)
+        columns = ("option, flags" if has_flags else "option", "meaning", "allowed", "default")
         parts.append(f"\n## {title}\n\n{text}\n\n{table(columns, rows)}")
     return "".join(parts)

@@ -53,7 +53,9 @@ def test_the_script_writes_and_checks(monkeypatch, tmp_path, capsys):
 def test_every_option_is_declared_and_has_a_row(cls):
     assert [*options_of(cls)] == [*cls.__dataclass_fields__]
     page = option_page()
-    assert all(f"\n| `{name}` |" in page for name in options_of(cls))
+    assert not [
+        name for name in options_of(cls) if not re.search(rf"\n\| `{name}`(<br>| \|)", page)
+    ]
 
 
 def test_every_command_and_each_of_its_flags_is_listed():

@@ -1,0 +1,16 @@
+// Names and focus for parts that the theme adds when a page has loaded.
+function name_parts() {
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  document.querySelectorAll(".md-code__nav").forEach((one, number) => {
+    one.setAttribute("aria-label", `Code block ${number + 1}`);
+  });
+  for (const one of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
+    if (one.scrollWidth > one.clientWidth) one.tabIndex = 0; // the keyboard can scroll it
+    else one.removeAttribute("tabindex");
+  }
+}
+
+const watcher = new MutationObserver(name_parts);
+watcher.observe(document.body, { childList: true, subtree: true });
+window.addEventListener("resize", name_parts);
+name_parts();
