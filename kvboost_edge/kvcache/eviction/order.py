@@ -1,15 +1,13 @@
 """Eviction order of cached entries: a segmented LRU with an adaptive share.
 
 The adaptation follows ARC (Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
-FAST 2003).
+FAST 2003). An entry is a block of the pool or a record of a tier. There are three queues, each with
+the oldest entry first:
 
-An entry is a block of the pool or a record of a tier. There are three queues, each with the oldest
-entry first:
-
-- Entries used once. The oldest is evicted first while the queue is longer than its share. - Entries
-used again. Otherwise the oldest entry of these two queues is evicted. - Retained entries. An
-owner's retained entries are evicted after its other entries. At most as many as its floor are
-retained; the others count as used again.
+- Entries used once. Its oldest entry is evicted first while the queue is longer than its share.
+- Entries used again. Otherwise the oldest entry of these two queues is evicted.
+- Retained entries. An owner's retained entries are evicted after its other entries. At most as many
+  as its floor are retained; the others count as used again.
 
 The share starts at a tenth of the capacity and can grow to all of it, which is plain LRU. It grows
 when a missed entry was evicted after one use, and shrinks when the entry had been used again. Data
@@ -204,7 +202,7 @@ class CachedOrder(Generic[K]):
         return queue
 
     def _trim(self, queue: _Queue[K]) -> None:
-        """Release an owner's least recently used entries beyond its floor or its recency window."""
+        """Settle an owner's least recently used entries beyond its floor or its recency window."""
         while len(queue) > self._floor:
             self._settle(next(iter(queue)))
         recent = self._recent.get(queue.owner, ())
@@ -218,7 +216,7 @@ class CachedOrder(Generic[K]):
             self._settle(key)
 
     def _settle(self, key: K) -> None:
-        """Move an entry that is retained, or in the window, to its other line, as used now."""
+        """Move an entry that is retained, or in the window, to its own line, as used now."""
         owner = self._where[key].owner
         line = self._lines[self._leave_window(owner, key)]
         del self._where[key][key]

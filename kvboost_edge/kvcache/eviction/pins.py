@@ -112,11 +112,15 @@ class Pins:
         return list(self._owners.values()).count(owner)
 
     def check_size(self, num_tokens: int, share: float = 1.0) -> None:
-        """Check that a prompt can be pinned if its owner, with this share, has no other pins.
+        """Check that a prompt could be pinned if its owner had no other pins.
+
+        Args:
+            num_tokens: tokens of the prompt.
+            share: the owner's share of the bound.
 
         Raises:
             RequestError: the prompt has no full block.
-            CapacityError: the prompt exceeds the owner's share of the bound.
+            CapacityError: the prompt exceeds the owner's share.
         """
         num_full = num_tokens // self._block_size
         if not num_full:
@@ -208,10 +212,10 @@ class Pins:
         return self._match(token_ids, root).block_ids
 
     def retain(self, block_ids: Sequence[int], owner: bytes, until: float) -> None:
-        """Evict these published blocks after all others of their owner, until a time.
+        """Retain published blocks: until a time, evict them after all other blocks of their owner.
 
-        Blocks that are retained for longer stay so. Retained blocks still count as free: no request
-        waits for them or fails because of them.
+        Blocks that are already retained for longer stay so. Retained blocks still count as free: no
+        request waits for them or fails because of them.
 
         Args:
             block_ids: blocks of a chain from its head.

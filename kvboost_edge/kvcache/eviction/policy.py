@@ -3,8 +3,8 @@
 The pool keeps reference counts and the policy keeps the order. A block belongs to the policy from
 its last release until it is handed out or shared again. `LeastRecentlyUsed` follows two rules:
 
-1. A released block that can still be matched goes to the back, to live longest. 2. A released block
-that cannot be matched goes to the front, to be reused before cached blocks.
+1. A released block that can still be matched goes to the back, to live longest.
+2. A released block that cannot be matched goes to the front, to be reused before cached blocks.
 """
 
 from __future__ import annotations

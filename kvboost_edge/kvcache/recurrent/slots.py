@@ -61,7 +61,7 @@ class SnapshotWatcher(Protocol):
 
 
 class StateSlots:
-    """Slots 0 to num_slots - 1, all free at first.
+    """State slots 0 to num_slots - 1, all free at first.
 
     A referenced slot is never reused. Among snapshots that no sequence reads, the least recently
     used one is evicted first. Its age is counted in snapshots taken or read. Checkpoints, and

@@ -100,8 +100,8 @@ class PassSlots(NamedTuple):
         read: slot to read; -1 for a state of zeros.
         write: slot to write.
         saves: (rows, slot) for each snapshot inside the pass, taken after that many rows.
-        keeps: the written state becomes a snapshot too. For an answer this needs another free slot
-            at commit.
+        keeps: the written state becomes a snapshot too; for an answer, only if a slot is free at
+            commit.
     """
 
     read: int
@@ -459,7 +459,7 @@ class TableStates:
     def drain_kept(self) -> list[int]:
         """Return blocks that got a snapshot since the last call, checkpoints excluded.
 
-        Some of the snapshots may be dropped already.
+        Some of the snapshots may have been dropped since.
         """
         kept = self._kept
         self._kept = {}
