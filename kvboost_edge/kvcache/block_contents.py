@@ -29,14 +29,14 @@ class AddressesAfter(NamedTuple):
 
     Attributes:
         num_shared: blocks of the longest prefix that can be shared.
-        num_there: blocks after it that are in the pool too, but without the recurrent state needed
+        num_in_pool: blocks after it that are in the pool too, but lack the recurrent state needed
             to share them.
         addresses: addresses of all full blocks after the prefix that could be served, blocks in the
             pool first. Hashed lazily.
     """
 
     num_shared: int
-    num_there: int
+    num_in_pool: int
     addresses: Iterator[BlockAddress]
 
 

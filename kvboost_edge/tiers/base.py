@@ -203,7 +203,7 @@ class OffloadStore:
         ticket: int,
         addresses: Sequence[BlockAddress],
         states: Mapping[int, BlockAddress] | None = None,
-        num_there: int = 0,
+        num_in_pool: int = 0,
     ) -> None:
         """Start to read consecutive blocks of a chain, as far as a tier has them.
 
@@ -215,7 +215,7 @@ class OffloadStore:
             ticket: identifies the load.
             addresses: the blocks to read, in order.
             states: addresses of states that a tier may have, by the number of blocks before each.
-            num_there: number of blocks before the first address. They are in the pool already.
+            num_in_pool: number of blocks before the first address. They are in the pool already.
         """
         raise AssertionError("there is no tier to load from")
 

@@ -63,7 +63,7 @@ class _Load(NamedTuple):
     ticket: int
     addresses: Sequence[BlockAddress]
     states: Mapping[int, BlockAddress]
-    num_there: int
+    num_in_pool: int
 
 
 class _Store(NamedTuple):
@@ -139,10 +139,10 @@ class IOThread(OffloadStore):
         ticket: int,
         addresses: Sequence[BlockAddress],
         states: Mapping[int, BlockAddress] | None = None,
-        num_there: int = 0,
+        num_in_pool: int = 0,
     ) -> None:
         with self._changed:
-            self._loads.append(_Load(ticket, addresses, states or {}, num_there))
+            self._loads.append(_Load(ticket, addresses, states or {}, num_in_pool))
             self._changed.notify_all()
 
     def cancel(self, ticket: int) -> None:
@@ -272,8 +272,8 @@ class IOThread(OffloadStore):
             return
         ends = self._ends(load)
         deepest = next(ends, 0)
-        wanted = load.addresses[: max(0, deepest - load.num_there)]
-        count = load.num_there + self._read_blocks(load.ticket, wanted, is_all=False)
+        wanted = load.addresses[: max(0, deepest - load.num_in_pool)]
+        count = load.num_in_pool + self._read_blocks(load.ticket, wanted, is_all=False)
         usable = (end for end in itertools.chain([deepest], ends) if 0 < end <= count)
         for end in itertools.islice(usable, _MOST_STATES_TRIED):
             room = self._stage(load.ticket, 1, self._state_bytes)
@@ -304,7 +304,7 @@ class IOThread(OffloadStore):
             asked = ends[:_ASKED_AT_ONCE]
             ends = ends[_ASKED_AT_ONCE:]
             found = self._ask([*heads, *(load.states[end].prefix_hash for end in asked)])
-            reach = max(asked) if all(found[: len(heads)]) else load.num_there
+            reach = max(asked) if all(found[: len(heads)]) else load.num_in_pool
             yield from (
                 end for end in itertools.compress(asked, found[len(heads) :]) if end <= reach
             )

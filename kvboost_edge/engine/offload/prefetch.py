@@ -44,7 +44,7 @@ class Prefetch:
         token_ids: The tokens of all blocks that may arrive.
         is_prefix: True if they are the sequence's own first tokens.
         num_found: Blocks that were in the pool at the start.
-        num_there: The last blocks of `num_found` that no recurrent state follows. The state to
+        num_in_pool: The last blocks of `num_found` that no recurrent state follows. The state to
             restore may belong after one of them.
         arrived: Tokens by tier.
         states: Hashes of the recurrent states of hybrid models; one of them may arrive.
@@ -61,7 +61,7 @@ class Prefetch:
         *,
         is_prefix: bool,
         states: frozenset[bytes],
-        num_there: int,
+        num_in_pool: int,
     ) -> None:
         self.ticket = ticket
         self.sequence = sequence
@@ -70,7 +70,7 @@ class Prefetch:
         self.is_prefix = is_prefix
         self.states = states
         self.num_found = len(table)
-        self.num_there = num_there
+        self.num_in_pool = num_in_pool
         self.waiting: set[int] = set()
         self.arrived: Counter[str] = Counter()
         self.is_done = False
@@ -219,8 +219,8 @@ class PrefetchQueue(Prefetcher):
             return None
         manager = self._manager
         size = self._manager.block_size
-        first, num_there, after = manager.content.addresses_after(ids, root, known)
-        blocks = list(itertools.islice(after, num_there))
+        first, num_in_pool, after = manager.content.addresses_after(ids, root, known)
+        blocks = list(itertools.islice(after, num_in_pool))
         blocks += itertools.takewhile(lambda block: self._store.may_hold(block.prefix_hash), after)
         states: dict[int, BlockAddress] = {}
         if manager.states is not None:
@@ -254,7 +254,7 @@ class PrefetchQueue(Prefetcher):
         deepest = frozenset([states[len(blocks)].prefix_hash] if states else [])
         coming = deepest if all(map(self._store.holds, deepest)) else wanted
         ticket = next(self._tickets)
-        num_there = len(table) - first
+        num_in_pool = len(table) - first
         load = Prefetch(
             ticket,
             sequence,
@@ -262,10 +262,10 @@ class PrefetchQueue(Prefetcher):
             token_ids,
             is_prefix=is_prefix,
             states=coming,
-            num_there=num_there,
+            num_in_pool=num_in_pool,
         )
         self._by_ticket[ticket] = self._by_sequence[sequence.index] = load
-        self._store.load(ticket, blocks[num_there:], states, num_there)
+        self._store.load(ticket, blocks[num_in_pool:], states, num_in_pool)
         return load
 
     def used(self, table: BlockTable) -> None:

@@ -225,10 +225,10 @@ class Tiering(Untiered):
         """Handle the last chunk for a hybrid model: its deepest state, or none."""
         if not self._manager.recurrent.has_room(load.table):
             behind = 0  # a prefetch of a state alone has reserved no slot
-        num_blocks = load.num_found - load.num_there + behind
+        num_blocks = load.num_found - load.num_in_pool + behind
         if behind:
             self._states.put(load.table, num_blocks, piece.data)
-        load.cut(max(0, behind - load.num_there) * self._manager.block_size)
+        load.cut(max(0, behind - load.num_in_pool) * self._manager.block_size)
         load.end()
         if num_blocks * self._manager.block_size < len(load.token_ids):
             self._loads.finish(load)  # no tier has the rest, which other sequences may wait for
