@@ -22,18 +22,20 @@ from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.engine import stats
 from kvboost_edge.engine.build import EngineParts, build_from_model, build_from_path
 from kvboost_edge.engine.core import EngineCore
+from kvboost_edge.engine.grammar.compiler import GrammarFields
 from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.kvboost_views import KVBoostViews
-from kvboost_edge.engine.memory.state_budget import states_refusal
 from kvboost_edge.engine.offload.tiering import make_tiering
 from kvboost_edge.engine.request.answer_ids import KeptAnswers
-from kvboost_edge.engine.request.prompts import Document, Prompt
+from kvboost_edge.engine.request.prompts import Document, Prompt, SnapshotFields
 from kvboost_edge.engine.request.request import Request, RequestArrival, SamplingParams
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, WarmResult
 from kvboost_edge.engine.request.sampling_defaults import SamplingDefaults
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.sequence_factory import Sequences, make_scheduler
+from kvboost_edge.engine.spans import ReuseFields
+from kvboost_edge.engine.spec_decode.speculation import DraftFields
 from kvboost_edge.engine.stats import BlockDetail
 from kvboost_edge.engine.tasks.calls import Calls
 from kvboost_edge.engine.tasks.documents import Documents
@@ -192,7 +194,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             parts.runner, parts.backend, self._scheduler, self._sequences, config.debug_checks
         )
         self._core.use_tiers(tiering)
-        self._intake = Intake(parts, config, self._core.check_open, self._core.answers)
+        self._reuse = ReuseFields(config, parts.runner)
+        features = (
+            self._reuse,
+            SnapshotFields(parts.tokenizer, is_recurrent=bool(info.kv_spec.states)),
+            DraftFields(config, parts.manager, is_native=info.name == "native"),
+            GrammarFields(),
+        )
+        self._intake = Intake(parts, config, self._core.check_open, self._core.answers, features)
         self._calls = Calls(self._core)
         self._embedding = Embedding(parts, self._intake, self._calls)
         self._documents = Documents(parts, config, self._intake, self._core)
@@ -230,14 +239,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     @property
     def reuse_refusal(self) -> str | None:
         """Why requests with mode="chunk_kv_reuse" are refused here; None: they are not."""
-        return states_refusal(self._parts.runner.info) or self._parts.runner.moved_keys_refusal
+        return self._reuse.refusal
 
     @property
     def default_reuse_refusal(self) -> str | None:
         """The reason that requests with mode="chunk_kv_reuse" and the engine's options of reuse are
         refused: `reuse_refusal`, or a stored verdict. None: they are not.
         """
-        return self.reuse_refusal or self._gate.refusal(self._intake.own_repair())
+        return self.reuse_refusal or self._gate.refusal(self._reuse.own_repair())
 
     # Generation.
 
@@ -396,7 +405,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         terms = Terms.taken_from(options)
         alone = self._documents.read(text, position_offset, documents, terms, options)
         if alone is not None:
-            self._gate.require_repair(self._intake.own_repair())
+            self._gate.require_repair(self._reuse.own_repair())
             return _logged(self._documents.warm(alone, terms, handles))
         request = self._intake.make(cast(Prompt, text), terms, SamplingParams(), prefill_only=True)
         self._run([request])
@@ -410,7 +419,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         The test runs on an engine of its own over the same model: it evicts nothing of this one's
         cache and counts in none of its figures. Options: recompute_*.
         """
-        return self._gate.verdict(self._intake.own_repair(options))
+        return self._gate.verdict(self._reuse.own_repair(options))
 
     def pin(
         self,
@@ -493,7 +502,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
                 raise RequestError(f"max_new_tokens is given twice: {prompts} and {max_new_tokens}")
             max_new_tokens = as_int("max_new_tokens", prompts)
             prompts = None
-        return verify(self, self._gate, self._intake, mode, prompts, max_new_tokens, options)
+        return verify(self, self._gate, self._reuse, mode, prompts, max_new_tokens, options)
 
     def paged_stats(self) -> dict[str, Any]:
         """State of pool, memory and engine; keys in `stats.paged_stats`."""

@@ -10,37 +10,26 @@ import hashlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.config import EngineConfig
 from kvboost_edge.engine.build import EngineParts
-from kvboost_edge.engine.memory.state_budget import (
-    most_draft_tokens,
-    speculation_refusal,
-    states_refusal,
-)
 from kvboost_edge.engine.request.answer_ids import AnswerStore
-from kvboost_edge.engine.request.grammar import KINDS, Grammar, read_grammar
 from kvboost_edge.engine.request.prompts import Prompt, encode_prompt, resolve_max_tokens
 from kvboost_edge.engine.request.request import (
     Request,
     RequestArrival,
+    RequestFeature,
+    RequestInputs,
     SamplingParams,
     resolve_sampling,
 )
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.spec_decode.drafting import prepare_drafts
 from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.hashing import HASH_BYTES, narrowed_root, shared_root
-from kvboost_edge.reuse.recompute import Repair
-from kvboost_edge.reuse.span_search import prepare_search
-from kvboost_edge.text.message_boundaries import user_starts
 
 __all__ = ["Intake", "Seeds"]
-
-_REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
-_GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict says "passed"
 
 
 class Seeds:
@@ -81,8 +70,10 @@ class Intake:
         config: EngineConfig,
         check_open: Callable[[], None],
         answers: AnswerStore,
+        features: Sequence[RequestFeature] = (),
     ) -> None:
         self._answers = answers
+        self._features = features
         self._parts = parts
         self._config = config
         self._seeds = Seeds(config.seed)
@@ -147,7 +138,6 @@ class Intake:
         prefill_only = prefill_only or params.max_new_tokens == 0
         needs_logits = prefill_only or logits_start is not None
         self._check_kind(terms, generates=not needs_logits, wants_states=wants_states)
-        repair = self._repair(terms, params, needs_exact=needs_logits)
         root = self.root(terms)
         text, ids = encode_prompt(
             prompt, tokenizer, info.vocab_size, lambda answer: self._answers.find(root, answer)
@@ -156,6 +146,11 @@ class Intake:
         shown = text if entry.prompt_text is None else entry.prompt_text
         if not shown and entry.prompt_text is None:
             shown = tokenizer.decode(ids, skip_special_tokens=False)
+        inputs = RequestInputs(terms, params, ids, generates=not needs_logits)
+        # First: a request that a feature refuses takes no number and no seed.
+        fields: dict[str, Any] = {}
+        for feature in self._features:
+            fields.update(feature.prepare(inputs))
         index = next(self._next_index)
         tenant = self._tenant_root(terms)
         eos = frozenset() if params.ignore_eos else self._parts.eos_token_ids
@@ -180,13 +175,8 @@ class Intake:
             cache_key=narrowed_root(root, "cache_key", terms.cache_key)
             if terms.cache_key
             else None,
-            snapshot_hints=self._hints(terms, ids),
-            repair=repair,
-            gate="" if repair is None else _GATES[self._config.reuse_gate],
-            max_draft_tokens=0 if needs_logits else self._most_drafted(terms),
-            grammar=self._grammar(params, needs_logits=needs_logits),
-            always_drafts=(terms.speculation or self._config.speculation) == "on",
             prefix_hashes=self._known_hashes(entry.prefix_hashes, len(ids)),
+            **fields,
         )
 
     def _max_tokens(self, num_tokens: int, params: SamplingParams, *, needs_logits: bool) -> int:
@@ -226,87 +216,6 @@ class Intake:
                 f"{self._config.block_size} tokens, each with a hash of {HASH_BYTES} bytes"
             )
         return known
-
-    def _hints(self, terms: Terms, ids: Sequence[int]) -> tuple[int, ...]:
-        """Where states are kept besides where they are in any case: where the user's messages
-        begin.
-        """
-        if not self._parts.runner.info.kv_spec.states:
-            return ()
-        return terms.snapshot_hints or user_starts(self._parts.tokenizer, ids)
-
-    def _grammar(self, params: SamplingParams, *, needs_logits: bool) -> Grammar | None:
-        """What the answer has to fit; RequestError where there will be none."""
-        grammar = read_grammar({kind: getattr(params, kind) for kind in KINDS})
-        if grammar is not None and needs_logits:
-            raise RequestError(f"{grammar.kind} is what an answer fits, and none is generated here")
-        return grammar
-
-    def _most_drafted(self, terms: Terms) -> int:
-        """Most tokens guessed ahead in a step; 0: none. Torch's results depend on the batch: there
-        only who asks for it has drafts.
-        """
-        chosen = terms.speculation or self._config.speculation
-        states = self._parts.manager.states
-        refusal = speculation_refusal(self._config, states)
-        if refusal is not None:
-            if chosen == "on":
-                raise RequestError(f"speculation='on' is refused: {refusal}")
-            return 0
-        if chosen == "off" or (chosen == "auto" and self._parts.runner.info.name != "native"):
-            return 0
-        prepare_drafts()
-        most = most_draft_tokens(self._config, states)
-        asked = terms.max_draft_tokens or most
-        return asked if states is None else min(asked, most)
-
-    def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
-        """How the engine repairs reuse, unless recompute_* options say otherwise; RequestError for
-        any other option, and where nothing is reused at other positions.
-        """
-        given = dict(options or {})
-        for name in sorted(given.keys() - set(_REPAIRS)):
-            raise RequestError(
-                f"option {name!r} does not go with mode='chunk_kv_reuse' here; known: "
-                f"{', '.join(_REPAIRS)}"
-            )
-        terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
-        repair = self._repair(terms, SamplingParams(), needs_exact=False)
-        assert repair is not None
-        return repair
-
-    def _repair(self, terms: Terms, params: SamplingParams, *, needs_exact: bool) -> Repair | None:
-        """How a request that shares at other positions is repaired; RequestError where it cannot
-        share there.
-        """
-        given = {name: value for name in _REPAIRS if (value := getattr(terms, name)) is not None}
-        if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
-            if given:
-                raise RequestError(
-                    f"{next(iter(given))} is for mode='chunk_kv_reuse', and "
-                    f"mode={str(terms.mode)!r}"
-                )
-            return None
-        exact = (
-            "pin"
-            if terms.pin or terms.pins
-            else "prompt_logprobs"
-            if params.prompt_logprobs is not None
-            else None
-        )
-        if needs_exact or exact:
-            raise RequestError(
-                f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs "
-                "exact keys and values; use mode='prefix_cache'"
-            )
-        refusal = states_refusal(self._parts.runner.info) or self._parts.runner.moved_keys_refusal
-        if refusal is not None:
-            raise RequestError(f"mode='chunk_kv_reuse' is refused: {refusal}")
-        prepare_search()
-        strategy, overlap, ratio = (
-            given.get(name, getattr(self._config, name)) for name in _REPAIRS
-        )
-        return Repair(strategy=RecomputeStrategy(strategy), overlap=overlap, ratio=ratio)
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
         """The ids a request with this prompt would have; draws no seed and no number."""

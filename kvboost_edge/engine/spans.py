@@ -3,29 +3,115 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
 
 import numpy as np
 
 from kvboost_edge.backends.base import BatchLayout
-from kvboost_edge.config import GenerationMode, RecomputeStrategy
+from kvboost_edge.config import EngineConfig, GenerationMode, RecomputeStrategy
+from kvboost_edge.engine.memory.state_budget import states_refusal
 from kvboost_edge.engine.offload.prefetch import Prefetch, PrefetchQueue
-from kvboost_edge.engine.request.request import Request
+from kvboost_edge.engine.request.request import (
+    Request,
+    RequestFeature,
+    RequestInputs,
+    SamplingParams,
+)
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule.feature import SharedSpans
 from kvboost_edge.engine.schedule.planners import SpanPlacement
 from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
+from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.block_table import BlockTable, TableSegment
 from kvboost_edge.kvcache.hashing import decode_tokens
 from kvboost_edge.kvcache.manager import KVCacheManager
 from kvboost_edge.reuse.block_history import Chain
 from kvboost_edge.reuse.deviation_scoring import Probe, ProbeRow, QueryProbe, num_probed_blocks
 from kvboost_edge.reuse.indexing import SpanFinder
+from kvboost_edge.reuse.recompute import Repair
+from kvboost_edge.reuse.span_search import prepare_search
 from kvboost_edge.runners.base import ForwardBatch, Runner
 from kvboost_edge.segments import Segment
 
-__all__ = ["Prober", "SequenceSpans", "SpanSharing"]
+__all__ = ["Prober", "ReuseFields", "SequenceSpans", "SpanSharing"]
+
+_REPAIRS = ("recompute_strategy", "recompute_overlap", "recompute_ratio")
+_GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict says "passed"
+
+
+class ReuseFields(RequestFeature):
+    """Non-prefix KV reuse of a request: how reused tokens are recomputed."""
+
+    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+        self._config = config
+        self._runner = runner
+
+    @property
+    def refusal(self) -> str | None:
+        """Reason that the model or its runner allows no non-prefix reuse, or None."""
+        return states_refusal(self._runner.info) or self._runner.moved_keys_refusal
+
+    def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
+        """Return the recomputation and the state of the quality gate.
+
+        Raises RequestError for a request that cannot reuse KV at other positions, and for options
+        of reuse in another mode.
+        """
+        repair = self._repair(inputs.terms, inputs.params, generates=inputs.generates)
+        return {
+            "repair": repair,
+            "gate": "" if repair is None else _GATES[self._config.reuse_gate],
+        }
+
+    def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
+        """Return the engine's recomputation, changed by the given recompute_* options.
+
+        Raises RequestError for any other option, and where non-prefix reuse is refused.
+        """
+        given = dict(options or {})
+        for name in sorted(given.keys() - set(_REPAIRS)):
+            raise RequestError(
+                f"option {name!r} does not go with mode='chunk_kv_reuse' here; known: "
+                f"{', '.join(_REPAIRS)}"
+            )
+        terms = Terms(mode=GenerationMode.CHUNK_KV_REUSE, **given)
+        repair = self._repair(terms, SamplingParams(), generates=True)
+        assert repair is not None
+        return repair
+
+    def _repair(self, terms: Terms, params: SamplingParams, *, generates: bool) -> Repair | None:
+        """Return the recomputation of a request, None in other modes; raise RequestError if the
+        request needs exact KV.
+        """
+        given = {name: value for name in _REPAIRS if (value := getattr(terms, name)) is not None}
+        if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
+            if given:
+                raise RequestError(
+                    f"{next(iter(given))} is for mode='chunk_kv_reuse', and "
+                    f"mode={str(terms.mode)!r}"
+                )
+            return None
+        exact = (
+            "pin"
+            if terms.pin or terms.pins
+            else "prompt_logprobs"
+            if params.prompt_logprobs is not None
+            else None
+        )
+        if exact or not generates:
+            raise RequestError(
+                f"mode='chunk_kv_reuse' is approximate, and {exact or 'what is asked for'} needs "
+                "exact keys and values; use mode='prefix_cache'"
+            )
+        if self.refusal is not None:
+            raise RequestError(f"mode='chunk_kv_reuse' is refused: {self.refusal}")
+        prepare_search()
+        strategy, overlap, ratio = (
+            given.get(name, getattr(self._config, name)) for name in _REPAIRS
+        )
+        return Repair(strategy=RecomputeStrategy(strategy), overlap=overlap, ratio=ratio)
 
 
 class SequenceSpans(SharedSpans):

@@ -32,7 +32,7 @@ def prompt_of(engine, order, question=QUESTIONS[0]):
 
 
 def test_the_bundled_model_passes_its_test(engine):
-    repair = engine._intake.own_repair()
+    repair = engine._reuse.own_repair()
     verdict = engine._gate.verdict(repair)
     assert verdict.passed
     assert 0 < verdict.kl_reuse < verdict.kl_order
@@ -64,7 +64,7 @@ def test_a_document_behind_what_it_was_computed_behind_is_as_if_computed_there(e
     prompt = [*lead, *text, *engine.tokenizer.encode(QUESTIONS[2], False)]
     answer = (1, 2, 3)
     engine.warm(text, position_offset=77)
-    repair = engine._intake.own_repair({"recompute_strategy": "none"})
+    repair = engine._reuse.own_repair({"recompute_strategy": "none"})
     with engine._gate.privately() as whose:
         _, full = engine._gate.logits(prompt, answer, whose.full)
     result, reused = engine._gate.logits(prompt, answer, Terms(), repair)

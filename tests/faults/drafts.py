@@ -128,7 +128,7 @@ FAULTS = faults(
     ),
     (
         "drafts: more than there is room for are proposed",
-        "engine/request_builder.py",
+        "engine/spec_decode/speculation.py",
         "else min(asked, most)",
         "else asked",
         _OF_BUDGET,

@@ -399,8 +399,8 @@ FAULTS = faults(
     ),
     (
         "borders: of a chat are not told",
-        "engine/request_builder.py",
-        "terms.snapshot_hints or user_starts(self._parts.tokenizer, ids)",
+        "engine/request/prompts.py",
+        "terms.snapshot_hints or user_starts(self._tokenizer, inputs.token_ids)",
         "terms.snapshot_hints",
         "tests/engine/test_hybrid_end_to_end.py::"
         "test_a_chat_goes_on_from_where_another_one_with_its_system_message_left_it",

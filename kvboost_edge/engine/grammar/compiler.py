@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost_edge.engine.grammar.masks import GrammarConstraint, first_line, prepare_masks
-from kvboost_edge.engine.request.grammar import Grammar, MadeGrammar, read_grammar
+from kvboost_edge.engine.request.grammar import KINDS, Grammar, MadeGrammar, read_grammar
+from kvboost_edge.engine.request.request import RequestFeature, RequestInputs
 from kvboost_edge.errors import BackendUnavailable, RequestError, install_extra
 from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-__all__ = ["GrammarCompiler", "check_grammar", "fits_schema"]
+__all__ = ["GrammarCompiler", "GrammarFields", "check_grammar", "fits_schema"]
 
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
@@ -152,6 +153,17 @@ class GrammarCompiler:
         from llguidance import LLTokenizer
 
         return LLTokenizer(codec.to_json(), n_vocab=self._vocab_size, eos_token=known)
+
+
+class GrammarFields(RequestFeature):
+    """The grammar of a request."""
+
+    def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
+        """Return the grammar; RequestError if it is invalid or nothing is generated."""
+        grammar = read_grammar({kind: getattr(inputs.params, kind) for kind in KINDS})
+        if grammar is not None and not inputs.generates:
+            raise RequestError(f"{grammar.kind} is what an answer fits, and none is generated here")
+        return {"grammar": grammar}
 
 
 def check_grammar(grammar: Grammar) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvboost_edge.engine.request.request import SamplingParams
+from kvboost_edge.engine.request.request import RequestFeature, RequestInputs, SamplingParams
 from kvboost_edge.errors import KVBoostError, RequestError
 from kvboost_edge.options import as_int
+from kvboost_edge.text.message_boundaries import user_starts
 
 if TYPE_CHECKING:
     from kvboost_edge.text.rendered_chat import FindAnswer
@@ -17,6 +18,7 @@ __all__ = [
     "LIMIT_ADVICE",
     "Document",
     "Prompt",
+    "SnapshotFields",
     "check_text",
     "encode_document",
     "encode_prompt",
@@ -164,3 +166,18 @@ def _encode_chat(
         Exception
     ) as error:  # a template is a program that came with the model: it may raise anything
         raise RequestError(f"the model's chat template refused the messages: {error}") from error
+
+
+class SnapshotFields(RequestFeature):
+    """Positions of snapshots of recurrent state in a request's prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_recurrent: bool) -> None:
+        self._tokenizer = tokenizer
+        self._is_recurrent = is_recurrent
+
+    def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
+        """Return the positions that the caller gave, or the starts of the user's messages."""
+        if not self._is_recurrent:
+            return {}
+        hints = inputs.terms.snapshot_hints or user_starts(self._tokenizer, inputs.token_ids)
+        return {"snapshot_hints": hints}

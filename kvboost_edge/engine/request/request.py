@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvboost_edge.config import GenerationMode
@@ -16,6 +16,8 @@ from kvboost_edge.reuse.recompute import Repair
 __all__ = [
     "Request",
     "RequestArrival",
+    "RequestFeature",
+    "RequestInputs",
     "SamplingParams",
     "check_mode",
     "resolve_sampling",
@@ -314,6 +316,30 @@ class Request:
         computed.
         """
         return max(self.max_tokens - 1, len(self.prompt_ids))
+
+
+class RequestInputs(NamedTuple):
+    """The inputs of a request from which features make their fields.
+
+    Attributes:
+        terms: Checked options that are not of sampling.
+        params: Checked sampling options.
+        token_ids: Token ids of the prompt.
+        generates: False if only logits or the prompt's KV are wanted.
+    """
+
+    terms: Terms
+    params: SamplingParams
+    token_ids: Sequence[int]
+    generates: bool
+
+
+class RequestFeature:
+    """A feature's part of making requests. This null implementation adds nothing."""
+
+    def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
+        """Return the feature's fields of the `Request`; raise RequestError to refuse it."""
+        return {}
 
 
 def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

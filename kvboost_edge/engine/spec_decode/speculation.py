@@ -12,7 +12,10 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from typing import Any
 
-from kvboost_edge.engine.request.request import Request
+from kvboost_edge.config import EngineConfig
+from kvboost_edge.engine.memory.state_budget import most_draft_tokens, speculation_refusal
+from kvboost_edge.engine.request.request import Request, RequestFeature, RequestInputs
+from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.engine.schedule.feature import Drafting
 from kvboost_edge.engine.schedule.planners import DraftPlanner
 from kvboost_edge.engine.schedule.sequence import Sequence
@@ -22,10 +25,12 @@ from kvboost_edge.engine.spec_decode.drafting import (
     DraftProposal,
     TenantHistory,
     most_drafted,
+    prepare_drafts,
 )
+from kvboost_edge.errors import RequestError
 from kvboost_edge.kvcache.manager import KVCacheManager
 
-__all__ = ["Speculation"]
+__all__ = ["DraftFields", "Speculation"]
 
 _FORCED = 0.98  # a grammar allows one text, but the model may tokenize it differently
 
@@ -55,6 +60,45 @@ class DraftTokens(Drafting):
 
     def result_fields(self) -> dict[str, Any]:
         return {"drafted_tokens": self._num_drafted, "accepted_tokens": self._num_accepted}
+
+
+class DraftFields(RequestFeature):
+    """The draft tokens that a request may have.
+
+    Args:
+        is_native: True on the native runner. Elsewhere results depend on the batch, so that only a
+            request with speculation="on" has draft tokens.
+    """
+
+    def __init__(self, config: EngineConfig, manager: KVCacheManager, *, is_native: bool) -> None:
+        self._config = config
+        self._manager = manager
+        self._is_native = is_native
+
+    def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
+        """Return the most draft tokens of a step, and whether they are always verified.
+
+        Raises RequestError for speculation="on" where the model's recurrent state leaves no room.
+        """
+        chosen = inputs.terms.speculation or self._config.speculation
+        return {
+            "max_draft_tokens": self._most(inputs.terms, chosen) if inputs.generates else 0,
+            "always_drafts": chosen == "on",
+        }
+
+    def _most(self, terms: Terms, chosen: str) -> int:
+        states = self._manager.states
+        refusal = speculation_refusal(self._config, states)
+        if refusal is not None:
+            if chosen == "on":
+                raise RequestError(f"speculation='on' is refused: {refusal}")
+            return 0
+        if chosen == "off" or (chosen == "auto" and not self._is_native):
+            return 0
+        prepare_drafts()
+        most = most_draft_tokens(self._config, states)
+        asked = terms.max_draft_tokens or most
+        return asked if states is None else min(asked, most)
 
 
 class Speculation(DraftPlanner):

@@ -19,8 +19,8 @@ from kvboost_edge.engine.request.prompts import Prompt, encode_prompt
 from kvboost_edge.engine.request.request import SamplingParams, check_mode
 from kvboost_edge.engine.request.results import CorrectnessReport, GenerationResult, PromptCheck
 from kvboost_edge.engine.request.terms import Terms
-from kvboost_edge.engine.request_builder import Intake
 from kvboost_edge.engine.sampling import sampling_distribution
+from kvboost_edge.engine.spans import ReuseFields
 from kvboost_edge.engine.tasks.quality_gate import QualityGate
 from kvboost_edge.errors import RequestError
 from kvboost_edge.reuse.quality_gate import compare
@@ -67,7 +67,7 @@ class Checked(Protocol):
 def verify(
     engine: Checked,
     gate: QualityGate,
-    intake: Intake,
+    reuse: ReuseFields,
     mode: GenerationMode | str,
     prompts: Sequence[Prompt] | None,
     max_new_tokens: int,
@@ -76,7 +76,7 @@ def verify(
     """Compare a mode with a full computation; raise RequestError if there is nothing to compare."""
     checked = check_mode(mode)
     if checked is GenerationMode.CHUNK_KV_REUSE:
-        return _verify_reuse(engine, gate, intake.own_repair(options), prompts, max_new_tokens)
+        return _verify_reuse(engine, gate, reuse.own_repair(options), prompts, max_new_tokens)
     if checked is not GenerationMode.PREFIX_CACHE:
         raise RequestError(
             f"mode={checked.value!r} has nothing to be compared; prefix_cache and chunk_kv_reuse "
