@@ -1,1 +1,1 @@
-"""Text: tokenizers, chat templates, incremental detokenizer, stop strings."""
+"""Text: tokenizers, chat templates, incremental detokenization and stop strings."""

@@ -1,6 +1,6 @@
-"""Chat messages to prompt text, by the model's Jinja template, in a sandbox.
+"""Rendering of chat messages by the model's Jinja template, in a sandbox.
 
-The template comes with the model and is not trusted: it runs in the environment of
+The template comes with the model and is not trusted. It runs in the environment of
 `template_sandbox`, sees plain copies of the data, and each rendering has a budget.
 """
 
@@ -27,8 +27,12 @@ _JINJA_NAMES = frozenset(
 
 
 class ChatTemplate:
-    """A compiled chat template. `variables` are the special tokens as text (bos_token, eos_token,
-    ...).
+    """A compiled chat template.
+
+    Args:
+        source: the Jinja template. Invalid Jinja raises ModelFormatError.
+        model_name: name of the model in messages.
+        variables: special tokens as text (bos_token, eos_token, ...).
     """
 
     def __init__(self, source: str, *, model_name: str, variables: Mapping[str, str]) -> None:
@@ -66,9 +70,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text. What the template refuses, or the sandbox refuses it, raises
-        RequestError; so does a rendering beyond its budget, and a variable whose name
-        `is_reserved`.
+        """Return the prompt text.
+
+        Raises:
+            RequestError: the template or the sandbox refuses the messages, the rendering exceeds
+                its budget, or a variable has a name that `is_reserved`.
         """
         given = _plain(dict(variables or {}), "a template variable")
         for name in given:
@@ -121,9 +127,10 @@ def _reason(error: Exception) -> str:
 
 
 def is_reserved(name: str) -> bool:
-    """True for a name that a template variable of a caller may not have: what the template is given
-    in any case (messages, special tokens such as bos_token), Jinja's own names and functions, and
-    what is no identifier.
+    """Return whether a template variable of a caller may not have this name.
+
+    Reserved are the names that every template gets (messages, special tokens such as bos_token),
+    Jinja's own names and functions, and strings that are not identifiers.
     """
     if not name.isidentifier() or name.startswith("_") or name.endswith("_token"):
         return True
@@ -132,12 +139,14 @@ def is_reserved(name: str) -> bool:
 
 @functools.cache
 def _global_names() -> frozenset[str]:
-    """Functions that every template can call, such as range and raise_exception."""
+    """Return the functions that every template can call, such as range and raise_exception."""
     return frozenset(environment().globals)
 
 
 def plain_messages(messages: object) -> list[dict[str, Any]]:
-    """A deep plain copy of chat messages; RequestError names what is wrong with them."""
+    """Return a deep copy of chat messages made of plain types; raise RequestError for invalid
+    ones.
+    """
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
         raise RequestError(f"chat messages must be a list of dicts, got {type(messages).__name__}")
     if not messages:
@@ -162,8 +171,8 @@ def plain_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def plain_tools(tools: object) -> list[dict[str, Any]]:
-    """A deep plain copy of the tools a template is given; RequestError names what is wrong with
-    them.
+    """Return a deep copy of a template's tools made of plain types; raise RequestError for invalid
+    ones.
     """
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools must be a list of dicts, got {type(tools).__name__}")
@@ -174,7 +183,7 @@ def plain_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, what: str, depth: int = 0) -> Any:
-    """A deep copy made of str, int, float, bool, None, list and dict alone."""
+    """Return a deep copy made only of str, int, float, bool, None, list and dict."""
     if depth > 64:
         raise RequestError(f"{what} is nested deeper than 64 levels")
     if value is None or isinstance(value, (bool, int, float)):

@@ -1,13 +1,14 @@
-"""The two kinds of tokenizer underneath `Tokenizer`, and how each one's text can be streamed.
+"""Codecs: the two kinds of tokenizer that `Tokenizer` wraps, and how their text can be streamed.
 
-A codec's `decode` is the truth. `stream_kind` says how the same text can be had token by token:
+A codec's `decode` is the reference. `stream_kind` names how the same text is produced token by
+token:
 
-- BYTES   every token is a run of bytes and the text is all bytes read as UTF-8 (byte-level BPE):
-          `token_bytes`
-- PIECES  every token but the first has a text of its own, whatever surrounds it, except runs of
-          byte tokens such as
-          `<0xE4>`, which are text only as a whole (sentencepiece, wordpiece): `piece`, `joins_run`
-- WHOLE   nothing is certain before the end
+    BYTES   Each token is a run of bytes, and the text is all bytes read as UTF-8 (byte-level
+            BPE): `token_bytes`.
+    PIECES  Each token but the first has a text of its own, independent of its neighbours
+            (sentencepiece, wordpiece): `piece`. Byte tokens such as `<0xE4>` are text only as a
+            whole run: `joins_run`.
+    WHOLE   No text is certain before the end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LONG_TEXT = 4096  # characters, or tokens; shorter ones take less than a few mi
 
 
 class StreamKind(enum.Enum):
-    """How decoded text can be produced token by token; see the module's description."""
+    """Way in which decoded text can be produced token by token; see the module."""
 
     BYTES = "bytes"
     PIECES = "pieces"
@@ -38,7 +39,7 @@ class StreamKind(enum.Enum):
 
 
 class TextCodec(Protocol):
-    """What `Tokenizer` and the incremental detokenizer need."""
+    """Interface that `Tokenizer` and the incremental detokenizer use."""
 
     vocab_size: int
     stream_kind: StreamKind
@@ -46,50 +47,50 @@ class TextCodec(Protocol):
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        """Ids of texts one behind the other; no token reaches from one into the next. No special
-        tokens are added.
+        """Return the ids of consecutive texts, without special tokens; no token spans two of
+        them.
         """
         ...
 
     def special_texts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Texts that `encode` turns into special tokens: as they are, and (the second) in any
+        """Return the texts that `encode` turns into special tokens: exact ones, and ones in any
         case.
         """
         ...
 
     def added_texts(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the same of the added tokens that are not special."""
+        """Return the texts of added tokens that are not special, like `special_texts`."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of the ids; an id without a token is nothing."""
+        """Return the text of the ids; an id without a token adds nothing."""
         ...
 
     def token_id(self, text: str) -> int | None: ...
 
     def marker_id(self, text: str) -> int | None:
-        """The token of exactly this text that grammars take for a special one, never for text."""
+        """Return the token of exactly this text that grammars treat as special, never as text."""
         ...
 
     def has_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """False for an id without a token, and for a special token that is skipped: `decode` leaves
-        it out.
+        """Return whether `decode` writes the token: it exists and is not a skipped special
+        token.
         """
         ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def joins_run(self, token_id: int) -> bool:
-        """True for a token that is text only together with its neighbours."""
+        """Return whether the token is text only together with its neighbours."""
         ...
 
     def piece(self, ids: Sequence[int]) -> str:
-        """Text that these ids add behind any other text."""
+        """Return the text that these ids add after any other text."""
         ...
 
 
 class FastCodec:
-    """A `tokenizers.Tokenizer`. Takes it over: truncation and padding are switched off."""
+    """A `tokenizers.Tokenizer`, whose truncation and padding it switches off."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -184,7 +185,7 @@ class FastCodec:
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
 
     def to_json(self) -> str:
-        """All of the tokenizer, as tokenizer.json files hold it."""
+        """Return the whole tokenizer in the format of tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     def token_id(self, text: str) -> int | None:
@@ -232,8 +233,8 @@ class FastCodec:
         return self.decode([*self._anchor, *ids], False)[self._anchor_chars :]
 
     def _find_anchor(self) -> bool:
-        """A token of plain letters to decode others behind, since the first token of a text is
-        decoded differently.
+        """Return whether a token of plain letters exists. Others are decoded after it, because the
+        first token of a text is decoded differently.
         """
         for token_id in range(min(self.vocab_size, 100_000)):
             token = self._token(token_id)
@@ -253,10 +254,9 @@ class FastCodec:
 
 
 class SimpleCodec:
-    """Any object with `encode(text)` and `decode(ids)` whose text is the texts of its tokens, one
-    after another.
+    """An object with `encode(text)` and `decode(ids)` that decodes token by token.
 
-    Tokens are tried in pairs first; an object that decodes a pair differently raises ConfigError.
+    Pairs of tokens are tried first. An object that decodes a pair differently raises ConfigError.
     """
 
     stream_kind = StreamKind.PIECES
@@ -337,12 +337,12 @@ def _is_tag(text: str) -> bool:
 
 
 def _stands_alone(token: tokenizers.AddedToken) -> bool:
-    """True for a token that is found in any text and takes nothing of what is beside it."""
+    """Return whether an added token is found in any text and takes nothing of its neighbours."""
     return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
 
 
 def _decoder_chain(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's steps in order, as its own JSON describes them; empty without a decoder."""
+    """Return the decoder's steps in order, from its JSON; empty without a decoder."""
     if tokenizer.decoder is None:
         return []
     return _flatten(json.loads(tokenizer.decoder.__getstate__()))
@@ -370,7 +370,7 @@ def _stream_kind(chain: list[dict[str, Any]]) -> StreamKind:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token; a token with any other character stands for its own text."""
+    """Return the bytes of a byte-level token; a token with any other character is its own text."""
     table = _byte_alphabet()
     try:
         return bytes(table[char] for char in token)
@@ -380,7 +380,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map of characters to bytes: printable Latin-1 stands for itself, the rest for 256,
+    """Return GPT-2's map of characters to bytes: printable Latin-1 maps to itself, the rest to 256,
     257, ...
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,4 +1,4 @@
-"""Token ids to text while they are being generated: only text that later tokens cannot change."""
+"""Incremental detokenizer: returns only text that later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ __all__ = ["IncrementalDetokenizer"]
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of token ids. Everything returned, joined, equals
-    `tokenizer.decode(all ids)`.
+    """Text of a growing list of token ids.
 
-    Half a character, and anything else a later token may still change, is held back. Work per token
-    does not grow with the length of the text.
+    All returned text, joined, equals `tokenizer.decode(all ids)`. Text that a later token may still
+    change, such as half a character, is held back. Work per token does not grow with the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -24,19 +23,17 @@ class IncrementalDetokenizer:
         self._stream = _STREAMS[self._codec.stream_kind](self._codec)
 
     def push(self, token_id: int) -> str:
-        """Take the next token; returns the text that is now certain, often empty."""
+        """Take the next token; return the text that is now certain, which is often empty."""
         token_id = int(token_id)
         return self._stream.push(token_id) if self._codec.has_text(token_id, self._skip) else ""
 
     def flush(self) -> str:
-        """The text still held back, at the end of the ids; the detokenizer is then as new."""
+        """Return the text still held back, and reset the detokenizer."""
         return self._stream.flush()
 
 
 class _ByteStream:
-    """Byte-level tokens: their bytes read as UTF-8, but for those of a character that is not whole
-    yet.
-    """
+    """Byte-level tokens, read as UTF-8. The bytes of an incomplete character are held back."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -55,9 +52,11 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """Tokens with a text each. The beginning is decoded as a whole until there is text, because
-    leading space is taken off there; a run of byte tokens is decoded as a whole when it ends,
-    because one bad byte changes all of it.
+    """Tokens with a text each.
+
+    The first tokens are decoded as a whole until they give text, because leading space is removed
+    there. A run of byte tokens is decoded as a whole when it ends, because one invalid byte changes
+    all of it.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -92,7 +91,7 @@ class _PieceStream:
 
 
 class _WholeText:
-    """Nothing is certain before the end."""
+    """Text that is not certain before the end."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec

@@ -1,9 +1,9 @@
-"""A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2"), sentencepiece's BPE by
-scores ("llama"), and the same by merges ("gemma4").
+"""Tokenizers built from the metadata of a GGUF file.
 
-The result encodes as the tokenizer the file was made from. A file names its way of splitting text
-into words (tokenizer.ggml.pre) without describing it; names that are not known here are refused,
-since a wrong split changes the tokens silently.
+Supported kinds are byte-level BPE ("gpt2"), sentencepiece BPE by scores ("llama"), and the same by
+merges ("gemma4"). The result encodes like the tokenizer that the file was made from. A file names
+its pre-tokenizer (tokenizer.ggml.pre) without describing it. Unknown names are refused, because a
+wrong split silently changes the tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SPACE = "▁"
 
 
 class _Fields:
-    """The metadata, with checks that name the key."""
+    """Metadata of a file, with checks that name the key."""
 
     def __init__(self, metadata: Mapping[str, Any], name: str) -> None:
         self.metadata = metadata
@@ -56,7 +56,7 @@ class _Fields:
         return value
 
     def numbers(self, key: str, count: int) -> list[Any] | None:
-        """One number for each token."""
+        """Return the list of one number for each token, or None if the key is missing."""
         value = self.metadata.get(f"tokenizer.ggml.{key}")
         if value is None:
             return None
@@ -82,10 +82,14 @@ class _Fields:
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
-    """The tokenizer of a GGUF file. `metadata`: its keys, arrays of strings as lists; `name` is
-    used in messages.
+    """Return the tokenizer of a GGUF file.
 
-    Raises ModelFormatError that names the key which is missing, damaged or not known.
+    Args:
+        metadata: keys of the file, arrays of strings as lists.
+        name: name of the file in messages.
+
+    Raises:
+        ModelFormatError: a key is missing, damaged or unknown; the message names it.
     """
     model = check_vocabulary_kind(metadata, name=name)
     # Files of Gemma 4 were written that deny its BOS, and llama.cpp does not believe them either.
@@ -116,8 +120,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
 
 
 def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
-    """The kind of a GGUF file's vocabulary, a key of `_KINDS`. ModelFormatError where
-    `gguf_tokenizer` would refuse the kind or its way of splitting text; arrays are not looked at.
+    """Return the kind of a GGUF file's vocabulary, a key of `_KINDS`, without reading arrays.
+
+    Raises ModelFormatError if `gguf_tokenizer` would refuse the kind or its pre-tokenizer.
     """
     fields = _Fields(metadata, name)
     model = fields.get("model", str)
@@ -142,7 +147,9 @@ def check_vocabulary_kind(metadata: Mapping[str, Any], *, name: str) -> str:
 
 
 def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, str]:
-    """'bos_token' and kin -> text. Sentencepiece's ids are 0, 1, 2 where the file does not say."""
+    """Return the special tokens by name, such as 'bos_token'. The ids of sentencepiece default to
+    0, 1 and 2.
+    """
     defaults = {"unknown": 0, "bos": 1, "eos": 2} if model == "llama" else {}
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     found = {}
@@ -155,9 +162,7 @@ def _special(fields: _Fields, tokens: Sequence[str], model: str) -> dict[str, st
 
 
 def _vocabulary(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """Tokens to ids; unused ids are left out, as they are in the tokenizer the file was made
-    from.
-    """
+    """Return the ids by token, without unused ids, which the original tokenizer leaves out too."""
     found: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind == _UNUSED:
@@ -188,8 +193,8 @@ def _byte_level(
 
 
 def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges; a vocabulary of single characters needs none, and writers leave out what is
-    empty.
+    """Return the merges. They may be missing for a vocabulary of single characters, because writers
+    omit empty arrays.
     """
     if "tokenizer.ggml.merges" not in fields.metadata:
         normal = (token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL)
@@ -215,8 +220,9 @@ def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> lis
 def _merged(
     fields: _Fields, tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Gemma 4's: as `_scored` with merges in the file, of the text as a whole. Ends of lines that
-    are one token become it whether there are merges or not; llama.cpp reads them so, too.
+    """Return Gemma 4's tokenizer: like `_scored`, with the file's merges, over the text as a whole.
+
+    Line ends that are one token become that token even without merges, as in llama.cpp.
     """
     merges = _merges(fields, tokens, types)
     ends = sorted({token for token in tokens if token and not token.strip("\n")}, key=len)
@@ -231,8 +237,9 @@ def _merged(
 def _scored(
     fields: _Fields, tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """Sentencepiece merges the neighbours whose union has the highest score; as a list of merges,
-    in that order.
+    """Return a sentencepiece tokenizer, which merges the neighbours whose union scores highest.
+
+    The scores are written as a list of merges in that order.
     """
     if fields.get("remove_extra_whitespaces", bool, False):
         raise fields.error("remove_extra_whitespaces", "is true, which is not supported")
@@ -266,7 +273,9 @@ def _sentencepiece(
     *,
     prefix: bool,
 ) -> tokenizers.Tokenizer:
-    """BPE of whole texts with spaces written as another letter, and bytes for what is no token."""
+    """Return a BPE over whole texts that writes spaces as another letter and falls back to
+    bytes.
+    """
     unknown = next(
         (token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None
     )
@@ -306,8 +315,8 @@ def _added_tokens(
     types: Sequence[int],
     special: Mapping[str, str],
 ) -> list[AddedToken]:
-    """Tokens that are found in the text as a whole: control tokens, which are special, and
-    user-defined ones.
+    """Return the tokens that are matched in the text as a whole: control tokens, which are special,
+    and user-defined ones.
     """
     # Phi-3's control tokens swallow the white space behind them; the file does not say it,
     # llama.cpp knows it, too. "</s>" does so whatever its kind: the file's model has it as an
@@ -345,7 +354,7 @@ def _check_ids(
 def _add_ends(
     backend: tokenizers.Tokenizer, fields: _Fields, special: Mapping[str, str], adds_bos: bool
 ) -> None:
-    """BOS and EOS around a text, as the file says."""
+    """Add BOS and EOS around a text as the file says."""
     begin = fields.get("add_bos_token", bool, adds_bos)
     end = fields.get("add_eos_token", bool, False)
     for wanted, key in ((begin, "bos"), (end, "eos")):

@@ -1,5 +1,6 @@
-"""Where the user's messages begin in a prompt: what stands before may be the beginning of other
-prompts too.
+"""Message boundaries: where user messages begin in a prompt.
+
+The text before a boundary may also begin other prompts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ _HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary
 
 
 def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Positions at which the chat template begins messages of the user, ascending: behind system
-    message and tools, and behind each answer. None for a model without a template, or one that
-    begins them with no special token.
+    """Return the positions at which the chat template begins user messages, ascending.
+
+    They follow the system message and tools, and each answer. The result is empty for a model
+    without a template, or if user messages do not begin with a special token.
     """
     header = _user_header(tokenizer)
     if not header or len(token_ids) < len(header):
@@ -39,7 +41,7 @@ def user_starts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ..
 
 
 def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """As `_read_header`, once for each tokenizer."""
+    """Return the result of `_read_header`, computed once for each tokenizer."""
     found = _HEADERS.get(tokenizer)
     if found is None:
         found = _HEADERS[tokenizer] = _read_header(tokenizer)
@@ -47,8 +49,9 @@ def _user_header(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens with which each message of the user begins, from a special one on; without white
-    space at the end, as that may be one token with what follows.
+    """Return the tokens that begin each user message, starting with a special token.
+
+    Trailing white space is left out, because it may share a token with the text after it.
     """
     messages = [
         {"role": "user", "content": _FIRST},

@@ -1,12 +1,11 @@
-"""What callers wrote, followed through a chat template: the text of a special token in a message
-stays text.
+"""Marks that keep the text of special tokens in messages from becoming special tokens.
 
 A template turns messages into one text, in which the tokenizer finds special tokens such as
-<|im_start|>, and other markers such as <tool_call>. Those the template wrote are meant; those in a
-message would let its author speak as the system, or as a tool. So each of them gets a mark after
-its first character before the template runs. Marks are characters that no text has (Unicode's
-noncharacters); templates trim, cut and join texts and leave them in place. Afterwards the text is
-cut at the marks.
+<|im_start|>, and other markers such as <tool_call>. Those that the template writes are intended.
+Those in a message would let its author speak as the system or as a tool. So each of them gets a
+mark after its first character before the template runs. Marks are characters that no text has
+(Unicode noncharacters). Templates trim, cut and join texts and keep marks in place. The rendered
+text is then cut at the marks.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class SpecialTexts:
-    """Finds the texts of special tokens. `folded` ones are found in any case, as a normalizing
-    tokenizer finds them.
+    """Finder of the texts of special tokens.
+
+    `folded` ones are found in any case, as a normalizing tokenizer finds them.
     """
 
     def __init__(self, exact: Iterable[str] = (), folded: Iterable[str] = ()) -> None:
@@ -35,8 +35,10 @@ class SpecialTexts:
         self._start = _start_of([*self._exact, *self._folded, *map(str.upper, self._folded)])
 
     def marked(self, value: Any, mark: str) -> Any:
-        """A plain JSON value whose strings, names of members too, have `mark` behind the first
-        character of each special token's text.
+        """Return a plain JSON value with `mark` after the first character of each special token's
+        text.
+
+        Strings and names of members are marked.
         """
         if isinstance(value, str):
             return self._marked_text(value, mark)
@@ -72,8 +74,9 @@ class SpecialTexts:
 
 
 def _start_of(texts: Sequence[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each text where the second follows: few places, and fast, as it
-    begins with one of a few characters. What begins there is looked up.
+    """Return a pattern that matches the first character of each text where the second one follows.
+
+    The texts begin with a few characters only, so the search is fast; each match is then looked up.
     """
     seconds: dict[str, set[str]] = {}
     for text in texts:
@@ -86,8 +89,9 @@ def _start_of(texts: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
-    """Three marks that plain JSON values have in none of their strings. RequestError where all are
-    taken.
+    """Return three marks that do not occur in the strings of plain JSON values.
+
+    Raises RequestError if all marks occur.
     """
     taken: set[str] = set()
     waiting = list(values)
@@ -108,7 +112,7 @@ def free_marks(values: Sequence[Any]) -> tuple[str, str, str]:
 
 
 def check_marks(text: str, mark: str) -> None:
-    """Raise RequestError if a template wrote a mark in another way, as an escape."""
+    """Raise RequestError if a template wrote a mark in another way, such as an escape."""
     if f"\\u{ord(mark):04x}" in text or f"%{mark.encode().hex('%')}" in text.lower():
         raise RequestError(
             "a message holds the text of a special token, and the model's chat template rewrites "

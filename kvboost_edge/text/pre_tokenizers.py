@@ -1,9 +1,7 @@
-"""How byte-level BPE splits text into words, by the names that GGUF files have for it
-(tokenizer.ggml.pre).
+"""Pre-tokenizers of byte-level BPE, by their names in GGUF files (tokenizer.ggml.pre).
 
-The expressions are those of the models' tokenizer.json files, or llama.cpp's where it has its own.
-Built tokenizers are kept: with a change of what is known here, `_VERSION` in tokenizer_cache.py
-goes up.
+The regular expressions are those of the models' tokenizer.json files, or llama.cpp's where it has
+its own. Built tokenizers are cached: raise `_VERSION` in tokenizer_cache.py after a change here.
 """
 
 from __future__ import annotations
@@ -84,13 +82,13 @@ _GPT4O = rf"{_WORD}{_SUFFIX}?|{_WORD_UPPER}{_SUFFIX}?|\p{{N}}{{1,3}}" + _SLASH_E
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is split into words before BPE.
+    """Split of a text into words before BPE.
 
     Attributes:
-        regexes: each splits what the ones before left; none: GPT-2's own.
-        digits: every digit is a word of its own, split off first.
-        whole: a word that is a token is taken without merging; bos: BOS is added where the file
-            does not say.
+        regexes: applied in order; each splits the words of the ones before. Empty: GPT-2's own.
+        digits: each digit is a word of its own, split off first.
+        whole: a word that is a token is used without merging.
+        bos: BOS is added if the file does not say.
         nfc: text is normalized to NFC first.
     """
 

@@ -1,6 +1,4 @@
-"""A rendered chat in token ids, the assistant's own messages with the ids they were generated
-with.
-"""
+"""Token ids of a rendered chat that reuse the generated ids of assistant messages."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ FindAnswer = Callable[[str], list[int] | None]
 
 
 class Encoder(Protocol):
-    """What this asks of a tokenizer."""
+    """Interface of the tokenizer that this module uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -24,13 +22,13 @@ class Encoder(Protocol):
 def encode_with_answers(
     text: str, answers: Sequence[str], tokenizer: Encoder, find: FindAnswer
 ) -> list[int]:
-    """Token ids of a rendered chat, with the kept ids of those `answers` that stand in it exactly
-    once.
+    """Return the token ids of a rendered chat, with stored ids for answers that occur exactly once.
+
+    The result decodes to the same text as the tokenizer's own ids. If it would not, the tokenizer's
+    own ids are returned.
 
     Args:
-        answers: the texts of the assistant's messages, in the order of the chat What comes out
-            stands for the same text as the tokenizer's own ids; where it would not, those are
-            returned.
+        answers: texts of the assistant's messages, in the order of the chat.
     """
     own = tokenizer.encode(text, add_special_tokens=False)
     ids: list[int] = []

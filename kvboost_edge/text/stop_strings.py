@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text: found across token borders, never shown."""
+"""Stop strings in a stream of text, found across token boundaries and never shown."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ __all__ = ["StopChecker"]
 
 
 class StopChecker:
-    """Cuts a stream of text at the first stop string.
+    """A filter that cuts a stream of text at the first stop string.
 
-    The text that `push` and `flush` return, joined, is the stream up to the stop string whose
-    occurrence ends first (of those that end at the same character: the longest); the stop string
-    itself is left out. Text that could be the beginning of a stop string is held back until it is
-    decided.
+    The text that `push` and `flush` return, joined, is the stream up to the stop string that ends
+    first, without that string. Of stop strings that end at the same character the longest counts.
+    Text that may begin a stop string is held back until it is decided.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: the stop strings, possibly none. An empty string or another type raises
-        RequestError.
-        """
+        """Prepare the stop strings. An empty string or another type raises RequestError."""
         if isinstance(stops, str):
             raise RequestError(f"stop={stops!r} must be a list of strings")
         for stop in stops:
@@ -32,8 +29,9 @@ class StopChecker:
         self.stop: str | None = None  # the stop string that was found
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Take the next text; returns (text to show now, whether a stop string was found). Once
-        stopped, nothing more is shown.
+        """Take the next text; return (text to show now, whether a stop string was found).
+
+        Nothing more is shown after a stop.
         """
         if self.stop is not None:
             return "", True
@@ -53,7 +51,7 @@ class StopChecker:
         return stream[: len(stream) - keep], False
 
     def flush(self) -> str:
-        """The text still held back, at the end of the stream; empty after a stop."""
+        """Return the text still held back at the end of the stream; empty after a stop."""
         held = self._held
         self._held = ""
         for matcher in self._matchers:
@@ -62,9 +60,7 @@ class StopChecker:
 
 
 class _Matcher:
-    """Knuth-Morris-Pratt: one character at a time, amortized constant work whatever the stop
-    string.
-    """
+    """A Knuth-Morris-Pratt matcher: amortized constant work for each character."""
 
     __slots__ = ("_fallback", "_pattern", "length", "matched")
 
@@ -81,7 +77,7 @@ class _Matcher:
             self._fallback[i] = length
 
     def feed(self, char: str) -> bool:
-        """Take one character; True when the stream now ends with the pattern."""
+        """Take one character; return whether the stream now ends with the pattern."""
         matched = self.matched
         while matched and char != self._pattern[matched]:
             matched = self._fallback[matched - 1]

@@ -1,6 +1,6 @@
-"""Bounds of what a chat template calls: operators, methods, filters and tests.
+"""Bounds on the operators, methods, filters and tests that a chat template calls.
 
-Each function measures what it is given and refuses a result that would be too large.
+Each function measures its arguments and refuses a result that would be too large.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _check_numbers(*values: Any) -> None:
 
 
 def _factor(*texts: Any) -> int:
-    """Characters that one becomes: what is joined to HTML is escaped."""
+    """Return the number of characters that one becomes: text joined to HTML is escaped."""
     return ESCAPED if any(isinstance(text, Markup) for text in texts) else 1
 
 
@@ -131,7 +131,7 @@ _PERCENT = re.compile(r"%(?:\([^()]{0,200}\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
 
 
 def _check_percent(budget: RenderBudget, text: str, values: Any) -> None:
-    """Bound what `text % values` makes."""
+    """Bound the result of `text % values`."""
     _check_format(text)
     weight = budget.weigh(values)
     num_chars = len(text)
@@ -178,7 +178,7 @@ _HELPERS = (jinja2.runtime.LoopContext, jinja2.utils.Cycler, jinja2.utils.Joiner
 def check_call(
     budget: RenderBudget, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Bound what a call makes; return its arguments, in lists where they were generators."""
+    """Bound the result of a call; return its arguments, with generators as lists."""
     if isinstance(function, _CALLED):
         return args  # the template's own code
     for value in (*args, *kwargs.values()):
@@ -262,7 +262,7 @@ def _check_lines(budget: RenderBudget, text: str, *args: Any, **kwargs: Any) -> 
 
 
 def _num_lines(text: str) -> int:
-    """Return about how many lines a text has, never fewer than it has."""
+    """Return an estimate of a text's lines that is never too low."""
     return 1 + sum(map(text.count, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"))
 
 
@@ -277,7 +277,7 @@ _STR_CHECKS: dict[str, Callable[..., tuple[Any, ...]]] = {
 
 
 class _Counting(string.Formatter):
-    """The part of a formatter that counts what `str.format` makes before it is made."""
+    """Formatter mix-in that counts what `str.format` makes before it is made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -302,11 +302,11 @@ class _Counting(string.Formatter):
 
 
 class Formatter(_Counting, jinja2.sandbox.SandboxedFormatter):
-    """`str.format`, bounded."""
+    """A bounded `str.format`."""
 
 
 class EscapeFormatter(_Counting, jinja2.sandbox.SandboxedEscapeFormatter):
-    """`Markup.format`, bounded."""
+    """A bounded `Markup.format`."""
 
 
 # -- filters and tests --
@@ -327,7 +327,7 @@ BOUNDED_TESTS = frozenset(
 
 
 def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
-    """Return a filter that steps, weighs what it is given and bounds what it makes."""
+    """Return a filter that takes a step, weighs its arguments and bounds its result."""
     check = _FILTER_CHECKS.get(name)
     most = _SLOW.get(name)
     given = _given_of(function)
@@ -352,7 +352,7 @@ def bounded_filter(name: str, function: Any) -> Callable[..., Any]:
 
 
 def bounded_test(name: str, function: Any) -> Callable[..., Any]:
-    """Return a test that steps and weighs what it compares."""
+    """Return a test that takes a step and weighs the values it compares."""
     given = _given_of(function)
 
     @jinja2.pass_context
@@ -369,7 +369,7 @@ def bounded_test(name: str, function: Any) -> Callable[..., Any]:
 
 
 def _given_of(function: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what a filter is given before the value."""
+    """Return the arguments that a filter receives before the value."""
     wanted = getattr(function, "jinja_pass_arg", None)
     if wanted is None:
         return lambda context: ()
@@ -455,7 +455,7 @@ def _check_tojson(
 
 
 def _indented(value: Any, unit: int) -> int:
-    """Return about how many characters indentation adds to JSON."""
+    """Return an estimate of the characters that indentation adds to JSON."""
     num_chars = 0
     depth = 1
     level = [value]

@@ -1,7 +1,7 @@
-"""The budget of a chat template's rendering: steps, CPU time, characters and memory.
+"""Budget of a chat template's rendering: steps, CPU time, characters and memory.
 
-A template comes with a model's file and is not trusted. Its steps are counted, and what it makes
-is measured before it is made, as Python ends no operation that has begun.
+A template comes with a model's file and is not trusted. Its steps are counted. Values are measured
+before they are made, because Python cannot end an operation that has begun.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _WALKED: tuple[type, ...] = (list, tuple, set, frozenset, range, *_VIEWS)
 
 
 class TemplateLimit(jinja2.TemplateRuntimeError):
-    """A rendering that wants more than its budget."""
+    """Error of a rendering that exceeds its budget."""
 
 
 def check_chars(num_chars: int) -> None:
@@ -70,7 +70,7 @@ def check_items(num_items: int) -> None:
 
 
 class RenderBudget:
-    """What is left to one rendering."""
+    """Remaining budget of one rendering."""
 
     __slots__ = ("_ends", "_held", "_look_at", "_made", "_steps", "_work", "_write_at", "_written")
 
@@ -93,7 +93,7 @@ class RenderBudget:
             self._look()
 
     def read(self, num_chars: int) -> None:
-        """Count characters that an operation goes through."""
+        """Count characters that an operation reads."""
         self._work += num_chars
         if self._work > _LOOK_WORK:
             self._look()
@@ -108,7 +108,7 @@ class RenderBudget:
             self._look()
 
     def keep(self, value: Any) -> Any:
-        """Return a value that the template made, having counted its memory."""
+        """Count the memory of a value that the template made; return the value."""
         kind = type(value)
         if (kind is str and len(value) < FEW_CHARS) or kind in _SCALARS:
             return value
@@ -128,7 +128,9 @@ class RenderBudget:
         return value
 
     def weigh(self, value: Any) -> int:
-        """Return the characters and parts of a value, each as often as it occurs."""
+        """Return the number of characters and parts of a value, each counted as often as it
+        occurs.
+        """
         if isinstance(value, str):
             num_chars = len(value)
             self.read(num_chars)
@@ -163,7 +165,7 @@ class RenderBudget:
             raise TemplateLimit(f"it takes more than {MAX_SECONDS:g} s")
 
     def _sweep(self) -> None:
-        """Forget what nothing else refers to; raise TemplateLimit where too much is left."""
+        """Forget values without other references; raise TemplateLimit if too much remains."""
         self._made = 0
         alone = 0
         num_bytes = 0
@@ -189,7 +191,7 @@ def parts_of(value: Any) -> Sequence[Any]:
 
 
 class MeasuredItems:
-    """The items of a generator, each of which is a step and is weighed."""
+    """Iterator over a generator's items; each takes a step and is weighed."""
 
     __slots__ = ("_budget", "_items", "_num_items", "_weight")
 

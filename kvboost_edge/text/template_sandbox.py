@@ -1,8 +1,8 @@
-"""The sandbox that chat templates run in: what they may reach, and how much they may do.
+"""Sandbox of chat templates: limits on what they can reach and compute.
 
-A template has no loader and no object to hold on to. Before it is compiled, each loop, macro and
-block gets a statement that takes a step from the rendering's budget, and expressions that make
-or compare large values get one that measures them. Operators, filters, tests and methods run
+A template has no loader and no object that outlives the rendering. Before compilation, each loop,
+macro and block gets a statement that takes a step from the rendering's budget. Expressions that
+make or compare large values get one that measures them. Operators, filters, tests and methods run
 through the functions of `template_bounds`.
 """
 
@@ -61,7 +61,7 @@ _KEY = "checked key"
 
 
 class _Context(jinja2.runtime.Context):
-    """A rendering's variables and its budget."""
+    """Variables and budget of a rendering."""
 
     budget: RenderBudget
 
@@ -80,7 +80,11 @@ class _Context(jinja2.runtime.Context):
 
 
 class _Stepping(jinja2.visitor.NodeTransformer):
-    """Puts the steps into a parsed template. escapes: whether parts of it write HTML."""
+    """A transformer that adds steps to a parsed template.
+
+    Attributes:
+        escapes: parts of the template write HTML.
+    """
 
     def __init__(self, *, escapes: bool) -> None:
         self._escapes = escapes
@@ -104,14 +108,16 @@ class _Stepping(jinja2.visitor.NodeTransformer):
 
 
 def _as_data(node: nodes.Expr) -> nodes.Expr:
-    """Return a text that is written as it is, where it is one: it needs no look when it is."""
+    """Return the text as template data if the expression is a constant text, which needs no
+    check.
+    """
     if isinstance(node, nodes.Const) and isinstance(node.value, str):
         return nodes.TemplateData(node.value, lineno=node.lineno)
     return node
 
 
 def _add_steps(node: nodes.Node) -> None:
-    """Let each pass through statements take a step that counts the text in them."""
+    """Add a step to each pass through statements that counts their text."""
     always = isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
     for field in ("body", "else_"):
         body = getattr(node, field, None)
@@ -124,7 +130,7 @@ def _add_steps(node: nodes.Node) -> None:
 
 
 def _read_compared(node: nodes.Compare) -> None:
-    """Let values be weighed that are compared, where none of them is a short constant."""
+    """Weigh compared values unless one of them is a short constant."""
     for operand in node.ops:
         searches = operand.op in ("in", "notin")
         if len(node.ops) == 1 and (
@@ -136,7 +142,7 @@ def _read_compared(node: nodes.Compare) -> None:
 
 
 def _makes_large(node: nodes.Expr) -> bool:
-    """Return whether an expression may make a value of more than some hundred bytes."""
+    """Return whether an expression may make a value of more than a few hundred bytes."""
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Slice)
     if isinstance(node, nodes.Tuple):
@@ -145,7 +151,7 @@ def _makes_large(node: nodes.Expr) -> bool:
 
 
 def _chars_of(body: Sequence[nodes.Node]) -> int:
-    """The characters of text that stand in these statements themselves."""
+    """Return the number of literal characters in these statements."""
     return sum(
         len(child.data)
         for statement in body
@@ -156,7 +162,7 @@ def _chars_of(body: Sequence[nodes.Node]) -> int:
 
 
 def _is_short(node: nodes.Expr) -> bool:
-    """Return whether this is a constant of the source, or a list of them."""
+    """Return whether the expression is a constant, or a list of constants."""
     if isinstance(node, (nodes.List, nodes.Tuple)):
         return all(isinstance(item, nodes.Const) for item in node.items)
     return isinstance(node, nodes.Const)
@@ -208,7 +214,7 @@ def _read_value(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _search(context: _Context, value: Any) -> Any:
-    """Return what is searched: a mapping is not gone through, a generator is."""
+    """Return the container of an `in` test; a generator becomes a list, a mapping stays."""
     context.budget.step()
     if isinstance(value, dict):
         return value
@@ -224,14 +230,14 @@ def _made(context: _Context, value: Any) -> Any:
 
 @jinja2.pass_context
 def _key(context: _Context, key: Any) -> Any:
-    """Return a key, weighed as its hash may go through all that it holds."""
+    """Return a key after weighing it, because its hash may read everything it holds."""
     context.budget.weigh(key)
     return key
 
 
 @jinja2.pass_context
 def _written(context: _Context, value: Any) -> str:
-    """Return a value as the text that is written of it."""
+    """Return the text that is written for a value."""
     budget = context.budget
     if type(value) is not str:
         budget.weigh(value)
@@ -249,7 +255,7 @@ def _written(context: _Context, value: Any) -> str:
 
 @jinja2.pass_context
 def _sum(context: _Context, values: Any, attribute: Any = None, start: Any = 0) -> Any:
-    """Add up values one by one, as those may be lists."""
+    """Add up values one by one, because they may be lists."""
     if attribute is not None:
         values = context.environment.call_filter(
             "map", values, kwargs={"attribute": attribute}, context=context
@@ -273,7 +279,7 @@ def _tojson(
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore."""
+    """Jinja's namespace, without names that begin with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -308,8 +314,9 @@ def _lipsum(*args: Any, **kwargs: Any) -> None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the model's own words for training; here it
-    only shows them.
+    """The tag `{% generation %}...{% endgeneration %}`, which marks the model's words for training.
+
+    Rendering writes its content unchanged.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration is an instance-typed set
@@ -321,7 +328,9 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Refuses an unsafe attribute at once, where jinja2 would print it as nothing and go on."""
+    """Environment that raises at an unsafe attribute, where jinja2 would write nothing and go
+    on.
+    """
 
     context_class = _Context
     intercepted_binops = frozenset(OPERATORS)

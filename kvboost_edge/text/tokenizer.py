@@ -1,5 +1,6 @@
-"""Text to token ids and back, special tokens and chat template, from a model directory or a
-transformers tokenizer.
+"""Tokenizer: text to token ids and back, special tokens and the chat template.
+
+It is loaded from a model directory or wraps a transformers tokenizer.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ _SPECIAL_LENGTH = 256  # characters; no special token's text is as long
 
 
 class _Rendered(NamedTuple):
-    """A prompt: parts with kept ids between them, each part with `mark` inside of every control
-    token's text that comes from a message.
+    """A rendered prompt: parts with stored ids between them.
+
+    In each part, `mark` splits the text of every control token that comes from a message.
     """
 
     parts: list[str]
@@ -52,7 +54,7 @@ class _Rendered(NamedTuple):
 
 
 class _MarkedText:
-    """Encodes text with marks: no token reaches across a mark."""
+    """Encoder of text with marks; no token spans a mark."""
 
     def __init__(self, codec: TextCodec, mark: str) -> None:
         self._codec = codec
@@ -69,10 +71,12 @@ class _MarkedText:
 
 
 class Tokenizer:
-    """A model's tokenizer. Immutable and safe to use from several threads.
+    """A model's tokenizer. It is immutable and safe to use from several threads.
 
-    `codec` does the work; `special_tokens` maps names such as 'bos_token' to text; `name` is used
-    in messages.
+    Attributes:
+        codec: the tokenizer that encodes and decodes.
+        special_tokens: texts of special tokens by name, such as 'bos_token'.
+        name: name of the model in messages.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Tokenizer:
         """Load `tokenizer.json`, `tokenizer_config.json` and the chat template of a model
         directory.
 
-        Raises ModelFormatError that names the file which is missing or damaged.
+        Raises ModelFormatError that names a missing or damaged file.
         """
         directory = Path(model_dir)
         path = directory / "tokenizer.json"
@@ -129,10 +133,10 @@ class Tokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any) -> Tokenizer:
-        """Wrap a loaded transformers tokenizer (a `Tokenizer` is returned as it is).
+        """Wrap a loaded transformers tokenizer; return a `Tokenizer` unchanged.
 
-        A fast one is copied. Another object works if its tokens decode one by one, else ConfigError
-        says so.
+        A fast tokenizer is copied. Any other object must decode its tokens one by one, else
+        ConfigError is raised.
         """
         if isinstance(tokenizer, cls):
             return tokenizer
@@ -154,36 +158,38 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the tokenizer's own special tokens (BOS) unless told
-        otherwise.
+        """Return the token ids of a text, by default with the tokenizer's own special tokens
+        (BOS).
         """
         if not isinstance(text, str):
             raise RequestError(f"text to encode must be a string, got {type(text).__name__}")
         return self.codec.encode(text, add_special_tokens)
 
     def encode_framed(self, before: str, content: str, after: str) -> list[int]:
-        """Token ids of the three texts in a row, without BOS; the text of a special token in
-        `content` stays text.
+        """Return the token ids of three consecutive texts, without BOS.
+
+        The text of a special token in `content` stays text.
         """
         mark = free_marks([before, content, after])[0]
         text = before + self._specials.marked(content, mark) + after
         return self.codec.encode_apart(text.split(mark))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; an id without a token decodes to nothing."""
+        """Return the text of token ids; an id without a token adds nothing."""
         return self.codec.decode(ids, skip_special_tokens)
 
     @functools.cached_property
     def turn_format(self) -> TurnFormat:
-        """How the chat template writes reasoning and tool calls. A model without a template raises
-        RequestError.
+        """Format of reasoning and tool calls in the chat template.
+
+        A model without a template raises RequestError.
         """
         return turn_format(
             self._template.render, lambda text: self.codec.token_id(text) is not None
         )
 
     def special_ids_in(self, text: str) -> frozenset[int]:
-        """The ids of all special tokens whose texts stand in this one."""
+        """Return the ids of all special tokens whose texts occur in this text."""
         found = [
             self.codec.token_id(special)
             for special in self.codec.special_texts()[0]
@@ -198,15 +204,23 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
     ) -> str:
-        """The prompt text of chat messages (dicts with 'role' and 'content'). `variables` are the
-        template's own, such as enable_thinking; names that mean something already are refused.
-        `tools`: as OpenAI's API has them. A model without a template raises RequestError.
+        """Return the prompt text of chat messages.
+
+        Args:
+            messages: dicts with 'role' and 'content'.
+            variables: variables of the template, such as enable_thinking; reserved names are
+                refused.
+            tools: tools in the format of OpenAI's API.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
         """
         return self._rendered(messages, add_generation_prompt, variables, tools).text
 
     def marker_id(self, text: str) -> int | None:
-        """The token of exactly this text that is one in grammars too, where text never matches it;
-        None: there is none, or the tokenizer cannot tell.
+        """Return the token of exactly this text that grammars treat as a marker, never as text.
+
+        None: no such token exists, or the tokenizer cannot tell.
         """
         return self.codec.marker_id(text)
 
@@ -220,13 +234,18 @@ class Tokenizer:
         continue_final: bool = False,
         find_answer: FindAnswer | None = None,
     ) -> list[int]:
-        """Token ids of chat messages; `tools` as for `apply_chat_template`. `find_answer`: the
-        assistant's messages with the ids they were generated with, see `encode_with_answers` and,
-        of those with calls, turns/replay.py. The template writes the BOS token where the model
-        wants one; none is added. Only the template writes special tokens, and the other added
-        tokens that it uses as markers, such as <tool_call>: their text in a message or a tool is
-        text. An assistant's message may hold such markers. `continue_final` ends behind the content
-        of the last message, so that the model goes on with it.
+        """Return the token ids of chat messages.
+
+        The template writes BOS if the model wants one; none is added. Only the template writes
+        special tokens, and other added tokens that it uses as markers, such as <tool_call>. Their
+        text in a message or a tool stays text, except in an assistant's message.
+
+        Args:
+            tools: as for `apply_chat_template`.
+            continue_final: end after the content of the last message, so that the model continues
+                it.
+            find_answer: finds the ids that an assistant's message was generated with; see
+                `encode_with_answers`, and turns/replay.py for messages with calls.
         """
         rendered = self._rendered(
             messages,
@@ -241,9 +260,7 @@ class Tokenizer:
     def chat_prompt(
         self, messages: Messages, find_answer: FindAnswer | None = None
     ) -> tuple[str, list[int]]:
-        """The text of chat messages, as `apply_chat_template` has it, and their ids, as
-        `encode_chat` has them.
-        """
+        """Return text and ids of chat messages, see `apply_chat_template` and `encode_chat`."""
         rendered = self._rendered(messages, True, None, None, find_answer)
         ids = self._encode_rendered(rendered, messages, find_answer)
         return (self.decode(ids, False) if rendered.kept else rendered.text), ids
@@ -267,9 +284,10 @@ class Tokenizer:
     def _kept_among(
         self, messages: Messages, find_answer: FindAnswer
     ) -> tuple[list[str], FindAnswer]:
-        """The texts of the assistant's messages whose ids are kept: few of many, each then searched
-        for; and what finds these ids. A message with thinking counts whole, and as what stands
-        behind it.
+        """Return the assistant texts with stored ids, and the function that finds these ids.
+
+        Few messages of many have stored ids, and each is then searched for. A message with thinking
+        counts as a whole, and also as the text after the thinking.
         """
         texts: list[str] = []
         whole: dict[str, list[int]] = {}
@@ -299,8 +317,8 @@ class Tokenizer:
         *,
         continue_final: bool = False,
     ) -> _Rendered:
-        """The prompt text. Messages whose ids are known stand for themselves where the template
-        lets them.
+        """Return the prompt text. Where the template allows it, placeholders replace messages with
+        stored ids.
         """
         template = self._template
         plain = plain_messages(messages)
@@ -351,8 +369,10 @@ class Tokenizer:
         return _Rendered(text.split(place) if kept else [text], kept, mark)
 
     def _marked(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
-        """Put marks into a message. The assistant's own words may hold the control tokens that a
-        model writes, such as those around a call; the arguments of a call may not.
+        """Put marks into a message.
+
+        The assistant's own words may hold control tokens that a model writes, such as those around
+        a call. The arguments of a call may not.
         """
         if message.get("role") != "assistant":
             return dict(self._controls.marked(message, mark))
@@ -368,9 +388,10 @@ class Tokenizer:
         place: str,
         count: int,
     ) -> str | None:
-        """The text with `count` places for answers' own ids; None where the template does not show
-        each of them where the model wrote, or text behind one would be cut into other tokens than
-        within the whole.
+        """Return the text with `count` placeholders for the stored ids of answers, or None.
+
+        None: the template does not show each of them where the model wrote, or the text after one
+        would be split into other tokens than within the whole.
         """
         if not count or not self.turn_format.replays:
             return None
@@ -406,7 +427,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _compiled(self) -> ChatTemplate | str:
-        """The compiled chat template, or why there is none: an invalid one is compiled once too."""
+        """The compiled chat template, or the reason why there is none; compiled once even if
+        invalid.
+        """
         try:
             return ChatTemplate(
                 self.chat_template or "", model_name=self.name, variables=self.special_tokens
@@ -420,7 +443,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _controls(self) -> SpecialTexts:
-        """The special tokens, and other added tokens that the chat template uses as markers."""
+        """Special tokens, and other added tokens that the chat template uses as markers."""
         source = self.chat_template or ""
         exact, folded = self.codec.special_texts()
         added, added_folded = self.codec.added_texts()
@@ -433,7 +456,7 @@ class Tokenizer:
 
 
 def _end_with(message: dict[str, Any], mark: str) -> None:
-    """Put a mark behind the text of a message."""
+    """Put a mark after the text of a message."""
     content = message.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], dict):
         message = content[-1]
@@ -446,12 +469,12 @@ def _end_with(message: dict[str, Any], mark: str) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty when there is no such file."""
+    """Return the object in a JSON file; empty if the file does not exist."""
     return read_json_object(path) if path.is_file() else {}
 
 
 def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Fields named '..._token' as text; each is a string or an object with 'content'."""
+    """Return the fields named '..._token' as text; each is a string or an object with 'content'."""
     found: dict[str, str] = {}
     for name, value in fields.items():
         if not name.endswith("_token"):
@@ -467,7 +490,7 @@ def _special_tokens(fields: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str], path: Path
 ) -> None:
-    """Tokens that only tokenizer_config.json knows, at the ids it gives them; then named special
+    """Add the tokens that only tokenizer_config.json knows at their ids, and the named special
     tokens.
     """
     listed = config.get("added_tokens_decoder", {})
@@ -520,8 +543,8 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> str | Non
 
 
 def _pick_template(template: Any) -> str | None:
-    """One template, from a string, a {name: template} map, or a list of {'name', 'template'}: the
-    default one.
+    """Return the default template of a string, a {name: template} map, or a list of {'name',
+    'template'}.
     """
     if isinstance(template, (list, tuple)):
         template = {

@@ -1,8 +1,8 @@
-"""Bounds of a tokenizer.json, checked before the library parses it.
+"""Bounds on a tokenizer.json, checked before the library parses it.
 
-A few steps of a normalizer can make gigabytes of a short text: "a" replaced by "aa", 30 times. The
-library runs it on the added tokens while it reads the file, and later on each prompt. So the
-largest growth of a text is computed from the steps alone.
+A few normalizer steps can make gigabytes of a short text: "a" replaced by "aa", 30 times. The
+library runs the normalizer on the added tokens while it reads the file, and later on each prompt.
+So the largest growth of a text is computed from the steps alone.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ Step = dict[str, Any]
 
 
 def read_tokenizer_file(path: Path, listed: object = None) -> bytes:
-    """Read the file. Raise ModelFormatError, which names the part, where a text may grow too much
-    or pass through too many steps, and OSError, ValueError or RecursionError where it is no
-    readable JSON.
+    """Read a tokenizer.json and return its bytes.
 
     Args:
-        path: of tokenizer.json.
+        path: path of tokenizer.json.
         listed: added_tokens_decoder of tokenizer_config.json, whose tokens are added too.
+
+    Raises:
+        ModelFormatError: a text may grow too much or pass through too many steps; names the part.
+        OSError, ValueError, RecursionError: the file is not readable JSON.
     """
     size = path.stat().st_size
     if size > _MAX_BYTES:
@@ -80,7 +82,11 @@ def read_tokenizer_file(path: Path, listed: object = None) -> bytes:
 
 
 def _check_parts(path: Path, parts: Step, num_chars: int) -> None:
-    """Check all parts. `num_chars`: of the added tokens that the library normalizes."""
+    """Check all parts.
+
+    Args:
+        num_chars: characters of the added tokens that the library normalizes.
+    """
     steps = {name: _steps(parts.get(name)) for name in _PARTS[1:]}
     for name, found in steps.items():
         if len(found) > _MAX_STEPS:
@@ -111,8 +117,9 @@ def _check_parts(path: Path, parts: Step, num_chars: int) -> None:
 
 
 def _parts(text: str) -> Step:
-    """Return the members of the file but the model, which is large. It is passed over where it is
-    the last one; a file with parts after it is parsed whole.
+    """Return the members of the file except the model, which is large.
+
+    The model is skipped if it comes last; a file with members after it is parsed as a whole.
     """
     decoder = json.JSONDecoder()
     found: Step = {}
@@ -132,7 +139,7 @@ def _parts(text: str) -> Step:
 
 
 def _steps(part: object) -> list[Step]:
-    """List the steps of a part in order, those of sequences in the place of these."""
+    """Return the steps of a part in order, with sequences expanded."""
     steps: list[Step] = []
     waiting = [part]
     while waiting:
@@ -148,11 +155,11 @@ def _steps(part: object) -> list[Step]:
 
 
 class _Lengths:
-    """The number of characters that each character can become in the following steps.
+    """Number of characters that each character can become in the following steps.
 
     Attributes:
-        chars: by character.
-        other: of characters not in `chars`.
+        chars: numbers by character.
+        other: number for characters that are not in `chars`.
         added: characters written once, whatever the text.
     """
 
@@ -168,7 +175,7 @@ class _Lengths:
         return max(self.other, *self.chars.values()) if self.chars else self.other
 
     def multiply(self, factor: float) -> None:
-        """Pass a step that makes up to `factor` characters, of any kind, of each."""
+        """Apply a step that makes up to `factor` characters, of any kind, of each."""
         self.other = factor * self.longest()
         self.chars = {}
 
@@ -189,9 +196,11 @@ class _Lengths:
 
 
 def _growth(steps: Sequence[Step]) -> float:
-    """Return how many characters one character becomes at most: an upper bound, computed from the
-    last step to the first. Above the limit it is any number above it. Unicode's forms count for
-    what other steps write; a text has them expanded once, to 18 characters of one at most.
+    """Return an upper bound of the characters that one character becomes.
+
+    It is computed from the last step to the first, and any number above the limit may be returned.
+    Unicode normalization counts for the output of other steps; a text is expanded by it once, to 18
+    characters for one at most.
     """
     lengths = _Lengths()
     for index in reversed(range(len(steps))):
@@ -214,8 +223,9 @@ def _growth(steps: Sequence[Step]) -> float:
 
 
 def _written_before(steps: Sequence[Step], index: int) -> set[str]:
-    """Collect the characters that steps write by their settings before the step `index`, back to
-    the last one of Unicode's forms: that has expanded what was there.
+    """Return the characters that the settings of steps before `index` write.
+
+    Steps before the last Unicode normalization do not count, because it has expanded their output.
     """
     found: set[str] = set()
     for step in reversed(steps[:index]):
@@ -229,13 +239,13 @@ def _written_before(steps: Sequence[Step], index: int) -> set[str]:
 
 
 def _expansion(chars: Iterable[str]) -> int:
-    """Return the most characters that Unicode's forms make of one of these."""
+    """Return the most characters that Unicode normalization makes of one of these."""
     forms = (unicodedata.normalize("NFKD", one) for char in chars for one in (char, char.lower()))
     return max(map(len, forms), default=1)
 
 
 def _texts_of(table: str) -> list[str]:
-    """List the texts in a table of sentencepiece: u32 size | trie | texts, each ended by a NUL."""
+    """Return the texts in a sentencepiece table: u32 size | trie | texts, each ended by NUL."""
     try:
         data = base64.b64decode(table)
     except ValueError:
@@ -245,7 +255,7 @@ def _texts_of(table: str) -> list[str]:
 
 
 def _num_tokens(steps: Iterable[Step]) -> int:
-    """Return how many tokens a text of one token becomes in templates at most: an upper bound."""
+    """Return an upper bound of the tokens that templates make of a text of one token."""
     count = 1
     for step in steps:
         special = step.get("special_tokens")
@@ -275,7 +285,7 @@ def _num_tokens(steps: Iterable[Step]) -> int:
 
 
 def _normalized_length(token: object) -> int:
-    """Return the length of an added token if the library normalizes it, else 0."""
+    """Return the length of an added token that the library normalizes, else 0."""
     fields = token if isinstance(token, dict) else {}
     content = fields.get("content")
     return len(content) if fields.get("normalized", True) and isinstance(content, str) else 0

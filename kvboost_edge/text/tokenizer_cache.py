@@ -1,13 +1,14 @@
-"""Tokenizers kept beside the packed weights: building one of a large vocabulary from a GGUF file
-takes seconds.
+"""Cache of tokenizers next to the packed weights.
+
+Building one with a large vocabulary from a GGUF file takes seconds. Layout of a file:
 
     8 bytes magic | u32 version | SHA-256 of the rest | u32 length | JSON | merges, i32 [n, 2]: ids
     of left and right
 
-The JSON holds key, special tokens, template, the vocabulary, and tokenizer.json without vocabulary
-and merges: the library takes four times a tokenizer's memory to read it whole, and keeps a part of
-that. A file is written under another name and renamed when complete, and checked whole each time it
-is read. One that is damaged, of another version, model or user is built again.
+The JSON holds key, special tokens, template, vocabulary, and tokenizer.json without vocabulary and
+merges. The library would need four times a tokenizer's memory to read it whole, and keep a part of
+that. A file is written under another name and renamed when complete, and checked as a whole on each
+read. A file that is damaged, or of another version, model or user, is built again.
 """
 
 from __future__ import annotations
@@ -43,9 +44,13 @@ _HEAD = len(_MAGIC) + 4 + 32
 def kept_tokenizer(
     key: str, build: Callable[[], Tokenizer], *, name: str, cache_dir: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of the model with the fingerprint `key`: as it was kept, else what `build`
-    gives, which is kept where the cache directory can be written (`NO_CACHE`: not at all). `build`
-    must give a FastCodec over BPE; `name` is used in messages.
+    """Return a model's tokenizer from the cache, or build and store it.
+
+    Args:
+        key: fingerprint of the model.
+        build: builds the tokenizer, a FastCodec over BPE.
+        name: name of the model in messages.
+        cache_dir: cache directory; `NO_CACHE`, or one that is not writable: nothing is stored.
     """
     if cache_dir == NO_CACHE:
         return build()
@@ -91,7 +96,7 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
 
 
 def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.int32]]:
-    """A tokenizer's JSON without its vocabulary and merges, and both."""
+    """Return a tokenizer's JSON without vocabulary and merges, and both of these."""
     state = json.loads(text)
     vocabulary = state["model"].pop("vocab")
     merges = state["model"].pop("merges")
@@ -102,7 +107,7 @@ def _parted(text: str) -> tuple[dict[str, Any], dict[str, int], npt.NDArray[np.i
 def _joined(
     state: dict[str, Any], vocabulary: dict[str, int], merges: npt.NDArray[np.int32]
 ) -> tokenizers.Tokenizer:
-    """What `_parted` took apart."""
+    """Return the tokenizer that `_parted` took apart."""
     tokens = {number: token for token, number in vocabulary.items()}
     left = merges[:, 0].tolist()
     right = merges[:, 1].tolist()
