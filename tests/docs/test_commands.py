@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from kvboost_edge.cli.app import app
+from kvboost_edge.cli.app import app, run
 from kvboost_edge.server.flags import parse_flags
 
 ROOT = Path(__file__).parents[2]
@@ -76,3 +76,34 @@ def test_a_guide_has_every_part(path):
     assert "\n## Check that it works\n" in text
     assert "\n## If it does not\n" in text
     assert "\nReference: [" in text
+
+
+def test_the_tutorial_finds_the_source_that_it_asks_about():
+    text = (ROOT / "docs/tutorial/coding-assistant.md").read_text(encoding="utf-8")
+    [(pattern, size)] = re.findall(r"^cat (\S+) \| head -c (\d+) > context\.txt$", text, re.M)
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern)))
+    assert len(source) >= int(size)
+    for name in set(re.findall(r"What does the class (\w+) do\?", text)):
+        assert f"\nclass {name}" in source[: int(size)]
+
+
+LOCAL = ("cache", "doctor", "eval", "inspect", "models")
+RUN = sorted(
+    {
+        tuple(arguments)
+        for name, commands in SHOWN.items()
+        if name.startswith(("docs/how-to/", "docs/tutorial/"))
+        for program, arguments in commands
+        if program == "edge" and arguments[0] in LOCAL and "ollama:" not in " ".join(arguments)
+    }
+)
+
+
+@pytest.mark.parametrize("arguments", RUN, ids=" ".join)
+def test_commands_without_a_server_run(arguments, isolated_cache, tmp_path, monkeypatch, capsys):
+    """Run the guides' commands with the bundled model in place of the reader's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("The colour of Teamar boat is blue. " * 20)
+    models = {"./my-model.gguf": "kvboost-edge/demo", "./my-model": "kvboost-edge/demo"}
+    assert run([models.get(word, word) for word in arguments]) == 0
+    assert capsys.readouterr().out
