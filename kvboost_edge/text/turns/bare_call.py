@@ -1,6 +1,7 @@
-"""Reading of a message that is nothing but a call without markers: one JSON object of a tool's name
-and its arguments, alone or in a fence. Small models write calls this way, whatever their template
-shows.
+"""Reader of messages that are a single call without markers.
+
+Such a message is one JSON object of a tool's name and its arguments, bare or in a code fence. Small
+models write calls this way, whatever their template shows.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ _NAMES = ("true", "false", "null")
 
 
 class BareCall:
-    """A reader of a call that may begin with the message. Nothing is shown before the message has
-    ended, because text after the object makes it an example. Text that cannot be a call is released
-    at the first character that rules it out.
+    """A reader of a call that may begin with the message.
+
+    Nothing is shown before the message has ended, because text after the object makes it an
+    example. Text that cannot be a call is released at the first character that rules it out.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class BareCall:
         return self._may_fit()
 
     def _may_fit(self) -> bool:
-        """Return whether the arguments fit the tool's schema, as far as both are known."""
+        """Return whether the arguments match the tool's schema, as far as both are known."""
         if len(self._members) < 2:
             return True
         try:
@@ -118,7 +120,7 @@ class BareCall:
 
 
 def _value(scanner: Scanner, depth: int) -> Step[bool]:
-    """Read a JSON value; return whether there is one."""
+    """Read a JSON value; return whether one begins here."""
     opening = scanner.text[scanner.at]
     if opening == '"':
         return (yield from _string(scanner)) is not None
@@ -132,7 +134,7 @@ def _value(scanner: Scanner, depth: int) -> Step[bool]:
 
 
 def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[bool]:
-    """Read an object; return whether there is one.
+    """Read an object; return whether one begins here.
 
     Args:
         after_key: reads a colon and a value, given their key.
@@ -155,7 +157,7 @@ def _members(scanner: Scanner, after_key: Callable[[str], Step[bool]]) -> Step[b
 
 
 def _colon(scanner: Scanner) -> Step[bool]:
-    """Read a colon and the white space around it; return whether there is one."""
+    """Read a colon with white space around it; return whether one is here."""
     yield from scanner.space()
     if not (yield from scanner.exactly(":")):
         return False
@@ -184,7 +186,7 @@ def _items(scanner: Scanner, depth: int) -> Step[bool]:
 
 
 def _string(scanner: Scanner) -> Step[str | None]:
-    """Read a string and return it; None if there is none."""
+    """Read and return a string; None if none begins here."""
     start = scanner.at
     if not (yield from scanner.exactly('"')):
         return None
@@ -208,7 +210,7 @@ def _string(scanner: Scanner) -> Step[str | None]:
 
 
 def _word(scanner: Scanner) -> Step[bool]:
-    """Read a number or a name; return whether there is one."""
+    """Read a number or a name; return whether one begins here."""
     start = scanner.at
     while (found := _AFTER_WORD.search(scanner.text, scanner.at)) is None:
         scanner.at = len(scanner.text)

@@ -1,4 +1,4 @@
-"""Reads the calls of a message and gives their arguments as JSON text."""
+"""Reader of tool calls in a message; it returns their arguments as JSON text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _LONGEST_KEY = 256
 
 
 class CallReader:
-    """Passes calls in a text and appends their parts. A call counts once its name is a tool's and
-    its arguments begin; until then nothing is shown, and who asked can go back.
+    """A reader that consumes calls in a text and appends their parts.
+
+    A call is accepted once its name is a tool's and its arguments begin. Until then nothing is
+    shown, and the caller can go back.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class CallReader:
         self.count = 0
 
     def read(self) -> Step[bool]:
-        """Whether calls begin here; then all of them are passed."""
+        """Return whether calls begin here; if so, consume all of them."""
         found = yield from self._first()
         if not found:
             return False
@@ -84,7 +86,7 @@ class CallReader:
         return found
 
     def _passed(self, piece: str) -> Step[None]:
-        """Passes a piece that should stand here; what else stands here stays."""
+        """Consume a piece if it is here; leave other text."""
         self._scanner.forget()
         if not (yield from self._scanner.piece(piece)):
             self._scanner.at = 0
@@ -101,7 +103,7 @@ class CallReader:
     # -- {"name": NAME, "arguments": {...}} --
 
     def _json_call(self) -> Step[bool]:
-        """Members in any order; arguments that come before the name wait for it."""
+        """Read a call with its members in any order; arguments before the name wait for it."""
         scanner = self._scanner
         calls = self._format
         before = self.count
@@ -135,7 +137,7 @@ class CallReader:
         return self.count > before
 
     def _key(self) -> Step[str | None]:
-        """A member's key, and the colon behind it."""
+        """Read a member's key and the colon after it."""
         scanner = self._scanner
         yield from scanner.space()
         start = scanner.at
@@ -149,7 +151,7 @@ class CallReader:
         return _text_of(key) if colon else None
 
     def _shown_arguments(self) -> Step[bool]:
-        """An object of arguments, shown as it comes; the call begins with it."""
+        """Read an object of arguments and show it as it arrives; the call begins with it."""
         scanner = self._scanner
         name = self._named
         yield from scanner.space()
@@ -168,7 +170,7 @@ class CallReader:
         return found and (yield from self._shown_arguments())
 
     def _name(self) -> Step[bool]:
-        """A tool's name and what stands behind it."""
+        """Read a tool's name and the piece after it."""
         scanner = self._scanner
         yield from scanner.space()
         name = yield from scanner.one_of(self._tools)
@@ -212,7 +214,7 @@ class CallReader:
         return ends
 
     def _argument_key(self) -> Step[str | None]:
-        """The key of an argument and what stands behind it; None for what cannot be one."""
+        """Read an argument's key and the piece after it; return None if it cannot be a key."""
         scanner = self._scanner
         marker = words_of(self._format.value_before)[0]
         while (end := scanner.text.find(marker, scanner.at)) < 0:
@@ -226,8 +228,8 @@ class CallReader:
         return key if (yield from scanner.piece(self._format.value_before)) else None
 
     def _argument_value(self, schema: object, root: Mapping[str, Any]) -> Step[None]:
-        """The value of an argument, shown as JSON: a string as it comes, others when they are
-        whole.
+        """Read an argument's value and show it as JSON: strings as they arrive, other values when
+        complete.
         """
         scanner = self._scanner
         calls = self._format
@@ -273,8 +275,9 @@ class CallReader:
         return True
 
     def _keyword_argument(self, name: str, *, is_first: bool) -> Step[bool]:
-        """An argument and what stands behind it, shown as it comes where it is a string; else
-        nothing is passed.
+        """Read an argument and the text after it; consume nothing if it is not one.
+
+        A string is shown as it arrives.
         """
         scanner = self._scanner
         schema = self._tools[name].parameters
@@ -306,8 +309,9 @@ class CallReader:
         return True
 
     def _opened(self, name: str | None, front: str) -> Step[bool]:
-        """Whether a string begins here: then the call begins with it, if a name is given, and what
-        stands before.
+        """Return whether a string begins here.
+
+        If so, the call begins with it (if a name is given), after the text before it.
         """
         scanner = self._scanner
         while scanner.at == len(scanner.text):
@@ -340,7 +344,7 @@ class CallReader:
 
 
 def _text_of(written: str) -> str | None:
-    """The string that a JSON text is; None where it is none."""
+    """Return the string that a JSON text holds; None for other values."""
     try:
         value = json.loads(written)
     except ValueError:
@@ -349,7 +353,9 @@ def _text_of(written: str) -> str | None:
 
 
 def _value_of(text: str, schema: object, root: Mapping[str, Any]) -> str:
-    """A value between tags as JSON: what is JSON stays, what is not, or may be a string alone, is a
+    """Return a value between tags as JSON.
+
+    JSON stays as it is. Other text, and text that the schema allows only as a string, becomes a
     string.
     """
     bare = text.strip()

@@ -1,4 +1,4 @@
-"""Reads the way calls are written from how a template shows made-up ones."""
+"""Detection of a template's tool-call format from the way it renders example calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PROBES", "Calls", "TemplateCall", "call_format"]
 
 
 class TemplateCall(NamedTuple):
-    """A call that a template is given."""
+    """A call that is passed to a template."""
 
     id: str
     name: str
@@ -27,7 +27,7 @@ Show = Callable[[Calls], str | None]
 
 
 class _Probes:
-    """Names and values that no template has of its own."""
+    """Names and values that do not occur in any template."""
 
     name = "kvb_first_tool"
     other = "kvb_second_tool"
@@ -40,7 +40,7 @@ class _Probes:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Both tools, as OpenAI's API describes them."""
+        """Both tools in the format of OpenAI's API."""
         properties = {
             key: {"type": "string", "description": "text"} for key in (self.key, self.second_key)
         }
@@ -54,7 +54,7 @@ class _Probes:
         ]
 
     def messages(self, calls: Calls, *, as_text: bool) -> list[dict[str, Any]]:
-        """The calls as a message has them."""
+        """Return the calls in the format of a message."""
         return [
             {
                 "id": call.id,
@@ -84,7 +84,7 @@ _NOT_THE_SAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
-    """How the calls that `show` writes are written; None where it is a way that is not known."""
+    """Return the format of the calls that `show` renders; None for an unknown format."""
     first = _with_slots(show([_FIRST]))
     if PROBES.name not in first:
         return None
@@ -102,7 +102,7 @@ def call_format(show: Show, *, arguments_as_text: bool) -> CallFormat | None:
 
 
 class _Core(NamedTuple):
-    """Where a call stands in a text without what stands around it, and what stands in it."""
+    """Position of a call in a text, without the text around it, and its parts."""
 
     start: int
     end: int
@@ -123,7 +123,7 @@ def _with_slots(text: str | None) -> str:
 
 
 class _Both(NamedTuple):
-    """A text of two calls."""
+    """A rendered text of two calls."""
 
     text: str
     one: _Core
@@ -131,7 +131,7 @@ class _Both(NamedTuple):
 
 
 def _read_both(read: ReadCore, show: Show) -> _Both | None:
-    """None where the template refuses two calls, or does not write both."""
+    """Return the text of two calls; None if the template refuses two, or does not write both."""
     text = _with_slots(show([_FIRST, _SECOND]))
     one = read(text, PROBES.name) if PROBES.name in text else None
     two = read(text, PROBES.other) if PROBES.other in text else None
@@ -174,8 +174,9 @@ def _whole(
 
 
 def _joined(front: str, back: str, both: _Both) -> dict[str, Any] | None:
-    """What stands in front of the first call, between two and behind the last, told apart: what
-    ends a call stands behind each, what begins one in front of each. No tag is cut.
+    """Split the text around two calls into opening, separator and closing.
+
+    The end of a call follows each call, the beginning precedes each. No tag is cut.
     """
     text, one, two = both
     if text[: one.start] != front or text[two.end :] != back:
@@ -208,7 +209,7 @@ def _common_prefix(left: str, right: str) -> int:
 
 
 def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
-    """The shape of both of two calls; what differs may be a number or an id of theirs."""
+    """Return the common format of two calls; they may differ by a number or an id."""
     if first.kind == "json":
         different = [
             key for key in first.constants if first.constants[key] != second.constants.get(key)
@@ -235,7 +236,7 @@ def _alike(first: CallFormat, second: CallFormat) -> CallFormat | None:
 
 
 def _json_call(text: str, name: str) -> _Core | None:
-    """The smallest object around the name that holds it and the arguments."""
+    """Return the smallest object that holds the name and the arguments."""
     at = text.index(name)
     start = text.rfind("{", 0, at)
     while start >= 0:
@@ -261,7 +262,7 @@ def _json_call(text: str, name: str) -> _Core | None:
 
 
 def _named_json_call(text: str, name: str) -> _Core | None:
-    """The name, and behind it an object of arguments."""
+    """Return the name followed by an object of arguments."""
     at = text.index(name)
     start = text.find("{", at)
     members, end = _object_at(text, start)
@@ -271,7 +272,7 @@ def _named_json_call(text: str, name: str) -> _Core | None:
 
 
 def _object_at(text: str, start: int) -> tuple[dict[str, Any], int]:
-    """The JSON object that begins there, and its end; nothing and -1 where none does."""
+    """Return the JSON object that begins there and its end; ({}, -1) if none does."""
     try:
         value, end = _DECODER.raw_decode(text, start) if start >= 0 else ({}, -1)
     except (ValueError, RecursionError):
@@ -280,15 +281,17 @@ def _object_at(text: str, start: int) -> tuple[dict[str, Any], int]:
 
 
 def _keyword_call(text: str, name: str) -> _Core | None:
-    """The name as that of a function in Python, its argument by its name."""
+    """Return a call in the syntax of Python with keyword arguments."""
     at = text.index(name)
     found = _KEYWORD.match(text, at + len(name))
     return None if found is None else _Core(at, found.end(), CallFormat("keyword", ""))
 
 
 def _braced_call(show: Show) -> ReadCore:
-    """Keys and values between braces, strings between two markers of one kind. Other arguments show
-    that commas stand between them, and that numbers, lists and objects are bare.
+    """Return a reader of keys and values in braces, with strings between two equal markers.
+
+    Further arguments must show that commas separate them, and that numbers, lists and objects are
+    bare.
     """
 
     def read(text: str, name: str) -> _Core | None:
@@ -323,8 +326,10 @@ def _writes_braces(show: Show, quote: str) -> bool:
 
 
 def _tagged_call(show: Show) -> ReadCore:
-    """Name, keys and values between tags; a second argument shows what stands between two, a number
-    whether other values than strings are written in another way.
+    """Return a reader of names, keys and values between tags.
+
+    A second argument shows the separator. A number shows whether values other than strings are
+    written differently.
     """
 
     def read(text: str, name: str) -> _Core | None:
@@ -377,7 +382,7 @@ def _tagged_shape(show: Show) -> CallFormat | None:
 
 
 def _between(text: str, *words: str) -> list[str] | None:
-    """A text cut at these words, in this order."""
+    """Return a text cut at these words, in this order; None if they are not in it."""
     parts = []
     for word in words:
         part, found, text = text.partition(word)
@@ -388,7 +393,7 @@ def _between(text: str, *words: str) -> list[str] | None:
 
 
 def _trigger(found: CallFormat) -> str:
-    """The first marker of a call; "" for mere brackets, which any text may hold."""
+    """Return the first marker of a call; "" for plain brackets, which any text may contain."""
     text = (found.opening + found.before).strip()
     tag = re.match(r"<[^<>\s]+>|\[[A-Z/_]+\]", text)
     trigger = tag[0] if tag else (text.split(maxsplit=1) or [""])[0]

@@ -1,5 +1,7 @@
-"""Learns from a chat template how the model writes reasoning and tool calls: it is rendered with
-and without them, and what differs is the model's way. No model is known by its name.
+"""Detection of a model's format of reasoning and tool calls from its chat template.
+
+The template is rendered with and without them, and the difference is the format. Model names are
+not used.
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>",
 
 
 def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True) -> TurnFormat:
-    """What the template behind `render` (as `ChatTemplate.render`) tells; what it refuses to show
-    is not there. is_token: whether a text is one token of the model; without it any may be.
+    """Return the turn format that the template shows; formats that it refuses to render are
+    missing.
+
+    Args:
+        render: `ChatTemplate.render` of the template.
+        is_token: returns whether a text is one token of the model. None: any text may be.
     """
     turns = _Turns(render)
     if _has_channels(turns):
@@ -72,7 +78,7 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
 
 
 class _Turns:
-    """A template's texts; None where it refuses, writes too much or has taken too long."""
+    """Renderings of a template; None if it refuses, writes too much or has taken too long."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -117,13 +123,13 @@ class _Turns:
 
 
 def _has_channels(turns: _Turns) -> bool:
-    """Whether an answer is a message of the channel for answers."""
+    """Return whether an answer is a message of the channel for answers."""
     front, found, _ = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)
     return bool(found) and front.endswith(CHANNELS.start + CHANNELS.header(CHANNELS.answer))
 
 
 def _channel_calls(turns: _Turns) -> CallFormat | None:
-    """Calls are messages to the tool, whatever else stands in their headers."""
+    """Return the call format if calls are messages to the tool; other header fields are ignored."""
     call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     for as_text in (False, True):
         given = PROBES.messages([call], as_text=as_text)
@@ -148,7 +154,7 @@ def _reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """The template writes reasoning between two markers, right in front of the answer."""
+    """Detect reasoning between two markers directly before the answer."""
     for key in _REASONING_KEYS:
         text = turns.answer({"content": _CONTENT, key: _EARLIER})
         front, found, back = (text or "").partition(_EARLIER)
@@ -160,7 +166,9 @@ def _shown_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """The generation prompt ends in an opening tag that past answers do not begin with."""
+    """Detect a generation prompt that ends in an opening tag which past answers do not begin
+    with.
+    """
     opened = _OPENED.search(turns.prompt.removeprefix(turns.asked))
     if opened is None:
         return None
@@ -171,9 +179,7 @@ def _opened_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """The template writes an empty block in front of an answer, or closes one, maybe only where
-    none is wanted.
-    """
+    """Detect an empty block before an answer, or a closed one, even if only without reasoning."""
     switched = [turns.text([_USER], variables={name: False}) or "" for name in _SWITCHES]
     answered = (turns.answer({"content": _CONTENT}) or "").partition(_CONTENT)[0]
     for text in (turns.prompt, answered, *switched):
@@ -187,7 +193,7 @@ def _closed_reasoning(turns: _Turns) -> ReasoningFormat | None:
 
 
 def _cut_reasoning(turns: _Turns) -> ReasoningFormat | None:
-    """The template takes everything up to a closing tag off past answers."""
+    """Detect a closing tag up to which the template removes the text of past answers."""
     for start, end in _CUT_MARKERS:
         past = {"role": "assistant", "content": f"{_EARLIER}{end}{_CONTENT}"}
         text = turns.text([_USER, past, _USER])
@@ -214,8 +220,8 @@ def _preserves(turns: _Turns) -> bool:
 
 
 def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
-    """Whether an answer begins where the generation prompt ends: no channel or marker of its own
-    has to be opened.
+    """Return whether an answer begins where the generation prompt ends, without a channel or
+    marker.
     """
     text = turns.answer({"content": _CONTENT}) or ""
     front = _before_reasoning(turns.prompt, reasoning)
@@ -228,7 +234,7 @@ def _writes_plainly(turns: _Turns, reasoning: ReasoningFormat | None) -> bool:
 
 
 def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:
-    """A generation prompt up to a reasoning block it opens, and maybe closes at once."""
+    """Return a generation prompt up to a reasoning block that it opens, and may close at once."""
     if reasoning is None:
         return prompt
     kept = prompt.rstrip()
@@ -238,7 +244,7 @@ def _before_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> str:
 
 
 def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
-    """A text without the reasoning block that it begins with."""
+    """Return a text without the reasoning block that it begins with."""
     if reasoning is None:
         return text
     rest = text.lstrip()
@@ -253,7 +259,9 @@ def _behind_reasoning(text: str, reasoning: ReasoningFormat | None) -> str:
 
 
 def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
-    """Whether a result is shown behind a message with a call, and not behind one without."""
+    """Return whether a result is rendered after a message with a call, and not after one
+    without.
+    """
     call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     given = PROBES.messages([call], as_text=calls.arguments_as_text)
     result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": _EARLIER}
@@ -266,7 +274,7 @@ def _results_need_calls(turns: _Turns, calls: CallFormat) -> bool:
 
 
 class _Way(NamedTuple):
-    """How a template wants past calls."""
+    """Format in which a template takes past calls."""
 
     as_text: bool  # the arguments as JSON text
     content: str | None
@@ -286,7 +294,7 @@ def _calls(turns: _Turns, reasoning: ReasoningFormat | None) -> CallFormat | Non
 
 
 class _Shown:
-    """The text of a message's calls alone, in one way of giving them to the template."""
+    """Renderer of a message's calls alone, in one `_Way`."""
 
     def __init__(self, turns: _Turns, reasoning: ReasoningFormat | None, way: _Way) -> None:
         self._turns = turns
@@ -295,7 +303,7 @@ class _Shown:
         self.result_opening = ""
 
     def __call__(self, calls: Calls) -> str | None:
-        """None where the template refuses these calls or does not show them."""
+        """Return the text of the calls; None if the template refuses or does not render them."""
         given = PROBES.messages(calls, as_text=self._way.as_text)
         messages = [_USER, {"role": "assistant", "content": self._way.content, "tool_calls": given}]
         results = [
@@ -318,8 +326,12 @@ class _Shown:
         return None
 
     def _without_opened_result(self, text: str, answered: str) -> str:
-        """A message's text without the marker that begins a result: some templates write it already
-        where none is there yet. `answered`: the same text, and its result in the same turn.
+        """Return a message's text without the marker that begins a result.
+
+        Some templates write the marker before there is a result.
+
+        Args:
+            answered: the same text with its result in the same turn.
         """
         opened = _ENDS_IN_MARKER.search(text)
         behind = answered.removeprefix(text)
@@ -336,7 +348,7 @@ class _Shown:
         return None
 
     def _leads(self, front: str, tools: list[Message] | None) -> Iterator[str]:
-        """What may stand in front of a message's text, the surest first."""
+        """Yield the texts that may precede a message's text, the most certain first."""
         prompt = self._turns.text([_USER], tools=tools) or self._turns.prompt
         for lead in (front, prompt):
             yield lead
@@ -346,7 +358,7 @@ class _Shown:
 
 
 def _without_tail(text: str, tail: str) -> str:
-    """A message's text without what ends a turn, and without a tool's answer behind it."""
+    """Return a message's text without the end of the turn and a tool's answer after it."""
     ending = tail.strip()
     if not ending:
         return text
@@ -358,9 +370,7 @@ def _without_tail(text: str, tail: str) -> str:
 
 
 def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat | None:
-    """How calls are written that the template leaves out, as far as what stands around its tools
-    tells.
-    """
+    """Return the format of calls that the template omits, from the markers around its tools."""
     prompt = turns.text([_USER], tools=PROBES.tools)
     if prompt is None or not _leaves_calls_out(turns):
         return None
@@ -368,7 +378,7 @@ def _unshown_calls(turns: _Turns, is_token: Callable[[str], bool]) -> CallFormat
 
 
 def _leaves_calls_out(turns: _Turns) -> bool:
-    """Whether the template writes a message with calls as one without."""
+    """Return whether the template renders a message with calls like one without."""
     call = TemplateCall(PROBES.ids[0], PROBES.name, {PROBES.key: PROBES.value})
     for as_text, content in itertools.product((False, True), ("", _CONTENT)):
         plain = turns.answer({"content": content}, PROBES.tools)

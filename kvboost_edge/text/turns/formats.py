@@ -1,22 +1,21 @@
-"""How a model writes what is more than an answer: its reasoning and its tool calls.
+"""Formats in which a model writes its reasoning and tool calls.
 
-A message's calls are one text, of these pieces (any but the call itself may be empty):
+A message's calls are one text of these pieces (any but CALL may be empty):
 
     opening  before CALL after  separator  before CALL after  ...  closing
 
     kind          CALL
-    "json"        {"name": NAME, "arguments": {...}}, the keys as `members` has them
+    "json"        {"name": NAME, "arguments": {...}}, with the keys in `members`
     "named_json"  NAME between {...}
     "tagged"      NAME between ARGUMENT ARGUMENT ...; an ARGUMENT is argument_before KEY
-                  value_before VALUE argument_after, strings as they are, other values as JSON
-    "keyword"     NAME(KEY=VALUE, KEY=VALUE), values as Python or JSON writes them
-    "braced"      NAME{KEY:VALUE,KEY:VALUE}, strings between two of the marker `quote` as they are,
-                  all else bare
+                  value_before VALUE argument_after. Strings are bare, other values JSON.
+    "keyword"     NAME(KEY=VALUE, KEY=VALUE), with values in the syntax of Python or JSON
+    "braced"      NAME{KEY:VALUE,KEY:VALUE}, with strings between two `quote` markers, all else
+                  bare
     "channels"    {...}, the text of a message to "functions.NAME"; it has no pieces, see
                   `ChannelFormat`
 
-Models are free with white space around the pieces, so nobody asks for what the template writes
-there.
+Models vary the white space around the pieces, so it is never required.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ ID_SLOT = "\0"
 
 
 class ReasoningFormat(NamedTuple):
-    """The markers around a model's reasoning, without white space at their ends: "<think>",
-    "</think>".
+    """Markers around a model's reasoning, such as "<think>" and "</think>", without white space at
+    their ends.
     """
 
     start: str
@@ -50,18 +49,18 @@ class ReasoningFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes its calls; the pieces are those of the drawing above.
+    """Format of a model's calls. The pieces are those of the diagram in the module.
 
     Attributes:
-        trigger: the marker that calls begin with; "" where they are known only by standing at the
-            message's start.
-        parallel: whether a message may hold several.
-        arguments_as_text: whether the chat template takes the arguments of past calls as JSON text,
-            not as an object.
-        result_opening: the marker that a result begins with, where the template writes it even
-            behind calls without one: the model ends its turn with it.
-        members: kind "json": all keys of a call in order; a key that is none of those named below
-            has a fixed value, in `constants`.
+        trigger: marker that calls begin with; "" if only their place at the message's start shows
+            them.
+        parallel: a message may hold several calls.
+        arguments_as_text: the chat template takes the arguments of past calls as JSON text, not as
+            an object.
+        result_opening: marker that a result begins with, if the template writes it even after calls
+            without a result. The model ends its turn with it.
+        members: kind "json": all keys of a call in order. A key that is not named below has a fixed
+            value, in `constants`.
     """
 
     kind: Literal["json", "named_json", "tagged", "keyword", "braced", "channels"]
@@ -87,7 +86,7 @@ class CallFormat:
 
     @property
     def wraps_objects(self) -> bool:
-        """True if a call is a JSON object of name and arguments between markers of its own, as in
+        """True if a call is a JSON object of name and arguments between its own markers, as in
         `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>` (Hermes).
         """
         return (
@@ -99,14 +98,13 @@ class CallFormat:
 
 
 class ChannelFormat(NamedTuple):
-    """A turn of several messages, each with a header that says for whom it is (the format of
-    gpt-oss):
+    """Format of a turn of several messages, each with a header that names its recipient (gpt-oss).
 
         start [ to=RECIPIENT] channel NAME [ to=RECIPIENT] [constrain] [json] message TEXT end
 
-    `start` of the first is the end of the prompt. Messages of the channel `thoughts` are reasoning,
-    those to "functions.NAME" calls, others the answer. A call ends with `called`, the turn with
-    `done`.
+    The first `start` is the end of the prompt. Messages of the channel `thoughts` are reasoning,
+    those to "functions.NAME" are calls, others are the answer. A call ends with `called`, the turn
+    with `done`.
     """
 
     start: str = "<|start|>assistant"
@@ -122,12 +120,12 @@ class ChannelFormat(NamedTuple):
     functions: str = "functions."
 
     def header(self, name: str) -> str:
-        """What stands in front of the text of a message to nobody in a channel."""
+        """Return the header of a message in a channel without recipient."""
         return f"{self.channel}{name}{self.message}"
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """What ends a message's text, besides `start`."""
+        """Markers that end a message's text, in addition to `start`."""
         return self.end, self.called, self.done
 
 
@@ -135,20 +133,20 @@ CHANNELS = ChannelFormat()
 
 
 class TurnFormat(NamedTuple):
-    """What a chat template tells about the assistant's turns.
+    """Facts about the assistant's turns that a chat template shows.
 
     Attributes:
-        calls: None where they are written in a way that is not known.
-        reasoning: None where there is none.
-        shows_tools: whether the template tells the model which tools there are.
-        replays: whether the content of a past message stands right behind what a generation prompt
-            is, so that its own tokens can take its place.
-        preserves: whether the variable preserve_thinking makes the template show the reasoning of
-            past turns.
-        channels: how a turn is made of messages; None where it is one text.
-        shows_calls: False: the template leaves past calls out, so they go into the content; `calls`
-            is known otherwise.
-        results_need_calls: whether the template shows results only behind a message that has calls.
+        calls: None if the format is unknown.
+        reasoning: None without reasoning.
+        shows_tools: the template lists the tools for the model.
+        replays: the content of a past message directly follows the text of a generation prompt, so
+            its original tokens can replace it.
+        preserves: the variable preserve_thinking makes the template render the reasoning of past
+            turns.
+        channels: structure of a turn of several messages; None if the turn is one text.
+        shows_calls: False: the template omits past calls, so they are written into the content;
+            `calls` is then known from elsewhere.
+        results_need_calls: the template renders results only after a message with calls.
     """
 
     calls: CallFormat | None
@@ -161,7 +159,7 @@ class TurnFormat(NamedTuple):
     results_need_calls: bool = False
 
     def reasoning_after(self, prompt: str) -> Literal["opened", "possible", "closed"]:
-        """Whether a prompt ends inside a reasoning block, or one may come first, or none."""
+        """Return whether a prompt ends inside a reasoning block, allows one, or excludes one."""
         text = prompt.rstrip()
         if self.channels is not None:
             states: dict[str, Literal["opened", "closed"]] = {
@@ -181,8 +179,10 @@ class TurnFormat(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """A tool the model may call. parameters: the JSON schema of its arguments; empty: any
-    object.
+    """A tool that the model may call.
+
+    Attributes:
+        parameters: JSON schema of its arguments; empty: any object.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""The grammar of arguments between braces: what a schema allows, strings between markers and
-everything else bare.
-"""
+"""Grammar of Gemma's call arguments: strings between markers, all other values bare."""
 
 from __future__ import annotations
 
@@ -79,13 +77,13 @@ _ENDS_VALUE = r"[,{}\[\]\n"
 
 
 def is_braced_key(name: str, quote: str) -> bool:
-    """Whether a key of this name is read as it is."""
+    """Return whether a key with this name is read back unchanged."""
     ends = re.search(f"{_ENDS_KEY}{re.escape(quote[0])}]", name)
     return bool(name) and name == name.strip() and len(name) <= LONGEST and ends is None
 
 
 class BracedArguments:
-    """The arguments of one call, from behind its first brace."""
+    """Reader of one call's arguments, from after the first brace."""
 
     def __init__(
         self,
@@ -95,8 +93,11 @@ class BracedArguments:
         begin: Callable[[], None],
         texts: Collection[str],
     ) -> None:
-        """begin: called before the first `show`; texts: the arguments that are strings, even where
-        they are bare.
+        """Set up the reader.
+
+        Args:
+            begin: called before the first `show`.
+            texts: names of arguments that are strings even if they are bare.
         """
         self._scanner = scanner
         self._quote = quote
@@ -111,8 +112,8 @@ class BracedArguments:
         self._ends_value = re.compile(f"{_ENDS_VALUE}{first}]")
 
     def read(self) -> Step[bool]:
-        """Whether a call stands here. It is passed as far as it is one, and what is shown is
-        closed.
+        """Return whether a call is here. It is consumed as far as it is valid, and the shown JSON
+        is closed.
         """
         scanner = self._scanner
         start = self._scanner.at
@@ -135,9 +136,7 @@ class BracedArguments:
         self._shown(text)
 
     def _item(self) -> Step[bool]:
-        """The next item of the innermost bracket, up to where one inside of it opens; or its
-        end.
-        """
+        """Read the next item of the innermost bracket, up to a nested bracket or its end."""
         scanner = self._scanner
         comma = ""
         if (yield from self._closed()):
@@ -165,7 +164,7 @@ class BracedArguments:
         return True
 
     def _key(self) -> Step[str | None]:
-        """A key, between markers or bare, and the colon behind it."""
+        """Read a key, between markers or bare, and the colon after it."""
         scanner = self._scanner
         pieces: list[str] = []
         if (yield from scanner.exactly(self._quote)):
@@ -202,14 +201,19 @@ class BracedArguments:
 
 
 class BracedGrammar:
-    """The rules of one tool's arguments; schemas that are referred to have one rule each, so they
-    may be recursive.
+    """Grammar rules of one tool's arguments.
+
+    Referenced schemas have one rule each, so they may be recursive.
     """
 
     def __init__(
         self, lark: Lark, name: str, tool: Tool, quote: str, string: Callable[[], Rule]
     ) -> None:
-        """string: the rule of any text and the marker behind it."""
+        """Set up the grammar.
+
+        Args:
+            string: rule of any text and the marker after it.
+        """
         self._lark = lark
         self._name = name
         self._tool = tool
@@ -251,7 +255,7 @@ class BracedGrammar:
         return self._rules[id(found)]
 
     def _check_words(self, schema: Mapping[str, Any]) -> None:
-        """RequestError where a word of the schema is none, or one that is not held."""
+        """Raise RequestError for a keyword of the schema that is unknown or not enforced."""
         for key, kinds in _SHAPES.items():
             if key in schema and not isinstance(schema[key], kinds):
                 self._refuse(f"{key!r} cannot be {json.dumps(schema[key])[:80]}")
@@ -274,7 +278,7 @@ class BracedGrammar:
         return ways
 
     def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:
-        """The schemas one of which is to be fitted; None where it is this one."""
+        """Return the alternatives of a schema; None if it has none."""
         key = next((key for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
         if key is None:
             return None
@@ -293,7 +297,9 @@ class BracedGrammar:
         return list(schema[key])
 
     def _are_apart(self, one: object, other: object) -> bool:
-        """Whether types, or values of a member that both must have, show that nothing fits both."""
+        """Return whether types, or values of a shared required member, show that no value matches
+        both.
+        """
         types = [types_of(schema, self._root) for schema in (one, other)]
         if all(types):
             kinds = [
@@ -329,8 +335,10 @@ class BracedGrammar:
             self._refuse(f"type {kind!r} is not known")
 
     def _object(self, name: str, schema: Mapping[str, Any]) -> Iterator[list[Atom]]:
-        """Members in the schema's order, or in that of their names, as templates sort them;
-        optional ones left out or not. Without members, any, if there may be others.
+        """Yield the sequences of members, in the schema's order or sorted by name as templates do.
+
+        Optional members may be left out. Without members, any are allowed if the schema permits
+        others.
         """
         members, required = members_of(schema)
         for key in members:
@@ -377,7 +385,7 @@ class BracedGrammar:
             )
 
     def _written(self, value: Any) -> list[Atom]:
-        """This value alone."""
+        """Return the atoms of exactly this value."""
         if isinstance(value, str):
             if self._quote in value:
                 self._refuse(f"the value {value!r} holds {self._quote}, which ends a string")
@@ -394,7 +402,7 @@ class BracedGrammar:
 
 
 def _is_of(value: object, types: list[Any]) -> bool:
-    """Whether a value is of one of these types."""
+    """Return whether a value has one of these types."""
     own = types_of({"const": value}, {})
     return bool(own & {*types}) or (own == {"integer"} and "number" in types)
 

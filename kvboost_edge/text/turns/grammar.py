@@ -1,10 +1,9 @@
-"""Grammars (Lark, as llguidance reads it) that hold an assistant's turn to the model's own way of
-calling tools.
+"""Grammars (Lark, in llguidance's dialect) that enforce the model's tool-call format in a turn.
 
-Text runs free until the marker of a call; from there a tool's name and the schema of its arguments
-bind. A marker that is a special token of the vocabulary is one in the grammar, as text never
-matches special tokens there; its letters, written by other tokens, count as the marker too, since
-who reads the text cannot tell them apart.
+Text is free until the marker of a call. From there the tool's name and the schema of its arguments
+are enforced. A marker that is a special token of the vocabulary is one in the grammar, because text
+never matches special tokens there. Its letters, written by other tokens, count as the marker too,
+because a reader of the text cannot tell them apart.
 """
 
 from __future__ import annotations
@@ -53,18 +52,19 @@ def calls_grammar(
     special_id: SpecialId,
     answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """The grammar of a turn that may, must or must not call `tools`.
+    """Return the grammar of a turn that may, must or must not call `tools`.
 
     Args:
-        choice: "auto": free text until a call begins, and nothing but calls behind it; "required":
-            calls alone, one at least; "none": free text in which no call begins.
-        parallel: whether several calls may follow one another, where the model can.
+        choice: "auto": free text until a call begins, then only calls; "required": only calls, at
+            least one; "none": free text in which no call begins.
+        parallel: several calls may follow one another, if the model supports it.
         reasoning: "opened": the prompt ended inside a reasoning block; "possible": one may come
             first; "closed": none.
-        special_id: the id of a text that is one special token, else None.
-        answer: a JSON schema that the turn fits where it calls nothing; None: text.
+        special_id: returns the id of a text that is one special token, else None.
+        answer: JSON schema of the turn if it calls nothing; None: text.
 
-    RequestError where the model's way of calls is not known, or there is no tool to call.
+    Raises:
+        RequestError: the model's call format is unknown, or there is no tool to call.
     """
     if format.calls is None:
         raise RequestError("the model's chat template shows no tool calls in a way that is known")
@@ -92,8 +92,11 @@ def calls_grammar(
 def answer_grammar(
     format: TurnFormat, schema: Mapping[str, Any], *, reasoning: str, special_id: SpecialId
 ) -> str:
-    """The grammar of an answer in JSON that fits `schema`, behind a reasoning block where there may
-    be one; `reasoning` and `special_id` as for `calls_grammar`.
+    """Return the grammar of a JSON answer that matches `schema`, after a reasoning block if one may
+    be there.
+
+    Args:
+        reasoning, special_id: as for `calls_grammar`.
     """
     if format.channels is not None:
         return channel_grammar(
@@ -114,7 +117,7 @@ Body = Callable[[str], list[list[Atom]]]
 
 
 def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, body: Body) -> str:
-    """The whole grammar: a reasoning block, where there is or may be one, and a body."""
+    """Return the whole grammar: a reasoning block, if there is or may be one, and a body."""
     if state not in ("opened", "possible", "closed"):
         raise RequestError(f'reasoning {state!r} must be "opened", "possible" or "closed"')
     if markers is None or state == "closed":
@@ -129,7 +132,7 @@ def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, b
 
 
 class _Turn:
-    """The bodies of a turn that may call tools."""
+    """Bodies of a turn that may call tools."""
 
     def __init__(
         self, lark: Lark, calls: CallFormat, tools: Sequence[Tool], *, parallel: bool
@@ -163,15 +166,13 @@ class _Turn:
         return [[self._free("none", unlike, self._bare_call() + FREE)]]
 
     def _free(self, name: str, unlike: str, *without: str) -> Rule:
-        """Text that does not begin with the marker `unlike`."""
+        """Return the rule of text that does not begin with the marker `unlike`."""
         name = (f"{name}_plain" if unlike else name).upper()
         block = [rf"\s*{escaped(unlike)}{FREE}"] if unlike else []
         return self._once(name, lambda: self._lark.terminal(name, FREE, without=[*without, *block]))
 
     def _bare_call(self) -> str:
-        """How a message begins that is a call of one of the tools, and has no marker that would
-        tell.
-        """
+        """Return the pattern of the beginning of a message that is a call without a marker."""
         names = (
             "|".join(escaped(json.dumps(tool.name, ensure_ascii=False)) for tool in self._tools)
             or '"'
@@ -193,7 +194,7 @@ class _Turn:
     # -- calls --
 
     def _calls(self) -> Rule:
-        """All calls of a message, without what stands in front of the first."""
+        """Return the rule of all calls of a message, without the text before the first."""
         return self._once("calls", self._add_calls)
 
     def _add_calls(self) -> Rule:
@@ -287,7 +288,7 @@ class _Turn:
         return [*front, lark.up_to(f"{name}_value", text, calls.argument_after.strip())]
 
     def _keyword_call(self, name: str, tool: Tool) -> list[Atom]:
-        """Arguments in order, those that need not be there left out or not, commas between them."""
+        """Return arguments in order, separated by commas; optional ones may be left out."""
         lark = self._lark
         (members, required) = members_of(tool.parameters)
         for key in members:
@@ -323,7 +324,7 @@ class _Turn:
         return [escaped(tool.name), BracedGrammar(lark, name, tool, quote, string).arguments()]
 
     def _keyword_values(self, name: str, schema: object, tool: Tool) -> list[list[Atom]]:
-        """The ways to write a value: as JSON, or as Python does where that is another one."""
+        """Return the forms of a value: JSON, and Python if that differs."""
         given = schema if isinstance(schema, Mapping) else {}
         ways: list[list[Atom]] = [[self._lark.json(name, _rooted(schema, tool.parameters))]]
         choices = [
@@ -338,8 +339,9 @@ class _Turn:
 
 
 def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
-    """A piece, and the special tokens at its end: that of a turn may be among them, and no grammar
-    can ask for it.
+    """Split a piece from the special tokens at its end.
+
+    The end-of-turn token may be among them, and a grammar cannot require that.
     """
     size = len(atoms)
     while size and (isinstance(atoms[size - 1], int) or atoms[size - 1] == SPACE):
@@ -348,6 +350,6 @@ def _optional_end(atoms: list[Atom]) -> tuple[list[Atom], list[Atom]]:
 
 
 def _rooted(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """A member's schema that can be read alone: what it refers to comes along."""
+    """Return a member's schema together with the definitions that it refers to."""
     found = dict(schema) if isinstance(schema, Mapping) else {}
     return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **found}

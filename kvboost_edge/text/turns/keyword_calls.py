@@ -1,7 +1,8 @@
-"""Calls of models whose chat template shows tools and leaves calls out, so that the assistant's
-message is its content and nothing else. Where the tools are listed between the markers of
-`_TOOL_LIST`, the model was taught to call as `KEYWORD_CALLS` has it. Past calls are then written
-into the content, in front of it.
+"""Calls of models whose chat template lists tools but omits calls.
+
+With such a template an assistant's message is its content alone. If the tools are listed between
+the markers of `_TOOL_LIST`, the model was trained to call in the format `KEYWORD_CALLS`. Past calls
+are written into the content, before its text.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ KEYWORD_CALLS = CallFormat(
 def calls_by_tool_list(
     prompt: str, names: Sequence[str], is_token: Callable[[str], bool]
 ) -> CallFormat | None:
-    """How the model calls, by a prompt that shows tools of these names: None where they are no JSON
-    list between the markers, or a call's own markers are no tokens of the model.
+    """Return the call format from a prompt that lists tools with these names.
+
+    None: the tools are not a JSON list between the markers, or the call markers are not tokens of
+    the model.
     """
     found = _TOOL_LIST.search(prompt)
     if found is None or not (is_token(_CALL) and is_token(_CALL_END)):
@@ -48,8 +51,9 @@ def calls_by_tool_list(
 
 
 def with_calls_written(messages: Sequence[Message], calls: CallFormat) -> list[Message]:
-    """The messages, past calls as text in front of their content; of kind "keyword", their
-    arguments objects. RequestError for those that cannot be written.
+    """Return the messages with past calls of kind "keyword" as text before their content.
+
+    Arguments must be objects. RequestError for calls that cannot be written.
     """
     return [
         _written(message, calls) if message.get("tool_calls") else message for message in messages
@@ -81,8 +85,8 @@ def _call(call: Any) -> str:
 
 
 def _value(value: object) -> str:
-    """As Python writes it; strings between double quotes, with the escapes that JSON and Python
-    share.
+    """Return a value in Python's syntax; strings have double quotes and escapes that JSON
+    shares.
     """
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"

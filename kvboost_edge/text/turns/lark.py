@@ -1,8 +1,8 @@
-"""Pieces of Lark grammars as llguidance reads them: literal text in which white space is free and
-special tokens are tokens, JSON schemas, and reasoning blocks.
+"""Building blocks of Lark grammars in llguidance's dialect.
 
-A grammar's right-hand side is put together from atoms: a regular expression (str), a special
-token's id (int), a rule.
+They are literal text with free white space and special tokens, JSON schemas, and reasoning blocks.
+A grammar's right-hand side consists of atoms: a regular expression (str), a special token's id
+(int), or a rule.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LONGEST_MARKER = 64
 
 
 class Rule(NamedTuple):
-    """A reference to a rule, or to JSON that a schema describes."""
+    """Reference to a rule, or to JSON that matches a schema."""
 
     name: str
 
@@ -58,29 +58,35 @@ Atom = str | int | Rule
 
 
 class Lark:
-    """A grammar in the making."""
+    """A grammar under construction."""
 
     def __init__(self, special_id: SpecialId) -> None:
-        """`special_id`: the id of a text that is one special token, else None."""
+        """Start an empty grammar.
+
+        Args:
+            special_id: returns the id of a text that is one special token, else None.
+        """
         self._special_id = special_id
         self._lines = ["%llguidance {}", "WS: /[ \\t\\r\\n]{1,4}/"]
 
     def text(self) -> str:
-        """The grammar; some rule must be called start."""
+        """Return the grammar's text; a rule must be called start."""
         return "\n".join(self._lines) + "\n"
 
     def add(self, name: str, *ways: Iterable[Atom]) -> Rule:
-        """A rule that is one of these sequences."""
+        """Add a rule that is one of these sequences; return it."""
         self._lines.append(f"{name}: " + " | ".join(_sequence(way) for way in ways))
         return Rule(name)
 
     def terminal(self, name: str, pattern: str, *, without: Sequence[str] = ()) -> Rule:
-        """Text (`name` in capitals) that matches one pattern and none of the others."""
+        """Add a terminal (`name` in capitals) that matches one pattern and none of the others."""
         self._lines.append(f"{name}: /{pattern}/" + "".join(f" & ~/{other}/" for other in without))
         return Rule(name)
 
     def up_to(self, name: str, text: Rule, marker: str) -> Rule:
-        """`text` and the first `marker` in it, as a special token or spelt."""
+        """Add a rule of `text` up to and including the first `marker`, as a special token or
+        spelled out.
+        """
         self._lines.append(f"{name}_spelt[lazy]: {text.name} /{escaped(marker)}/")
         atoms = self.literal(marker)
         ways: list[list[Atom]] = [[Rule(f"{name}_spelt")]]
@@ -91,8 +97,10 @@ class Lark:
     def listed(
         self, name: str, items: Sequence[tuple[Sequence[Atom], bool]], comma: Sequence[Atom]
     ) -> Rule:
-        """Items in order, with commas between them; each is (what it is, whether it must be
-        there).
+        """Add a rule of items in order, separated by commas.
+
+        Args:
+            items: pairs of (rule, whether it is required).
         """
         first = self.add(f"{name}_first_end", [])
         more = self.add(f"{name}_more_end", [])
@@ -107,13 +115,13 @@ class Lark:
         return first
 
     def json(self, name: str, schema: Mapping[str, Any]) -> Rule:
-        """JSON that fits a schema."""
+        """Add a rule of JSON that matches a schema."""
         self._lines.append(f"{name}: %json {json.dumps(json_schema(schema), ensure_ascii=False)}")
         return Rule(name)
 
     def literal(self, text: str) -> list[Atom]:
-        """A piece of a call: special tokens as such, white space free, and what stands for an
-        id.
+        """Return the atoms of a piece of a call: special tokens, free white space, and placeholders
+        of ids.
         """
         atoms: list[Atom] = []
         at = done = 0
@@ -126,7 +134,7 @@ class Lark:
         return [atom for atom in [*atoms, _spaced(text[done:])] if atom != ""]
 
     def _special_at(self, text: str, at: int) -> tuple[int, int | None]:
-        """Where the special token that begins there ends, and its id."""
+        """Return the end and the id of the special token that begins there."""
         for end in range(min(len(text), at + _LONGEST_MARKER), at + 1, -1):
             token_id = self._special_id(text[at:end])
             if token_id is not None:
@@ -134,7 +142,7 @@ class Lark:
         return at + 1, None
 
     def reasoning(self, markers: ReasoningFormat, *, opened: bool) -> Rule:
-        """A reasoning block, or what is left of one that is `opened`."""
+        """Add a rule of a reasoning block, or of the rest of one that is `opened`."""
         text = self.terminal("THOUGHT", FREE)
         rest = self.up_to("thought", text, markers.end)
         return rest if opened else self.add("block", [SPACE, *self.literal(markers.start), rest])
@@ -146,7 +154,7 @@ def json_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def escaped(text: str) -> str:
-    """A regular expression, as it may stand between slashes, for this text alone."""
+    """Return a regular expression, to be put between slashes, that matches this text alone."""
     return "".join(map(_escaped_letter, text))
 
 
@@ -157,16 +165,15 @@ def _escaped_letter(letter: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """The regular expression of a text in which white space is free, but for that between two
-    words.
-    """
+    """Return the regular expression of a text with free white space, except between two words."""
     parts = [escaped(part) if part.strip() else SPACE for part in re.split(r"(\s+)", text) if part]
     return "".join(parts).replace(escaped(ID_SLOT), _ID)
 
 
 def _sequence(atoms: Iterable[Atom]) -> str:
-    """Atoms side by side; regular expressions become one, as white space in two would be told apart
-    by nothing.
+    """Return adjacent atoms as text.
+
+    Adjacent regular expressions are joined, because nothing would separate white space of two.
     """
     found: list[Atom] = []
     for atom in atoms:

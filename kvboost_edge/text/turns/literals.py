@@ -1,8 +1,7 @@
-"""Reads values as Python writes them, strings in either kind of quotes, and gives them as JSON
-text.
+"""Reader of values in Python's syntax, with either kind of quotes; returns JSON text.
 
-Templates write strings between quotes without a backslash before quotes inside: a quote ends a
-string only where something follows that can stand behind a value.
+Templates write strings without a backslash before inner quotes. A quote therefore ends a string
+only if text follows that can come after a value.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ LONGEST = 256
 
 
 def string_inside(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string."""
+    """Return a text in the form it has between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def keyword(scanner: Scanner) -> Step[str]:
-    """A name, as far as it goes, and white space behind it; "" where there is none."""
+    """Read a name and the white space after it; "" if none is here."""
     return (yield from bare(scanner, _NO_LETTER)).strip()
 
 
 def is_keyword(name: str) -> bool:
-    """Whether `keyword` reads this name as it is."""
+    """Return whether `keyword` reads this name unchanged."""
     return (
         bool(name)
         and name == name.strip()
@@ -68,8 +67,9 @@ def is_keyword(name: str) -> bool:
 
 
 def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
-    """A string from its opening quote on, shown as it comes, as between the quotes of a JSON
-    string; False where no quote stands here.
+    """Read a string from its opening quote on and show its JSON as it arrives.
+
+    False if there is no quote here.
     """
     while scanner.at == len(scanner.text):
         yield from scanner.more()
@@ -96,7 +96,7 @@ def string(scanner: Scanner, show: Callable[[str], None]) -> Step[bool]:
 
 
 def _ends_here(scanner: Scanner) -> Step[bool]:
-    """Whether the quote here ends a string; then it is passed."""
+    """Return whether the quote here ends a string; if so, consume it."""
     while True:
         behind = _SPACE.match(scanner.text, scanner.at + 1)
         assert behind is not None
@@ -110,9 +110,7 @@ def _ends_here(scanner: Scanner) -> Step[bool]:
 
 
 def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
-    """What a backslash and the letters behind it stand for; where it is nothing, it is a
-    backslash.
-    """
+    """Read a backslash escape; an unknown one stays a backslash."""
     while len(scanner.text) < scanner.at + 2:
         yield from scanner.more()
     letter = scanner.text[scanner.at + 1]
@@ -132,8 +130,9 @@ def _escape(scanner: Scanner, show: Callable[[str], None]) -> Step[None]:
 
 
 def literal(scanner: Scanner, depth: int = 0) -> Step[str | None]:
-    """Any value as JSON, a bare word as a string; None where none stands here, or one that is
-    nested too deep.
+    """Read a value and return it as JSON; a bare word becomes a string.
+
+    None if no value is here, or if it is nested too deep.
     """
     yield from scanner.space()
     pieces: list[str] = []
@@ -183,7 +182,7 @@ def _member(scanner: Scanner, depth: int) -> Step[str | None]:
 
 
 def bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
-    """The text up to what stands `behind` it; "" where it is too long."""
+    """Read the text up to one of `behind`; "" if it is too long."""
     start = scanner.at
     while (found := behind.search(scanner.text, scanner.at)) is None and len(
         scanner.text
@@ -199,7 +198,7 @@ def bare(scanner: Scanner, behind: re.Pattern[str]) -> Step[str]:
 
 
 def named(text: str) -> str | None:
-    """A number or a name as JSON; another word is a string."""
+    """Return a number or a constant as JSON; another word is a string."""
     if not text:
         return None
     if text in _NAMES:

@@ -1,5 +1,7 @@
-"""Tools for models whose chat template shows none: they are described in the system message, in our
-own words, and past calls and results become plain messages.
+"""Tools for models whose chat template does not list any.
+
+They are described in the system message in our own words, and past calls and results become plain
+messages.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ def with_tools_described(
     *,
     system: bool = True,
 ) -> list[Message]:
-    """Plain messages that any chat template takes.
+    """Return plain messages that any chat template takes.
 
     Args:
-        tools: as OpenAI's API has them; with none, only past calls and results are rewritten.
-        system: False: the template refuses system messages, so the first message of the user tells.
+        tools: in the format of OpenAI's API; with none, only past calls and results are rewritten.
+        system: False: the template refuses system messages, so the first user message describes the
+            tools.
     """
     plain = _joined([_plain(message) for message in messages])
     return _told(plain, "\n".join([_HEAD, *map(_line, tools)]), system) if tools else plain
@@ -66,7 +69,7 @@ def _line(tool: Mapping[str, Any]) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> Message:
-    """A message without calls, of a role that every template knows."""
+    """Return a message without calls, in a role that every template knows."""
     kept = {
         key: value
         for key, value in message.items()
@@ -85,8 +88,8 @@ def _plain(message: Mapping[str, Any]) -> Message:
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    """A past call as the model was told to write it; the arguments in the model's own text, where
-    they are text.
+    """Return a past call in the described format, with the model's own argument text if it is
+    text.
     """
     function = call.get("function", call)
     arguments = function.get("arguments", "{}")
@@ -104,9 +107,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    """Messages of the user that follow one another, as results do, are one: many templates want
-    turns to alternate.
-    """
+    """Merge consecutive user messages, because many templates require alternating turns."""
     found: list[Message] = []
     for message in messages:
         if found and message.get("role") == found[-1].get("role") == "user":
@@ -117,7 +118,7 @@ def _joined(messages: list[Message]) -> list[Message]:
 
 
 def _told(messages: list[Message], words: str, system: bool) -> list[Message]:
-    """The words behind the system message, or as one; else in front of what the user says first."""
+    """Add the words to the system message, or as one; without one, before the first user text."""
     if system:
         if messages and messages[0].get("role") in ("system", "developer"):
             return [{**messages[0], "content": f"{_text(messages[0])}\n\n{words}"}, *messages[1:]]

@@ -1,8 +1,7 @@
-"""An assistant's turn, as it is written, taken apart: reasoning, content, tool calls.
+"""Streaming parser of an assistant's turn into reasoning, content and tool calls.
 
-Text that could begin a marker is held back until it is decided, and so is a message that could be
-nothing but a call without markers. Text that only looks like a call, or names an unknown tool, is
-content.
+Text that may begin a marker is held back until it is decided, and so is a message that may be a
+call without markers. Text that only looks like a call, or names an unknown tool, is content.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ __all__ = [
 
 
 class TurnParser:
-    """Takes one turn apart. `push` and `close` return the parts as they are certain; folded, they
-    are the same however the text is cut. White space that only separates (behind a reasoning block,
-    around calls) is in none.
+    """Parser of one turn.
+
+    `push` and `close` return the parts that are certain. Folded, they are the same however the text
+    is cut. White space that only separates (after a reasoning block, around calls) is dropped.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class TurnParser:
         """Begin a turn.
 
         Args:
-            reasoning: "opened" where the prompt ended inside a block, "possible" where one may come
-                first, "closed".
-            calls: whether calls of `tools` are looked for.
-            accepts: judges the arguments of a message that is a call without markers; None: such a
+            reasoning: "opened": the prompt ended inside a block; "possible": one may come first;
+                "closed": none.
+            calls: parse calls of `tools`.
+            accepts: checks the arguments of a message that is a call without markers; None: such a
                 message is text.
         """
         if calls and format.calls is None:
@@ -78,7 +78,7 @@ class TurnParser:
         next(self._steps, None)
 
     def push(self, text: str) -> list[Part]:
-        """More of the turn's text; what is certain now."""
+        """Take more of the turn's text; return the parts that are now certain."""
         if text:
             self._scanner.text += text
             next(self._steps, None)
@@ -86,25 +86,23 @@ class TurnParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside of a reasoning block, its end marker not yet
-        whole.
+        """True while the text ends inside a reasoning block, before the end of its closing
+        marker.
         """
         return self._turn.in_reasoning
 
     @property
     def num_thoughts(self) -> int:
-        """Reasoning blocks that have ended."""
+        """Number of reasoning blocks that have ended."""
         return self._turn.num_thoughts
 
     @property
     def in_answer(self) -> bool:
-        """Whether the text so far ends inside of an answer that is a message of its own."""
+        """True while the text ends inside an answer that is a message of its own."""
         return self._turn.in_answer
 
     def close(self) -> list[Part]:
-        """The turn is over: what was held back. A call that is cut short stays as far as it
-        came.
-        """
+        """End the turn; return the parts held back. A truncated call stays as far as it came."""
         self._scanner.ended = True
         next(self._steps, None)
         return self._taken()
@@ -116,7 +114,7 @@ class TurnParser:
 
 
 class _Turn:
-    """The steps of reading a turn."""
+    """Steps of reading a turn."""
 
     def __init__(
         self,
@@ -171,7 +169,7 @@ class _Turn:
         self._bare = True
 
     def _thoughts(self, marker: str) -> Step[None]:
-        """Reasoning up to its end, without the white space there."""
+        """Read reasoning up to its end, without the white space there."""
         scanner = self._scanner
         while (end := scanner.text.find(marker)) < 0:
             self._show_thought(len(scanner.text) - held_back(scanner.text, 0, marker))
@@ -192,7 +190,7 @@ class _Turn:
             self._scanner.forget()
 
     def _content(self) -> Step[None]:
-        """Everything else: an answer, and calls where a marker says so."""
+        """Read the rest: an answer, and calls where a marker begins them."""
         scanner = self._scanner
         trigger = self._calls.trigger if self._calls is not None else ""
         looked = 0  # no call begins before
@@ -213,8 +211,8 @@ class _Turn:
             looked = 0 if called else at + len(trigger)
 
     def _show_content(self, end: int) -> int:
-        """Shows the text up to there but for white space at its end; returns where `end` is
-        then.
+        """Show the text up to `end` without trailing white space; return the new position of
+        `end`.
         """
         scanner = self._scanner
         text = scanner.text[:end].rstrip()
@@ -231,7 +229,7 @@ class _Turn:
             self._parts.append(ContentDelta(rest.lstrip() if self._bare else rest))
 
     def _try_calls(self) -> Step[bool]:
-        """Calls that begin here; where none does, nothing is passed."""
+        """Read the calls that begin here; consume nothing if none does."""
         assert self._calls is not None
         scanner = self._scanner
         before = self._calls.count

@@ -1,4 +1,4 @@
-"""One answer taken apart, token by token: reasoning, text and calls."""
+"""Reader of one answer, token by token: reasoning, text and calls."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _ID_LENGTH = 9
 
 
 class Turn(NamedTuple):
-    """How the answers of one request are taken apart.
+    """Settings for parsing the answers of one request.
 
     Attributes:
-        reasoning: "opened": the prompt ends inside of a reasoning block; "possible": one may come
-            first; "closed".
-        calls: whether tools may be called.
-        fits: what the whole turn has to fit: keywords of the engine's parameters.
-        accepts: judges the arguments of a message that is a call without markers; None: such a
+        reasoning: "opened": the prompt ends inside a reasoning block; "possible": one may come
+            first; "closed": none.
+        calls: tools may be called.
+        fits: constraint on the whole turn, as keywords of the engine's parameters.
+        accepts: checks the arguments of a message that is a call without markers; None: such a
             message is text.
     """
 
@@ -54,10 +54,14 @@ class Turn(NamedTuple):
 
 
 class TurnReader:
-    """Takes one answer apart, token by token."""
+    """Parser of one answer, token by token."""
 
     def __init__(self, turn: Turn, tokenizer: Tokenizer, stop: Sequence[str], keep: Keep) -> None:
-        """keep: remembers with which ids a text was written, for the client's next turn."""
+        """Begin an answer.
+
+        Args:
+            keep: stores the ids that a text was generated with, for the client's next turn.
+        """
         self._keep = keep
         self._codec = tokenizer.codec
         self._has_channels = turn.format.channels is not None
@@ -88,7 +92,9 @@ class TurnReader:
         self.message = TurnMessage()
 
     def push(self, token_id: int) -> list[Part]:
-        """Take the next token; what is certain of its text, already added to the message."""
+        """Take the next token; return the certain parts of its text, already added to the
+        message.
+        """
         if (
             self._stopped
             or token_id == self._ending
@@ -116,7 +122,7 @@ class TurnReader:
         return parts
 
     def _note_answer(self, token_id: int, parts: Sequence[Part], *, begun: bool) -> None:
-        """Keep the ids of an answer that stands between markers, where each of these is a token."""
+        """Record the ids of an answer between markers, if each marker is a token."""
         shows = any(isinstance(part, ContentDelta) for part in parts)
         if not begun and self._parser.in_answer:
             self._answer_ids = None if shows else []
@@ -126,7 +132,10 @@ class TurnReader:
             self._answer_ids.append(token_id)
 
     def close(self) -> list[Part]:
-        """The end: what was held back. The answer is kept as clients will send it back."""
+        """End the answer; return the parts held back.
+
+        The answer's ids are stored under the text that clients will send back.
+        """
         text = ""
         rest = ""
         if not self._stopped:
@@ -149,8 +158,9 @@ class TurnReader:
         return parts
 
     def reason(self, finish_reason: str) -> str:
-        """Why the answer ended, as clients know it, from why the engine ended it. A call that a
-        stop string cut is none to make.
+        """Return the finish reason for clients from the engine's reason.
+
+        A call that a stop string has cut is not reported as a call.
         """
         called = (
             finish_reason == "stop"
@@ -161,7 +171,7 @@ class TurnReader:
 
 
 class TurnMessage:
-    """An assistant's message while it is written."""
+    """An assistant's message under construction."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -186,7 +196,7 @@ class TurnMessage:
                     self.calls[index]["function"]["arguments"] += text
 
     def as_sent(self) -> dict[str, Any]:
-        """As clients get it, and send it back."""
+        """Return the message in the form that clients receive and send back."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
@@ -195,7 +205,7 @@ class TurnMessage:
         return message
 
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """These parts, which were added, as a piece of a stream."""
+        """Return these parts, which were added, as a chunk of a stream."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
@@ -219,7 +229,7 @@ class TurnMessage:
 
 
 def _is_json(call: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments are whole."""
+    """Return whether a call's arguments are complete JSON."""
     try:
         json.loads(call["function"]["arguments"])
     except (ValueError, RecursionError):
@@ -232,7 +242,7 @@ def _new_id() -> str:
 
 
 def _literals(format: TurnFormat) -> str:
-    """All that the markers are made of."""
+    """Return all literal text of the markers."""
     calls = () if format.calls is None else dataclasses.astuple(format.calls)
     return "\n".join(
         [

@@ -1,11 +1,10 @@
-"""Calls and thinking of earlier turns: as a template wants them, and written with the ids they were
-generated with.
+"""Replay of earlier calls and thinking with the token ids they were generated with.
 
-A client sends a call back as a name and arguments, and the chat template writes that anew: other
-spaces, other order of keys, other tokens, and all behind it misses the cache. So the ids of an
-answer with calls are kept under what clients have of it, and take the place of the message's
-content. Thinking is not sent back by most clients; where the template would show it, it is taken
-from the answer that is kept.
+A client sends a call back as a name and arguments, and the chat template renders it again with
+other spaces, key order and tokens. Everything after it would miss the cache. So the ids of an
+answer with calls are stored under what clients receive of it, and replace the message's content.
+Most clients do not send thinking back. If the template would render it, it is taken from the stored
+answer.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ _NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send,
 
 
 def call_keys(message: Mapping[str, Any]) -> list[str]:
-    """What an assistant's message with calls is known by, the surest first: with the ids of its
-    calls, as the same may be called twice in other words; and without them, as clients may give
-    their own. However the arguments are spelled; nothing without calls. No text of an answer is
-    one.
+    """Return the keys of an assistant's message with calls, the most specific first.
+
+    The first key includes the ids of the calls, because the same call may be made twice in other
+    words. The second does not, because clients may assign their own ids. The spelling of arguments
+    does not matter. The list is empty without calls, and a key never equals the text of an answer.
     """
     calls = message.get("tool_calls") or ()
     if not calls:
@@ -49,7 +49,7 @@ def call_keys(message: Mapping[str, Any]) -> list[str]:
 
 
 def find_calls(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None:
-    """The ids a message with calls was generated with; None where they are not kept."""
+    """Return the ids that a message with calls was generated with; None if they are not stored."""
     found = (find(key) for key in call_keys(message))
     return next((ids for ids in found if ids is not None), None)
 
@@ -67,8 +67,10 @@ def _said(function: Mapping[str, Any]) -> list[Any]:
 def with_marks(
     messages: Sequence[dict[str, Any]], find: FindAnswer, mark: str, *, in_calls: bool = False
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """The messages, with `mark` as the content of those with calls whose ids are kept, and these
-    ids. in_calls: the marks are arguments of the calls instead, see `lifted`.
+    """Return the messages, with `mark` as content where the ids of calls are stored, and these ids.
+
+    Args:
+        in_calls: put the marks into the arguments of the calls instead, see `lifted`.
     """
     marked: list[dict[str, Any]] = []
     kept: list[list[int]] = []
@@ -93,8 +95,9 @@ def _with_argument(call: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 def lifted(text: str, mark: str, calls: CallFormat) -> str:
-    """A text with `mark` alone in the place of each message's calls, whose arguments it was; of the
-    kind "braced".
+    """Return a text with `mark` in place of each message's calls, whose arguments were marks.
+
+    Calls are of kind "braced".
     """
     before, after, between, last = map(
         re.escape, (calls.before, calls.after, calls.separator, calls.closing)
@@ -105,15 +108,13 @@ def lifted(text: str, mark: str, calls: CallFormat) -> str:
 
 
 def thought_key(message: Mapping[str, Any]) -> str:
-    """What the whole of an answer that was thought about is known by: what clients have of it
-    without the thinking.
-    """
+    """Return the key of a whole answer with thinking: the text that clients have without it."""
     keys = call_keys(message)
     return f"{_NO_TEXT}thought {keys[0] if keys else message.get('content') or ''}"
 
 
 def find_thought(message: Mapping[str, Any], find: FindAnswer) -> list[int] | None:
-    """The ids of an assistant's message with its thinking; None where they are not kept."""
+    """Return the ids of an assistant's message with its thinking; None if they are not stored."""
     return find(thought_key(message)) if message.get("role") == "assistant" else None
 
 
@@ -123,8 +124,10 @@ def with_thoughts(
     decode: Callable[[list[int]], str],
     find: FindAnswer,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The messages, those of the assistant that came back without their thinking with it; and
-    whether any is among them whose thinking is kept, sent back or not.
+    """Add stored thinking to assistant messages that came back without it.
+
+    Returns:
+        The messages, and whether thinking is stored for any of them, sent back or not.
     """
     found = []
     kept = False
@@ -142,8 +145,10 @@ def with_thoughts(
 def with_arguments(
     messages: Sequence[dict[str, Any]], calls: CallFormat | None
 ) -> list[dict[str, Any]]:
-    """Messages whose calls have their arguments as the template takes them: an object, or its JSON
-    text, which is what clients send. What is no JSON, as of a call that was cut short, stays.
+    """Return messages whose calls have arguments in the template's form: an object or its JSON
+    text.
+
+    Clients send JSON text. Text that is not JSON, as of a truncated call, stays.
     """
     as_text = calls is not None and calls.arguments_as_text
     return [{**message, **_with_calls(message, as_text)} for message in messages]

@@ -1,8 +1,8 @@
-"""Reads text that is still being written: every step is a generator that stops where more is
-needed.
+"""Scanner of text that is still being written.
 
-A step moves `at` forward; who only tries keeps the old place and goes back to it. Text in front of
-`at` stays until it is forgotten. At the end of all text a step that needs more raises `Ended`.
+Every step is a generator that pauses when it needs more text. A step moves `at` forward; a trial
+saves the old position and goes back to it. Text before `at` stays until it is forgotten. At the end
+of all text a step that needs more raises `Ended`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _BEHIND_SCALAR = re.compile(r"[\s,}\]]")
 
 
 class Ended(Exception):
-    """There is no more text."""
+    """End of the text."""
 
 
 class Scanner:
-    """The text, and a place in it."""
+    """A text and a position in it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -40,12 +40,12 @@ class Scanner:
         self._watch: Callable[[str], None] | None = None
 
     def forget(self) -> None:
-        """Everything before `at` is done with."""
+        """Drop the text before `at`."""
         self.text = self.text[self.at :]
         self.at = 0
 
     def more(self) -> Step[None]:
-        """Waits for at least one more character; what was passed is shown to who watches."""
+        """Wait for at least one more character; report consumed text to the watcher."""
         if self._watch is not None:
             self._watch(self.text[: self.at])
             self.forget()
@@ -56,14 +56,14 @@ class Scanner:
             yield
 
     def space(self) -> Step[None]:
-        """White space, if any."""
+        """Consume white space, if any."""
         while (found := _NO_SPACE.search(self.text, self.at)) is None:
             self.at = len(self.text)
             yield from self.more()
         self.at = found.start()
 
     def exactly(self, word: str) -> Step[bool]:
-        """Whether this text stands here; then it is passed."""
+        """Return whether this text is here; if so, consume it."""
         while len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield from self.more()
         if not self.text.startswith(word, self.at):
@@ -72,7 +72,7 @@ class Scanner:
         return True
 
     def piece(self, piece: str) -> Step[bool]:
-        """Whether a piece of a call stands here, with any white space; then it is passed."""
+        """Return whether a piece of a call is here, with any white space; if so, consume it."""
         for word in words_of(piece):
             yield from self.space()
             if word == ID_SLOT:
@@ -88,7 +88,7 @@ class Scanner:
         self.at = found.start()
 
     def one_of(self, words: Iterable[str]) -> Step[str | None]:
-        """The longest of these words that stands here; then it is passed."""
+        """Consume and return the longest of these words that is here."""
         known = sorted(words, key=len, reverse=True)
         while True:
             rest = self.text[self.at :]
@@ -100,8 +100,9 @@ class Scanner:
         return found
 
     def up_to(self, marker: str, kept: str, show: Callable[[str], None]) -> Step[None]:
-        """Shows the text in front of a marker as it comes, without white space of the kind `kept`
-        at its end, and passes the marker.
+        """Show the text before a marker as it arrives, and consume the marker.
+
+        White space of the kind `kept` at the end of the text is not shown.
         """
         while (end := self.text.find(marker, self.at)) < 0:
             self._show(len(self.text) - held_back(self.text, self.at, marker, kept), show)
@@ -116,7 +117,7 @@ class Scanner:
             self.at = end
 
     def string(self) -> Step[None]:
-        """The rest of a JSON string, whose opening quote was passed."""
+        """Consume the rest of a JSON string after its opening quote."""
         while True:
             found = _IN_STRING.search(self.text, self.at)
             if found is None:
@@ -132,8 +133,9 @@ class Scanner:
             yield from self.more()
 
     def value(self) -> Step[str]:
-        """Any JSON value, as it is written. What is none is passed up to where a value would
-        end.
+        """Consume a JSON value and return its text.
+
+        Text that is not JSON is consumed up to the place where a value would end.
         """
         while self.at == len(self.text):
             yield from self.more()
@@ -151,8 +153,10 @@ class Scanner:
         return self.text[start : self.at]
 
     def shown_value(self, show: Callable[[str], None], ends: Sequence[str] = ()) -> Step[None]:
-        """A JSON object or list, shown as it comes; `ends` end it, too, where they stand outside of
-        its strings.
+        """Show a JSON object or list as it arrives.
+
+        Args:
+            ends: texts that also end it, outside of its strings.
         """
         self.forget()
         self._watch = show
@@ -164,9 +168,7 @@ class Scanner:
             self.forget()
 
     def _nested(self, ends: Sequence[str] = ()) -> Step[None]:
-        """What stands between two brackets, the first of which is here; or up to one of `ends` in
-        front of the last.
-        """
+        """Consume text between two brackets, the first of which is here, or up to one of `ends`."""
         depth = 0
         place = re.compile("|".join([_BRACKET.pattern, *map(re.escape, ends)]))
         while True:
@@ -188,8 +190,8 @@ class Scanner:
 
 
 def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
-    """How many characters at the end of text[start:] may belong to a marker, or to `kept` in front
-    of it.
+    """Return how many characters at the end of text[start:] may belong to a marker, or to `kept`
+    before it.
     """
     wanted = kept + marker
     for begin in (wanted, marker) if kept else (marker,):
@@ -201,5 +203,5 @@ def held_back(text: str, start: int, marker: str, kept: str = "") -> int:
 
 @functools.cache
 def words_of(piece: str) -> tuple[str, ...]:
-    """A piece cut at its white space and between tags; what stands for an id is a word."""
+    """Return a piece cut at white space and between tags; the placeholder of an id is a word."""
     return tuple(word for word in re.split(rf"\s+|(?<=>)|(?=<)|({ID_SLOT})", piece) if word)

@@ -1,5 +1,6 @@
-"""Rewriting of JSON schemas without keywords that the compiler of grammars does not know, if other
-keywords accept exactly the same values.
+"""Rewriting of JSON schemas without keywords that the grammar compiler lacks.
+
+A keyword is replaced only if other keywords accept exactly the same values:
 
     if, then, else     if the condition is a `const` or `enum` of one property: an `anyOf`
     dependentRequired  an `anyOf` for each property
@@ -45,8 +46,10 @@ _MOST_TEXTS = 1 << 15  # squares of the lengths of texts that patterns of a sche
 
 
 def rewritten(schema: Any) -> Any:
-    """Return an equivalent schema with as few keywords as possible that the compiler does not need
-    or know. A schema that no value matches stays as it is.
+    """Return an equivalent schema with as few keywords as possible that the compiler lacks or
+    ignores.
+
+    A schema that no value matches stays as it is.
     """
     plain = without_needless(schema)
     if not isinstance(plain, Mapping):
@@ -56,11 +59,11 @@ def rewritten(schema: Any) -> Any:
 
 
 class _Condition(NamedTuple):
-    """The condition of an `if`: a property has one of these values.
+    """Condition of an `if`: a property has one of these values.
 
     Attributes:
-        is_required: it does not hold if the property is missing.
-        is_typed: it does not hold for values other than objects.
+        is_required: the condition is false if the property is missing.
+        is_typed: the condition is false for values other than objects.
     """
 
     name: str
@@ -70,7 +73,7 @@ class _Condition(NamedTuple):
 
 
 class _Rewriter:
-    """The rewriting of one schema; references are into `root`."""
+    """Rewriter of one schema; references are resolved in `root`."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -78,7 +81,11 @@ class _Rewriter:
         self._texts_left = _MOST_TEXTS
 
     def schema(self, given: Any, around: Schema, depth: int) -> Any:
-        """Rewrite a schema. `around`: properties of schemas that hold for the same value."""
+        """Rewrite a schema.
+
+        Args:
+            around: properties of schemas that apply to the same value.
+        """
         if not isinstance(given, Mapping) or depth > MOST_DEPTH:
             return given
         members = {**around, **_mapping(given.get("properties"))}
@@ -107,8 +114,9 @@ class _Rewriter:
     def _conditions(
         self, given: Schema, members: Schema, depth: int
     ) -> tuple[Schema, list[dict[str, Any]]]:
-        """Return a schema without the conditions that can be rewritten, its own and those of its
-        `allOf`, and the schemas that replace them.
+        """Return a schema without the conditions that can be rewritten, and their replacements.
+
+        The conditions are its own and those of its `allOf`.
         """
         listed = given.get("allOf")
         parts = listed if isinstance(listed, list) else []
@@ -150,9 +158,9 @@ class _Rewriter:
     def _combined(
         self, given: Schema, found: Sequence[Schema], members: Schema, depth: int
     ) -> dict[str, Any] | None:
-        """Return the conditions of one schema about one property as an `anyOf`; None if that is not
-        possible. Each `then` and `else` is written once, so that conditions in them do not
-        multiply.
+        """Return the conditions of one schema about one property as an `anyOf`; None if impossible.
+
+        Each `then` and `else` is written once, so that conditions in them do not multiply.
         """
         known = [one for one in (_condition(each["if"], given) for each in found) if one]
         first = known[0]
@@ -246,8 +254,9 @@ class _Rewriter:
         return _also(rest, [others])
 
     def _others(self, values: Sequence[Any], schema: Any) -> Made | None:
-        """Return a schema of all values of `schema` but these, to be used together with `schema`;
-        None if there is none.
+        """Return a schema of all values of `schema` but these, to be combined with `schema`.
+
+        None if no schema says so.
         """
         known = resolved(schema, self._root)
         choices = _choices(known)
@@ -299,7 +308,7 @@ def _with_dependents(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _also(given: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a schema that requires the others, too."""
+    """Return a schema that also requires these schemas."""
     if not schemas:
         return given
     known = given.get("allOf", [])
@@ -312,12 +321,12 @@ def _also(given: dict[str, Any], schemas: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _is_condition(part: Any) -> bool:
-    """Return whether a schema is nothing but a condition."""
+    """Return whether a schema is only a condition."""
     return "if" in _telling(part) and _telling(part) <= {"if", "then", "else"}
 
 
 def _condition(given: Any, around: Schema) -> _Condition | None:
-    """Read the condition of an `if` in the schema `around`; return None for another kind."""
+    """Return the condition of an `if` in the schema `around`; None for another kind."""
     keys = _telling(given)
     if not isinstance(given, Mapping) or not keys <= {"properties", "required", "type"}:
         return None
@@ -389,7 +398,7 @@ def _has_type(value: Any, type_: str) -> bool:
 
 
 def _values(schema: Any) -> list[Any] | None:
-    """Return the values of a schema that only lists them; None for another."""
+    """Return the values of a schema that only lists them; None for another schema."""
     keys = _telling(schema)
     if not keys <= {"enum", "const", "type"} or not _has_sound_type(schema):
         return None
@@ -439,7 +448,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
-    """Return a schema without values of another's types; None if no schema says that."""
+    """Return a schema without values of another's types; None if no schema says so."""
     if not _has_sound_type(other):
         return None
     refused = _listed(other["type"])
@@ -457,7 +466,7 @@ def _without_types(given: dict[str, Any], other: Schema) -> Made | None:
 
 
 def _numbers_between(type_: str, refused: Iterable[float]) -> list[dict[str, Any]]:
-    """Return ranges of all numbers but these."""
+    """Return ranges of all other numbers."""
     ends = [None, *sorted(refused), None]
     found = []
     for low, high in itertools.pairwise(ends):
@@ -476,8 +485,8 @@ def _lies_between(type_: str, low: float, high: float) -> bool:
 
 
 def _other_texts(refused: Iterable[str]) -> str:
-    """Return a regular expression of all texts but these: texts that differ from each of them at
-    some character, or end before.
+    """Return a regular expression of all other texts: they differ from each at some character, or
+    end before.
     """
     words = {*refused}
     begun = {word[:size] for word in words for size in range(len(word) + 1)}

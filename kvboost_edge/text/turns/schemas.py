@@ -1,5 +1,5 @@
-"""What a schema tells about values between tags: as they are, or as JSON; and what in it tells
-nothing.
+"""Facts about JSON schemas: kinds and types of values, members, references and needless
+keywords.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _NAMES = {
 
 
 def value_kind(schema: object, root: Schema) -> ValueKind:
-    """Whether a value of a schema is always a string, never one, or either. References are into
-    `root`.
+    """Return whether a schema's value is always a string, never one, or either.
+
+    References are resolved in `root`.
     """
     types = types_of(schema, root)
     if types == {"string"}:
@@ -54,8 +55,8 @@ def value_kind(schema: object, root: Schema) -> ValueKind:
 
 
 def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
-    """The schemas of an object's members in order, those that are only required behind them, and
-    the required names.
+    """Return an object's members in order, then those that are only required, and the required
+    names.
     """
     schema = resolved(root, root)
     properties = schema.get("properties")
@@ -68,8 +69,9 @@ def members_of(root: Schema) -> tuple[dict[str, Any], set[str]]:
 
 
 def in_order(value: Any, schema: object, root: Schema) -> Any:
-    """Return a JSON value with the members of its objects in the order of a grammar of the schema;
-    members that the schema does not name come last.
+    """Return a JSON value with the members of its objects in the order of the schema's grammar.
+
+    Members that the schema does not name come last.
     """
     if isinstance(value, list):
         items = resolved(schema, root).get("items", {})
@@ -102,9 +104,10 @@ def _joined(schema: object, root: Schema, depth: int = 0) -> Iterator[Schema]:
 
 
 def without_needless(schema: Any, depth: int = 0) -> Any:
-    """The schema without `propertyNames` that say what is so anyway, that names are strings: zod
-    writes them for every record, and the compiler of grammars knows no `propertyNames`. What is
-    nested too deep to be compiled stays.
+    """Return the schema without `propertyNames` that only say that names are strings.
+
+    zod writes them for every record, and the grammar compiler does not know `propertyNames`. Parts
+    nested too deep to be compiled stay.
     """
     if depth > MOST_DEPTH:
         return schema
@@ -128,7 +131,7 @@ def _without_needless_in(key: str, value: Any, depth: int) -> Any:
 
 
 def resolved(schema: object, root: Schema) -> Schema:
-    """A schema, or what it refers to in `root`; nothing for what is no schema."""
+    """Return a schema, or the schema in `root` that it refers to; {} if it is not a schema."""
     for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, Mapping):
             return {}
@@ -152,8 +155,9 @@ def _pointed(root: object, reference: str) -> object:
 
 
 def types_of(schema: object, root: Schema) -> set[str]:
-    """The types a value may have; empty: any. Each schema counts once, however often and in what
-    circles it is referred to.
+    """Return the types that a value may have; empty: any.
+
+    Each schema counts once, even in reference cycles.
     """
     found: set[str] = set()
     waiting = [schema]
@@ -175,7 +179,7 @@ def types_of(schema: object, root: Schema) -> set[str]:
 
 
 def is_circular(root: object) -> bool:
-    """Return whether a schema refers to itself before it says anything of a value: none matches."""
+    """Return whether a schema refers to itself before it restricts a value: no value matches it."""
     waiting = [root]
     seen = set[int]()
     while waiting:
@@ -191,9 +195,9 @@ def is_circular(root: object) -> bool:
 
 
 def _stands_for(schema: object, root: object) -> list[object]:
-    """Return the schemas of which a value matches one where it matches this schema.
+    """Return alternatives, one of which a value matches if it matches this schema.
 
-    Empty where the schema itself says what a value is.
+    The list is empty if the schema itself restricts the value.
     """
     if not isinstance(schema, Mapping):
         return []
@@ -208,7 +212,7 @@ def _stands_for(schema: object, root: object) -> list[object]:
 
 
 def _own_types(schema: Schema) -> set[str]:
-    """The types that a schema names itself."""
+    """Return the types that a schema names itself."""
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return {_NAMES.get(type(value), "null") for value in values}

@@ -1,4 +1,4 @@
-"""What an assistant's turn is made of."""
+"""Parts of an assistant's turn."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ __all__ = ["CallArguments", "CallStart", "ContentDelta", "Part", "ReasoningDelta
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks."""
+    """More text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of its answer."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call begins. index: 0 for a message's first."""
+    """Beginning of a call.
+
+    Attributes:
+        index: number of the call in its message, from 0.
+    """
 
     index: int
     name: str
@@ -32,7 +36,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """More JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -42,7 +46,7 @@ Part = ReasoningDelta | ContentDelta | CallStart | CallArguments
 
 
 def folded(parts: Sequence[Part]) -> list[Part]:
-    """Parts of one kind that follow one another are one."""
+    """Merge consecutive parts of one kind."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None

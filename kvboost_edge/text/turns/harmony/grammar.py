@@ -1,5 +1,7 @@
-"""Grammars for turns that are made of messages, see `ChannelFormat`: reasoning and words in front
-of a call run free, and the turn ends with an answer or with a call whose arguments fit.
+"""Grammars for turns that consist of messages, see `ChannelFormat`.
+
+Reasoning and text before a call are free. The turn ends with an answer, or with a call whose
+arguments match.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ def channel_grammar(
     special_id: SpecialId,
     answer: Mapping[str, Any] | None = None,
 ) -> str:
-    """The grammar of a turn.
+    """Return the grammar of a turn.
 
     Args:
-        tools: those that may be called; with `required` one of them is.
-        state: "opened": the prompt ended inside of reasoning; "possible": behind the start of the
-            turn; "closed": inside of an answer.
-        answer: a JSON schema that an answer fits; None: text.
+        tools: tools that may be called; with `required` one of them is.
+        state: "opened": the prompt ended inside reasoning; "possible": after the start of the turn;
+            "closed": inside an answer.
+        answer: JSON schema of an answer; None: text.
     """
     if state not in ("opened", "possible", "closed"):
         raise RequestError(f'reasoning {state!r} must be "opened", "possible" or "closed"')

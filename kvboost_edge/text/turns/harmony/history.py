@@ -1,4 +1,4 @@
-"""Histories as templates that write turns in channels take them."""
+"""Message histories in the form that templates with channels take."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _THOUGHT_KEYS = ("thinking", "reasoning_content", "reasoning")
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Messages of one call each, every one with its results behind it, as templates that write
-    turns in channels take them: they show the first call alone. What was thought and said in front
-    of a call is one text, `thinking`.
+    """Return messages of one call each, every one followed by its results.
+
+    Templates with channels render only the first call of a message. Reasoning and text before a
+    call become one text, `thinking`.
     """
     found: list[Message] = []
     at = 0
@@ -52,7 +53,7 @@ def _answers(result: Message, call: Any) -> bool:
 
 
 def _thought_before_calls(message: Message) -> str:
-    """What was thought, and what was said behind it."""
+    """Return the reasoning followed by the text of a message."""
     thought = next((message[key] for key in _THOUGHT_KEYS if message.get(key)), "")
     content = message.get("content")
     return "\n\n".join(text for text in (thought, content) if isinstance(text, str) and text)

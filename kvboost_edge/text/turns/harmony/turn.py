@@ -1,8 +1,8 @@
-"""A turn of several messages taken apart, see `ChannelFormat`: each one's header says what its text
-is.
+"""Parser of a turn of several messages, see `ChannelFormat`. Each header names the kind of its
+text.
 
-A text that no header stands in front of is an answer. What calls no tool, or has no arguments of
-the kind, is shown as it was written, as an answer.
+A text without a header is an answer. A message to an unknown tool, or without valid arguments, is
+shown as it was written, as an answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _BETWEEN = "\n\n"  # stands between two messages of one kind, which clients get 
 
 
 class _Header(NamedTuple):
-    """The name of a channel, and for whom the message is; `text`: the whole of it."""
+    """Channel and recipient of a message.
+
+    Attributes:
+        text: the whole header.
+    """
 
     channel: str
     recipient: str
@@ -37,8 +41,10 @@ class _Header(NamedTuple):
 
 
 class ChannelTurn:
-    """The steps of reading a turn; `in_answer`: inside of the text of an answer behind its
-    header.
+    """Steps of reading a turn.
+
+    Attributes:
+        in_answer: the text ends inside an answer, after its header.
     """
 
     def __init__(
@@ -65,7 +71,11 @@ class ChannelTurn:
         self.num_thoughts = 0
 
     def read(self, state: str) -> Step[None]:
-        """state: where the prompt ended, as `TurnFormat.reasoning_after` says."""
+        """Read the turn.
+
+        Args:
+            state: end of the prompt, as returned by `TurnFormat.reasoning_after`.
+        """
         names = {"opened": self._format.thoughts, "closed": self._format.answer}
         try:
             if state in names:
@@ -76,7 +86,7 @@ class ChannelTurn:
             pass
 
     def _next_header(self) -> Step[_Header]:
-        """The header that stands here, passed; that of an answer where none does."""
+        """Consume and return the header that is here; without one, that of an answer."""
         scanner = self._scanner
         message = self._format.message
         while (found := self._header.match(scanner.text)) is None:
@@ -97,14 +107,14 @@ class ChannelTurn:
         return _Header(found["channel"] or "", found["before"] or found["behind"] or "", found[0])
 
     def _may_begin(self, text: str) -> bool:
-        """Whether a header may begin so."""
+        """Return whether a header may begin with this text."""
         begun = self._begun.match(text)
         rest = text if begun is None else text[begun.end() :]
         marks = (self._format.channel, self._format.constrain, self._format.message, _RECIPIENT)
         return any(mark.startswith(rest) for mark in marks)
 
     def _message(self, header: _Header) -> Step[None]:
-        """The text of a message, its end, and what begins the next one."""
+        """Read a message's text, its end, and the beginning of the next one."""
         if header.recipient:
             yield from self._addressed(header)
         elif header.channel == self._format.thoughts:
@@ -119,8 +129,8 @@ class ChannelTurn:
         yield from self._end()
 
     def _addressed(self, header: _Header) -> Step[None]:
-        """A message to a tool: its text is the arguments, which are an object; none at all are an
-        empty one.
+        """Read a message to a tool. Its text is the arguments, an object; no text means an empty
+        object.
         """
         name = self._tools.get(header.recipient)
         first = ""
@@ -144,7 +154,7 @@ class ChannelTurn:
             self._parts.append(CallArguments(self._calls - 1, "{}"))
 
     def _arguments(self) -> Step[None]:
-        """Shows an object up to its end, or to a marker outside of its strings."""
+        """Show an object up to its end, or to a marker outside its strings."""
         scanner = self._scanner
         try:
             yield from scanner.shown_value(
@@ -155,7 +165,7 @@ class ChannelTurn:
             raise
 
     def _first_of_arguments(self) -> Step[str]:
-        """What stands behind white space: "{", a marker of an end, or "" for anything else."""
+        """Return the text after white space: "{", an end marker, or "" for anything else."""
         scanner = self._scanner
         while True:
             yield from scanner.space()
@@ -170,8 +180,10 @@ class ChannelTurn:
         self._calls += 1
 
     def _text(self, kind: type[Part] | None, *, continued: bool = False) -> Step[None]:
-        """Shows the text up to the first marker of an end, which is not passed. kind: None shows
-        nothing.
+        """Show the text up to the first end marker, which is not consumed.
+
+        Args:
+            kind: kind of part to show; None shows nothing.
         """
         scanner = self._scanner
         is_next = not continued
@@ -208,7 +220,7 @@ class ChannelTurn:
         )
 
     def _end(self) -> Step[None]:
-        """Passes what ends a message, and what begins the next one."""
+        """Consume the end of a message and the beginning of the next one."""
         scanner = self._scanner
         format = self._format
         while any(scanner.text.startswith(mark) for mark in format.ends):
