@@ -1,10 +1,10 @@
 """Deviation scoring: selects the blocks of a prompt's spans to recompute.
 
-`Probe` selects the blocks with the largest deviation, by one layer of all tokens. The method is
-that of CacheBlend (Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached
-Knowledge Fusion", EuroSys 2025). Tokens whose values in the second layer differ most from the
-stored ones are worth recomputing, and they are mostly the same in all layers. This module selects
-whole blocks, because only whole blocks can be closed and quantized.
+`Probe` selects the blocks that deviate most from the stored values, measured in one layer for all
+tokens. The method is that of CacheBlend (Yao et al., "CacheBlend: Fast Large Language Model Serving
+for RAG with Cached Knowledge Fusion", EuroSys 2025). Tokens whose values in the second layer differ
+most are worth recomputing, and they are mostly the same in all layers. This module selects whole
+blocks, because only whole blocks can be closed and quantized.
 
 `QueryProbe` selects the blocks that the end of the prompt, with the question, attends to most. It
 runs some layers of the tokens that are computed in any case.

@@ -1,4 +1,4 @@
-"""Recompute strategy for reused tokens."""
+"""Recompute settings for reused tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TESTED_RATIOS = (0.0, 0.05, 0.1, 0.25)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """Selection of the reused tokens that are recomputed.
+    """Recompute settings: they select the reused tokens that are computed again.
 
     Strategies:
 
@@ -24,7 +24,7 @@ class Repair:
         QUERY        those, and the blocks that the end of the prompt attends to most
 
     Attributes:
-        strategy: strategy.
+        strategy: one of these strategies.
         overlap: tokens to recompute after a chunk boundary, at most 4096. Rounding to whole blocks
             may add up to a block less one token.
         ratio: additional share of the tokens in spans that CACHEBLEND and QUERY recompute, in [0,
@@ -37,9 +37,10 @@ class Repair:
 
     @property
     def tested(self) -> Repair:
-        """Weaker or equal setting that the model is tested with before this one is used.
+        """Settings that the model is tested with before these are used.
 
-        There are only a few of them, so clients that choose their own numbers cause few tests.
+        They recompute at most as much. There are only a few of them, so clients that choose their
+        own numbers cause few tests.
         """
         if self.strategy is RecomputeStrategy.NONE:
             return Repair(strategy=self.strategy, overlap=0, ratio=0.0)
