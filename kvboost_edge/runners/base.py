@@ -24,10 +24,7 @@ __all__ = [
     "StoredKeys",
 ]
 
-KEEPS_STATES = (
-    "layers of this family keep a state instead of keys and values, or beside them, which the "
-    "native runner alone computes"
-)
+KEEPS_STATES = "layers of this family keep a recurrent state, which only the native runner supports"
 """Reason for which the other runners refuse a model."""
 
 

@@ -116,16 +116,16 @@ def choose_runner(config: EngineConfig, model: ModelTraits) -> RunnerChoice:
         (first, wish), (second, other) = list(wishes.items())[:2]
         raise ConfigError(
             f"{wish} needs the {first} runner, which works with {plan_of(first).WORKS_WITH}, and "
-            f"{other} asks for the {second} runner; leave one of them out"
+            f"{other} needs the {second} runner; leave one of them out"
         )
     passed_over: list[str] = []
     for name in wishes or RUNNERS:
         problem = plan_of(name).unsupported_reason(model)
         if problem is None and name in wishes:
-            return RunnerChoice(name, "", f"{wishes[name]} was asked for")
+            return RunnerChoice(name, "", f"{wishes[name]} requires it")
         if problem is None:
             return RunnerChoice(
-                name, "", "; ".join(passed_over) or "the family is known to it", not passed_over
+                name, "", "; ".join(passed_over) or "it supports this model family", not passed_over
             )
         if name in wishes:
             raise ModelFormatError(f"{problem}; {wishes[name]} needs the {name} runner")

@@ -71,7 +71,7 @@ def test_native_unless_something_asks_for_torch(options, expected):
     assert choice.name == expected
     if expected == "torch":
         assert (
-            choice.reason == f"{next(iter(options))}={next(iter(options.values()))!r} was asked for"
+            choice.reason == f"{next(iter(options))}={next(iter(options.values()))!r} requires it"
         )
 
 
@@ -101,20 +101,23 @@ def test_what_only_native_serves_is_refused_for_other_families(options, gguf):
     [
         (
             {"backend": "torch", "weights": "int8"},
-            "weights='int8' needs .* backend='cpu', and backend='torch' asks",
+            "weights='int8' needs .* backend='cpu', and backend='torch' needs",
         ),
-        ({"runner": "torch", "weights": "int8"}, "weights='int8' needs .* and runner='torch' asks"),
+        (
+            {"runner": "torch", "weights": "int8"},
+            "weights='int8' needs .* and runner='torch' needs",
+        ),
         (
             {"runner": "native", "device": "mps"},
-            "runner='native' needs .* and device='mps' asks",
+            "runner='native' needs .* and device='mps' needs",
         ),
         (
             {"runner": "torch", "kv_cache_bits": 4},
-            "kv_cache_bits=4 needs .* and runner='torch' asks",
+            "kv_cache_bits=4 needs .* and runner='torch' needs",
         ),
         (
             {"device": "cuda", "kv_cache_bits": (8, 4)},
-            r"kv_cache_bits=\(8, 4\) needs .* and device='cuda' asks",
+            r"kv_cache_bits=\(8, 4\) needs .* and device='cuda' needs",
         ),
     ],
 )
@@ -163,15 +166,18 @@ ELSEWHERE = (
 def test_states_are_refused_by_name_elsewhere_than_in_the_native_runner(model_type, options):
     model = hybrid_of(model_type)
     with pytest.raises(
-        ModelFormatError, match=r"keep a state .* native runner alone computes; .* needs the torch"
+        ModelFormatError,
+        match=r"keep a recurrent state, .* native runner supports; .* needs the torch",
     ):
         runner(model, **options)
     if model_type.endswith("_text"):
-        with pytest.raises(ModelFormatError, match="keep a state"):
+        with pytest.raises(ModelFormatError, match="keep a recurrent state"):
             runner(
                 {"model_type": model_type.removesuffix("_text"), "text_config": model}, **options
             )
-    with pytest.raises(ModelFormatError, match="the model is no ONNX file; runner='onnx' needs"):
+    with pytest.raises(
+        ModelFormatError, match="the model is not an ONNX file; runner='onnx' needs"
+    ):
         runner(model, runner="onnx")
 
 
@@ -184,7 +190,8 @@ def test_a_graph_of_a_model_with_states_is_refused_by_name(model_type):
         )
         for options in ({}, {"runner": "onnx"}):
             with pytest.raises(
-                ModelFormatError, match=r"layers of this family keep a state .* native runner alone"
+                ModelFormatError,
+                match=r"layers of this family keep a recurrent state, .* native runner",
             ):
                 choose_runner(EngineConfig.from_options(**options), traits)
     assert (
@@ -235,7 +242,7 @@ def test_a_granite_4_graph_without_a_list_of_layers_shows_itself_which_attend():
         traits._replace(config=falcon),
     ]
     for one in others:
-        with pytest.raises(ModelFormatError, match="keep a state"):
+        with pytest.raises(ModelFormatError, match="keep a recurrent state"):
             choose_runner(EngineConfig(), one)
 
 
@@ -251,7 +258,9 @@ def test_granite_4_goes_elsewhere_where_all_its_layers_attend():
         ["attention", "mamba", "attention"],
         None,
     ):  # a state in every layer without the key
-        with pytest.raises(ModelFormatError, match=r"keep a state .* native runner alone computes"):
+        with pytest.raises(
+            ModelFormatError, match=r"keep a recurrent state, .* native runner supports"
+        ):
             runner({**model, "layer_types": types}, runner="torch")
 
 

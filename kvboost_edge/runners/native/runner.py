@@ -229,10 +229,7 @@ class NativeRunner:
         if self._whole is not None:
             return None
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
-        return (
-            f"the native runner, layer by layer on {name}, attends keys only where they were "
-            "computed; use 'cpu'"
-        )
+        return f"the native runner on {name} cannot use keys at other positions; use backend='cpu'"
 
     @property
     def copied_bytes(self) -> int:
@@ -249,9 +246,7 @@ class NativeRunner:
             self.info.kv_spec.layers,
             self.info.kv_spec.states,
         ):
-            raise ConfigError(
-                f"backend {backend.name!r} was made for other layers than those of this model"
-            )
+            raise ConfigError(f"backend {backend.name!r} has other layers than this model")
         self._backend = backend
         # One team for both: two teams would compete for the same cores, and their kernels never
         # overlap.
@@ -289,11 +284,11 @@ class NativeRunner:
             np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions)
         )
         if num_tokens == 0 or tokens.min() < 0 or tokens.max() >= spec.vocab_size:
-            raise RequestError(f"token ids must be at least one, from 0 to {spec.vocab_size - 1}")
-        if self._whole is None:
-            refuse_deltas(
-                batch.layout, f"the native runner, layer by layer on backend {backend.name!r},"
+            raise RequestError(
+                f"a pass needs at least one token id, each from 0 to {spec.vocab_size - 1}"
             )
+        if self._whole is None:
+            refuse_deltas(batch.layout, f"the native runner on backend {backend.name!r}")
         if spec.family.late_norm:
             refuse_deltas(batch.layout, f"the native runner with {spec.model_type}")
         prepared: Any = (self._texts or backend).prepare(batch.layout)
@@ -316,7 +311,7 @@ class NativeRunner:
     def accept_drafts(self, layout: BatchLayout, accepted: Ints, states: PassStates) -> None:
         """Advance recurrent states by accepted draft tokens; see `Runner.accept_drafts`."""
         if self._backend is None or self._backend.states is None:
-            raise ConfigError("accept_drafts: the model keeps no states")
+            raise ConfigError("accept_drafts: the model has no recurrent state")
         rows = accepted_rows(layout, self._backend.states, accepted, states)
         addresses = self._buffers.addresses(rows.num_rows, 1)
         addresses[lt.B_STATES] = rows.numbers.ctypes.data
@@ -369,7 +364,7 @@ class NativeRunner:
         backend = self._backend
         whole = self._whole
         if backend is None or whole is None:
-            raise ConfigError(f"no layer can be looked at alone: {self.moved_keys_refusal}")
+            raise ConfigError(f"layers cannot run separately: {self.moved_keys_refusal}")
         tokens, positions = (
             np.ascontiguousarray(a, dtype=np.int64) for a in (batch.token_ids, batch.positions)
         )

@@ -40,22 +40,20 @@ _LOG = logging.getLogger(__name__)
 WORKS_WITH = "backend='cpu'"
 AUTO_BACKEND = "cpu"
 AUTO_BACKEND_REASON = (
-    "compiled CPU kernels for the native runner; device='cuda' or 'mps' would take the torch runner"
+    "compiled CPU kernels for the native runner; device='cuda' or 'mps' would use the torch runner"
 )
 LATE_NORM = (
-    "queries and keys of this family are normed behind rope, so stored keys cannot be turned to "
-    "other positions"
+    "this family norms queries and keys after RoPE, so stored keys cannot be moved to other "
+    "positions"
 )
 """Reason for which keys of such a family are not used at other positions."""
 RECURRENT = (
-    "recurrent: layers of this model keep a state of all tokens before, so none is taken at other "
-    "positions"
+    "recurrent: layers of this model keep a state of all earlier tokens, so cached text cannot be "
+    "reused at other positions"
 )
 _OF_DTYPE = {"float32": "f32", "bfloat16": "bf16"}
 _UNQUANTIZED = (16, 16)
-STORES_NOTHING = (
-    "the model attends both ways, so each text is one pass whose keys and values are not stored"
-)
+STORES_NOTHING = "the model is bidirectional: each text is one pass, and no KV is stored"
 # Inputs per quantization group; kernels/linear/weight_formats.py has it, but imports the compiler.
 _GROUP = 32
 _ANYWHERE = (8, 8)  # kv_bits that the torch runner supports, too
@@ -99,16 +97,16 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
         return RECURRENT
     if backend != AUTO_BACKEND:
         return (
-            f"the native runner on backend {backend!r} attends keys only where they were computed; "
-            "use 'cpu'"
+            f"the native runner on backend {backend!r} cannot use keys at other positions; use "
+            "backend='cpu'"
         )
     if spec.family.late_norm:
         return LATE_NORM
     width = next((n for layer in spec.layers if (n := spec.num_heads * layer.head_dim) % _GROUP), 0)
     if width:
         return (
-            f"heads x head_dim = {width} is no multiple of {_GROUP}, so attention finds no queries "
-            "before rotation"
+            f"heads x head_dim = {width} is not a multiple of {_GROUP}, so queries before RoPE are "
+            "not kept"
         )
     return None
 
@@ -144,7 +142,7 @@ def choose_weights(
                 f"dtype={config.dtype!r} means weights={named!r} in the native runner, and "
                 f"weights={config.weights!r} was given; leave one of them out"
             )
-        return config.weights, "asked for"
+        return config.weights, "requested"
     if named:
         return named, f"dtype={config.dtype!r}"
     if model.is_quantized:
@@ -202,7 +200,7 @@ def log_notices(checkpoint: Checkpoint) -> None:
         _LOG.warning("%s: %s", checkpoint.path, notice)
     if parts:
         named = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
-        _LOG.info("%s: text only; not used are the tensors of %s", checkpoint.path, named)
+        _LOG.info("%s: text only; tensors of %s are not used", checkpoint.path, named)
 
 
 def log_dtype(dtype: str, info: RunnerInfo) -> None:
@@ -211,10 +209,10 @@ def log_dtype(dtype: str, info: RunnerInfo) -> None:
         return
     kv = info.kv_spec
     stored = f"{kv.bits[0]} and {kv.bits[1]} bits" if kv.is_quantized else kv.dtype
-    keys = f", keys and values in {stored}" if info.stores_kv else ""
+    keys = f", KV in {stored}" if info.stores_kv else ""
     _LOG.warning(
-        "dtype=%r: the native runner does not compute in it. It runs with weights in %s%s; the "
-        "torch runner alone computes in %s",
+        "dtype=%r: the native runner does not compute in it. It uses weights in %s%s; only the "
+        "torch runner computes in %s",
         dtype,
         info.dtype,
         keys,

@@ -98,9 +98,9 @@ class MixerSizes(NamedTuple):
             or mixer.value_dim > _MOST_DIM
         ):
             raise ModelFormatError(
-                f"layers with a state of {mixer}: dims and channels must be multiples of {LANES}, "
-                f"those of keys at most {MOST_KEYS} and of values {_MOST_DIM}, values in all a "
-                f"multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
+                f"unsupported recurrent layer {mixer}: dims and channels must be multiples of "
+                f"{LANES}, key dims at most {MOST_KEYS}, value dims at most {_MOST_DIM}, all "
+                f"values a multiple of {GROUP}, and taps from 1 to {_MOST_TAPS}"
             )
         if mixer.kind == "conv":
             return cls(3 * mixer.channels, 0, width)
@@ -116,22 +116,25 @@ def _check_heads(mixer: Mixer, width: int) -> None:
     """Raise ModelFormatError for inconsistent heads; `width` is that of all value heads."""
     if mixer.key_heads < 1 or mixer.value_heads % mixer.key_heads:
         raise ModelFormatError(
-            f"{mixer.value_heads} heads of values do not share {mixer.key_heads} heads of keys"
+            f"{mixer.value_heads} value heads are not a multiple of {mixer.key_heads} key heads"
         )
     if mixer.channels != width + 2 * mixer.key_heads * mixer.key_dim:
         raise ModelFormatError(
-            f"a convolution of {mixer.channels} channels is not one of values, keys and queries"
+            f"a convolution of {mixer.channels} channels does not have those of values, keys and "
+            f"queries, {width + 2 * mixer.key_heads * mixer.key_dim}"
         )
     if mixer.norm not in MIXER_NORMS:
-        raise ModelFormatError(f"a mixer's norm is one of {MIXER_NORMS}, not {mixer.norm!r}")
+        raise ModelFormatError(f"mixer norm {mixer.norm!r} is not one of {MIXER_NORMS}")
     if mixer.norm_groups and width % (LANES * mixer.norm_groups):
         raise ModelFormatError(
-            f"{width} values are normed in {mixer.norm_groups} groups, which are no multiples of "
+            f"{width} values in {mixer.norm_groups} norm groups: a group must be a multiple of "
             f"{LANES}"
         )
     least, most = mixer.time_limit
     if not 0 <= least <= most:
-        raise ModelFormatError(f"steps of time from {least} to {most} are none")
+        raise ModelFormatError(
+            f"time step limits from {least} to {most} are not an ascending range from 0"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

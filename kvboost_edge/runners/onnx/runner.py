@@ -65,7 +65,7 @@ class OnnxRunner:
         logits = next(value for value in self._session.get_outputs() if value.name == "logits")
         if logits.type not in _FLOATS:
             raise ModelFormatError(
-                f"{path}: the output 'logits' is {logits.type}; one of {sorted(_FLOATS)} is taken"
+                f"{path}: the output 'logits' is {logits.type}, not one of {sorted(_FLOATS)}"
             )
         self._logit_type = _FLOATS[logits.type]
         self._ones = {
@@ -98,7 +98,7 @@ class OnnxRunner:
     def accept_drafts(
         self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
     ) -> None:
-        raise BackendUnavailable("the ONNX runner runs no model that keeps states")
+        raise BackendUnavailable("the ONNX runner does not support models with recurrent state")
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
@@ -133,7 +133,8 @@ class OnnxRunner:
         refuse_deltas(layout, "the ONNX runner")
         if layout.segments is not None:
             raise ConfigError(
-                "the ONNX runner attends whole prefixes only, and a table has several parts"
+                "the ONNX runner supports whole prefixes only, and a block table has several "
+                "segments"
             )
         logits = np.empty((len(batch.logit_rows), self.info.vocab_size), dtype=np.float32)
         for index in range(len(layout.seq_lens)):
@@ -276,7 +277,7 @@ class OnnxRunner:
                 raise ModelFormatError(
                     f"{self._path}: output {layer.present[0]!r} of one token has shape "
                     f"{keys.shape}, expected {shape}: present keys and values must be the past "
-                    "ones with the new ones behind"
+                    "ones followed by the new ones"
                 )
         return int(logits.shape[2])
 

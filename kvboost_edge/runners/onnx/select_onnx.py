@@ -27,12 +27,10 @@ __all__ = [
     "wish",
 ]
 
-MOVED_KEYS_REFUSAL = (
-    "the ONNX runner attends keys only at the positions they were computed at; use runner='native'"
-)
+MOVED_KEYS_REFUSAL = "the ONNX runner cannot use keys at other positions; use runner='native'"
 WORKS_WITH = "backend='cpu' and 'reference'"
 AUTO_BACKEND = "cpu"
-AUTO_BACKEND_REASON = "blocks in NumPy arrays, between which and onnxruntime the ONNX runner copies"
+AUTO_BACKEND_REASON = "blocks in NumPy arrays, which the ONNX runner copies to and from onnxruntime"
 
 
 def wish(config: EngineConfig, model: ModelTraits) -> str:
@@ -48,7 +46,7 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
 def unsupported_reason(model: ModelTraits) -> str | None:
     """Return why the graph cannot be run, as far as it shows; None if it can."""
     if model.onnx_refusal is None:
-        return "the model is no ONNX file"
+        return "the model is not an ONNX file"
     # A graph with recurrent states would start each pass without them.
     if refusal := states_refusal(model.config):
         return refusal
@@ -81,8 +79,8 @@ def choose_weights(
     """
     if config.dtype != "auto":
         raise ConfigError(
-            f"dtype={config.dtype!r} does not apply to the ONNX runner, which computes as the file "
-            "says; leave it out"
+            f"dtype={config.dtype!r} does not apply to the ONNX runner, which uses the dtype of "
+            "the file; leave it out"
         )
     if config.kv_bits != (16, 16):
         raise ConfigError(

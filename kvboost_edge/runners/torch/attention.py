@@ -143,16 +143,16 @@ class ProbePass:
     ) -> torch.Tensor:
         query, key, value = tensors
         if layer in self.layers:
-            raise ModelFormatError(f"two attention modules call themselves layer {layer}")
+            raise ModelFormatError(f"two attention modules have layer_idx={layer}")
         if (
             key.shape != value.shape
             or query.shape[-1] != key.shape[-1]
             or query.shape[0] % key.shape[0]
         ):
             raise ModelFormatError(
-                f"layer {layer} of queries {tuple(query.shape)}, keys {tuple(key.shape)} values "
-                f"{tuple(value.shape)}: head_dim must be the same and query heads a multiple of kv "
-                "heads"
+                f"layer {layer} has queries {tuple(query.shape)}, keys {tuple(key.shape)}, values "
+                f"{tuple(value.shape)}: head_dim must be the same, and query heads a multiple of "
+                "KV heads"
             )
         assert params is not None
         self.layers[layer] = LayerPlan(query.shape[0], key.shape[0], key.shape[2], params)
@@ -342,7 +342,7 @@ def _current() -> AttentionPass:
     if attention_pass is None:
         raise ConfigError(
             "an engine is running this transformers model; call it through the engine, or close "
-            "that first"
+            "the engine first"
         )
     return attention_pass
 
@@ -388,7 +388,7 @@ def _paged_attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelFormatError(
-            f"{type(module).__name__} has no layer_idx, so its keys and values have no place"
+            f"{type(module).__name__} has no layer_idx, so its KV cannot be stored"
         )
     params = None
     if attention_pass.wants_params():
@@ -426,7 +426,7 @@ def _read_params(
     window = kwargs.get("sliding_window") or 0
     if window and window != attention_mask.window:
         raise ModelFormatError(
-            f"{kind} layer {module.layer_idx} names a window of {window}, its mask one of "
+            f"{kind} layer {module.layer_idx} has a window of {window}, but its mask one of "
             f"{attention_mask.window}"
         )
     sinks = kwargs.get("s_aux")

@@ -150,10 +150,7 @@ class TorchRunner:
         if isinstance(self._backend, TorchBackend):
             return None
         name = "no backend" if self._backend is None else f"backend {self._backend.name!r}"
-        return (
-            f"the torch runner on {name} attends keys only where they were computed; use "
-            "backend='torch'"
-        )
+        return f"the torch runner on {name} cannot use keys at other positions; use backend='torch'"
 
     @property
     def copied_bytes(self) -> int:
@@ -162,7 +159,7 @@ class TorchRunner:
     def accept_drafts(
         self, layout: BatchLayout, accepted: npt.NDArray[np.int32], states: PassStates
     ) -> None:
-        raise BackendUnavailable("the torch runner runs no model that keeps states")
+        raise BackendUnavailable("the torch runner does not support models with recurrent state")
 
     def deviations(
         self, batch: ForwardBatch, rows: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]
@@ -271,13 +268,12 @@ class TorchRunner:
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise ModelFormatError(
                 f"{self._kind} does not run on paged attention: its layers handle their mask or "
-                f"cache apart from transformers' attention interface ({error})"
+                f"cache outside transformers' attention interface ({error})"
             ) from error
         if sorted(probe.layers) != list(range(num_layers)):
             raise ModelFormatError(
                 f"{self._kind}: {len(probe.layers)} of {num_layers} layers use transformers' "
-                "attention interface; layers of another kind keep state that the block pool does "
-                "not hold"
+                "attention interface; the others keep state that the block pool cannot hold"
             )
         if may_keep_states(
             self.model.config.to_dict()

@@ -30,7 +30,10 @@ __all__ = [
 WORKS_WITH = "every backend"
 AUTO_BACKEND = "auto"
 AUTO_BACKEND_REASON = ""
-BOTH_WAYS = "the torch runner attends causally, and the model both ways; the native runner takes it"
+BOTH_WAYS = (
+    "the torch runner supports causal models only, and this one is bidirectional; use "
+    "runner='native'"
+)
 _PACKAGES = ("torch", "transformers")
 # Packages that transformers needs to load weights of these quantization methods.
 _QUANTIZERS = {
@@ -79,13 +82,13 @@ def moved_keys_refusal(model_config: Mapping[str, Any], backend: str) -> str | N
     others = sorted(rope_types(model_config) - {"default"})
     if others:
         return (
-            f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is; "
-            "use runner='native'"
+            f"RoPE type {others[0]!r} cannot be shifted in the torch runner, only plain RoPE; use "
+            "runner='native'"
         )
     if array_kind_of(backend) != "torch":
         return (
-            f"the torch runner on backend {backend!r} attends keys only where they were computed; "
-            "use 'torch'"
+            f"the torch runner on backend {backend!r} cannot use keys at other positions; use "
+            "backend='torch'"
         )
     return None
 

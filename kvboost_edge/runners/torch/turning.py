@@ -59,7 +59,7 @@ def find_turning(
     others = sorted(rope_types(model.config.to_dict()) - {"default"})
     if others:
         return RopeFrequencies(
-            [], f"rope of type {others[0]!r} is not turned on the torch runner, plain rope alone is"
+            [], f"RoPE type {others[0]!r} cannot be shifted in the torch runner, only plain RoPE"
         )
     tables = [
         buffer
@@ -71,7 +71,7 @@ def find_turning(
     for number, (keys, values) in enumerate(layers):
         tolerance = _TOLERANCE[dtype]
         if _distance(values, values[:, :1].expand_as(values)) > tolerance:
-            return RopeFrequencies([], f"layer {number} does not take positions from rope alone")
+            return RopeFrequencies([], f"layer {number} uses positions in other ways than RoPE")
         best = min(
             (one for one in known if 2 * len(one) <= keys.shape[-1]),
             key=lambda one: _misfit(keys, one),
@@ -79,8 +79,7 @@ def find_turning(
         if _misfit(keys, best) > tolerance:
             return RopeFrequencies(
                 [],
-                f"layer {number} does not turn its keys by plain rope, half a head against the "
-                "other",
+                f"layer {number} does not apply plain RoPE to its keys, in halves of a head",
             )
         found.append(best)
     return RopeFrequencies(found)

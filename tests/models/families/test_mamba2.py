@@ -64,9 +64,9 @@ def test_sizes_that_kernels_do_not_take_are_refused_by_their_keys(change, messag
     ("change", "message"),
     [
         ({"channels": 3344}, "3344 channels"),
-        ({"key_heads": 5, "channels": 3072 + 1280}, "do not share 5"),
-        ({"norm": "before"}, "not 'before'"),
-        ({"norm_groups": 5}, "in 5 groups"),
+        ({"key_heads": 5, "channels": 3072 + 1280}, "not a multiple of 5"),
+        ({"norm": "before"}, "'before' is not one of"),
+        ({"norm_groups": 5}, "in 5 norm groups"),
         ({"time_limit": (1.0, 0.5)}, r"from 1\.0 to 0\.5"),
     ],
 )

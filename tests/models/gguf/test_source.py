@@ -326,7 +326,7 @@ def test_parts_for_images_in_the_same_file_are_left_alone(tmp_path, caplog):
     Checkpoint.open(path).summary()
     with caplog.at_level(logging.INFO, "kvboost_edge"):
         np.testing.assert_array_equal(native_logits(path), expected)
-    assert "text only; not used are the tensors of a (1), mm (1), v (2)" in caplog.text
+    assert "text only; tensors of a (1), mm (1), v (2) are not used" in caplog.text
 
 
 @pytest.mark.parametrize("has_output_bias", [True, False])

@@ -195,7 +195,7 @@ def test_engine_keeps_the_files_formats_and_says_what_is_rounded(tmp_path, caplo
     )
     assert "F32: 1 tensors become int8 with a relative error of" in caplog.text
     assert (
-        "runner native: the family is known to it; weights: as the checkpoint stores them"
+        "runner native: it supports this model family; weights: as the checkpoint stores them"
         in caplog.text
     )
 

@@ -103,7 +103,7 @@ def test_float16_keeps_the_native_runner_and_logs_what_it_does(
         assert (engine.runner_info.name, engine.runner_info.dtype) == ("native", "int8")
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert said.startswith("dtype='float16': the native runner does not compute in it")
-    assert f"weights in int8, keys and values in {stored};" in said
+    assert f"weights in int8, KV in {stored};" in said
 
 
 def test_f32_weights_equal_the_torch_runner(tiny_model_dir):

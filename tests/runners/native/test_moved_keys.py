@@ -374,7 +374,7 @@ def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_pat
     )
     with pytest.raises(
         ConfigError,
-        match=f"layer by layer on backend '{backend.name}', does not attend keys computed",
+        match=f"the native runner on backend '{backend.name}' does not attend keys computed",
     ):
         runner.forward(batch)
     assert backend.checksum_blocks(range(BLOCKS)) == before
@@ -434,7 +434,7 @@ def test_keys_that_are_normed_behind_rope_are_not_moved(tmp_path):
         hand.runner.moved_keys_refusal,
         moved_keys_refusal(Checkpoint.open(tmp_path).config, "cpu"),
     )
-    assert all("normed behind rope" in str(refusal) for refusal in refusals)
+    assert all("norms queries and keys after RoPE" in str(refusal) for refusal in refusals)
     stored = hand.stored(random_ids(40, 5))
     moved = Pieces(SIZE, hand.take)
     moved.own(32)

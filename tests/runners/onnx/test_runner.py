@@ -225,7 +225,7 @@ def test_auto_takes_the_native_runner_first_and_says_why_not(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "kvboost_edge"):
         with CPUPagedEngine.from_pretrained(known, num_blocks=16) as engine:
             assert engine.runner_info.name == "native"
-        assert "runner native: the family is known to it" in caplog.text
+        assert "runner native: it supports this model family" in caplog.text
         caplog.clear()
         with CPUPagedEngine.from_pretrained(other, num_blocks=16) as engine:
             assert engine.runner_info.name == "onnx"
@@ -256,7 +256,7 @@ def test_options_that_it_does_not_have(options, error, message, tmp_path):
 
 def test_other_models_and_missing_packages(tiny_model_dir, tmp_path, monkeypatch):
     with pytest.raises(
-        ModelFormatError, match="the model is no ONNX file; runner='onnx' needs the onnx runner"
+        ModelFormatError, match="the model is not an ONNX file; runner='onnx' needs the onnx runner"
     ):
         CPUPagedEngine.from_pretrained(tiny_model_dir, runner="onnx", num_blocks=16)
     _, folder = written(tmp_path / "m", "concat")

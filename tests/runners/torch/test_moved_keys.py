@@ -258,7 +258,7 @@ def refused(hand, why):
 
 @pytest.mark.parametrize("name", OTHER_ROPE)
 def test_other_kinds_of_rope_are_refused_by_name(name):
-    refused(Hand(build_tiny_model(name)), f"rope of type '{OTHER_ROPE[name]}' is not turned")
+    refused(Hand(build_tiny_model(name)), f"RoPE type '{OTHER_ROPE[name]}' cannot be shifted")
 
 
 def test_a_kind_of_some_layers_is_refused_too():
@@ -266,12 +266,12 @@ def test_a_kind_of_some_layers_is_refused_too():
         FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     }
-    refused(Hand(build_tiny_model("gemma3", rope_parameters=ropes)), "rope of type 'linear'")
+    refused(Hand(build_tiny_model("gemma3", rope_parameters=ropes)), "RoPE type 'linear'")
 
 
 @pytest.mark.parametrize("name", ["ernie4_5", "ernie4_5_moe", "glm4"])
 def test_rope_of_neighbouring_channels_is_refused(name):
-    refused(Hand(build_tiny_model(name)), "half a head against the other")
+    refused(Hand(build_tiny_model(name)), "does not apply plain RoPE")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -285,12 +285,12 @@ def test_without_a_backend_nothing_is_known():
 
 def test_pairs_of_neighbours_are_refused():
     """Cohere turns channels 2i and 2i + 1, with the same table."""
-    refused(Hand(build_tiny_model("cohere")), "does not turn its keys by plain rope")
+    refused(Hand(build_tiny_model("cohere")), "does not apply plain RoPE")
 
 
 def test_learned_positions_are_refused():
     model = build_tiny_model("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=128)
-    refused(Hand(model), "does not take positions from rope alone")
+    refused(Hand(model), "uses positions in other ways than RoPE")
 
 
 def test_a_token_embedded_as_nothing_tells_nothing():

@@ -201,7 +201,7 @@ def test_num_threads(tiny_model_dir):
         ("recurrent_gemma", {}, "1 of 3 layers"),
         ("lfm2", {}, "2 of 5 layers"),
         ("qwen3_5_text", {}, "2 of 5 layers"),
-        ("falcon_h1", {}, "keep a state instead of keys and values, or beside them"),
+        ("falcon_h1", {}, "keep a recurrent state"),
         ("llama4_text", {}, "not causal with a window"),
         ("bloom", {}, "BloomForCausalLM does not run on paged attention"),
         ("deepseek_v3", {}, "head_dim must be the same"),
