@@ -144,9 +144,9 @@ class Probe:
 
     def _span_row(self, start: int, stop: int, span: Span, scratch: Sequence[int]) -> ProbeRow:
         segments = [segment for segment in self._table.segments if segment.valid_from < start]
-        behind = self._table.index_of(start - 1, self._size) + 1
-        segments.append(TableSegment(behind, start, start, 0))
-        block_ids = [*self._table.block_ids[:behind], *scratch]
+        num_before = self._table.index_of(start - 1, self._size) + 1
+        segments.append(TableSegment(num_before, start, start, 0))
+        block_ids = [*self._table.block_ids[:num_before], *scratch]
         return ProbeRow(
             start, stop, block_ids, segments, self._table.slots(start, stop, self._size)
         )

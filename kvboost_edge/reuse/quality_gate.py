@@ -63,7 +63,7 @@ class Material(NamedTuple):
 def make_material(
     encode: Callable[[str], Sequence[int]],
     before: Sequence[int],
-    behind: Sequence[int] | None,
+    after: Sequence[int] | None,
     *,
     most_tokens: int,
     least_tokens: int,
@@ -75,13 +75,13 @@ def make_material(
     Args:
         encode: returns the token ids of a text, without special tokens.
         before: tokens at the beginning of a chat.
-        behind: tokens between a question and its answer; None: no chat, plain text to continue.
+        after: tokens between a question and its answer; None: no chat, plain text to continue.
         most_tokens: most tokens of a prompt with its answer.
         least_tokens: least tokens of a document.
     """
     introduction = (*before, *encode(INTRODUCTION))
     passages = [tuple(encode(passage)) for passage in PASSAGES]
-    endings = encode(TEXT_ENDING) if behind is None else behind
+    endings = encode(TEXT_ENDING) if after is None else after
     questions = tuple((*encode(question), *endings) for question in QUESTIONS)
     room = most_tokens - len(introduction) - max(map(len, questions)) - ANSWER_TOKENS
     for count in range(len(passages), _LEAST_DOCUMENTS - 1, -1):
