@@ -1,10 +1,11 @@
 """Duplicate blocks: private blocks of a table that have a published block of equal content.
 
-A duplicate exists if the block is a copy of a published one, if its recurrent state was missing, or
-if another table computed the same tokens at the same time. The published block is the parent of all
-blocks that the table publishes after it. A table that uses the cache therefore replaces its own
-block by the published one once it is full, and so keeps its whole chain matchable. A table that
-bypasses the cache keeps its own blocks.
+A duplicate arises in three ways. The block is a copy of a published one, its recurrent state was
+missing, or another table computed the same tokens at the same time. The published block is the
+parent of all blocks that the table publishes after it.
+
+A table that uses the cache replaces its own block by the published one once it is full. Its whole
+chain then stays matchable while it lives. A table that bypasses the cache keeps its own blocks.
 """
 
 from __future__ import annotations

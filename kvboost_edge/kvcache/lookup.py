@@ -21,8 +21,8 @@ _LEAST_REASONS = 1 << 15
 class Lookup:
     """Lookups in a `PrefixIndex`.
 
-    The methods take `data`, the encoded tokens of a prompt, `root`, the root of its chain, and
-    `known`, hashes of its first blocks that need not be computed, see `PrefixIndex.match`.
+    The methods take these arguments: `data`, the encoded tokens of a prompt; `root`, the root hash
+    of its chain; `known`, precomputed hashes of its first blocks, see `PrefixIndex.match`.
 
     Args:
         index: the prefix index.

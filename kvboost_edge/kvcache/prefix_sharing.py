@@ -1,8 +1,8 @@
 """Sharing and publishing of prefixes by block tables.
 
-A new table shares the published blocks of its prompt and claims the others (single flight), so that
-other requests wait for them instead of computing them too. Each full block then enters the prefix
-index as the next link of the table's chain.
+A new table shares the published blocks of its prompt and claims the others (single flight). Other
+requests then wait for the claimed blocks instead of computing them too. Each full block enters the
+prefix index as the next link of the table's chain.
 """
 
 from __future__ import annotations

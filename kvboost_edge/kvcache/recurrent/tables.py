@@ -49,8 +49,8 @@ def checkpoint_positions(
     """Return the positions of a prompt's periodic checkpoints in (start, stop).
 
     They are `step` tokens apart. If that takes too many slots, only the first one and those at
-    doubling distances from the end are kept, so a prompt that diverges late finds one nearby. Small
-    states are kept after every block, and thinned to equal distances.
+    doubling distances from the end are kept. A prompt that diverges late then finds one nearby.
+    Small states are kept after every block, and thinned to equal distances.
     """
     every = range((start // step + 1) * step, stop, step)
     if small:
