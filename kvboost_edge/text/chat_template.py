@@ -19,7 +19,7 @@ from kvboost_edge.text.template_sandbox import MAX_SOURCE, environment
 __all__ = ["ChatTemplate", "is_reserved", "plain_messages", "plain_tools"]
 
 _MAX_REASON = 1000  # characters of an error that the template words itself
-# What a template is given by us, and what the name means to Jinja itself.
+# Names that every rendering defines, and names with a meaning in Jinja.
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _JINJA_NAMES = frozenset(
     {"self", "super", "caller", "varargs", "kwargs", "loop", "true", "false", "none", "None"}
@@ -93,7 +93,7 @@ class ChatTemplate:
         try:
             parts: list[str] = []
             size = 0
-            # One positional dict: as keywords its names would meet those of Jinja's own parameters.
+            # One positional dict: as keywords its names could clash with Jinja's own parameters.
             for part in self._template.generate(context):
                 size += len(part)
                 if size > MAX_CHARS:

@@ -123,7 +123,7 @@ class FastCodec:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             if len(text) > _LONG_TEXT:
-                # The batch form alone lets other threads run meanwhile, and a server has an event
+                # Only the batch form releases the GIL, and a server has an event
                 # loop to keep alive.
                 encoding = self._tokenizer.encode_batch_fast(
                     [text], add_special_tokens=add_special_tokens
@@ -134,12 +134,12 @@ class FastCodec:
             raise RequestError(f"text is not valid Unicode: {error}") from error
         ids: list[int] = (
             encoding.ids
-        )  # a list of its own; of millions, a copy would hold up other threads
+        )  # its own list; copying millions of ids would block other threads
         return ids
 
     def encode_apart(self, texts: Sequence[str]) -> list[int]:
-        # As one text with a special token between them, whose ids are left out again: alone, a text
-        # would be read as a beginning, where some tokenizers put a space.
+        # Encoded as one text, with special tokens between that are removed again. Alone, a text
+        # would count as a beginning, where some tokenizers add a space.
         between = self._separator
         if between is None:
             return [token_id for text in texts for token_id in self.encode(text, False)]

@@ -92,7 +92,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], *, name: str) -> Tokenizer:
         ModelFormatError: a key is missing, damaged or unknown; the message names it.
     """
     model = check_vocabulary_kind(metadata, name=name)
-    # Files of Gemma 4 were written that deny its BOS, and llama.cpp does not believe them either.
+    # Some files of Gemma 4 say that it has no BOS; llama.cpp ignores that, too.
     believed = {**metadata, "tokenizer.ggml.add_bos_token": True} if model == "gemma4" else metadata
     fields = _Fields(believed, name)
     tokens = fields.strings("tokens")
@@ -207,7 +207,7 @@ def _merges(fields: _Fields, tokens: Sequence[str], types: Sequence[int]) -> lis
         return []
     found = []
     for index, merge in enumerate(fields.strings("merges")):
-        # A token never holds a space (BPE writes it as another letter), so the first one separates.
+        # A token never contains a space (BPE writes another letter), so the first one separates.
         left, separator, right = merge.partition(" ")
         if not (left and separator and right):
             raise fields.error(
@@ -318,7 +318,7 @@ def _added_tokens(
     """Return the tokens that are matched in the text as a whole: control tokens, which are special,
     and user-defined ones.
     """
-    # Phi-3's control tokens swallow the white space behind them; the file does not say it,
+    # Phi-3's control tokens swallow the white space after them. The file does not say so;
     # llama.cpp knows it, too. "</s>" does so whatever its kind: the file's model has it as an
     # ordinary added token.
     strips = (

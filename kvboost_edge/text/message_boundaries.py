@@ -16,11 +16,11 @@ from kvboost_edge.text.tokenizer import Tokenizer
 
 __all__ = ["user_starts"]
 
-# contents that no template writes by itself
+# contents that no template contains
 _FIRST = "aqxj"
 _SECOND = "bqxj"
 _ANSWER = "cqxj"
-# Weakly: a server's models come and go.
+# Weak references, because a server loads and unloads models.
 _HEADERS: MutableMapping[Tokenizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -60,7 +60,7 @@ def _read_header(tokenizer: Tokenizer) -> tuple[int, ...]:
     ]
     try:
         text = tokenizer.apply_chat_template(messages, False)
-    except RequestError:  # there is no template, or it wants other messages
+    except RequestError:  # no template, or one that requires other messages
         return ()
     before, _, rest = text.partition(_FIRST)
     _, found, behind = rest.partition(_ANSWER)

@@ -23,7 +23,7 @@ _WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
 _WORD_UPPER = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SLASH_END = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = rf"{_WORD}|{_WORD_UPPER}|\p{{N}}" + _SLASH_END
-# llama.cpp's own, of no tokenizer.json: punctuation, then GPT-2's words, then numbers, then three
+# llama.cpp's own: punctuation, then GPT-2's words, then numbers, then three
 # digits at a time.
 _DEFAULT = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -31,7 +31,7 @@ _DEFAULT = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-# "_DEFAULT" with the grave accent among the punctuation, and without splitting numbers off.
+# "_DEFAULT" with the grave accent as punctuation, and without splitting off numbers.
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _DEFAULT[1], _DEFAULT[3])
 _QWEN35 = (
     _SUFFIX

@@ -311,7 +311,7 @@ class EscapeFormatter(_Counting, jinja2.sandbox.SandboxedEscapeFormatter):
 
 # -- filters and tests --
 
-# Those that do not go through what is inside of a value, or only through generators.
+# Filters that do not read the content of a value, or only of generators.
 _SHALLOW = frozenset(
     "attr batch count d default first items last length list map random reject rejectattr reverse "
     "safe select selectattr slice".split()

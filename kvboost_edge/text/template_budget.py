@@ -42,12 +42,12 @@ ESCAPED = 6
 """Characters that one becomes in HTML, at most."""
 FEW_CHARS = 50
 """Characters of a text whose memory is bounded by the number of steps."""
-_MAX_WRITTEN = 1 << 26  # characters, those written to variables and by macros too
-_MAX_PARTS = 1 << 19  # of a value with all that it holds
-_MAX_HELD = 1 << 27  # bytes of what the template made and still holds
-_SWEEP = 1 << 25  # bytes made between two looks at how much is still held
+_MAX_WRITTEN = 1 << 26  # characters, including those written to variables and by macros
+_MAX_PARTS = 1 << 19  # of a value and its content
+_MAX_HELD = 1 << 27  # bytes of values that the template made and still references
+_SWEEP = 1 << 25  # bytes made between two sweeps of dropped values
 _SMALL = 256  # bytes; smaller values are bounded by the number of steps
-_LOOK_STEPS = 256  # steps between two looks at the clock
+_LOOK_STEPS = 256  # steps between two checks of the clock
 _LOOK_WORK = 1 << 20  # characters read or written between them
 
 _SCALARS = frozenset({int, float, bool, type(None)})
@@ -81,9 +81,9 @@ class RenderBudget:
         self._written = 0
         self._write_at = _LOOK_WORK
         self._made = 0
-        # The first entry shows how many references one has that nothing else refers to.
+        # The first entry shows the reference count of a value that nothing else references.
         self._held: dict[int, Any] = {0: []}
-        # Not wall time: a busy machine refuses nothing that a free one renders.
+        # CPU time, not wall time: a busy machine refuses the same templates as an idle one.
         self._ends = time.thread_time() + MAX_SECONDS
 
     def step(self) -> None:

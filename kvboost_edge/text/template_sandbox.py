@@ -47,10 +47,10 @@ __all__ = ["MAX_SOURCE", "environment"]
 
 MAX_SOURCE = 1 << 16
 """Characters of a template. The longest known ones have 20,000."""
-_FEW_ITEMS = 8  # of a list in the source, which takes a step of its own from there on
+_FEW_ITEMS = 8  # of a list in the source; longer ones take a step of their own
 _MAX_DATE = 1000  # characters of a date's format
 
-# Filters that stand in a compiled template alone: no name in a template's source has a space.
+# Filters that only compiled templates use: no name in a template's source has a space.
 _STEP = "a step"
 _PASS = "a step that is true"
 _JOIN = "joined texts"
@@ -272,7 +272,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which would change the prompt.
+    # Jinja's own filter escapes HTML, which would change the prompt.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -342,7 +342,7 @@ class Tokenizer:
             ):
                 shown = with_calls_written(
                     shown, self.turn_format.calls
-                )  # behind the marks: its own markers are meant
+                )  # after the marks: its own markers are intended
             return template.render(
                 shown,
                 add_generation_prompt=add_generation_prompt and not continue_final,
@@ -398,7 +398,7 @@ class Tokenizer:
         format = self.turn_format
         try:
             text = render(placed)
-        except RequestError:  # some look at calls to see whose turn it is
+        except RequestError:  # some templates use calls to find the next role
             return None
         if format.results_need_calls and format.calls is not None:
             text = lifted(text, place, format.calls)
@@ -505,7 +505,9 @@ def _add_missing_tokens(
             for _, token in wanted
             if backend.token_to_id(token["content"]) is None
         ]
-        backend.add_tokens(missing)  # at once: each call takes time for all tokens that are there
+        backend.add_tokens(
+            missing
+        )  # in one call, because each call takes time for all existing tokens
         for token_id, token in wanted:
             if backend.token_to_id(token["content"]) != token_id:
                 raise ModelFormatError(

@@ -20,7 +20,7 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["read_tokenizer_file"]
 
-# The vocabularies of a million tokens have some 60 MB.
+# A vocabulary of a million tokens takes about 60 MB.
 _MAX_BYTES = 100_000_000
 # Tokenizers have up to 10 steps.
 _MAX_STEPS = 64
@@ -28,12 +28,12 @@ _MAX_STEPS = 64
 # makes 18 characters of U+FDFA, as Unicode's NFKC does. Decoders mostly shorten a text.
 _MAX_GROWTH = 256
 _MAX_DECODED = 16
-# Characters that the library makes of the added tokens while it reads the file, in all steps.
+# Characters that all steps make of the added tokens while the library reads the file.
 _MAX_ADDED = 1 << 23
 _PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")
 _UNICODE = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Nmt"})
-# How many characters other steps of no settings make of one: a byte-level step writes one for each
+# Characters that steps without settings make of one: a byte-level step writes one for each
 # byte, BERT's puts spaces around ideographs, others write a character between tokens.
 _FACTORS = {
     "ByteLevel": 4,

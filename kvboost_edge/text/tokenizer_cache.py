@@ -36,7 +36,7 @@ __all__ = ["kept_tokenizer"]
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBTOK\0\0"
-# Of the form and of how tokenizers are built: with either changed, older files are built again.
+# Version of the layout and of the construction; raise it when either changes.
 _VERSION = 3
 _HEAD = len(_MAGIC) + 4 + 32
 
@@ -68,7 +68,7 @@ def _read(path: Path, key: str, name: str) -> Tokenizer | None:
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
-            # A forged one would encode a prompt as another.
+            # A forged file would encode a prompt as another one.
             if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
                 _LOG.warning(
                     "%s could have been written by another user; the tokenizer is built again", path

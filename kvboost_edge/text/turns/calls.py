@@ -76,7 +76,7 @@ _FIRST = TemplateCall(PROBES.ids[0], PROBES.name, _ONE)
 _SECOND = TemplateCall(PROBES.ids[1], PROBES.other, _ONE)
 _DECODER = json.JSONDecoder(strict=False)  # the slot of an id is a control character
 _LONGEST_PIECE = 160
-_PROBE = "kvb"  # what all names and values here begin with
+_PROBE = "kvb"  # common prefix of all names and values here
 _OPEN_TAG = re.compile(r"<[^<>]*\Z|\[[A-Z/_]+\Z")
 _KEYWORD = re.compile(rf"\({PROBES.key}=(['\"]){PROBES.value}\1\)")
 _BRACED = re.compile(rf"\{{{PROBES.key}:(<[^<>\s]+>){PROBES.value}\1\}}")
@@ -119,7 +119,7 @@ def _with_slots(text: str | None) -> str:
     return text or ""
 
 
-# -- what stands around calls --
+# -- text around calls --
 
 
 class _Both(NamedTuple):
@@ -360,7 +360,7 @@ def _tagged_shape(show: Show) -> CallFormat | None:
         return None
     _, head, middle, tail = one
     joint = two[3]
-    # The joint is what ends an argument and what begins the next; tags are not cut.
+    # The text between two arguments ends one and begins the next; tags are not cut.
     for size in range(len(joint), 0, -1):
         ends = joint[: len(joint) - size]
         begins = joint[len(joint) - size :]

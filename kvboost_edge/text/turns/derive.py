@@ -25,7 +25,7 @@ Render = Callable[..., str]
 Message = dict[str, Any]
 
 _SECONDS = 5.0  # CPU time of all renderings; those of the slowest known template take 0.1 s
-_LONGEST = 1 << 17  # characters of a rendering that is looked into
+_LONGEST = 1 << 17  # characters of a rendering that is analysed
 _USER: Message = {"role": "user", "content": "kvbquestion"}
 _CONTENT = "kvbcontent"
 _EARLIER = "kvbearlier"
@@ -34,12 +34,12 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKER = r"<[^<>\s]+>|\[[A-Z/_]+\]"
 _ENDS_IN_MARKER = re.compile(
     rf"((?:{_MARKER})(?:[a-z]+(?=\n))?)\s*\Z"
-)  # maybe with a word that says what begins
+)  # perhaps with a word that names the block
 _BEGINS_WITH_MARKER = re.compile(rf"\s*({_MARKER})\s*")
 _CLOSED = re.compile(r"([<\[])/([A-Za-z][\w:-]*[>\]])\s*\Z")
 _CLOSED_MIRRORED = re.compile(r"(<\|(\w+)>\w*)\s*(<\2\|>)\s*\Z")
 _OPENED = re.compile(r"(<[A-Za-z][\w:-]*>|\[[A-Z]+\])\s*\Z")
-# What a template cuts off past answers without showing how it is written in new ones.
+# Markers that templates cut off past answers without showing them in new ones.
 _CUT_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thinking>", "</thinking>"))
 
 
@@ -62,7 +62,7 @@ def turn_format(render: Render, is_token: Callable[[str], bool] = lambda _: True
     shown = _calls(turns, reasoning) if plainly else None
     unshown = _unshown_calls(turns, is_token) if plainly and shown is None else None
     needed = shown is not None and _results_need_calls(turns, shown)
-    # In the place of a call its own tokens stand, unless its results would go with it.
+    # The stored tokens replace a call, unless its results would be replaced with it.
     replays = _replays(turns, reasoning) and not (
         needed and shown is not None and shown.kind != "braced"
     )
@@ -83,7 +83,7 @@ class _Turns:
     def __init__(self, render: Render) -> None:
         self._render = render
         self._ends = time.thread_time() + _SECONDS
-        # Some templates cannot do without tools.
+        # Some templates fail without tools.
         self._tools = None if self.text([_USER]) is not None else PROBES.tools
         self.asked = self.text([_USER], prompt=False) or ""
         self.prompt = self.text([_USER]) or self.asked

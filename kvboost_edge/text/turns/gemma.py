@@ -20,7 +20,7 @@ __all__ = ["BracedArguments", "BracedGrammar", "is_braced_key"]
 _KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# What a schema may ask for, beside annotations and what only strings have to fit.
+# Keywords that the grammar does not enforce, except annotations and keywords of strings.
 _NOT_HELD = frozenset(
     {
         *(
@@ -106,7 +106,7 @@ class BracedArguments:
         self._begin = begin
         self._begun = False
         self._open = ["}"]  # the brackets that are still to be closed
-        self._first = True  # nothing stands in the innermost one yet
+        self._first = True  # the innermost one is still empty
         first = re.escape(quote[0])
         self._ends_key = re.compile(f"{_ENDS_KEY}{first}]")
         self._ends_value = re.compile(f"{_ENDS_VALUE}{first}]")

@@ -38,7 +38,7 @@ _SAYING_NOTHING = {
     "title",
     "default",
     "examples",
-}  # of a schema, what its values must be
+}  # keywords of a schema that restrict its values
 _ID = '"[A-Za-z0-9_-]{1,64}"'
 
 

@@ -38,7 +38,7 @@ JSON_SPACE = r"( |\n[ \t]{0,16})?"
 JSON_OPTIONS: dict[str, Any] = {
     "whitespace_pattern": JSON_SPACE,
     "json_allowed_escapes": 'nrbtf\\"',
-    "lenient": False,  # a schema cannot ask for less than it says
+    "lenient": False,  # a schema cannot loosen its own keywords
 }
 """How llguidance reads schemas, here and wherever else an answer is JSON."""
 SPACE = r"[ \t\r\n]{0,4}"

@@ -133,7 +133,7 @@ class _Turn:
             if format is not None and accepts is not None
             else None
         )
-        self._bare = False  # white space that comes next only separates
+        self._bare = False  # the next white space only separates
         self.in_reasoning = self.in_answer = False
         self.num_thoughts = 0
 

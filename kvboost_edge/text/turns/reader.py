@@ -28,7 +28,7 @@ __all__ = ["Turn", "TurnMessage", "TurnReader"]
 
 Keep = Callable[[str, Sequence[int]], None]
 
-# Mistral's templates take ids of nine letters and digits only; others take any.
+# Mistral's templates accept only ids of nine letters and digits.
 _ID_LETTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 
@@ -65,9 +65,9 @@ class TurnReader:
         self._keep = keep
         self._codec = tokenizer.codec
         self._has_channels = turn.format.channels is not None
-        # Of special tokens only those show that are markers of this format.
+        # Special tokens are hidden unless they are markers of this format.
         self._markers = tokenizer.special_ids_in(_literals(turn.format))
-        # It ends a turn with calls, and the next prompt has it in front of the result. Some files
+        # It ends a turn with calls, and precedes the result in the next prompt. Some files
         # say it is text.
         opening = "" if turn.format.calls is None else turn.format.calls.result_opening
         self._ending = tokenizer.codec.token_id(opening) if opening else None
@@ -83,11 +83,11 @@ class TurnReader:
         )
         self._ids: list[int] = []
         self._answer_at: int | None = (
-            0  # where the ids begin that stand behind the reasoning; None: inside of a token
+            0  # index of the first id after the reasoning; None: inside a token
         )
         self._answer_ids: (
             list[int] | None
-        ) = []  # of an answer that is a message of its own; None: it begins in a token
+        ) = []  # ids of an answer that is a message of its own; None: it begins inside a token
         self.num_reasoning_tokens = 0
         self.message = TurnMessage()
 
@@ -145,7 +145,7 @@ class TurnReader:
         if self._parser.in_reasoning:
             self.num_reasoning_tokens = len(self._ids)
         self.message.add(parts)
-        # The engine keeps whole outputs by itself; clients have a call, or what stands behind the
+        # The engine stores whole outputs itself. Clients have a call, or the text after the
         # reasoning.
         if self._has_channels:
             if self._answer_ids and not self.message.calls:

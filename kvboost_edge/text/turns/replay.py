@@ -29,7 +29,7 @@ __all__ = [
     "with_thoughts",
 ]
 
-_NO_TEXT = "\ud800"  # a lone surrogate: what is decoded, and what clients send, has none
+_NO_TEXT = "\ud800"  # a lone surrogate, which neither decoded text nor clients contain
 
 
 def call_keys(message: Mapping[str, Any]) -> list[str]:
@@ -59,7 +59,7 @@ def _said(function: Mapping[str, Any]) -> list[Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(
             ValueError, RecursionError
-        ):  # one that is cut short is known by its text
+        ):  # a truncated call is found by its text
             arguments = json.loads(arguments)
     return [function.get("name"), arguments]
 

@@ -41,8 +41,8 @@ _MOST_LISTS = 500  # of them; the compiler takes 0.1 s for these, and cannot tak
 _MOST_LISTS_TOGETHER = 1_000  # of a schema
 _ESCAPED = re.compile(
     r'["\\\x00-\x1f\x7f]'
-)  # letters that the compiler's `[^...]` does not leave out
-_MOST_TEXTS = 1 << 15  # squares of the lengths of texts that patterns of a schema leave out
+)  # letters that the compiler's `[^...]` does not exclude
+_MOST_TEXTS = 1 << 15  # squared lengths of texts that a schema's patterns exclude
 
 
 def rewritten(schema: Any) -> Any:

@@ -45,7 +45,7 @@ class _Grammar:
         self._lark = lark
         self._format = channels
         self._answer: Rule | None = None if answer is None else lark.json("answer", answer)
-        # Letters that spell a marker count as the marker, since who reads the text cannot tell them
+        # Letters that spell a marker count as the marker: a reader of the text cannot tell them
         # apart.
         marks = (*channels.ends, channels.start)
         self._free = lark.terminal(
@@ -76,7 +76,7 @@ class _Grammar:
                 for tool, rule in zip(tools, arguments, strict=True)
                 for way in self._call(tool, rule)
             ]
-            # In some models' files the end of a call ends the turn, which no grammar can ask for.
+            # In some models' files the end of a call ends the turn, which a grammar cannot require.
             lark.add("called", [SPACE, *lark.literal(format.called)], [])
             ends.append([lark.add("call", *calls), Rule("called")])
         lark.add("behind", *([Rule("before*"), *end] for end in ends))
@@ -92,7 +92,7 @@ class _Grammar:
         return [self._free] if self._answer is None else [SPACE, self._answer]
 
     def _head(self, name: str) -> list[Atom]:
-        """The header of an answer; one in JSON may say so."""
+        """Return the header of an answer, which may be marked as JSON."""
         format = self._format
         lark = self._lark
         if self._answer is None:
@@ -101,8 +101,8 @@ class _Grammar:
         return [*lark.literal(format.channel), name, Rule("as_json"), *lark.literal(format.message)]
 
     def _call(self, tool: Tool, arguments: Rule) -> list[list[Atom]]:
-        """The tool is named behind the channel, as models write it, or in front, as their templates
-        do.
+        """Return the forms of a call: the tool is named after the channel, as models do, or before
+        it, as templates do.
         """
         format = self._format
         lark = self._lark

@@ -23,9 +23,9 @@ from kvboost_edge.text.turns.turn_parts import (
 
 __all__ = ["ChannelTurn"]
 
-_LONGEST_HEADER = 512  # any that is read is shorter, see the bounds of its pieces
+_LONGEST_HEADER = 512  # all valid headers are shorter, see the bounds of their pieces
 _RECIPIENT = "to="
-_BETWEEN = "\n\n"  # stands between two messages of one kind, which clients get as one
+_BETWEEN = "\n\n"  # separates two messages of one kind, which clients receive as one
 
 
 class _Header(NamedTuple):
@@ -96,7 +96,7 @@ class ChannelTurn:
             try:
                 yield from scanner.more()
             except Ended:
-                # A header that is cut short says nothing; any other text does.
+                # A truncated header is dropped; any other text is shown.
                 if text and not text.lstrip().startswith(
                     (self._format.channel, _RECIPIENT + self._format.functions)
                 ):
