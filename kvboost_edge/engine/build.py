@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvboost_edge.backends.base import Backend
 from kvboost_edge.backends.select import BackendChoice, choose_backend, make_backend
@@ -46,6 +46,7 @@ from kvboost_edge.host.memory import Region, give_back
 from kvboost_edge.kvcache.eviction.policy import TenantFloors
 from kvboost_edge.kvcache.hashing import root_hash
 from kvboost_edge.kvcache.manager import KVCacheManager
+from kvboost_edge.kvcache.recurrent.tables import StateSizes
 from kvboost_edge.models.checkpoint import Checkpoint
 from kvboost_edge.models.config.architectures import attends_both_ways, check_model_compatibility
 from kvboost_edge.models.config.file import generation_defaults
@@ -132,19 +133,18 @@ def build_from_path(
     dense = checkpoint.dense()
     selected = select_path(checkpoint, config)
     device = selected.backend.device
-    beside = None
+    pool_bytes = None
     tokenizer = load_tokenizer(checkpoint)  # a part of the overhead that is measured
     overhead = measured_overhead(checkpoint, config, selected)
     if not device.startswith("cuda"):
         available = available_on(device)
         fit = plan_fit(checkpoint, config, selected, summary, available, overhead)
         fit.check()
-        beside = fit.beside
+        pool_bytes = fit.beside
     defaults = checkpoint.generation(tokenizer_eos=tokenizer.eos_token_id)
     fingerprint = checkpoint.fingerprint()
     runner = _load_runner(checkpoint, config, selected, progress)
     eos = frozenset(defaults.eos_token_ids)
-    name = model_name(checkpoint.path)
     parts = _assemble(
         config,
         selected.backend,
@@ -152,10 +152,8 @@ def build_from_path(
         tokenizer,
         eos,
         fingerprint,
-        beside,
-        name,
-        overhead,
-        pass_bytes(checkpoint, config, selected),
+        name=model_name(checkpoint.path),
+        budget=_MemoryBudget(pool_bytes, overhead, pass_bytes(checkpoint, config, selected)),
     )
     return dataclasses.replace(
         parts,
@@ -272,7 +270,8 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     if config.backend == "auto" and choice.name == "cpu" and runner.turning_refusal is None:
         choice = BackendChoice("torch", choice.device, _TORCH_REASON)
     fingerprint = fingerprint_of_module(model, tokenizer)
-    parts = _assemble(config, choice, runner, text, frozenset(defaults.eos_token_ids), fingerprint)
+    eos_ids = frozenset(defaults.eos_token_ids)
+    parts = _assemble(config, choice, runner, text, eos_ids, fingerprint, budget=_MemoryBudget())
     return dataclasses.replace(
         parts,
         suppressed=defaults.suppressed_token_ids,
@@ -304,6 +303,36 @@ def _bounded(info: RunnerInfo, config: EngineConfig) -> RunnerInfo:
     return dataclasses.replace(info, max_context=bounded_context(info.max_context, config))
 
 
+class _MemoryBudget(NamedTuple):
+    """Memory figures from before the weights were loaded.
+
+    Attributes:
+        pool_bytes: memory for the block pool as it was planned; None: not planned.
+        overhead: measured overhead of the process; None: `max_memory` is not given.
+        buffer_bytes: buffers of the largest pass; 0: unknown.
+    """
+
+    pool_bytes: int | None = None
+    overhead: Overhead | None = None
+    buffer_bytes: int = 0
+
+
+class _PoolPlan(NamedTuple):
+    """Sizes of the block pool.
+
+    Attributes:
+        num_blocks: blocks of the pool.
+        state_sizes: slots of recurrent state; None: the model has no recurrent state.
+        max_num_seqs: sequences that run together.
+        history_bytes: bound of the draft history; None: the default.
+    """
+
+    num_blocks: int
+    state_sizes: StateSizes | None
+    max_num_seqs: int
+    history_bytes: int | None
+
+
 def _assemble(
     config: EngineConfig,
     choice: BackendChoice,
@@ -311,82 +340,106 @@ def _assemble(
     tokenizer: Tokenizer,
     eos_token_ids: frozenset[int],
     fingerprint: str,
-    beside: int | None = None,
+    *,
     name: str = "",
-    overhead: Overhead | None = None,
-    buffer_bytes: int = 0,
+    budget: _MemoryBudget,
 ) -> EngineParts:
-    """beside: memory for the pool, as it was planned before the weights were loaded. name: of the
-    model, for people. overhead: of the process, as it was measured then. buffer_bytes: of the
-    largest pass.
+    """Make the parts around a loaded runner.
+
+    Args:
+        fingerprint: the model's, see `Checkpoint.fingerprint`.
+        name: the model's name, for people.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
     with _closed_on_error(runner):
-        available = (
-            available_on(choice.device)
-            if beside is None
-            else min(beside, available_on(choice.device))
-        )
-        if overhead is not None:
-            give_back()  # what packing left
-            overhead = overhead.measured_again((info.weight_region,))
-            check_process(config, info, overhead)
-            available = room_in_process(config, info.weight_bytes, available, overhead)
-            _log_process(config, info, overhead)
-        num_blocks = plan_num_blocks(config, info, available)
-        num_open = num_open_blocks(config, num_blocks, config.block_size)
-        check_options(config, info)
-        state_sizes, max_num_seqs = plan_states(config, info, num_blocks, available)
-        backend = make_backend(
-            choice,
-            info.kv_spec,
-            num_blocks,
-            config.num_threads,
-            num_open=num_open,
-            num_state_slots=0 if state_sizes is None else state_sizes.num_slots,
-            num_draft_rows=0 if state_sizes is None else state_sizes.num_draft_rows,
-        )
+        plan = _plan_pool(config, choice, info, budget)
+        backend = _make_backend(config, choice, info, plan)
         with _closed_on_error(backend):
             runner.bind(backend)
-    _log_choice(choice, runner, backend, num_blocks, max_num_seqs)
-    _log_sizes(config, num_blocks)
+    _log_choice(choice, runner, backend, plan.num_blocks, plan.max_num_seqs)
+    _log_sizes(config, plan.num_blocks)
     _log_cuts(config)
-    if shortage := drafts_shortage(config, info, state_sizes):
+    if shortage := drafts_shortage(config, info, plan.state_sizes):
         _LOG.warning("%s", shortage)
-    history = history_bytes(config, info.weight_bytes, overhead)
     kv_format = _kv_format(config, runner, backend)
     with _closed_on_error(runner), _closed_on_error(backend):
         tiers = open_tiers(config, fingerprint, kv_format, info.architecture, name)
     return EngineParts(
         runner=runner,
         backend=backend,
-        manager=KVCacheManager(
-            num_blocks,
-            config.block_size,
-            whole_blocks=info.kv_spec.is_quantized,
-            policy=functools.partial(TenantFloors, window=config.recency_blocks),
-            max_pinned_blocks=config.max_pinned_blocks,
-            state_sizes=state_sizes,
-        ),
+        manager=_make_manager(config, info, plan),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         # The rope settings are part of the model's config and so of its fingerprint; the range is
         # in the format.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
-        ledger=MemoryLedger(
-            info.weight_bytes,
-            backend.pool_bytes,
-            lambda: _regions(runner, backend),
-            lambda: runner.copied_bytes,
-            0 if backend.states is None else backend.states.nbytes,
-            buffer_bytes + most_history_bytes(config, history) if buffer_bytes else 0,
-        ),
+        ledger=_make_ledger(config, runner, backend, plan, budget.buffer_bytes),
         backend_reason=choice.reason,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=plan.max_num_seqs,
         tiers=tiers,
-        history_bytes=history,
+        history_bytes=plan.history_bytes,
+    )
+
+
+def _plan_pool(
+    config: EngineConfig, choice: BackendChoice, info: RunnerInfo, budget: _MemoryBudget
+) -> _PoolPlan:
+    """Return the sizes of the block pool; raise CapacityError if it does not fit."""
+    available = available_on(choice.device)
+    if budget.pool_bytes is not None:
+        available = min(budget.pool_bytes, available)
+    overhead = budget.overhead
+    if overhead is not None:
+        give_back()  # packing leaves free memory that counts as the process's
+        overhead = overhead.measured_again((info.weight_region,))
+        check_process(config, info, overhead)
+        available = room_in_process(config, info.weight_bytes, available, overhead)
+        _log_process(config, info, overhead)
+    num_blocks = plan_num_blocks(config, info, available)
+    check_options(config, info)
+    state_sizes, max_num_seqs = plan_states(config, info, num_blocks, available)
+    history = history_bytes(config, info.weight_bytes, overhead)
+    return _PoolPlan(num_blocks, state_sizes, max_num_seqs, history)
+
+
+def _make_backend(
+    config: EngineConfig, choice: BackendChoice, info: RunnerInfo, plan: _PoolPlan
+) -> Backend:
+    sizes = plan.state_sizes
+    return make_backend(
+        choice,
+        info.kv_spec,
+        plan.num_blocks,
+        config.num_threads,
+        num_open=num_open_blocks(config, plan.num_blocks, config.block_size),
+        num_state_slots=0 if sizes is None else sizes.num_slots,
+        num_draft_rows=0 if sizes is None else sizes.num_draft_rows,
+    )
+
+
+def _make_manager(config: EngineConfig, info: RunnerInfo, plan: _PoolPlan) -> KVCacheManager:
+    return KVCacheManager(
+        plan.num_blocks,
+        config.block_size,
+        whole_blocks=info.kv_spec.is_quantized,
+        policy=functools.partial(TenantFloors, window=config.recency_blocks),
+        max_pinned_blocks=config.max_pinned_blocks,
+        state_sizes=plan.state_sizes,
+    )
+
+
+def _make_ledger(
+    config: EngineConfig, runner: Runner, backend: Backend, plan: _PoolPlan, buffer_bytes: int
+) -> MemoryLedger:
+    return MemoryLedger(
+        runner.info.weight_bytes,
+        backend.pool_bytes,
+        lambda: _regions(runner, backend),
+        lambda: runner.copied_bytes,
+        0 if backend.states is None else backend.states.nbytes,
+        buffer_bytes + most_history_bytes(config, plan.history_bytes) if buffer_bytes else 0,
     )
 
 
