@@ -185,8 +185,19 @@ def paged_stats(
         staging_bytes: size of the blocks on their way between pool and tiers, in bytes.
         lost_blocks: blocks evicted before a tier could store them.
     """
+    return {
+        **_block_stats(parts, scheduler),
+        **_token_stats(parts, scheduler, config),
+        **_step_stats(parts, scheduler, step_times),
+        **_hardware_stats(parts, config),
+        "tiers": {name: dataclasses.asdict(stat) for name, stat in tiering.stats().items()},
+        "staging_bytes": tiering.staging_bytes,
+        "lost_blocks": tiering.num_lost,
+    }
+
+
+def _block_stats(parts: EngineParts, scheduler: Scheduler) -> dict[str, Any]:
     manager = parts.manager
-    backend = parts.backend.describe()
     used = manager.used_block_count
     cached = manager.cached_block_count
     hot = manager.published_block_count
@@ -212,21 +223,38 @@ def paged_stats(
         **parts.ledger.snapshot(),
         "pinned_bytes": manager.pins.num_blocks * parts.backend.spec.bytes_per_block,
         "tokens_held": hot * manager.block_size + open_tails,
+    }
+
+
+def _token_stats(parts: EngineParts, scheduler: Scheduler, config: EngineConfig) -> dict[str, Any]:
+    manager = parts.manager
+    return {
         "hit_tokens": manager.hit_tokens,
         "span_tokens": manager.spans.num_tokens,
         "miss_tokens": _miss_tokens(manager),
         **_state_stats(manager),
-        "preemptions": scheduler.num_preemptions,
         "generated_tokens": scheduler.num_generated_tokens,
         "drafted_tokens": scheduler.speculation.num_drafted,
         "accepted_tokens": scheduler.speculation.num_accepted,
         "max_draft_tokens": most_draft_tokens(config, manager.states),
         "draft_bytes": scheduler.speculation.memory_bytes,
+    }
+
+
+def _step_stats(parts: EngineParts, scheduler: Scheduler, step_times: StepTimes) -> dict[str, Any]:
+    return {
+        "preemptions": scheduler.num_preemptions,
         "step_seconds": step_times.seconds,
         "step_counts": step_times.cumulative(),
         "max_num_seqs": parts.max_num_seqs,
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
+    }
+
+
+def _hardware_stats(parts: EngineParts, config: EngineConfig) -> dict[str, Any]:
+    backend = parts.backend.describe()
+    return {
         "backend": backend.name,
         "device": backend.device,
         "runner": parts.runner.info.name,
@@ -235,9 +263,6 @@ def paged_stats(
         "attention_path": backend.attention_path,
         "threading_layer": backend.threading_layer,
         "num_threads": backend.num_threads or config.num_threads or default_num_threads(),
-        "tiers": {name: dataclasses.asdict(stat) for name, stat in tiering.stats().items()},
-        "staging_bytes": tiering.staging_bytes,
-        "lost_blocks": tiering.num_lost,
     }
 
 
