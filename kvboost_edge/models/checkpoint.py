@@ -1,6 +1,4 @@
-"""A model on disk, opened once: the one place that asks whether it is safetensors, a GGUF file or
-an ONNX file.
-"""
+"""A model on disk, opened and parsed once, for safetensors, GGUF and ONNX alike."""
 
 from __future__ import annotations
 
@@ -62,10 +60,10 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(abc.ABC):
-    """What is read of a model. Whatever is wrong raises ModelFormatError that names the file.
+    """Contents of a model. Errors are ModelFormatError and name the file.
 
     The config, its spec, the plans of packed weights, the header of a GGUF file and the fingerprint
-    are made once and kept; no file stays open or mapped.
+    are computed once. No file stays open or mapped.
     """
 
     is_gguf: bool
@@ -87,12 +85,13 @@ class Checkpoint(abc.ABC):
     def open(
         model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short"
     ) -> Checkpoint:
-        """The checkpoint at a path that `locate_model` returned; one that is open already is
-        returned as it is.
+        """Return the checkpoint at a path that `locate_model` returned; an open one is returned as
+        it is.
 
-        cache_dir: where what is found out is remembered, and packed weights are kept; `NO_CACHE`:
-        nowhere. rope_range: see `EngineConfig`; `config` raises ConfigError for a model that has
-        one range only.
+        Args:
+            cache_dir: directory for digests and packed weights; `NO_CACHE`: none.
+            rope_range: see `EngineConfig`. `config` raises ConfigError for a model that has only
+                one range.
         """
         if isinstance(model, Checkpoint):
             return model
@@ -108,7 +107,7 @@ class Checkpoint(abc.ABC):
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """As transformers writes it, from config.json or from the metadata of a GGUF file."""
+        """Config in transformers' format, from config.json or the metadata of a GGUF file."""
         return (
             with_long_rope(self._read_config())
             if self.rope_range == "long"
@@ -117,13 +116,14 @@ class Checkpoint(abc.ABC):
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
-        """What the native runner has to know of it. ModelFormatError with the reason where that
-        runner does not know the model.
+        """Spec of the model for the native runner.
+
+        Raises ModelFormatError with the reason if that runner does not support the model.
         """
         return describe_model(self.config)
 
     def plan(self, weights: str) -> list[PackEntry]:
-        """Return the entries of its packed weights in a format, see `pack_plan`."""
+        """Return the entries of the packed weights in a format, see `pack_plan`."""
         if weights not in self._plans:
             self._plans[weights] = self._make_plan(weights)
         return self._plans[weights]
@@ -140,12 +140,12 @@ class Checkpoint(abc.ABC):
     @property
     @abc.abstractmethod
     def is_quantized(self) -> bool:
-        """Whether weights are stored in a quantized format, which is then kept."""
+        """True if weights are stored in a quantized format, which is then kept."""
 
     @property
     @abc.abstractmethod
     def format(self) -> str:
-        """What a person calls the files, such as "GGUF Q4_K, Q6_K" or "safetensors bfloat16"; of
+        """Name of the file format, such as "GGUF Q4_K, Q6_K" or "safetensors bfloat16", from
         headers alone.
         """
 
@@ -155,73 +155,76 @@ class Checkpoint(abc.ABC):
         return sum(stamp.size for stamp in self._current_stamps())
 
     def gguf_metadata(self) -> Mapping[str, Any] | None:
-        """What a GGUF file says of its tokenizer, arrays of strings as lists; None: there are files
-        of a tokenizer.
+        """Return a GGUF file's tokenizer metadata, arrays of strings as lists; None: there are
+        tokenizer files.
         """
         return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
-        """As `gguf_metadata` without the arrays of strings, which are large; empty where there are
+        """Return `gguf_metadata` without the arrays of strings, which are large; {} with tokenizer
         files.
         """
         return {}
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        """Number of tensors of each part beside the language model, such as {"visual": 316}: they
-        are not used.
+        """Number of tensors in each unused part other than the language model, such as {"visual":
+        316}.
         """
         return {}
 
     @property
     def pooling(self) -> Pooling:
-        """How it makes vectors of texts, where it is made for that."""
+        """Pooling of an embedding model."""
         return UNSAID
 
     def dense(self) -> Matrices:
-        """What makes a vector of what was pooled, one after the other."""
+        """Return the matrices that turn a pooled vector into the embedding, in order."""
         return read_dense(self.pooling.dense, self.config)
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
-        """What ends a generation, and the special ids."""
+        """Return the end-of-sequence and other special ids, and the sampling defaults."""
 
     @abc.abstractmethod
     def summary(self) -> WeightSummary:
-        """The weight files, checked against themselves and the config."""
+        """Return a summary of the weight files after checking them against the config."""
 
     def open_source(self) -> WeightSource:
-        """The tensors, as a context manager, in the order of the native runner's kernels."""
+        """Return the tensors, as a context manager, in the order of the native runner's kernels."""
         return in_kernel_order(self._open_files, self.config, self._describe)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Return its spec, for who knows its config and not the checkpoint."""
+        """Return the spec of a config."""
         return self.spec
 
     @abc.abstractmethod
     def _open_files(self) -> WeightSource:
-        """The tensors as they are in the files."""
+        """Return the tensors in the order of the files."""
 
     @property
     def onnx_file(self) -> Path:
-        """The ONNX file. ModelFormatError where there is none."""
+        """The ONNX file; raises ModelFormatError if there is none."""
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def past_layout(self) -> PastLayout:
-        """How the ONNX file takes keys and values. ModelFormatError where it is not supported or
-        there is none.
+        """Return the layout of KV in the ONNX file's inputs and outputs.
+
+        Raises ModelFormatError if it is not supported, or if there is no ONNX file.
         """
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
-        """Return the bytes of the weights once they are packed in a format, head and embedding in
-        theirs.
+        """Return the bytes of the weights packed in a format; head and embedding keep their own
+        formats.
         """
         return plan_bytes(self.plan(weights))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
-        """SHA-256 of all that the model is. cache_dir: where digests of large files are remembered;
-        None: the checkpoint's own.
+        """Return the SHA-256 of everything that identifies the model.
+
+        Args:
+            cache_dir: directory for digests of large files; None: the checkpoint's own.
         """
         if not self._fingerprint:
             self._stamps = self._stamps or self._current_stamps()
@@ -234,7 +237,7 @@ class Checkpoint(abc.ABC):
         return self._fingerprint
 
     def changed_files(self) -> list[str]:
-        """Files that are no longer those the fingerprint was taken of."""
+        """Return the files that changed since the fingerprint was taken."""
         return sorted({stamp.path for stamp in set(self._stamps) ^ set(self._current_stamps())})
 
     def _current_stamps(self) -> tuple[FileStamp, ...]:
@@ -245,14 +248,14 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def _files(self) -> list[Path]:
-        """Every file that the fingerprint covers."""
+        """Return every file that the fingerprint covers."""
 
     @abc.abstractmethod
     def _read_fingerprint(self, cache_dir: Path | None) -> str: ...
 
 
 class _Directory(Checkpoint):
-    """Safetensors (float, AWQ, GPTQ or MXFP4) beside config.json and the files of a tokenizer."""
+    """A directory of safetensors (float, AWQ, GPTQ or MXFP4), config.json and tokenizer files."""
 
     is_gguf = False
 
@@ -309,8 +312,9 @@ class _Directory(Checkpoint):
 
 
 class _GgufFile(Checkpoint):
-    """One file that holds everything, or its parts beside each other. The headers are parsed on
-    opening, the vocabulary is read when it is first needed.
+    """One GGUF file that holds everything, or its parts in one directory.
+
+    The headers are parsed on opening, the vocabulary when it is first needed.
     """
 
     is_gguf = True
@@ -392,8 +396,9 @@ class _GgufFile(Checkpoint):
 
 
 class _OnnxFile(Checkpoint):
-    """An ONNX file with its external data, beside config.json or genai_config.json and the files of
-    a tokenizer. Its graph is read on opening, and recognised when that is first asked for.
+    """An ONNX file with external data, config.json or genai_config.json, and tokenizer files.
+
+    Its graph is read on opening, and matched to a family when that is first needed.
     """
 
     is_gguf = False
@@ -407,7 +412,7 @@ class _OnnxFile(Checkpoint):
 
     @functools.cached_property
     def _decoder(self) -> OnnxDecoder | ModelFormatError:
-        """What the native runner needs; the error that says why there is none."""
+        """Spec and weights for the native runner, or the error that says why there are none."""
         try:
             decoder = native_decoder(self._folder, self._model)
             with decoder.open_source() as source:

@@ -1,4 +1,4 @@
-"""What identifies a model: SHA-256 over config, tokenizer files and all weight bytes.
+"""Fingerprint of a model: SHA-256 over config, tokenizer files and all weight bytes.
 
 Two models of one shape with different weights never have the same fingerprint, so they never share
 a block.
@@ -46,18 +46,21 @@ _PART_BYTES = 64 << 20
 
 
 def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) -> str:
-    """Fingerprint of a model directory, 64 hexadecimal digits.
+    """Return the fingerprint of a model directory, 64 hexadecimal digits.
 
-    The digest of each weight file is remembered in `cache_dir` (KVBOOST_EDGE_CACHE or the
-    platform's cache directory) and computed again when the file's size, times or inode change.
-    Raises ModelFormatError when files are missing.
+    The digest of each weight file is stored in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's
+    cache directory), and recomputed when the file's size, times or inode change. Raises
+    ModelFormatError if files are missing.
     """
     return _of_all(b"kvboost-edge model 1", model_dir, weight_files(model_dir), cache_dir)
 
 
 def fingerprint_of_onnx(root: Path, files: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """As `fingerprint_of_directory`, of an ONNX file and its external data; `root` holds configs
-    and tokenizer.
+    """Return the fingerprint of an ONNX file and its external data, like
+    `fingerprint_of_directory`.
+
+    Args:
+        root: directory of configs and tokenizer.
     """
     return _of_all(b"kvboost-edge onnx 1", root, files, cache_dir)
 
@@ -74,22 +77,25 @@ def _of_all(kind: bytes, root: Path, weights: Sequence[Path], cache_dir: Path | 
 
 
 def fingerprint_of_files(paths: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """As `fingerprint_of_directory`, of files that hold everything together: config, tokenizer and
-    weights (GGUF, one file or its parts in order).
+    """Return the fingerprint of files that hold config, tokenizer and weights together.
+
+    These are a GGUF file, or its parts in order; see `fingerprint_of_directory`.
     """
     digests = "".join(_file_digest(path, cache_dir) for path in paths)
     return hashlib.sha256(b"kvboost-edge gguf 1" + digests.encode()).hexdigest()
 
 
 def fingerprinted_files(model_dir: Path, weights: Sequence[Path] | None = None) -> list[Path]:
-    """Every file of a directory that its fingerprint covers: as long as none changes, it stays the
-    same. `weights`: None for its safetensors.
+    """Return every file of a directory that its fingerprint covers.
+
+    Args:
+        weights: the weight files; None: its safetensors.
     """
     return [*_small_files(model_dir), *(weight_files(model_dir) if weights is None else weights)]
 
 
 def are_remembered(paths: Sequence[Path], *, cache_dir: Path | None = None) -> bool:
-    """Whether the digests of these files are known, so that a fingerprint of them takes no time."""
+    """Return whether the digests of these files are stored, so that a fingerprint takes no time."""
     try:
         return all(recall(FileStamp.of(path), cache_dir).get("digest") for path in paths)
     except OSError:
@@ -101,10 +107,10 @@ def _small_files(directory: Path) -> list[Path]:
 
 
 def fingerprint_of_module(model: Any, tokenizer: Any) -> str:
-    """Fingerprint of a loaded transformers model and its tokenizer: config, every parameter and
-    buffer, vocabulary.
+    """Return the fingerprint of a loaded transformers model and its tokenizer.
 
-    Reads all weights once, in parallel. The model must not be changed afterwards.
+    It covers config, every parameter and buffer, and the vocabulary. All weights are read once, in
+    parallel. The model must not be changed afterwards.
     """
     digest = hashlib.sha256(b"kvboost-edge module 1")
     config = model.config.to_dict()
@@ -162,6 +168,6 @@ def _read(path: Path) -> bytes:
 
 
 def _add(digest: Any, data: bytes) -> None:
-    """Add a field with its length before it, so that no two lists of fields give the same bytes."""
+    """Add a field with its length, so that no two lists of fields give the same bytes."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)

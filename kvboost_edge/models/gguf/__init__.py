@@ -1,1 +1,1 @@
-"""GGUF files: header, block formats, metadata as a config."""
+"""GGUF files: header, block formats, and metadata as a config."""

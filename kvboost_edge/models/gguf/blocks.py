@@ -1,22 +1,22 @@
-"""The tensor types of GGUF files: to float32, and to the codes of this package's packed formats.
+"""Tensor types of GGUF files, converted to float32 or to the codes of the packed formats.
 
-A type is one entry of `BLOCKS` and the functions that it names. A row is a whole number of blocks;
-functions take blocks, uint8 [blocks, bytes of a block]. Formulas and the order of the float
-operations are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
+A type is one entry of `BLOCKS` and the functions that it names. A row is a whole number of blocks.
+Functions take blocks, uint8 [blocks, bytes of a block]. Formulas and the order of float operations
+are llama.cpp's, so float32 values equal those of the `gguf` package to the bit.
 
     Q4_0 -> int4, Q5_0 and Q8_0 -> int8, Q4_1 -> int4-asym   exact
     Q4_K -> q4k, Q5_K -> q5k, Q6_K -> q6k   exact: the file's blocks in another order
     Q3_K -> q6k      exact: its codes and scales fit those of Q6_K, in nearly twice the bytes
     Q5_1 -> int8     quantized again: scale = max|w| / 127 of each group of 32
 
-Types whose 4-bit codes stand for entries of a table become int4t, which has a float16 scale for
-each group:
+Types whose 4-bit codes are indices into a table become int4t, with a float16 scale for each group:
 
     IQ4_NL   float16 d, codes                             d * table[code]
     IQ4_XS   float16 d, 6-bit scales of 8 groups, codes   d * (scale - 32) * table[code]
     MXFP4    a byte e, codes                              2 ** (e - 128) * table[code]
 
-That is exact for IQ4_NL, for MXFP4 while the scale is a float16, and rounded for IQ4_XS.
+The conversion is exact for IQ4_NL, and for MXFP4 while the scale is a float16. It is rounded for
+IQ4_XS.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _NL = np.array(
 
 
 class BlockFormat(NamedTuple):
-    """How a type is stored, and how it is read.
+    """Storage and conversion of a tensor type.
 
     Attributes:
-        weights: of a block.
-        nbytes: of a block.
-        kind: the packed format it goes to; None for floats.
-        exact: whether that is without any error.
-        halves: offsets of the float16 numbers in a block, which may not be NaN or infinite.
+        weights: weights of a block.
+        nbytes: bytes of a block.
+        kind: packed format that it becomes; None for floats.
+        exact: the conversion is exact.
+        halves: byte offsets of the float16 numbers in a block, which must be finite.
         to_float: blocks -> float32 [..., weights of a group or block].
         codes: blocks -> codes, scales and minima or None, as in `QuantRows`.
-        table: the weight, without its scale, of each code.
-        count_lost: blocks -> groups whose weights become 0 because a float16 scale is too small;
-            scales may also be too large for a float16 where there is such a function.
+        table: weight of each code, without its scale.
+        count_lost: blocks -> number of groups whose weights become 0 because a float16 scale is too
+            small. Where this function exists, scales may also be too large for a float16.
     """
 
     weights: int
@@ -145,14 +145,16 @@ _REFUSED = {
 
 
 def refusal(name: str) -> str:
-    """Why a type that is not in BLOCKS is not read, and what to take instead."""
+    """Return why a type that is not in BLOCKS is not read, and what to use instead."""
     found = next((text for beginning, text in _REFUSED.items() if name.startswith(beginning)), None)
     return found or f"known are {', '.join(BLOCKS)}; {_INSTEAD}"
 
 
 def dequantize(name: str, data: Bytes) -> Floats:
-    """Return rows of any type in `BLOCKS` as float32 [rows, weights of a row]; data: uint8 [rows,
-    bytes of a row].
+    """Return rows of any type in `BLOCKS` as float32 [rows, weights of a row].
+
+    Args:
+        data: uint8 [rows, bytes of a row].
     """
     return BLOCKS[name].to_float(_blocks(name, data)).reshape(len(data), -1)
 
@@ -190,7 +192,7 @@ def _blocks(name: str, data: Bytes) -> Bytes:
 
 
 def _requantized(weights: Floats) -> tuple[Bytes, Halves, None]:
-    """Codes of int8 of groups, float32 [groups, 32]."""
+    """Return the int8 codes of groups, float32 [groups, 32]."""
     scales = _as_half(np.abs(weights).max(axis=1) / np.float32(127.0))
     wide = scales.astype(np.float32)
     inverse = np.divide(np.float32(1.0), wide, out=np.zeros_like(wide), where=wide != 0)
@@ -203,7 +205,7 @@ def _as_half(values: Floats) -> npt.NDArray[np.float16]:
 
 
 def _half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
-    """The float16 at byte `at` of every block, [blocks, 1]."""
+    """Return the float16 at byte `at` of every block, [blocks, 1]."""
     return blocks[:, at : at + 2].view("<f2").astype(np.float16)
 
 
@@ -212,7 +214,7 @@ def _scale(blocks: Bytes, at: int) -> Floats:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """Low nibbles, then high ones: [blocks, 16] -> [blocks, 32]."""
+    """Return low nibbles, then high ones: [blocks, 16] -> [blocks, 32]."""
     # Sixteen bytes are moved as one item and eight are masked at once: NumPy's loops over bytes
     # take six times as long.
     words = np.ascontiguousarray(packed.view(_SIXTEEN)).view(np.uint64)
@@ -223,27 +225,32 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _flipped(codes: Bytes) -> Bytes:
-    """Signed bytes as codes with an offset of 128: [blocks, 32]."""
+    """Return signed bytes as codes with an offset of 128: [blocks, 32]."""
     words = np.ascontiguousarray(codes.view(_SIXTEEN)).view(np.uint64)
     return (words ^ np.uint64(0x8080808080808080)).view(np.uint8)
 
 
 def _fives(blocks: Bytes, at: int) -> Bytes:
-    """5-bit codes: 4 bytes of fifth bits from byte `at` on, then 16 of nibbles."""
+    """Return 5-bit codes from 4 bytes of fifth bits at byte `at`, followed by 16 bytes of
+    nibbles.
+    """
     high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
     return _nibbles(blocks[:, at + 4 :]) | (high << np.uint8(4))
 
 
 def _k_nibbles(packed: Bytes) -> Bytes:
-    """[blocks, 128] -> [blocks, 256]: of each 32 bytes the low nibbles, then the high ones."""
+    """Return the low nibbles of each 32 bytes, then the high ones: [blocks, 128] -> [blocks,
+    256].
+    """
     quarters = packed.reshape(len(packed), 4, 1, 32)
     both = np.concatenate([quarters & np.uint8(15), quarters >> np.uint8(4)], axis=2)
     return both.reshape(len(packed), 256)
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minima of the 8 groups of Q4_K and Q5_K blocks: 6-bit factors of two float16,
-    float32 [blocks, 8].
+    """Return the scales and minima of the 8 groups of Q4_K and Q5_K blocks, float32 [blocks, 8].
+
+    They are 6-bit multiples of two float16 numbers.
     """
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
@@ -300,8 +307,10 @@ def _q6_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k_parts(blocks: Bytes) -> tuple[Bytes, Bytes]:
-    """Of Q3_K the codes 0..7, [blocks, 256], for the weights -4..3, and 6-bit scales, [blocks, 16],
-    32 too large.
+    """Return the codes and scales of Q3_K blocks.
+
+    Returns:
+        Codes 0..7 of the weights -4..3, [blocks, 256], and 6-bit scales plus 32, [blocks, 16].
     """
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
     low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256)
@@ -324,8 +333,9 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
-    """The same weights as blocks of Q6_K, [blocks, 210]: codes 28 higher are 32 above the
-    weight.
+    """Return the same weights as Q6_K blocks, [blocks, 210].
+
+    Q6_K's codes are 32 above the weight, Q3_K's 4, so 28 is added.
     """
     codes, scales = _q3_k_parts(blocks)
     halves = (codes + np.uint8(28)).reshape(-1, 2, 2, 64)
@@ -338,15 +348,16 @@ def _q3_k_as_q6_k(blocks: Bytes) -> Bytes:
 
 
 def _table_codes(at: int, blocks: Bytes) -> Bytes:
-    """Codes 0..15 of every group, [groups, 32], from byte `at` of a block on: of 16 bytes the low
-    nibbles, then the high ones.
+    """Return the codes 0..15 of every group, [groups, 32], from byte `at` of a block on.
+
+    Of each 16 bytes the low nibbles come first, then the high ones.
     """
     packed = blocks[:, at:].reshape(-1, 16)
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=1)
 
 
 def _iq4_xs_scales(blocks: Bytes) -> Floats:
-    """The scale of every group, float32 [groups]: exact."""
+    """Return the exact scale of every group, float32 [groups]."""
     high = blocks[:, 2:4].view("<u2").astype(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = np.stack([blocks[:, 4:8] & np.uint8(15), blocks[:, 4:8] >> np.uint8(4)], axis=2).reshape(
         -1, 8
@@ -374,14 +385,15 @@ def _mxfp4(blocks: Bytes) -> Floats:
 
 
 def _iq4_xs_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
-    """Scales are infinite where one is too large for a float16."""
+    """Return codes and scales; a scale that is too large for a float16 becomes infinite."""
     with np.errstate(over="ignore"):
         return _table_codes(8, blocks), _iq4_xs_scales(blocks).astype(np.float16), None
 
 
 def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Halves, None]:
-    """As of `_iq4_xs_codes`; groups of zeros, and those whose scale is below 2 ** -24, have the
-    scale 0.
+    """Return codes and scales, like `_iq4_xs_codes`.
+
+    Groups of zeros, and groups whose scale is below 2 ** -24, have the scale 0.
     """
     return _table_codes(1, blocks), mxfp4.half_scales(blocks[:, 0], blocks[:, 1:]), None
 
@@ -399,7 +411,11 @@ def _as_blocks(
     to_float: Callable[[Bytes], Floats],
     stored: Callable[[Bytes], Bytes] = lambda blocks: blocks,
 ) -> BlockFormat:
-    """Blocks of 256 weights that are taken over; stored: blocks -> those of the packed format."""
+    """Return the format of blocks of 256 weights that are reordered, not converted.
+
+    Args:
+        stored: blocks -> blocks of the packed format.
+    """
     codes = partial(_taken_over, halves, stored)
     return BlockFormat(256, nbytes, kind, True, halves, to_float, codes)
 

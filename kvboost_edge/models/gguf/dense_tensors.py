@@ -1,4 +1,4 @@
-"""The matrices behind the pooling of an embedding model, where a GGUF file has them."""
+"""Dense matrices after the pooling of an embedding model, from a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
-    """None of them for architectures without. ModelFormatError where they are missing: many
-    files were written without, and give other vectors."""
+    """Return the matrices; none for architectures without them.
+
+    Raises ModelFormatError if they are missing: many files omit them and would give other vectors.
+    """
     names = architecture_of(header).dense
     missing = [name for name in names if name not in header.tensors]
     if missing:

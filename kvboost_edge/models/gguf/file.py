@@ -1,10 +1,9 @@
-"""GGUF files (version 2 and 3) read with every length, offset, type and count checked against the
-file first.
+"""Reader of GGUF files (versions 2 and 3) that checks every length, offset, type and count first.
 
     "GGUF" | u32 version | u64 tensors | u64 keys | keys and values | tensor infos | padding | data
     of the tensors
 
-The `gguf` package is not used for reading: its reader trusts counts, offsets and string lengths, so
+The `gguf` package is not used for reading. Its reader trusts counts, offsets and string lengths, so
 a damaged file becomes an endless loop, a huge allocation or a wrong view instead of an error. The
 tests use it as the oracle.
 """
@@ -69,16 +68,15 @@ _LENGTH = struct.Struct("<Q")
 
 
 class _Nested(NamedTuple):
-    """An array of arrays, passed over: of no key that is asked for. Whoever asks for it gets an
-    error.
-    """
+    """An array of arrays, which is skipped. Asking for it raises an error."""
 
     length: int
 
 
 class _Strings(NamedTuple):
-    """An array of strings left in the file: its bytes [start, stop). Vocabularies are large and
-    needed once.
+    """An array of strings left in the file, at its bytes [start, stop).
+
+    Vocabularies are large and needed once.
     """
 
     start: int
@@ -88,8 +86,12 @@ class _Strings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor: `shape` with the outermost axis first; its data are bytes [start, stop) of the
-    model's file number `part`.
+    """Location of one tensor.
+
+    Attributes:
+        shape: shape with the outermost axis first.
+        start, stop: bytes [start, stop) of the file that hold the data.
+        part: number of the file among the model's files.
     """
 
     name: str
@@ -101,8 +103,11 @@ class GgufTensor:
 
 
 class GgufPart(NamedTuple):
-    """A file of a model. `stamp`: of what was read; with another one at `path` the places in the
-    header mean nothing.
+    """A file of a model.
+
+    Attributes:
+        stamp: identity of the file when it was read. If the file at `path` has another one, the
+            header's positions are invalid.
     """
 
     path: Path
@@ -111,10 +116,14 @@ class GgufPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """All of a GGUF model but the data. Values are int, float, bool, str, a NumPy array, an array
-    of strings, which `strings` reads, or an array of arrays, which is not kept; of a split model
-    they are the first part's. `tensors` are in the order of their data. `parts`: the files, one
-    unless the model is split.
+    """Contents of a GGUF model without the tensor data.
+
+    Values are int, float, bool, str, NumPy arrays, arrays of strings (read by `strings`), or arrays
+    of arrays, which are not kept. Those of a split model come from its first part.
+
+    Attributes:
+        tensors: tensors in the order of their data.
+        parts: files of the model, one unless it is split.
     """
 
     parts: tuple[GgufPart, ...]
@@ -124,16 +133,14 @@ class GgufHeader:
 
     @property
     def path(self) -> Path:
-        """The file that the values are read of: the only one, or the first part."""
+        """File that the values are read from: the only file, or the first part."""
         return self.parts[0].path
 
     def path_of(self, tensor: GgufTensor) -> Path:
         return self.parts[tensor.part].path
 
     def strings(self, key: str) -> list[str]:
-        """An array of strings, read from the file. ModelFormatError when the key is missing or of
-        another type.
-        """
+        """Read an array of strings; raise ModelFormatError if it is missing or has another type."""
         found = self.values.get(key)
         if not isinstance(found, _Strings):
             raise ModelFormatError(
@@ -150,8 +157,9 @@ class GgufHeader:
         return _decoded(self.path, key, data, found.length)
 
     def value(self, key: str, *kinds: type) -> Any:
-        """The value of a key, None when it is not there. ModelFormatError unless it is of one of
-        `kinds`.
+        """Return the value of a key, or None if it is missing.
+
+        Raises ModelFormatError unless its type is one of `kinds`.
         """
         found = self.values.get(key)
         if found is None or (
@@ -165,13 +173,14 @@ class GgufHeader:
         return isinstance(self.values.get(key), _Strings)
 
     def length(self, key: str) -> int:
-        """Number of strings of an array that `has_strings`."""
+        """Return the number of strings of an array that `has_strings`."""
         return int(self.values[key].length)
 
 
 def read_gguf(path: Path | str) -> GgufHeader:
-    """Header of one GGUF file. ModelFormatError names the file and the key or tensor that is
-    wrong.
+    """Return the header of one GGUF file.
+
+    Raises ModelFormatError that names the file and the wrong key or tensor.
     """
     path = Path(path)
     try:
@@ -188,7 +197,7 @@ def read_gguf(path: Path | str) -> GgufHeader:
 
 
 class _Cursor:
-    """A place in the header that never passes its end."""
+    """A position in the header that never passes its end."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes, end: int) -> None:
         self.path = path
@@ -201,7 +210,7 @@ class _Cursor:
         return self.end - self.at
 
     def take(self, count: int, what: str) -> int:
-        """Where `count` bytes begin; they are passed over."""
+        """Skip `count` bytes; return their position."""
         if count > self.left():
             raise ModelFormatError(
                 f"{self.path}: {what} takes {count} bytes at {self.at}, but the header can have "
@@ -330,9 +339,7 @@ def _read_array(cursor: _Cursor, key: str) -> Any:
 
 
 def _skip_arrays(cursor: _Cursor, key: str, count: int) -> None:
-    """Pass over `count` arrays, of arrays possibly; all are counted, so that a damaged count ends
-    soon.
-    """
+    """Skip `count` arrays, which may be nested. All of them count, so a damaged count ends soon."""
     left = [count]
     num_skipped = 0
     while left:
@@ -371,7 +378,7 @@ def _read_numbers(cursor: _Cursor, key: str, kind: int, count: int) -> npt.NDArr
 
 
 def _read_info(cursor: _Cursor, alignment: int) -> tuple[str, str, tuple[int, ...], int]:
-    """Name, type, shape and offset in the data of a tensor."""
+    """Return name, type, shape and data offset of a tensor."""
     name = cursor.text("the name of a tensor", _MAX_NAME_BYTES)
     what = f"tensor {name!r}"
     num_dims = cursor.number(4, what)
@@ -411,8 +418,9 @@ def _place(
     alignment: int,
     size: int,
 ) -> dict[str, GgufTensor]:
-    """Tensors by name, in the order of their data, which must stand from `start` on, aligned,
-    without holes.
+    """Return the tensors by name, in the order of their data.
+
+    The data must begin at `start`, and be aligned and without gaps.
     """
     tensors: dict[str, GgufTensor] = {}
     for name, kind, shape, offset in sorted(infos, key=lambda info: info[3]):
@@ -443,7 +451,9 @@ def _place(
 
 
 def _decoded(path: Path, key: str, data: bytes, count: int) -> list[str]:
-    """`count` strings, each behind its length; hundreds of thousands in a vocabulary."""
+    """Return `count` strings, each preceded by its length; a vocabulary has hundreds of
+    thousands.
+    """
     found = []
     at = 0
     unpack = _LENGTH.unpack_from

@@ -1,5 +1,6 @@
-"""From the metadata of a GGUF file to a config as transformers writes it. What is not understood is
-refused by name.
+"""Conversion of a GGUF file's metadata to a config as transformers writes it.
+
+Unknown metadata is refused by name.
 """
 
 from __future__ import annotations
@@ -100,9 +101,14 @@ _USER_DEFINED = 4
 
 
 def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
-    """A config for `describe_model`. `vocabulary`: the tokens of the file, empty where it has none.
-    ModelFormatError names a key that is missing, contradicts another or the tensors, or whose
-    meaning is not known.
+    """Return a config for `describe_model`.
+
+    Args:
+        vocabulary: tokens of the file; empty if it has none.
+
+    Raises:
+        ModelFormatError: a key is missing, contradicts another key or the tensors, or has an
+            unknown meaning.
     """
     architecture = architecture_of(header)
     keys = Keys(header)
@@ -155,8 +161,9 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
 
 
 def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
-    """Key heads of the layers, of the first one where layers differ; of those that have some where
-    not all do.
+    """Return the number of key heads.
+
+    If layers differ, it is that of the first layer which has any.
     """
     name = "attention.head_count_kv"
     if architecture.by_layer:
@@ -174,7 +181,7 @@ def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
 
 
 def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
-    """Width of the MLPs; where a mixture's file says none, as no layer has one, that of the shared
+    """Return the width of the MLPs. A mixture's file without one gives that of the shared
     expert.
     """
     if architecture.alone:
@@ -189,7 +196,7 @@ def gguf_generation(
 ) -> GenerationDefaults:
     """Return the special ids and the sampling values of a GGUF file.
 
-    Raises ModelFormatError where a list of ids is none.
+    Raises ModelFormatError for an invalid list of ids.
     """
     found = header.values.get(_SUPPRESSED)
     if found is not None and (not isinstance(found, np.ndarray) or found.dtype.kind not in "iu"):
@@ -205,8 +212,9 @@ def gguf_generation(
 
 
 def _token_ids(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]:
-    """bos_token_id, pad_token_id and all of eos_token_id that the file has. Ids beyond the
-    vocabulary are refused.
+    """Return bos_token_id, pad_token_id and all ids of eos_token_id that the file has.
+
+    Ids beyond the vocabulary are refused.
     """
     found: dict[str, Any] = {}
     for name, key in (("bos_token_id", "bos"), ("pad_token_id", "padding")):
@@ -308,7 +316,7 @@ def _vocab_size(header: GgufHeader, keys: Keys, hidden: int) -> int:
 
 
 def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
-    """`rope_parameters`, with the part of each head that is rotated."""
+    """Return `rope_parameters`, with the rotated part of each head."""
     settings: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base") or 10000.0}
     rotated = keys.optional_size("rope.dimension_count", 0) or head_dim
     if rotated > head_dim or rotated % 2:
@@ -356,8 +364,10 @@ def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(keys: Keys) -> dict[str, Any]:
-    """Some converters write the original length, which llama.cpp else takes for the whole context,
-    and what the factors multiply cosines and sines by; else that follows from the two lengths.
+    """Return the parameters of LongRoPE.
+
+    Some converters write the original length, which llama.cpp otherwise takes for the whole
+    context, and the factor of cosines and sines. Otherwise the factor follows from the two lengths.
     """
     old = keys.optional_size("rope.scaling.original_context_length") or keys.size("context_length")
     found: dict[str, Any] = {"original_max_position_embeddings": old}
@@ -397,7 +407,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 
 
 def _rope_factors(header: GgufHeader, name: str, count: int) -> list[float] | None:
-    """Divisors of the frequencies (Llama 3's rope is stored so)."""
+    """Return the divisors of the frequencies, as stored for Llama 3's RoPE."""
     tensor = header.tensors.get(name)
     if tensor is None:
         return None

@@ -1,6 +1,4 @@
-"""The tensors of a GGUF file under transformers' names, with llama.cpp's reordering of rows
-undone.
-"""
+"""Tensors of a GGUF file under transformers' names, with llama.cpp's reordering of rows undone."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
-    """The architecture of a file. ModelFormatError for one that is not known."""
+    """Return the architecture of a file; raise ModelFormatError for an unknown one."""
     name = header.value("general.architecture", str)
     if name is None:
         raise ModelFormatError(
@@ -71,18 +69,20 @@ def architecture_of(header: GgufHeader) -> GgufArchitecture:
 
 
 def own_layers(header: GgufHeader) -> int:
-    """The model's layers: files count those behind them, which guess more than the next token,
-    among the blocks.
+    """Return the number of the model's layers.
+
+    Files also count layers of multi-token prediction (MTP) after them as blocks.
     """
     return Keys(header).layers()
 
 
 class GgufSource:
-    """A `WeightSource` over the files of one GGUF model, which must still be those that its header
-    was read of.
+    """A `WeightSource` over the files of one GGUF model, which must be unchanged since the header
+    was read.
 
-    The header is understood once. As a context manager it may be entered any number of times, by
-    several users at once: files are opened when rows are first read, and closed by the last user.
+    The header is interpreted once. As a context manager the source may be entered any number of
+    times, also by several users at once. Files are opened when rows are first read, and closed by
+    the last user.
     """
 
     def __init__(self, header: GgufHeader) -> None:
@@ -139,7 +139,7 @@ class GgufSource:
             file.close()
 
     def check_unchanged(self) -> None:
-        """ModelFormatError where a file is no longer the one that the header was read of."""
+        """Raise ModelFormatError if a file has changed since the header was read."""
         check_stamped(self.header.parts, "header")
 
     def names(self) -> set[str]:
@@ -149,14 +149,14 @@ class GgufSource:
         return self._tensor(name).shape
 
     def type_of(self, name: str) -> str:
-        """The tensor's type in the file, such as "Q4_K"."""
+        """Return the tensor's type in the file, such as "Q4_K"."""
         return self._tensor(name).type
 
     def kind(self, name: str) -> str | None:
         return BLOCKS[self._tensor(name).type].kind
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Rows [start, stop) as float32 (a copy); a vector's entries are its rows."""
+        """Return rows [start, stop) as float32 (a copy); a vector's entries are its rows."""
         tensor = self._tensor(name)
         stop = tensor.shape[0] if stop is None else stop
         values = dequantize(tensor.type, self._bytes(name, tensor, start, stop))
@@ -185,7 +185,7 @@ class GgufSource:
         return found
 
     def _note_lost(self, name: str, groups: int) -> None:
-        """Say once of a tensor that weights of it become zeros."""
+        """Log once for a tensor that some of its weights become zero."""
         with self._lock:
             is_new = groups > 0 and name not in self._lost
             self._lost |= {name} if is_new else set()
@@ -221,8 +221,10 @@ class GgufSource:
         return found
 
     def _bytes(self, name: str, tensor: GgufTensor, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a row], copied
-        from the file.
+        """Return the bytes of rows [start, stop) in transformers' order, uint8 [rows, bytes of a
+        row].
+
+        They are copied from the file.
         """
         if not 0 <= start < stop <= tensor.shape[0]:
             raise ModelFormatError(
@@ -244,7 +246,9 @@ class GgufSource:
 
 
 def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str, int]:
-    """Heads by the ending of a tensor's name, for the tensors whose rows are reordered."""
+    """Return the number of heads by the ending of a tensor's name, for tensors whose rows are
+    reordered.
+    """
     keys = Keys(header)
     name = "attention.head_count_kv"
     heads = keys.size("attention.head_count")
@@ -255,8 +259,8 @@ def _head_counts(header: GgufHeader, architecture: GgufArchitecture) -> dict[str
 
 
 def _stored_rows(name: str, tensor: GgufTensor, heads: int) -> npt.NDArray[np.int64]:
-    """Where each row of transformers' order is in the file: (head, half, i) is stored at (head, i,
-    half).
+    """Return the file's row for each row of transformers' order: (head, half, i) is stored at
+    (head, i, half).
     """
     rows = tensor.shape[0]
     if rows % (2 * heads):

@@ -1,7 +1,6 @@
-"""A GGUF model as one header, whether it is one file or was split into parts
-(`-00001-of-00003.gguf`).
+"""A GGUF model as one header, from one file or from parts (`-00001-of-00003.gguf`).
 
-The first part holds all metadata; each part holds tensors of its own, at offsets of its own.
+The first part holds all metadata. Each part holds its own tensors, at its own offsets.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ __all__ = ["read_gguf_model"]
 
 
 def read_gguf_model(path: Path | str) -> GgufHeader:
-    """Header of the model that a file, or any of its parts, belongs to. ModelFormatError names the
-    file and what is wrong: also a part that is missing, one of another model, or one that is not
-    what its name says.
+    """Return the header of the model that a file, or any of its parts, belongs to.
+
+    Raises ModelFormatError that names the file and the fault: also for a part that is missing,
+    belongs to another model, or contradicts its name.
     """
     path = Path(path)
     header = read_gguf(path)

@@ -1,6 +1,4 @@
-"""A GGUF file looked over before anything is loaded: its tensors fit the config, and no number in
-it is NaN.
-"""
+"""Check of a GGUF file before loading: its tensors fit the config, and no number is NaN."""
 
 from __future__ import annotations
 
@@ -38,10 +36,10 @@ def check_gguf(
     *,
     cache_dir: Path | None = None,
 ) -> WeightSummary:
-    """Check a GGUF model against its own config, as `check_weights` does a directory.
+    """Check a GGUF model against its own config, as `check_weights` checks a directory.
 
-    All floats and all scales of quantized tensors are searched for NaN and infinity; that a file is
-    sound is remembered in the cache directory.
+    All floats and all scales of quantized tensors must be finite. The result is stored in the cache
+    directory.
     """
     header = source.header
     path = header.path
@@ -89,7 +87,7 @@ def _check_part(path: Path, tensors: Sequence[GgufTensor]) -> None:
 
 
 def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
-    """The first block with a number that is NaN or infinite."""
+    """Return the first block with a number that is NaN or infinite."""
     block = BLOCKS[tensor.type]
     if block.kind is None:
         return first_non_finite(path, tensor.type, tensor.start, tensor.stop)
@@ -110,8 +108,8 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
 
 
 def _first_non_finite_half(blocks: npt.NDArray[np.uint8], halves: Sequence[int]) -> int | None:
-    """The first block of uint8 [blocks, bytes of a block] with a float16, at one of the bytes
-    `halves`, that is NaN or infinite.
+    """Return the first of uint8 [blocks, bytes of a block] with a NaN or infinite float16 at
+    `halves`.
     """
     exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in halves]
     if all(bits.max() < _EXPONENT for bits in exponents):

@@ -1,4 +1,4 @@
-"""The names of a GGUF file's tensors in transformers."""
+"""transformers' names of a GGUF file's tensors."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ model's.
 
 
 def is_other_part(name: str) -> bool:
-    """Whether a tensor belongs to a part for images or sound."""
+    """Return whether a tensor belongs to a part for images or sound."""
     return name.startswith(OTHER_PARTS)
 
 
 def is_ahead(name: str, layers: int) -> bool:
-    """Whether a tensor is of a layer behind the model's own, which guesses more than the next
-    token.
+    """Return whether a tensor belongs to a multi-token prediction layer after the model's own
+    layers.
     """
     found = _LAYER.fullmatch(name)
     return found is not None and int(found[1]) >= layers
 
 
 def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
-    """How many of the tensors each other part has, of a model with so many layers of its own:
-    "nextn" are those that guess more than the next token.
+    """Return the number of tensors in each other part of a model with this many layers.
+
+    "nextn" counts those of multi-token prediction.
     """
     counts: dict[str, int] = {}
     for name in names:
@@ -58,7 +59,7 @@ def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
-    """transformers' name of a tensor; None where the architecture has no such tensor."""
+    """Return transformers' name of a tensor; None if the architecture has no such tensor."""
     found = _LAYER.fullmatch(name)
     if found is not None:
         is_scale = found[3] == "scale"
