@@ -41,7 +41,7 @@ def find_nvcc(home: str | None) -> tuple[int, int]:
     found = re.search(r"release (\d+)\.(\d+)", said)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < OLDEST_CUDA:
-        raise NotBuildable(f"{nvcc} is of CUDA {version[0]}.{version[1]}; it takes 11.8 or later")
+        raise NotBuildable(f"{nvcc} is CUDA {version[0]}.{version[1]}; 11.8 or later is needed")
     return version
 
 
@@ -67,7 +67,7 @@ def extensions() -> dict[str, Any]:
     cuda = find_nvcc(cpp_extension.CUDA_HOME)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(cuda))
     NOTE.write_text(
-        '"""What the compiled part was built for; written by setup.py."""\n\n'
+        '"""Versions that the compiled part was built for; written by setup.py."""\n\n'
         f"TORCH = {torch.__version__!r}\nCUDA = {torch.version.cuda!r}\n"
     )
     sources = [

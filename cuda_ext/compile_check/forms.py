@@ -115,7 +115,7 @@ def build(machine: Machine, source: str, forms: list[Form]) -> tuple[list[Row], 
 def _form_of(mangled: str) -> Form:
     kernel = _MANGLED.search(mangled)
     if kernel is None:
-        raise ValueError(f"{mangled} is no kernel that is known here")
+        raise ValueError(f"{mangled} is not a known kernel")
     dtype = re.search(r"_\d(B?F16)E", mangled)
     numbers = [int(number) for number in re.findall(r"Li(\d+)E", mangled)]
     name = "F16" if kernel[1] == "attention_wmma" else dtype[1] if dtype else ""

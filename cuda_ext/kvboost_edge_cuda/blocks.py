@@ -69,14 +69,14 @@ def copy_blocks(pools: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None
             or pool.device != pools[0].device
         ):
             raise ValueError(
-                f"a pool {tuple(pool.shape)} is not contiguous, on one device and of blocks of 16 "
-                "n bytes"
+                f"pool {tuple(pool.shape)} must be contiguous, aligned to 16 bytes, on the device "
+                "of the others, and have blocks of a multiple of 16 bytes"
             )
     num_blocks = min(len(pool) for pool in pools)
     for pair in pairs:
         if not all(0 <= block < num_blocks for block in pair):
             raise ValueError(
-                f"copy {pair[0]} -> {pair[1]} leaves the pools' blocks 0..{num_blocks - 1}"
+                f"copy {pair[0]} -> {pair[1]}: block ids must be in 0..{num_blocks - 1}"
             )
     sizes = [_block_bytes(pool) for pool in pools]
     device = pools[0].device

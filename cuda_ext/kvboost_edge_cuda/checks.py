@@ -78,7 +78,7 @@ class IndexChecks:
         room = tensor.shape[1] * block_size
         self._add(
             lengths > room,
-            f"{name} of {tensor.shape[1]} blocks of {block_size} does not hold every sequence",
+            f"{name} of {tensor.shape[1]} blocks of {block_size} is too short for a sequence",
         )
         self._add(
             used & ((tensor < 0) | (tensor >= num_blocks)),
@@ -111,7 +111,7 @@ def refuse_unsupported(function: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None and (isinstance(value, torch.Tensor) or value):
             raise NotImplementedError(
-                f"{function} of kvboost_edge_cuda does not do {name}={_short(value)}"
+                f"{function} of kvboost_edge_cuda does not support {name}={_short(value)}"
             )
 
 

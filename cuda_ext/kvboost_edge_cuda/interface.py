@@ -311,14 +311,14 @@ def _append(
     None means that the whole cache is used.
     """
     if (k is None) != (v is None):
-        raise ValueError("k and v are given together or not at all")
+        raise ValueError("k and v must be given together")
     if cache.block_table is not None and cache.batch_idx is not None:
         raise ValueError(
-            "block_table says where sequences lie; cache_batch_idx cannot be given with it"
+            "cache_batch_idx cannot be combined with block_table; leave one of them out"
         )
     num_new = 0 if k is None else k.shape[1]
     if k is not None and cache.seqlens is None:
-        raise ValueError("k and v are written behind cache_seqlens, which is not given")
+        raise ValueError("k and v are written after cache_seqlens; pass cache_seqlens, too")
     rows = k_cache.shape[0]
     size = k_cache.shape[1]
     device = k_cache.device
@@ -344,7 +344,7 @@ def _append(
         checks.within("cache_batch_idx", cache.batch_idx, 0, rows - 1)
     elif cache.block_table is None and rows != batch:
         raise ValueError(
-            f"the cache has {rows} sequences, q has {batch}; cache_batch_idx says which are meant"
+            f"the cache has {rows} sequences, q has {batch}; select them with cache_batch_idx"
         )
     checks.raise_first()
     if k is not None and v is not None and seqlens is not None:
@@ -465,12 +465,13 @@ def _check_dims(**tensors: tuple[torch.Tensor, int]) -> None:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have {dims} dimensions")
         if tensor.shape[-1] % 8 or tensor.shape[-1] > 256:
             raise NotImplementedError(
-                f"kvboost_edge_cuda does not do head_dim={tensor.shape[-1]}; it must be a multiple "
-                "of 8 up to 256"
+                f"kvboost_edge_cuda does not support head_dim={tensor.shape[-1]}; it must be a "
+                "multiple of 8 up to 256"
             )
         if tensor.dtype not in (torch.float16, torch.bfloat16):
             raise NotImplementedError(
-                f"kvboost_edge_cuda does not do {name} in {tensor.dtype}, but float16 and bfloat16"
+                f"kvboost_edge_cuda does not support {name} in {tensor.dtype}; use float16 or "
+                "bfloat16"
             )
 
 

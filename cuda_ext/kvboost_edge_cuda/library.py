@@ -40,20 +40,19 @@ def unavailable_reason() -> str | None:
     compiled = sorted(_HERE.glob("_compiled*.so")) + sorted(_HERE.glob("_compiled*.pyd"))
     if not compiled:
         return (
-            "kvboost_edge_cuda has no compiled part; with a CUDA toolkit of 11.8 or later: "
-            f"{_REBUILD}"
+            f"kvboost_edge_cuda has no compiled part; build it with CUDA 11.8 or later: {_REBUILD}"
         )
     built_for = _built_for()
     if built_for != (torch.__version__, torch.version.cuda):
         return (
             f"kvboost_edge_cuda was built for torch {built_for[0]} (CUDA {built_for[1]}), this is "
-            f"torch {torch.__version__} (CUDA {torch.version.cuda}); build it again: {_REBUILD}"
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}); rebuild it: {_REBUILD}"
         )
     try:
         torch.ops.load_library(str(compiled[0]))
     except (OSError, RuntimeError) as error:
         return (
-            f"{compiled[0].name} of kvboost_edge_cuda cannot be loaded ({error}); build it again: "
+            f"{compiled[0].name} of kvboost_edge_cuda cannot be loaded ({error}); rebuild it: "
             f"{_REBUILD}"
         )
     return None
