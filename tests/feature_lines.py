@@ -1,8 +1,8 @@
 """The share of code lines of the engine's core that name a feature; `python tests/feature_lines.py`.
 
-The core calls features through the interfaces in kvboost_edge/engine/schedule/: feature.py,
-planners.py. A line that
-names one is a line that a change of the feature may have to touch. Comments, docstrings and blank
+The core calls features through interfaces: `RequestFeature` in kvboost_edge/engine/request/
+request.py, and feature.py and planners.py in kvboost_edge/engine/schedule/. A line that names a
+feature is a line that a change of the feature may have to touch. Comments, docstrings and blank
 lines do not count.
 """
 

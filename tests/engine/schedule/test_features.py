@@ -1,8 +1,12 @@
 """The interface of features: null implementations suffice, and a new one changes no other file."""
 
-from helpers.engine.fake_runner import Bench, expected_tokens
+import pytest
+
+from helpers.engine.fake_runner import Bench, expected_tokens, fake_engine
+from kvboost_edge.engine.request.request import RequestFeature
 from kvboost_edge.engine.schedule.feature import Constraint, Drafting, Feature, SharedSpans
 from kvboost_edge.engine.schedule.planners import DraftPlanner, Prefetcher, SpanPlacement
+from kvboost_edge.errors import RequestError
 
 PROMPTS = [list(range(20, 60)), list(range(20, 44)), [7, 8, 9]]
 
@@ -50,3 +54,22 @@ def test_a_new_feature_is_told_of_each_sequence():
 def test_null_features_add_nothing_to_a_result():
     for kind in (Feature, Drafting, Constraint, SharedSpans):
         assert kind().result_fields() == {}
+
+
+class Refusing(RequestFeature):
+    """A feature that refuses prompts longer than one token, and sets a field of the others."""
+
+    def prepare(self, inputs):
+        if len(inputs.token_ids) > 1:
+            raise RequestError("too long for this feature")
+        return {"snapshot_hints": (7,)}
+
+
+def test_a_feature_sets_fields_and_what_it_refuses_takes_no_seed():
+    with fake_engine(seed=0) as engine, fake_engine(seed=0) as other:
+        engine._intake._features = (Refusing(),)
+        with pytest.raises(RequestError, match="too long"):
+            engine.submit([7, 8])
+        request = engine._intake.read([7], {})
+        assert request.snapshot_hints == (7,)
+        assert (request.index, request.seed) == (0, other._intake.read([7], {}).seed)
