@@ -187,7 +187,7 @@ bench-peers: setup $(PEERS)/.setup-stamp  ## compare with llama.cpp and OpenVINO
 		-c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/quality/gguf_crosscheck.py
 	$(BIN)/python benchmarks/bench/bench_peers.py \
-		--out benchmarks/results/peers-0.5b-q4_0.json --charts docs/charts
+		--out benchmarks/results/peers-0.5b-q4_0.json
 
 bench-embeddings: setup $(PEERS)/.setup-stamp  ## time embeddings against llama.cpp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -242,8 +242,9 @@ docs: $(DOCS_STAMP)  ## build the documentation site into site/; a warning is an
 docs-reference: setup  ## generate docs/commands.md and docs/reference/ from the code
 	$(BIN)/python -m docs_site.reference --write
 
-docs-images: $(DEMO_STAMP)  ## draw the README's chart from benchmarks/results
-	$(BIN)/python benchmarks/bench/readme_chart.py
+docs-images: setup  ## draw the charts from benchmarks/results, take the web page's screenshots
+	$(BIN)/python benchmarks/bench/charts.py
+	$(BIN)/python tests/server/http/page/screenshots.py
 
 ##@ Other
 

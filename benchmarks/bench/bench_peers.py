@@ -43,7 +43,6 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[2]))
 
 from benchmarks import harness
-from benchmarks.bench.charts import draw_charts
 from benchmarks.data.hybrid_shapes import HYBRID_SHAPES
 from benchmarks.data.mixture_shapes import MIXTURE_SHAPES
 from benchmarks.data.random_model import QUANTS, kept_gguf
@@ -398,7 +397,6 @@ def options_from() -> argparse.Namespace:
         "--cpu-features",
         help="features for our kernels, e.g. +avx2,+fma,+f16c for an older machine",
     )
-    parser.add_argument("--charts", type=Path, help="draw PNG charts into this folder")
     parser.add_argument(
         "--short", action="store_true", help="a cold prompt and decoding only, for large models"
     )
@@ -451,8 +449,6 @@ def main() -> None:
     for worker in workers:
         worker.close()
     rows = bench.rows()
-    if options.charts:
-        draw_charts(rows, options.charts, f"{what}, {options.threads} threads")
     about = {worker.label: worker.about for worker in workers}
     table = [shown(row) for row in rows]
     harness.report(
