@@ -1,4 +1,4 @@
-"""A model on disk, opened and parsed once, for safetensors, GGUF and ONNX alike."""
+"""Checkpoints: one interface to models in safetensors, GGUF and ONNX files."""
 
 from __future__ import annotations
 
@@ -60,24 +60,30 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint(abc.ABC):
-    """Contents of a model. Errors are ModelFormatError and name the file.
+    """Model on disk, opened once.
 
-    The config, its spec, the plans of packed weights, the header of a GGUF file and the fingerprint
-    are computed once. No file stays open or mapped.
+    Config, spec, pack plans, GGUF header and fingerprint are read on first use and cached. No file
+    stays open or mapped. Methods and properties raise ModelFormatError, which names the file, if
+    the model is damaged or not supported.
+
+    Attributes:
+        is_gguf: True for a GGUF file.
+        rope_range: "short" or "long", see `EngineConfig`.
+        native_refusal: reason why the native runner cannot read these files, whatever their config;
+            "" if it can.
+        onnx_refusal: reason why the ONNX runner cannot run the file; "" if it can, None if the
+            model is not in ONNX format.
     """
 
     is_gguf: bool
     rope_range = "short"
     native_refusal = ""
-    """Why the native runner cannot read the files, whatever the config says; "" where it can."""
     onnx_refusal: str | None = None
-    """Why the ONNX runner cannot run the file; "" where it can, None where there is no ONNX file.
-    """
 
     def __init__(self, path: Path, cache_dir: Path | None = None) -> None:
         self.path = path
         self.cache_dir = cache_dir
-        self._stamps: tuple[FileStamp, ...] = ()  # of the files, before they were read
+        self._stamps: tuple[FileStamp, ...] = ()  # of the files, taken before they were read
         self._fingerprint = ""
         self._plans: dict[str, list[PackEntry]] = {}
 
@@ -85,13 +91,15 @@ class Checkpoint(abc.ABC):
     def open(
         model: Checkpoint | Path | str, *, cache_dir: Path | None = None, rope_range: str = "short"
     ) -> Checkpoint:
-        """Return the checkpoint at a path that `locate_model` returned; an open one is returned as
+        """Open the model at a path that `locate_model` returned; an open checkpoint is returned as
         it is.
 
         Args:
-            cache_dir: directory for digests and packed weights; `NO_CACHE`: none.
-            rope_range: see `EngineConfig`. `config` raises ConfigError for a model that has only
-                one range.
+            model: path of a file or directory, or an open checkpoint.
+            cache_dir: directory for digests, check results and packed weights; `NO_CACHE` to keep
+                none.
+            rope_range: see `EngineConfig`. Reading `config` raises ConfigError if "long" is not
+                available for the model.
         """
         if isinstance(model, Checkpoint):
             return model
@@ -107,7 +115,9 @@ class Checkpoint(abc.ABC):
 
     @functools.cached_property
     def config(self) -> Mapping[str, Any]:
-        """Config in transformers' format, from config.json or the metadata of a GGUF file."""
+        """Config in transformers' format, from config.json, the metadata of a GGUF file or an ONNX
+        folder.
+        """
         return (
             with_long_rope(self._read_config())
             if self.rope_range == "long"
@@ -116,14 +126,13 @@ class Checkpoint(abc.ABC):
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
-        """Spec of the model for the native runner.
-
-        Raises ModelFormatError with the reason if that runner does not support the model.
+        """Description of the model for the native runner. Raises ModelFormatError with the reason
+        if that runner does not support the model.
         """
         return describe_model(self.config)
 
     def plan(self, weights: str) -> list[PackEntry]:
-        """Return the entries of the packed weights in a format, see `pack_plan`."""
+        """Return the entries of the packed weights in format `weights`; see `pack_plan`."""
         if weights not in self._plans:
             self._plans[weights] = self._make_plan(weights)
         return self._plans[weights]
@@ -140,91 +149,99 @@ class Checkpoint(abc.ABC):
     @property
     @abc.abstractmethod
     def is_quantized(self) -> bool:
-        """True if weights are stored in a quantized format, which is then kept."""
+        """True if weights are stored in a quantized format, which the runners then keep."""
 
     @property
     @abc.abstractmethod
     def format(self) -> str:
-        """Name of the file format, such as "GGUF Q4_K, Q6_K" or "safetensors bfloat16", from
-        headers alone.
+        """File format and stored types for display, such as "GGUF Q4_K, Q6_K" or "safetensors
+        bfloat16"; read from headers only.
         """
 
     @property
     def file_bytes(self) -> int:
-        """Size of all files that the fingerprint covers."""
+        """Total size in bytes of the files that the fingerprint covers."""
         return sum(stamp.size for stamp in self._current_stamps())
 
     def gguf_metadata(self) -> Mapping[str, Any] | None:
-        """Return a GGUF file's tokenizer metadata, arrays of strings as lists; None: there are
-        tokenizer files.
+        """Return the tokenizer metadata of a GGUF file, with string arrays as lists; None if the
+        tokenizer is in files of its own.
         """
         return None
 
     def gguf_settings(self) -> Mapping[str, Any]:
-        """Return `gguf_metadata` without the arrays of strings, which are large; {} with tokenizer
-        files.
+        """Return `gguf_metadata` without string arrays, which are large; empty if the model is not
+        a GGUF file.
         """
         return {}
 
     @property
     def other_parts(self) -> Mapping[str, int]:
-        """Number of tensors in each unused part other than the language model, such as {"visual":
+        """Number of unused tensors in each part other than the language model, such as {"visual":
         316}.
         """
         return {}
 
     @property
     def pooling(self) -> Pooling:
-        """Pooling of an embedding model."""
+        """Pooling of an embedding model; `UNSAID` for other models."""
         return UNSAID
 
     def dense(self) -> Matrices:
-        """Return the matrices that turn a pooled vector into the embedding, in order."""
+        """Return the dense projections that follow pooling, in order."""
         return read_dense(self.pooling.dense, self.config)
 
     @abc.abstractmethod
     def generation(self, *, tokenizer_eos: int | None = None) -> GenerationDefaults:
-        """Return the end-of-sequence and other special ids, and the sampling defaults."""
+        """Return the special token ids and the default sampling values.
+
+        Args:
+            tokenizer_eos: end-of-sequence id of the tokenizer, added to those of the model's files.
+        """
 
     @abc.abstractmethod
     def summary(self) -> WeightSummary:
-        """Return a summary of the weight files after checking them against the config."""
+        """Check the weight files and their agreement with the config, and return a summary."""
 
     def open_source(self) -> WeightSource:
-        """Return the tensors, as a context manager, in the order of the native runner's kernels."""
+        """Open the tensors, in the order of the native runner's kernels, as a context manager."""
         return in_kernel_order(self._open_files, self.config, self._describe)
 
     def _describe(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Return the spec of a config."""
+        """Return the cached spec, as a `Describe` function of the checkpoint's own config."""
         return self.spec
 
     @abc.abstractmethod
     def _open_files(self) -> WeightSource:
-        """Return the tensors in the order of the files."""
+        """Open the tensors in the order of the files."""
 
     @property
     def onnx_file(self) -> Path:
-        """The ONNX file; raises ModelFormatError if there is none."""
+        """Path of the ONNX file. Raises ModelFormatError if the model is not in ONNX format."""
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def past_layout(self) -> PastLayout:
-        """Return the layout of KV in the ONNX file's inputs and outputs.
+        """Return the layout of the KV inputs of the ONNX file.
 
-        Raises ModelFormatError if it is not supported, or if there is no ONNX file.
+        Raises:
+            ModelFormatError: the layout is not supported, or the model is not in ONNX format.
         """
         raise ModelFormatError(f"{self.path} is no ONNX model")
 
     def packed_bytes(self, weights: str) -> int:
-        """Return the bytes of the weights packed in a format; head and embedding keep their own
-        formats.
+        """Return the size of the weights in bytes when packed in format `weights`. Head and
+        embedding count in the formats that the plan gives them.
         """
         return plan_bytes(self.plan(weights))
 
     def fingerprint(self, *, cache_dir: Path | None = None) -> str:
-        """Return the SHA-256 of everything that identifies the model.
+        """Return the fingerprint of the model, 64 hexadecimal digits.
 
         Args:
-            cache_dir: directory for digests of large files; None: the checkpoint's own.
+            cache_dir: directory for the digests of large files; None for the checkpoint's own.
+
+        Raises:
+            ModelFormatError: a file changed while it was read.
         """
         if not self._fingerprint:
             self._stamps = self._stamps or self._current_stamps()
@@ -237,7 +254,7 @@ class Checkpoint(abc.ABC):
         return self._fingerprint
 
     def changed_files(self) -> list[str]:
-        """Return the files that changed since the fingerprint was taken."""
+        """Return the paths of files that changed since the fingerprint was computed."""
         return sorted({stamp.path for stamp in set(self._stamps) ^ set(self._current_stamps())})
 
     def _current_stamps(self) -> tuple[FileStamp, ...]:
@@ -248,14 +265,14 @@ class Checkpoint(abc.ABC):
 
     @abc.abstractmethod
     def _files(self) -> list[Path]:
-        """Return every file that the fingerprint covers."""
+        """Return all files that the fingerprint covers."""
 
     @abc.abstractmethod
     def _read_fingerprint(self, cache_dir: Path | None) -> str: ...
 
 
 class _Directory(Checkpoint):
-    """A directory of safetensors (float, AWQ, GPTQ or MXFP4), config.json and tokenizer files."""
+    """Directory with safetensors (float, AWQ, GPTQ or MXFP4), config.json and tokenizer files."""
 
     is_gguf = False
 
@@ -312,9 +329,8 @@ class _Directory(Checkpoint):
 
 
 class _GgufFile(Checkpoint):
-    """One GGUF file that holds everything, or its parts in one directory.
-
-    The headers are parsed on opening, the vocabulary when it is first needed.
+    """GGUF model of one file or several split files. Headers are parsed on opening, the vocabulary
+    is read on first use.
     """
 
     is_gguf = True
@@ -396,9 +412,8 @@ class _GgufFile(Checkpoint):
 
 
 class _OnnxFile(Checkpoint):
-    """An ONNX file with external data, config.json or genai_config.json, and tokenizer files.
-
-    Its graph is read on opening, and matched to a family when that is first needed.
+    """ONNX file, its external data, config.json or genai_config.json, and tokenizer files. The
+    graph is parsed on opening and matched with known decoders on first use.
     """
 
     is_gguf = False
@@ -412,7 +427,7 @@ class _OnnxFile(Checkpoint):
 
     @functools.cached_property
     def _decoder(self) -> OnnxDecoder | ModelFormatError:
-        """Spec and weights for the native runner, or the error that says why there are none."""
+        """Decoder for the native runner, or the error that explains why the graph has none."""
         try:
             decoder = native_decoder(self._folder, self._model)
             with decoder.open_source() as source:

@@ -1,7 +1,6 @@
-"""Fingerprint of a model: SHA-256 over config, tokenizer files and all weight bytes.
+"""Fingerprints of models: SHA-256 of config, tokenizer files and all weights.
 
-Two models of one shape with different weights never have the same fingerprint, so they never share
-a block.
+Models with different weights have different fingerprints, so they never share a KV block.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = [
     "fingerprinted_files",
 ]
 
-# Files that change what the same prompt means; those that are there are hashed.
+# Files that change the meaning of a prompt. Those that exist are hashed.
 _SMALL_FILES = (
     "config.json",
     "model.safetensors.index.json",
@@ -48,9 +47,11 @@ _PART_BYTES = 64 << 20
 def fingerprint_of_directory(model_dir: Path, *, cache_dir: Path | None = None) -> str:
     """Return the fingerprint of a model directory, 64 hexadecimal digits.
 
-    The digest of each weight file is stored in `cache_dir` (KVBOOST_EDGE_CACHE or the platform's
-    cache directory), and recomputed when the file's size, times or inode change. Raises
-    ModelFormatError if files are missing.
+    Digests of weight files are cached in `cache_dir` (default: KVBOOST_EDGE_CACHE or the platform's
+    cache directory). A digest is recomputed when the file's size, times or inode change.
+
+    Raises:
+        ModelFormatError: files are missing or cannot be read.
     """
     return _of_all(b"kvboost-edge model 1", model_dir, weight_files(model_dir), cache_dir)
 
@@ -60,7 +61,9 @@ def fingerprint_of_onnx(root: Path, files: Sequence[Path], *, cache_dir: Path | 
     `fingerprint_of_directory`.
 
     Args:
-        root: directory of configs and tokenizer.
+        root: directory with configs and tokenizer.
+        files: the ONNX file and its external data.
+        cache_dir: see `fingerprint_of_directory`.
     """
     return _of_all(b"kvboost-edge onnx 1", root, files, cache_dir)
 
@@ -77,25 +80,23 @@ def _of_all(kind: bytes, root: Path, weights: Sequence[Path], cache_dir: Path | 
 
 
 def fingerprint_of_files(paths: Sequence[Path], *, cache_dir: Path | None = None) -> str:
-    """Return the fingerprint of files that hold config, tokenizer and weights together.
-
-    These are a GGUF file, or its parts in order; see `fingerprint_of_directory`.
-    """
+    """Return the fingerprint of a GGUF model: one file, or its split files in order."""
     digests = "".join(_file_digest(path, cache_dir) for path in paths)
     return hashlib.sha256(b"kvboost-edge gguf 1" + digests.encode()).hexdigest()
 
 
 def fingerprinted_files(model_dir: Path, weights: Sequence[Path] | None = None) -> list[Path]:
-    """Return every file of a directory that its fingerprint covers.
+    """Return all files of a directory that its fingerprint covers.
 
     Args:
-        weights: the weight files; None: its safetensors.
+        model_dir: directory of the model.
+        weights: weight files; None for the directory's safetensors.
     """
     return [*_small_files(model_dir), *(weight_files(model_dir) if weights is None else weights)]
 
 
 def are_remembered(paths: Sequence[Path], *, cache_dir: Path | None = None) -> bool:
-    """Return whether the digests of these files are stored, so that a fingerprint takes no time."""
+    """Return whether all digests of these files are cached, so that a fingerprint is cheap."""
     try:
         return all(recall(FileStamp.of(path), cache_dir).get("digest") for path in paths)
     except OSError:
@@ -109,12 +110,12 @@ def _small_files(directory: Path) -> list[Path]:
 def fingerprint_of_module(model: Any, tokenizer: Any) -> str:
     """Return the fingerprint of a loaded transformers model and its tokenizer.
 
-    It covers config, every parameter and buffer, and the vocabulary. All weights are read once, in
-    parallel. The model must not be changed afterwards.
+    It covers config, parameters, buffers and vocabulary, which are read once, in parallel. The
+    model must not change afterwards.
     """
     digest = hashlib.sha256(b"kvboost-edge module 1")
     config = model.config.to_dict()
-    # Where it was loaded from is not what it is.
+    # The path that the model was loaded from is not part of its identity.
     config = {
         key: value
         for key, value in config.items()
@@ -168,6 +169,6 @@ def _read(path: Path) -> bytes:
 
 
 def _add(digest: Any, data: bytes) -> None:
-    """Add a field with its length, so that no two lists of fields give the same bytes."""
+    """Add a field with its length first, so that different lists of fields hash different bytes."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)

@@ -1,6 +1,4 @@
-"""Which model families run, which are tested, and why others are refused. Decided from the config
-alone.
-"""
+"""Compatibility of model families, decided from the config alone."""
 
 from __future__ import annotations
 
@@ -38,17 +36,22 @@ __all__ = [
 ]
 
 LONG_RANGE = "kvboost-edge: rope_range=long"
-"""The key of a config that was read for sequences beyond the original length of longrope; no file
-has it.
+"""Config key that marks a config read for sequences beyond longrope's original length. Model files
+never contain it.
 """
 PHI3_LENGTH = 4096
-"""original_max_position_embeddings of a Phi-3 whose config does not give it."""
+"""Default `original_max_position_embeddings` of Phi-3."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompatibilityReport:
-    """Whether a model runs here. `reason` says why not, or what to know; empty when there is
-    nothing to say.
+    """Compatibility of a model.
+
+    Attributes:
+        model_type: the config's `model_type`.
+        supported: True if the model runs.
+        tested: True if the family is tested in this project.
+        reason: why the model is refused, or warnings about it; "" without either.
     """
 
     model_type: str
@@ -59,8 +62,12 @@ class CompatibilityReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PinnedContext:
-    """The engine takes sequences up to `length` tokens: beyond, rope of this type changes with
-    their length.
+    """Context limit of a model whose RoPE changes with the length of the sequence.
+
+    Attributes:
+        rope_type: "dynamic" or "longrope".
+        length: longest sequence in tokens with constant frequencies; the engine accepts no longer
+            ones.
     """
 
     rope_type: str
@@ -70,7 +77,7 @@ class PinnedContext:
 SUPPORTED_ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {name: known.architecture for name, known in MODEL_TYPES.items()}
 )
-"""Families that run, by model_type."""
+"""Supported families by `model_type`."""
 
 _STATE_SPACE = (
     "its layers keep a recurrent state of a kind that is not built (convolutions, delta rules and "
@@ -78,9 +85,9 @@ _STATE_SPACE = (
 )
 _ARRANGED = "its states are known, but not how its layers and tensors are arranged"
 LATENT = "its latent attention (MLA) stores keys and values of different widths, which is not built"
-"""Why a model with latent attention is refused."""
+"""Reason for refusing a model with multi-head latent attention."""
 _LATENT_RANK = (
-    "kv_lora_rank"  # a config with this key has latent attention, whatever it calls itself
+    "kv_lora_rank"  # a config with this key has latent attention, whatever its model_type
 )
 _OWN_ATTENTION = (
     "it computes attention inside its own modules (alibi or older code) and cannot be given "
@@ -135,16 +142,20 @@ _REFUSED: dict[str, str] = {
 
 
 UNSUPPORTED_ARCHITECTURES: Mapping[str, str] = MappingProxyType(_REFUSED)
-"""Families that are refused, by model_type, and why."""
+"""Reason for each refused family, by `model_type`."""
 
 
 def check_model_compatibility(model: Any, strict: bool = True) -> CompatibilityReport:
     """Decide whether a model can run, without loading its weights.
 
-    `model`: a model directory, the config as a dict, or a transformers config or model. With
-      `strict` an unsupported model raises ModelFormatError with the reason, and an untested family
-      warns (UserWarning, once per family). Without, the report says so and nothing else happens. A
-      directory without a sound config always raises.
+    Args:
+        model: a model directory, a config as a dict, or a transformers config or model.
+        strict: raise for an unsupported model, and warn (UserWarning, once per family) about an
+            untested one. Otherwise the report alone says so.
+
+    Raises:
+        ModelFormatError: the model is not supported and `strict` is set, or the directory has no
+            valid config.
     """
     config = _config_of(model)
     model_type = _model_type(config)
@@ -169,8 +180,8 @@ def check_model_compatibility(model: Any, strict: bool = True) -> CompatibilityR
 
 
 def states_refusal(config: Mapping[str, Any]) -> str:
-    """Why no runner takes a model of this type, whatever its files are, where that is the states
-    its layers keep; empty where it is not.
+    """Return why no runner supports the recurrent layers of this model type; "" if that is not a
+    reason to refuse it.
     """
     types = [str(part.get("model_type")) for part in (config, text_config(config))]
     return next(
@@ -179,12 +190,16 @@ def states_refusal(config: Mapping[str, Any]) -> str:
 
 
 def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
-    """The range to which rope of types 'dynamic' and 'longrope' is pinned, where its frequencies
-    are constant and cached keys stay right; None for other types and where the config gives no
-    other length than its longest.
+    """Return the range in which RoPE of type "dynamic" or "longrope" has constant frequencies.
 
-    `config` is the object of config.json or `to_dict()` of a transformers config. ModelFormatError
-    for a length that is no positive integer.
+    Cached keys stay valid only within it. None for other types, and if the config gives no original
+    length.
+
+    Args:
+        config: the object in config.json, or `to_dict()` of a transformers config.
+
+    Raises:
+        ModelFormatError: the length is not a positive integer.
     """
     inner = text_config(config)
     found = []
@@ -195,7 +210,7 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
         if is_static_dynamic(inner.get("model_type"), rope):
             continue
         name = "original_max_position_embeddings"
-        # Some families keep it beside the rope settings; for these transformers takes that one.
+        # Some families store the length outside the RoPE settings. transformers prefers that value.
         length = inner.get(name)
         length = rope.get(name) if length is None else length
         if length is None and inner.get("model_type") == "phi3":
@@ -209,7 +224,7 @@ def pinned_context(config: Mapping[str, Any]) -> PinnedContext | None:
 
 
 def has_two_ranges(config: Mapping[str, Any]) -> bool:
-    """Whether rope has other factors beyond an original length."""
+    """Return whether RoPE has a second set of factors beyond an original length."""
     inner = text_config(config)
     return any(_kind_of(rope, inner) == "longrope" for rope in _rope_parts(inner))
 
@@ -217,12 +232,14 @@ def has_two_ranges(config: Mapping[str, Any]) -> bool:
 def _kind_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind == "su" or (kind == "yarn" and config.get("model_type") == "phi3"):
-        return "longrope"  # its first names
+        return "longrope"  # older names of longrope
     return kind
 
 
 def pin_notice(config: Mapping[str, Any]) -> str:
-    """That the context is shorter than the config says, and why; empty where it is not."""
+    """Return a notice that the context is shorter than the config's, with the reason; "" if it is
+    not.
+    """
     pinned = pinned_context(config)
     longest = text_config(config).get("max_position_embeddings")
     if pinned is None or (isinstance(longest, int) and longest <= pinned.length):
@@ -265,7 +282,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons why the model cannot run, the most telling first."""
+    """Yield the reasons why the model cannot run, the most specific first."""
     try:
         inner = text_config(config)
     except ModelFormatError as error:
@@ -299,14 +316,12 @@ def _objections(model_type: str, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def attends_both_ways(config: Mapping[str, Any]) -> bool:
-    """Whether tokens see those behind them, so that texts make vectors and predict nothing."""
+    """Return whether attention is bidirectional: the model embeds texts and cannot generate."""
     return text_config(config).get("use_bidirectional_attention") in (True, "all")
 
 
 def _remote_code(config: Mapping[str, Any]) -> str:
-    """The model class in `auto_map`, or empty. A family known here always runs the code of the
-    installed library.
-    """
+    """Return the model class that `auto_map` names, or ""."""
     auto_map = config.get("auto_map")
     if not isinstance(auto_map, Mapping):
         return ""
@@ -317,9 +332,7 @@ def _remote_code(config: Mapping[str, Any]) -> str:
 
 
 def rope_types(config: Mapping[str, Any]) -> set[str]:
-    """Types of rope that a config names, for some or all of its layers; empty where it names
-    none.
-    """
+    """Return the types of RoPE that a config names for all or some of its layers."""
     parts = _rope_parts(text_config(config))
     return {
         str(kind) for part in parts if (kind := part.get("rope_type", part.get("type"))) is not None
@@ -327,9 +340,7 @@ def rope_types(config: Mapping[str, Any]) -> set[str]:
 
 
 def _rope_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Every description of rope in the config: one for all layers, or one for each kind of
-    layer.
-    """
+    """Yield each RoPE description of the config: one for all layers, or one for each layer type."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.get(name)
         if not isinstance(rope, Mapping):

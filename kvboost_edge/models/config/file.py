@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a model directory, read and checked."""
+"""Readers of config.json and generation_config.json, with checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-# Numbers that spoil every result when they are damaged, whichever runner it is.
+# Numbers that make every result wrong if they are damaged, with any runner.
 _MULTIPLIERS = (
     "attention_multiplier",
     "embedding_multiplier",
@@ -48,7 +48,7 @@ _CONTEXT_KEYS = (
 )
 
 
-# Sampling values that a generation config may name, and their ranges.
+# Sampling values of a generation config, with their ranges.
 _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1000),
     "top_p": (1e-9, 1),
@@ -60,12 +60,15 @@ _SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """The special ids of a model and its sampling values.
+    """Special token ids and default sampling values of a model.
 
     Attributes:
-        eos_token_ids: ids that end a generation, sorted, without repetition, possibly empty.
-        suppressed_token_ids: ids that are never generated, such as places of images, likewise.
-        sampling: sampling values that the model's files name: temperature, top_p, top_k, min_p,
+        eos_token_ids: ids that end generation, sorted and unique; may be empty.
+        bos_token_id: id that begins a text.
+        pad_token_id: id for padding.
+        suppressed_token_ids: ids that are never generated, such as image placeholders; sorted and
+            unique.
+        sampling: values from the model's files: temperature, top_p, top_k, min_p,
             repetition_penalty.
     """
 
@@ -77,11 +80,13 @@ class GenerationDefaults:
 
 
 def read_config(model_dir: Path | str) -> dict[str, Any]:
-    """The object in config.json. For a supported family the keys that every causal language model
-    needs are checked; another one's are left to `check_model_compatibility`, which says more than
-    that a key is missing.
+    """Return the object in config.json.
 
-    Raises ModelFormatError that names the file and the key.
+    For a supported family, check the keys that every causal language model needs. Other families
+    are left to `check_model_compatibility`, which gives a better reason than a missing key.
+
+    Raises:
+        ModelFormatError: names the file and the key.
     """
     path = Path(model_dir) / "config.json"
     config = read_config_object(Path(model_dir))
@@ -99,7 +104,7 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
         raise ModelFormatError(f"{path}: {error}") from error
     complete = inner is config or is_nested(config)
     for name in _REQUIRED:
-        # A config of several parts leaves out what equals the defaults of its architecture.
+        # The config of a composite model omits values that equal the defaults of its architecture.
         if size_of(inner, name, path) is None and complete:
             raise ModelFormatError(f"{path} lacks the key {name!r}")
     for name, (low, high) in _NUMBERS.items():
@@ -112,8 +117,8 @@ def read_config(model_dir: Path | str) -> dict[str, Any]:
 
 
 def context_length(config: Mapping[str, Any], path: Path | str = "config") -> int:
-    """Longest sequence in tokens that the model was made for. A sliding window does not limit
-    it.
+    """Return the longest sequence in tokens that the model was made for. A sliding window does not
+    limit it.
     """
     inner = text_config(config)
     for key in _CONTEXT_KEYS:
@@ -125,7 +130,7 @@ def context_length(config: Mapping[str, Any], path: Path | str = "config") -> in
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """Name of the dtype the config gives for its weights, "" where it gives none."""
+    """Return the dtype that the config gives for its weights, or ""."""
     named = [
         part.get(key) for part in (text_config(config), config) for key in ("dtype", "torch_dtype")
     ]
@@ -138,8 +143,8 @@ def read_generation_config(
     *,
     tokenizer_eos: int | None = None,
 ) -> GenerationDefaults:
-    """EOS ids and special ids of a model directory, of which generation_config.json may be
-    missing.
+    """Return the special token ids and sampling values of a model directory. generation_config.json
+    may be missing.
     """
     path = Path(model_dir) / "generation_config.json"
     generation = read_json_object(path) if path.is_file() else {}
@@ -155,9 +160,7 @@ def generation_defaults(
     tokenizer_eos: int | None = None,
     path: Path | str = "generation_config.json",
 ) -> GenerationDefaults:
-    """All ids that end a generation: those of the generation config, of the model's config and of
-    the tokenizer.
-    """
+    """Combine special token ids of the generation config, the model's config and the tokenizer."""
     inner = text_config(config)
     eos = {*_ids(generation, "eos_token_id", path), *_ids(inner, "eos_token_id", "config.json")}
     eos.update(_ids(config, "eos_token_id", "config.json"))
@@ -187,8 +190,8 @@ def generation_defaults(
 def _sampling(generation: Mapping[str, Any], path: Path | str) -> dict[str, float]:
     """Return the sampling values that a generation config names.
 
-    A wrong value is left out with a warning: the model runs without it. `do_sample: false` means
-    temperature 0, and a null counts as absent.
+    An invalid value is ignored with a warning. `do_sample: false` means temperature 0, and null
+    counts as absent.
     """
     found: dict[str, float] = {}
     for name, (low, high) in _SAMPLING_RANGES.items():
@@ -213,7 +216,7 @@ def _sampling(generation: Mapping[str, Any], path: Path | str) -> dict[str, floa
 
 
 def _complete(config: dict[str, Any]) -> None:
-    """Sizes that a family's configs leave out, or that follow from others."""
+    """Add sizes that a family's configs omit or that follow from other keys."""
     family = _family_of(config)
     if family is None:
         return
@@ -248,7 +251,9 @@ def _check_heads(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _ids(fields: Mapping[str, Any], key: str, path: Path | str) -> list[int]:
-    """Token ids under a key: one, a list, or none. Negative ids mean 'none' in some configs."""
+    """Return the token ids under a key that holds one id, a list or nothing. Negative ids, which
+    mean "none" in some configs, are dropped.
+    """
     value = fields.get(key)
     values: Iterable[Any] = (
         value if isinstance(value, (list, tuple)) else [] if value is None else [value]

@@ -1,10 +1,8 @@
-"""The ropes of a model's layers: one for all, one for each kind of layer, by a list of bases, or
-none in some; and which of longrope's two ranges a model is loaded for: up to its original length,
-or beyond it as well.
+"""RoPE of each layer: one for all, one per layer type, one per base, or none in some layers.
 
-transformers takes other factors once a sequence is longer than the original length, which would
-change keys that are cached. Here an engine has one range for all its sequences, so results stay
-exact whatever their lengths.
+longrope has two ranges: up to the original length, and beyond. transformers switches factors once a
+sequence exceeds the original length, which would invalidate cached keys. Here an engine uses one
+range for all its sequences, so results are exact at every length.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Config = Mapping[str, Any]
 
 
 class RopeTraits(Protocol):
-    """What a family says of its ropes, see `Family`."""
+    """RoPE settings of a family, see `Family`."""
 
     @property
     def theta(self) -> float: ...
@@ -53,8 +51,13 @@ class RopeTraits(Protocol):
 def layer_ropes(
     config: Config, family: RopeTraits, head_dims: Sequence[int]
 ) -> tuple[tuple[RopeKind, ...], Callable[[int, int], int]]:
-    """The ropes of a model, and which one (layer, window) has. head_dims: of layers without a
-    window and with one.
+    """Return the RoPE kinds of a model and a function (layer, window) -> index of its kind, -1 for
+    none.
+
+    Args:
+        config: config of the language model.
+        family: RoPE settings of its family.
+        head_dims: head sizes of the layers without a window and of those with one.
     """
     longest = context_length(config)
     (head_dim, local_dim) = head_dims
@@ -90,7 +93,7 @@ def layer_ropes(
 
 
 def _has_rope(config: Config) -> bool:
-    """Whether position_embedding_type asks for rope, as it does where it is not there."""
+    """Return whether `position_embedding_type` selects RoPE, which is the default."""
     kind = config.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
         raise ModelFormatError(f"position_embedding_type={kind!r} is not known (known: rope, nope)")
@@ -118,8 +121,8 @@ def _ropes_by_theta(
 
 
 def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
-    """The newer key rope_parameters, or the older rope_theta, rope_scaling and
-    partial_rotary_factor.
+    """Return the RoPE settings, from `rope_parameters` or from the older keys `rope_theta`,
+    `rope_scaling` and `partial_rotary_factor`.
     """
     older = {"rope_theta": config.get("rope_theta", family.theta)}
     if config.get("partial_rotary_factor") is not None:
@@ -139,10 +142,10 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
     name = "original_max_position_embeddings"
     outer = config.get("original_max_position_embeddings")
     if family.fused and merged.get("rope_type", merged.get("type")) in ("su", "yarn"):
-        merged["rope_type"] = "longrope"  # Phi-3's first names of it
+        merged["rope_type"] = "longrope"  # older names that Phi-3 uses
     if merged.get("rope_type", merged.get("type")) == "longrope":
-        # For this rope transformers takes the length beside the settings first, and Phi-3 has one
-        # without being told.
+        # For longrope, transformers prefers the length outside the settings. Phi-3 has a default
+        # length.
         merged[name] = (
             outer or (PHI3_LENGTH if family.fused else merged.get(name)) or context_length(config)
         )
@@ -155,7 +158,7 @@ def rope_settings(config: Config, family: RopeTraits) -> dict[str, Any]:
 def _local_rope_settings(
     config: Config, family: RopeTraits
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope of the full layers and of the sliding ones."""
+    """Return the RoPE settings of full-attention layers and of sliding-window layers."""
     newer = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or {}
     kinds = ("full_attention", "sliding_attention")
@@ -182,8 +185,10 @@ def _num_layers(config: Config) -> int:
 
 
 def with_long_rope(config: Config) -> Config:
-    """The config of the same model for rope_range="long". ConfigError where rope has one range
-    only.
+    """Return the config for rope_range="long".
+
+    Raises:
+        ConfigError: the model's RoPE has only one range.
     """
     if not has_two_ranges(config):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The config of a model directory."""
+"""Reader of the config of a model directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["read_config_object"]
 
 
 def read_config_object(model_dir: Path) -> dict[str, Any]:
-    """The object in config.json, known to name a `model_type`; nothing else is checked."""
+    """Return the object in config.json. Only `model_type` is checked."""
     path = model_dir / "config.json"
     if not path.is_file():
         single = sorted(model_dir.glob("*.gguf"))

@@ -1,6 +1,4 @@
-"""Configs of models of several parts: the language model's is nested inside, and must not
-contradict what is around.
-"""
+"""Configs of composite models, which nest the config of the language model."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from kvboost_edge.models.families.registry import WRAPPERS
 __all__ = ["is_nested", "text_config"]
 
 
-# What both configs may say, but only alike.
+# Keys that both configs may have, with equal values.
 _SHARED = (
     "vocab_size",
     "hidden_size",
@@ -35,14 +33,18 @@ _SHARED = (
 
 
 def is_nested(config: Mapping[str, Any]) -> bool:
-    """Whether the config is one of several parts whose language model is known."""
+    """Return whether this is the config of a composite model with a known language model."""
     return config.get("model_type") in WRAPPERS
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of the config that describes the language model: the config itself, or its
-    'text_config', for a known wrapper with what the files leave out and what stands around it.
-    ModelFormatError where the two contradict.
+    """Return the config of the language model: the config itself or its `text_config`.
+
+    For a known composite model, defaults that the files omit and values of the outer config are
+    merged into it.
+
+    Raises:
+        ModelFormatError: inner and outer config contradict each other, or the inner one is missing.
     """
     inner = config.get("text_config")
     outer = str(config.get("model_type"))
@@ -78,7 +80,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tied(config: Mapping[str, Any], inner: Mapping[str, Any], wrapper: Wrapper) -> Any:
-    """The whole model has the head, so what it says counts, whatever that is."""
+    """Return `tie_word_embeddings`; the outer config wins because the whole model owns the head."""
     said = (
         part["tie_word_embeddings"]
         for part in (config, inner)

@@ -1,6 +1,4 @@
-"""How an embedding model makes one vector of a text: as its files say, sentence-transformers' or
-the keys of GGUF.
-"""
+"""Pooling of embedding models, from sentence-transformers files or GGUF metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from kvboost_edge.host.json_file import read_json_object
 __all__ = ["POOLING_FILES", "UNSAID", "Pooling", "gguf_pooling", "read_pooling"]
 
 POOLING_FILES = ("modules.json", "1_Pooling/config.json")
-_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # of Dense as many as there are
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")  # Dense may repeat
 _NO_CLS = "pools the first token, which in a causal model has seen nothing; no encoder runs here"
 _NO_RANK = (
     "is a reranker with a head of its own (cls.output), which is not read; convert it as a model "
@@ -26,9 +24,12 @@ _GGUF_REFUSED = {2: _NO_CLS, 4: _NO_RANK}
 
 
 class Pooling(NamedTuple):
-    """`kind`: "last", the state of the last token, or "mean", that of all of them. `source`: what
-    says so; "" where nothing does, and the model is one that generates text. `dense`: folders of
-    the matrices behind it, in order.
+    """Reduction of the hidden states of a text to one vector.
+
+    Attributes:
+        kind: "last", the hidden state of the last token, or "mean", the mean over all tokens.
+        source: file or key that names the pooling; "" for a model that generates text.
+        dense: folders of the projections that follow, in order.
     """
 
     kind: str
@@ -40,8 +41,10 @@ UNSAID = Pooling("last", "")
 
 
 def read_pooling(model_dir: Path) -> Pooling:
-    """The pooling of a model directory. ModelFormatError names the file of one that is not
-    supported or damaged.
+    """Return the pooling of a model directory.
+
+    Raises:
+        ModelFormatError: names the file that is damaged or asks for an unsupported pooling.
     """
     path = model_dir / POOLING_FILES[0]
     if not path.is_file():
@@ -78,8 +81,10 @@ def read_pooling(model_dir: Path) -> Pooling:
 
 
 def gguf_pooling(values: Mapping[str, Any], path: Path) -> Pooling:
-    """The pooling that the keys of a GGUF file say. ModelFormatError for one that is not
-    supported.
+    """Return the pooling from the metadata of a GGUF file.
+
+    Raises:
+        ModelFormatError: the pooling is not supported.
     """
     key = f"{values.get('general.architecture')}.pooling_type"
     number = values.get(key, 0)
@@ -105,9 +110,7 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _described(path: Path) -> Pooling:
-    """From the settings of sentence-transformers' Pooling: one switch for each kind, or one
-    name.
-    """
+    """Return the pooling of sentence-transformers settings: a switch for each kind, or a name."""
     settings = read_json_object(path)
     prefix = "pooling_mode_"
     named = settings.get("pooling_mode")

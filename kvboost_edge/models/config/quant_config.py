@@ -1,4 +1,4 @@
-"""What the quantization_config of a checkpoint says about its 4-bit weights: AWQ, GPTQ or MXFP4."""
+"""Quantization configs of checkpoints with 4-bit weights: AWQ, GPTQ and MXFP4."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from kvboost_edge.models.families.registry import FAMILIES
 __all__ = ["GROUP", "PackedLayout", "packed_layout"]
 
 GROUP = 32
-"""Inputs that share a scale in the packed formats; a checkpoint's groups are multiples of it."""
+"""Inputs per scale in the packed formats. A checkpoint's group size is a multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """How a checkpoint packs its codes. `zero_offset` is added to the stored zero points."""
+    """Layout of a checkpoint's 4-bit codes.
+
+    Attributes:
+        method: "awq", "gptq" or "mxfp4".
+        group_size: inputs that share a scale.
+        zero_offset: number added to the stored zero points.
+    """
 
     method: str
     group_size: int
@@ -25,8 +31,10 @@ class PackedLayout:
 
 
 def packed_layout(config: Mapping[str, Any]) -> PackedLayout:
-    """The layout that a config's quantization_config describes. ModelFormatError names a method or
-    setting that is not read.
+    """Return the layout that a config's `quantization_config` describes.
+
+    Raises:
+        ModelFormatError: names the method or setting that is not supported.
     """
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):

@@ -1,6 +1,4 @@
-"""Frequencies of the rope kinds whose angles do not depend on the length of the sequence, and of
-longrope up to its original length, where they do not either.
-"""
+"""RoPE frequencies of each kind. Angles do not depend on the length of the sequence."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from kvboost_edge.models.families.fields import integer_of, number_of
 
 __all__ = ["QueryScale", "RopeKind", "query_scale", "rope_kind"]
 
-# What a setting of rope can be: a number beyond is damage, and would make infinity or NaN of an
-# angle.
+# Range of RoPE settings. A number outside it is damage and would give infinite or NaN angles.
 _LEAST = 1e-9
 _MOST = 1e12
 
@@ -28,8 +25,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RopeKind:
-    """`frequencies` in radians per position, one for each rotated pair; `factor` multiplies cosines
-    and sines.
+    """Frequencies of a RoPE.
+
+    Attributes:
+        frequencies: radians per position of each rotated pair.
+        factor: multiplier of cosines and sines.
     """
 
     frequencies: tuple[float, ...]
@@ -37,39 +37,48 @@ class RopeKind:
 
     @property
     def half(self) -> int:
-        """Number of rotated pairs; the pairs are (i, i + half)."""
+        """Number of rotated pairs. Pair i consists of channels i and i + half."""
         return len(self.frequencies)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueryScale:
-    """A query at position p is multiplied by 1 + beta * ln(1 + floor(p / length))."""
+    """Position-dependent scale of queries: 1 + beta * ln(1 + floor(position / length))."""
 
     beta: float
     length: int
 
     def factors(self, positions: int) -> Floats:
-        """float32 [positions]. The bits of one do not depend on how many there are."""
+        """Return the scales of positions 0 to `positions` - 1, float32 [positions]. The bits of
+        each scale do not depend on `positions`.
+        """
         steps = -(-positions // self.length)
         values = [1 + self.beta * math.log(1 + step) for step in range(steps)]
         return np.repeat(np.array(values, dtype=np.float32), self.length)[:positions]
 
 
 def query_scale(settings: Mapping[str, Any]) -> QueryScale:
-    """The scale of queries that a `rope_parameters` entry says (of Llama 4 and Ministral 3)."""
+    """Return the query scale of a `rope_parameters` entry (Llama 4 and Ministral 3)."""
     length = integer_of(settings, "original_max_position_embeddings", 1, "rope")
     return QueryScale(number_of(settings, "llama_4_scaling_beta", 0.0, 1e3, "rope"), length)
 
 
 def rope_kind(settings: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeKind:
-    """The rope of a `rope_parameters` entry: default, linear, llama3, yarn or longrope, possibly of
-    a part of the head; "proportional", where the exponents are those of the whole head and pairs
-    beyond the part stand still; or "factors", where the frequencies are those of default, each
-    divided by its entry of the list `factors`.
+    """Return the RoPE of a `rope_parameters` entry.
 
-    max_positions: the longest sequence of the config. longrope is that of its short factors, right
-    for sequences up to original_max_position_embeddings, or with LONG_RANGE that of its long ones.
-    ModelFormatError names a kind that is not one of these, or the setting that is missing.
+    The types are transformers' "default", "linear", "llama3", "yarn" and "longrope", possibly for a
+    part of the head, and two more. "proportional" takes the exponents of the whole head; pairs
+    beyond the part are not rotated. "factors" divides each default frequency by an entry of the
+    list `factors`.
+
+    Args:
+        settings: the entry. With LONG_RANGE set, longrope uses its long factors, else the short
+            ones, which are valid up to original_max_position_embeddings.
+        head_dim: channels of a head.
+        max_positions: longest sequence of the config.
+
+    Raises:
+        ModelFormatError: names the unknown type or the missing setting.
     """
     kind = str(settings.get("rope_type", settings.get("type", "default")))
     theta = _number(settings, "rope_theta", kind)
@@ -116,10 +125,9 @@ def _proportional(theta: float, share: float, head_dim: int) -> RopeKind:
 
 
 def _default(theta: float, rotary_dim: int) -> Floats:
-    """1 / theta ** (2i / rotary_dim) of every pair i. The power is rounded from float64: NumPy's
-    own of float32 differs between processors, by the last bit in a tenth of the pairs where there
-    is AVX-512, and a cache may move.
-    """
+    """Return 1 / theta ** (2i / rotary_dim) of every pair i."""
+    # Take the power in float64 and round it. NumPy's float32 power differs between processors (with
+    # AVX-512 in the last bit of a tenth of the pairs), and a KV cache may move to another machine.
     exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     powers = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
     return (np.float32(1.0) / powers).astype(np.float32)
@@ -134,7 +142,7 @@ def _number(settings: Mapping[str, Any], key: str, kind: str) -> float:
 
 
 def _optional(settings: Mapping[str, Any], key: str, default: float, kind: str) -> float:
-    """The number under a key, `default` where it is missing or null."""
+    """Return the number under a key, or `default` if it is missing or null."""
     return default if settings.get(key) is None else _number(settings, key, kind)
 
 

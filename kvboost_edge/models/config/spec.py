@@ -1,7 +1,7 @@
-"""The spec of a model, from its config and its family.
+"""Specs of models for the native runner, from config and family.
 
-`describe_model` reads a config into a `ModelSpec`; what it does not know raises ModelFormatError
-with the reason, so that the torch runner can take over. Nothing is guessed.
+`describe_model` raises ModelFormatError for an unknown setting and never assumes a value, so that
+the torch runner can take the model.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
-_MAX_HEAD_DIM = 1 << 16  # beyond any real model: rope makes tables of as many numbers
+_MAX_HEAD_DIM = 1 << 16  # beyond any real model: RoPE tables have this many columns
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Everything the native runner needs to know of a model besides its weights. Sizes are in
-    elements.
+    """Description of a model, without its weights, for the native runner.
 
-    Those of heads and of the MLP are the config's; what a layer has is in its LayerSpec.
-    `both_ways`: tokens see those behind them, so a text is one pass and predicts nothing.
+    Sizes are in elements. Head and MLP sizes are the config's; each LayerSpec has those of its
+    layer. `both_ways` marks bidirectional attention: a text is one pass, and the model cannot
+    generate.
     """
 
     model_type: str
@@ -89,37 +89,35 @@ class ModelSpec:
 
     @property
     def mixer(self) -> Mixer | None:
-        """What mixes tokens in the layers that keep a state; None where there is no such layer."""
+        """Token mixer of the recurrent layers; None without such layers."""
         return None if self.hybrid is None else self.hybrid.mixer
 
     @property
     def named_mixer(self) -> tuple[Mixer, MixerNames]:
-        """The same with what the checkpoint calls it, of a model that has such layers."""
+        """Token mixer of a hybrid model and its tensor names in the checkpoint."""
         assert self.hybrid is not None
         assert self.hybrid.mixer is not None
         return self.hybrid.mixer, self.hybrid.names
 
     @property
     def first_shared(self) -> int:
-        """The first layer behind which none computes keys and values, or keeps a state; the number
-        of layers where the last one does.
-        """
+        """Number of leading layers up to the last one that computes KV or keeps recurrent state."""
         return 1 + max(
             index for index, layer in enumerate(self.layers) if layer.owns_kv or layer.state >= 0
         )
 
     @property
     def kv_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers that compute keys and values, as the pool has them."""
+        """Layers that compute KV, in the order of the block pool."""
         return tuple(layer for layer in self.layers if layer.owns_kv)
 
 
 Describe = Callable[[Config], ModelSpec]
-"""What describes the model of a config: `describe_model`, or who has its result already."""
+"""Function that returns the spec of a config: `describe_model`, or one with a cached result."""
 
 
 def _given(config: Config, key: str, default: float, low: float, high: float) -> float:
-    """Return the number under a key, `default` where the config does not say."""
+    """Return the number under a key, or `default` if the key is missing."""
     return number_of(config, key, low, high) if key in config else default
 
 
@@ -133,7 +131,7 @@ _WITHOUT_GATE = {"relu2": "relu2"}
 
 
 class _Sizes(NamedTuple):
-    """The sizes that a config gives for all layers."""
+    """Sizes that a config gives for all layers."""
 
     layers: int
     heads: int
@@ -144,7 +142,7 @@ class _Sizes(NamedTuple):
 
 
 class _Arranged(NamedTuple):
-    """What differs from layer to layer."""
+    """Settings that differ between layers."""
 
     windows: Sequence[int]
     shapes: Sequence[LayerShape]
@@ -153,8 +151,10 @@ class _Arranged(NamedTuple):
 
 
 def describe_model(config: Config) -> ModelSpec:
-    """Describe the model of a config.json; of a model of several parts its language model.
-    ModelFormatError with the reason where the native runner does not know the model.
+    """Describe the model of a config.json, or the language model of a composite one.
+
+    Raises:
+        ModelFormatError: gives the reason if the native runner does not support the model.
     """
     config = text_config(config)
     family = _known_family(config)
@@ -216,7 +216,7 @@ def describe_model(config: Config) -> ModelSpec:
 
 
 def _known_family(config: Config) -> Family:
-    """Return the family of a config that says nothing which it does not have."""
+    """Return the family of a config, after checking the keys that the family restricts."""
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     if family is None:
@@ -247,7 +247,7 @@ def _sizes(config: Config, family: Family) -> _Sizes:
 
 
 def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
-    """Arrange the layers: which have a window, attend, keep a state or have experts."""
+    """Decide which layers have a window, attend, keep recurrent state or have experts."""
     layers = sizes.layers
     windows = family.windows(config, layers) if family.windows else [0] * layers
     shapes = (
@@ -260,7 +260,7 @@ def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
         shapes = mixed_shapes(shapes, hybrid.kinds, alone=hybrid.alone)
     experts = family.experts(config, layers) if family.experts else None
     if experts is not None and not experts.beside:
-        # What stands beside experts is an MLP of the width of the shared one.
+        # The MLP next to routed experts has the width of the shared expert.
         beside = zip(shapes, experts.sparse, strict=True)
         shapes = [
             one._replace(intermediate_size=experts.shared) if sparse else one
@@ -270,9 +270,13 @@ def _arranged(config: Config, family: Family, sizes: _Sizes) -> _Arranged:
 
 
 def may_keep_states(config: Config, num_attending: int = 0) -> bool:
-    """Return whether layers of the model keep a state instead of keys and values, as its family's
-    may; True where the config makes no sense. `num_attending`: layers that have keys and values,
-    where files show it; see `Family.may_all_attend`.
+    """Return whether the family and config allow layers with recurrent state instead of KV; True if
+    the config is invalid.
+
+    Args:
+        config: the object in config.json.
+        num_attending: number of layers with attention tensors, if files show it; see
+            `Family.may_all_attend`.
     """
     config = text_config(config)
     family = FAMILIES.get(str(config.get("model_type")))
@@ -290,8 +294,11 @@ def may_keep_states(config: Config, num_attending: int = 0) -> bool:
 
 
 def heads_by_layer(config: Config, describe: Describe = describe_model) -> list[tuple[int, int]]:
-    """Return (head_dim, num_kv_heads) of each layer where a family's layers differ; empty where all
-    have what the config says. ModelFormatError as `describe_model`, or what describes instead.
+    """Return (head_dim, num_kv_heads) of each layer if a family's layers differ, else an empty
+    list.
+
+    Raises:
+        ModelFormatError: raised by `describe`.
     """
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or family.shapes is None:
@@ -347,15 +354,14 @@ def _logit_cap(config: Config, family: Family) -> float:
 
 
 def _is_tied(config: Config, family: Family) -> bool:
-    """Return whether the head is the embedding."""
     if config.get("tie_word_embeddings") is None:
         return family.tied
     return flag_of(config, "tie_word_embeddings", False)
 
 
 def _head_dim(shapes: Sequence[LayerShape], windows: Sequence[int], is_full: bool) -> int:
-    """Return the head size of the layers without a window, or those with one; of all where there
-    are no such layers.
+    """Return the head size of the layers without a window or of those with one, or of all layers if
+    there are none of that kind.
     """
     found = {
         shape.head_dim
