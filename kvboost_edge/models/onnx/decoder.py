@@ -1,13 +1,13 @@
-"""A decoder recognised in a graph: every operator from the logits back to the token ids has its
-place, or is refused.
+"""Recognition of a decoder in an ONNX graph.
 
-The form is that of onnxruntime-genai's builder and of graphs that were fused to the same operators:
+Every operator from the logits back to the token ids must fit, or the graph is refused. The form is
+that of onnxruntime-genai's builder and of graphs fused to the same operators:
 
     embedding -> layers -> norm -> head;  a layer: norm -> q, k, v -> GroupQueryAttention -> o ->
                                           add, then
     norm -> gate, up -> act(gate) * up -> down -> add
 
-What the graph computes is read off it; nothing is taken from names.
+The computation is read from the graph; names are not used.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ _PAST_KEY, _PAST_VALUE, _LENGTH, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK = 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """What one layer computes.
+    """Computation of one layer.
 
     Attributes:
-        weights: by transformers' names inside a layer, such as "self_attn.q_proj": the rows of its
-            matrix.
-        vectors: biases and norms likewise, "self_attn.q_proj.bias", "input_layernorm.weight".
-        window: tokens a query sees, itself included; 0: all before it.
+        weights: rows of the matrices by transformers' names inside a layer, such as
+            "self_attn.q_proj".
+        vectors: biases and norms by name, such as "self_attn.q_proj.bias" and
+            "input_layernorm.weight".
+        window: tokens that a query sees, itself included; 0: all before it.
         rope: tables of cosines and sines [positions, pairs].
     """
 
@@ -71,7 +72,7 @@ class DecoderLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder:
-    """What a whole graph computes. `head` is None where the embedding is the head, too."""
+    """Computation of a whole graph. `head` is None if the embedding is also the head."""
 
     layers: tuple[DecoderLayer, ...]
     embedding: OnnxMatrix
@@ -83,8 +84,10 @@ class Decoder:
 
 
 class _Branch(NamedTuple):
-    """What is added to the residual stream: factor * norm(linear); `before`: what all of it is
-    added to.
+    """Summand of the residual stream: factor * norm(linear).
+
+    Attributes:
+        before: the value that it is added to.
     """
 
     linear: Linear
@@ -94,7 +97,9 @@ class _Branch(NamedTuple):
 
 
 def recognise(model: OnnxModel) -> Decoder:
-    """The decoder that a graph computes. ModelFormatError names the node that is not known."""
+    """Return the decoder that a graph computes; raise ModelFormatError that names an unknown
+    node.
+    """
     for node in model.nodes:
         if node.has_graph:
             raise ModelFormatError(
@@ -140,7 +145,7 @@ class _Search:
         )
 
     def _logits(self, value: str) -> tuple[str, float, float]:
-        """The head's output, the cap on logits (0: none) and the factor."""
+        """Return the head's output, the cap on logits (0: none) and the factor."""
         graph = self.graph
         inner, factor = graph.scaled(value)
         found = graph.maker(inner)
@@ -220,7 +225,7 @@ class _Search:
         return layer, attention.before
 
     def _branch(self, stream: str) -> _Branch:
-        """The younger of the two summands of a sum of the residual stream: a matrix's output."""
+        """Return the newer summand of a sum of the residual stream: a matrix's output."""
         graph = self.graph
         found = graph.summands(stream)
         if found is None:
@@ -248,7 +253,9 @@ class _Search:
         return node.op == "Add" and any(self.graph.tensor(name) is not None for name in node.inputs)
 
     def _norm_of(self, value: str, stream: str) -> Norm:
-        """The norm that makes a value, which must be one of the residual stream as it is there."""
+        """Return the norm that makes a value; its input must be the residual stream at that
+        point.
+        """
         norm = self.graph.norm(value)
         if norm.source != stream:
             raise self.graph.error(
@@ -257,7 +264,7 @@ class _Search:
         return norm
 
     def _gated(self, product: OnnxNode) -> tuple[Linear, Linear, str]:
-        """Gate, up and activation of act(gate) * up."""
+        """Return gate, up and activation of act(gate) * up."""
         graph = self.graph
         for first, second in ((0, 1), (1, 0)):
             found = graph.maker(graph.input(product, first))
@@ -270,7 +277,7 @@ class _Search:
         raise graph.error(f"{product} is not the product of an activation and a matrix's output")
 
     def _activation(self, node: OnnxNode) -> tuple[str, str] | None:
-        """The value an activation is of, and its name; None where the node is none."""
+        """Return an activation's input and its name; None for another node."""
         graph = self.graph
         kind = {"FastGelu": "gelu_tanh", "Swish": "silu"}.get(node.op, "")
         if node.op == "Gelu":
@@ -337,8 +344,8 @@ class _Search:
         return node, cut[0], cut[1], cut[2]
 
     def _heads(self, value: str) -> _Heads:
-        """Queries, keys or values: a matrix, then possibly a norm of each head, then possibly
-        rope.
+        """Return queries, keys or values: a matrix, then perhaps a norm of each head, then perhaps
+        RoPE.
         """
         graph = self.graph
         rope: OnnxNode | None = None
@@ -362,7 +369,7 @@ class _Search:
         return _Heads(graph.linear(value), norm, rope)
 
     def _rope(self, node: OnnxNode, queries: _Heads, keys: _Heads) -> tuple[OnnxTensor, OnnxTensor]:
-        """The tables of cosines and sines, from attention itself or from the operators before
+        """Return the tables of cosines and sines, from attention itself or from operators before
         it.
         """
         graph = self.graph
@@ -395,7 +402,7 @@ class _Search:
         return table
 
     def _check_sizes(self, node: OnnxNode, layer: DecoderLayer) -> None:
-        """Heads and widths of a layer fit each other."""
+        """Raise ModelFormatError unless heads and widths of a layer agree."""
         rows = {name: part.stop - part.start for name, part in layer.weights.items()}
         q, k, v = (rows[f"self_attn.{name}_proj"] for name in "qkv")
         dim, rest = divmod(q, layer.num_heads)
@@ -450,7 +457,7 @@ class _Search:
 
 
 class _Heads(NamedTuple):
-    """Queries, keys or values on their way into attention."""
+    """Queries, keys or values before attention."""
 
     linear: Linear
     norm: Norm | None

@@ -1,7 +1,8 @@
-"""ONNX files: the graph, and where the bytes of each tensor lie. Everything is checked against the
-sizes of the files.
+"""Reader of ONNX files: the graph, and the byte range of each tensor.
 
-The fields that are read, by number (onnx.proto):
+Everything is checked against the sizes of the files. The fields that are read, by number
+(onnx.proto):
+
     ModelProto      1 ir_version, 2 producer_name, 7 graph, 8 opset_import
     GraphProto      1 node, 5 initializer, 11 input, 12 output, 15 sparse_initializer
     NodeProto       1 input, 2 output, 3 name, 4 op_type, 5 attribute, 7 domain
@@ -83,8 +84,13 @@ DTYPE_BITS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """One tensor. Its data are bytes [start, stop) of `path`, little-endian; `values` are those of
-    a small integer tensor that is written as numbers, whose range of bytes is empty.
+    """Location of one tensor.
+
+    Its data are bytes [start, stop) of `path`, little-endian.
+
+    Attributes:
+        values: values of a small integer tensor that is written as numbers; its byte range is
+            empty.
     """
 
     name: str
@@ -102,8 +108,10 @@ class OnnxTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxNode:
-    """One operator. Attributes are int, float, str, lists of numbers, an OnnxTensor, or None for
-    what is not read.
+    """An operator.
+
+    Attributes are int, float, str, lists of numbers, an OnnxTensor, or None for kinds that are not
+    read.
     """
 
     index: int
@@ -121,8 +129,10 @@ class OnnxNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxValue:
-    """An input or output of the graph: `shape` with names where a size is open, None where nothing
-    is said.
+    """An input or output of the graph.
+
+    Attributes:
+        shape: sizes, with names for open ones; None if the graph does not say.
     """
 
     name: str
@@ -131,8 +141,11 @@ class OnnxValue:
 
 
 class OnnxFile(NamedTuple):
-    """A file of a model. `stamp`: of what was read; with another one at `path` the ranges of bytes
-    mean nothing.
+    """A file of a model.
+
+    Attributes:
+        stamp: identity of the file when it was read. If the file at `path` has another one, the
+            byte ranges are invalid.
     """
 
     path: Path
@@ -141,7 +154,11 @@ class OnnxFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxModel:
-    """All of a model but its data. `files`: the file itself, then those of external data."""
+    """Contents of a model without tensor data.
+
+    Attributes:
+        files: the file itself, then those of external data.
+    """
 
     path: Path
     files: tuple[OnnxFile, ...]
@@ -153,8 +170,9 @@ class OnnxModel:
 
 
 def read_onnx(path: Path | str) -> OnnxModel:
-    """The graph of an ONNX file. ModelFormatError names the file and the tensor or node that is
-    wrong.
+    """Return the graph of an ONNX file.
+
+    Raises ModelFormatError that names the file and the wrong tensor or node.
     """
     path = Path(path)
     try:
@@ -347,8 +365,8 @@ class _Reader:
     def _external(
         self, what: str, fields: Mapping[str, str], needed: int | None
     ) -> tuple[Path, int, int]:
-        """File and range of a tensor that lies outside; only beside the model, by its plain
-        name.
+        """Return file and range of an external tensor; the file must be in the model's
+        directory.
         """
         location = fields.get("location", "")
         if not location or location in (".", "..") or any(char in location for char in "/\\:\0"):

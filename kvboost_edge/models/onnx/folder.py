@@ -1,5 +1,6 @@
-"""Folders with ONNX files: onnxruntime-genai's (genai_config.json), the hub's (config.json and
-onnx/model_q4.onnx).
+"""Directories with ONNX files.
+
+They are onnxruntime-genai's (genai_config.json) or the hub's (config.json and onnx/model_q4.onnx).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ _MAX_NAMED = 10
 
 
 class OnnxFolder(NamedTuple):
-    """Where a model is. `root`: of the configs and the tokenizer; `genai`: genai_config.json, if it
-    is there.
+    """Location of a model.
+
+    Attributes:
+        root: directory of the configs and the tokenizer.
+        genai: path of genai_config.json, if it exists.
     """
 
     root: Path
@@ -35,11 +39,10 @@ class OnnxFolder(NamedTuple):
 
 
 def find_onnx(path: Path) -> OnnxFolder | None:
-    """The ONNX model that a path is: a file, or a folder that holds no other weights; None where it
-    is something else.
+    """Return the ONNX model at a path; None if it is something else.
 
-    ModelFormatError where it is one but cannot be told: no config beside it, or several files of no
-    known name.
+    The path is a file, or a directory without other weights. Raises ModelFormatError if there is no
+    config, or several files without a known name.
     """
     if path.is_file():
         return _of_file(path)

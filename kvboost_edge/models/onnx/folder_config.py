@@ -1,9 +1,8 @@
-"""What is known of an ONNX model besides its graph, as a config that transformers would write; and
-whether both agree.
+"""Config of an ONNX model in transformers' format, and its comparison with the graph.
 
-A folder of onnxruntime-genai has no config.json: sizes, norms, scales and rope are then read off
-the graph, ids and context length off genai_config.json. Where there is a config.json, it is used if
-the graph computes the same.
+A directory of onnxruntime-genai has no config.json. Sizes, norms, scales and RoPE then come from
+the graph, ids and context length from genai_config.json. An existing config.json is used if the
+graph computes the same.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _CLOSE_FACTOR = 1e-3
 
 
 def outer_config(folder: OnnxFolder) -> dict[str, Any]:
-    """The config without a look at the graph: config.json, or what genai_config.json says."""
+    """Return the config without reading the graph, from config.json or genai_config.json."""
     if folder.has_config:
         return read_config(folder.root)
     path = folder.root / GENAI_CONFIG
@@ -66,8 +65,9 @@ def outer_config(folder: OnnxFolder) -> dict[str, Any]:
 
 
 def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
-    """The config of a recognised decoder. Whether head and embedding are one tensor, the graph says
-    in any case.
+    """Return the config of a recognized decoder.
+
+    The graph decides whether head and embedding are one tensor.
     """
     config = outer_config(folder)
     if "text_config" in config:
@@ -79,7 +79,7 @@ def onnx_config(folder: OnnxFolder, decoder: Decoder) -> dict[str, Any]:
 
 
 def _of_graph(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
-    """What config.json would say."""
+    """Return the config that config.json would hold."""
     layer = decoder.layers[0]
     kind = config["model_type"]
     if layer.activation not in _ACTIVATIONS:
@@ -145,8 +145,8 @@ def _ropes(config: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
 
 
 def check_spec(spec: ModelSpec, decoder: Decoder) -> None:
-    """ModelFormatError with the first thing that the native runner would compute in another way
-    than the graph.
+    """Raise ModelFormatError with the first difference between the native runner's computation and
+    the graph.
     """
     for what, ours, theirs, close in _facts(spec, decoder):
         equal = (
@@ -170,7 +170,7 @@ def check_spec(spec: ModelSpec, decoder: Decoder) -> None:
 
 
 def _facts(spec: ModelSpec, decoder: Decoder) -> Iterator[tuple[str, Any, Any, float]]:
-    """(name, the config's, the graph's, how close) of everything but rope."""
+    """Yield (name, config's value, graph's value, tolerance) of everything except RoPE."""
     yield "num_hidden_layers", len(spec.layers), len(decoder.layers), 0
     yield "vocab_size", spec.vocab_size, decoder.embedding.shape[0], 0
     yield "hidden_size", spec.hidden_size, decoder.embedding.shape[1], 0
@@ -216,5 +216,5 @@ def _rows(layer: DecoderLayer, name: str) -> int:
 
 
 def _plain(value: float) -> float:
-    """The shortest number that is this float32: 1e-06, not 9.999999974752427e-07."""
+    """Return the shortest number that is this float32: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value)))

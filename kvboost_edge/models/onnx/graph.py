@@ -1,8 +1,7 @@
-"""A graph with the questions that recognising a decoder asks: what makes a value, is it a constant,
-a norm, a matrix.
+"""Queries on a graph for the recognition of a decoder.
 
-What fits is marked as seen; an operator that nothing asked for is one that is not understood, and
-refuses the model.
+They find the node that makes a value, constants, norms and matrices. Matching nodes are marked as
+seen. A node that no query asked for is not understood, and the model is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CASTS = (1, 10, 16)  # to float32, float16 and bfloat16
 
 
 class Rows(NamedTuple):
-    """Rows [start, stop) of a matrix of the file, or entries of a vector."""
+    """Rows [start, stop) of a matrix in the file, or entries of a vector."""
 
     matrix: OnnxMatrix
     start: int
@@ -36,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """x W^T + bias, of which an operator behind it takes the outputs [start, stop)."""
+    """Linear layer x W^T + bias, of which a later operator takes the outputs [start, stop)."""
 
     matrix: OnnxMatrix
     bias: OnnxMatrix | None
@@ -54,7 +53,11 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """RMS norm: `source` is the value that is normalized, a key of `Graph.summands`."""
+    """RMS norm.
+
+    Attributes:
+        source: value that is normalized, a key of `Graph.summands`.
+    """
 
     weight: OnnxMatrix
     eps: float
@@ -62,9 +65,7 @@ class Norm(NamedTuple):
 
 
 class Graph:
-    """Questions to the graph of one model. ModelFormatError names the node that is not what was
-    expected.
-    """
+    """Queries on the graph of one model. ModelFormatError names a node that was not expected."""
 
     def __init__(self, model: OnnxModel) -> None:
         self.model = model
@@ -80,8 +81,8 @@ class Graph:
         return ModelFormatError(f"{self.model.path}: {problem}")
 
     def maker(self, value: str) -> tuple[OnnxNode, int] | None:
-        """The node that makes a value, and as which of its outputs; casts between floats are looked
-        through.
+        """Return the node that makes a value, and the index of its output; casts between floats are
+        skipped.
         """
         for _ in range(_MAX_CASTS):
             found = self._maker.get(value)
@@ -96,7 +97,7 @@ class Graph:
         return None
 
     def expect(self, value: str, *ops: str) -> OnnxNode:
-        """The node that makes a value, which must be of one of the types."""
+        """Return the node that makes a value; it must have one of the types."""
         found = self.maker(value)
         if found is None:
             raise self.error(f"value {value!r} is made by no node, expected {' or '.join(ops)}")
@@ -107,7 +108,7 @@ class Graph:
         return node
 
     def input(self, node: OnnxNode, index: int) -> str:
-        """An input that must be there."""
+        """Return a required input."""
         if index >= len(node.inputs) or not node.inputs[index]:
             raise self.error(f"{node} lacks its input {index}")
         return node.inputs[index]
@@ -116,7 +117,7 @@ class Graph:
         return node.inputs[index] if index < len(node.inputs) else ""
 
     def tensor(self, value: str) -> OnnxTensor | None:
-        """A weight, or the value of a Constant."""
+        """Return a weight, or the value of a Constant."""
         found = self.model.tensors.get(value)
         if found is not None:
             return found
@@ -127,7 +128,7 @@ class Graph:
         return tensor if isinstance(tensor, OnnxTensor) else None
 
     def weight(self, node: OnnxNode, index: int) -> OnnxTensor:
-        """An input that must be a weight of the file."""
+        """Return an input that must be a weight of the file."""
         name = self.input(node, index)
         found = self.tensor(name)
         if found is None:
@@ -135,23 +136,21 @@ class Graph:
         return found
 
     def scalar(self, value: str) -> float | None:
-        """The number that a value always is, if it is one."""
+        """Return the number that a constant value holds; None for other values."""
         tensor = self.tensor(value)
         if tensor is None or tensor.count != 1 or tensor.dtype not in FLOATS:
             return None
         return float(read_whole(tensor).reshape(-1)[0])
 
     def sizes(self, value: str) -> list[int]:
-        """The integers that a value always is; none where it is computed."""
+        """Return the integers that a constant value holds; [] if it is computed."""
         tensor = self.tensor(value)
         if tensor is None or tensor.dtype not in ("I64", "I32") or tensor.count > 16:
             return []
         return [int(size) for size in read_whole(tensor).reshape(-1)]
 
     def scaled(self, value: str) -> tuple[str, float]:
-        """A value without the constant factor it is multiplied by, and the factor; 1 where there is
-        none.
-        """
+        """Return a value without its constant factor, and the factor (1 without one)."""
         found = self.maker(value)
         if found is None or found[0].op not in ("Mul", "Div") or len(found[0].inputs) != 2:
             return value, 1.0
@@ -172,7 +171,7 @@ class Graph:
         return inner, factor
 
     def linear(self, value: str) -> Linear:
-        """The matrix that makes a value, whole or one part of its outputs."""
+        """Return the matrix that makes a value, or the part of its outputs."""
         found = self.maker(value)
         if found is not None and found[0].op == "Split":
             node, index = found
@@ -241,7 +240,9 @@ class Graph:
         return float(value)
 
     def _part(self, node: OnnxNode, index: int, size: int) -> tuple[int, int]:
-        """Which of `size` outputs a Split along the last axis gives as its output `index`."""
+        """Return the range of `size` outputs that a Split along the last axis gives as output
+        `index`.
+        """
         self.seen.add(node.index)
         axis = self.integer(node, "axis", 0)
         given = (
@@ -261,7 +262,7 @@ class Graph:
         return found is not None and found[0].op in _NORMS and found[1] == 0
 
     def norm(self, value: str) -> Norm:
-        """The RMS norm that makes a value."""
+        """Return the RMS norm that makes a value."""
         node = self.expect(value, *_NORMS)
         is_skip = node.op == _SKIP
         if is_skip and self.optional(node, 3):
@@ -275,14 +276,14 @@ class Graph:
         return Norm(weight, self.number(node, "epsilon", 1e-5), source)
 
     def stream(self, value: str) -> str:
-        """The key of a value of the residual stream: one sum has several names."""
+        """Return the key of a value of the residual stream; one sum has several names."""
         found = self.maker(value)
         if found is not None and found[0].op == _SKIP and found[1] == 3:
             return _sum_of(found[0])
         return value if found is None else found[0].outputs[found[1]]
 
     def summands(self, key: str) -> tuple[str, str] | None:
-        """What a sum of the residual stream is made of; None where it is no sum."""
+        """Return the summands of a sum of the residual stream; None for other values."""
         if key.startswith("\0"):
             node = self.model.nodes[int(key[1:])]
             return self.input(node, 0), self.input(node, 1)
@@ -297,8 +298,8 @@ class Graph:
         return self.input(found[0], 0), self.input(found[0], 1)
 
     def mark_ancestors(self, value: str, ops: tuple[str, ...], inputs: tuple[str, ...]) -> None:
-        """Everything that makes a value is of these types, and begins at these inputs of the
-        graph.
+        """Mark all nodes that make a value; they must have these types and begin at these graph
+        inputs.
         """
         waiting = [value]
         known = set()
@@ -323,7 +324,7 @@ class Graph:
             waiting += node.inputs
 
     def check_all_seen(self) -> None:
-        """ModelFormatError for an operator that no question was about."""
+        """Raise ModelFormatError for a node that no query asked for."""
         for node in self.model.nodes:
             if node.index not in self.seen and node.op != "Constant":
                 raise self.error(f"{node} is not part of a decoder that the native runner knows")

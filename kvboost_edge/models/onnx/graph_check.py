@@ -1,6 +1,4 @@
-"""An ONNX file looked over before anything is loaded: its tensors fit the config, and no number in
-it is NaN.
-"""
+"""Check of an ONNX file before loading: its tensors fit the config, and no number is NaN."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ def check_onnx(
     *,
     cache_dir: Path | None = None,
 ) -> WeightSummary:
-    """Check a model against its config, as `check_weights` does a directory.
+    """Check a model against its config, as `check_weights` checks a directory.
 
-    All floats and scales of a decoder that was recognised are searched for NaN and infinity; that
-    the files are sound is remembered in the cache directory. Of another graph nothing says which
-    numbers may be infinite (masks are), so its results are looked at instead.
+    All floats and scales of a recognized decoder must be finite. The result is stored in the cache
+    directory. Other graphs may hold infinite numbers, such as masks, so their results are checked
+    instead.
     """
     files = tuple(part.path for part in model.files)
     if decoder is None:
@@ -63,7 +61,9 @@ def check_onnx(
 
 
 def onnx_types(model: OnnxModel) -> set[str]:
-    """What its weights are stored as, by the operators that use them and their dtypes."""
+    """Return the storage types of the weights, from the operators that use them and their
+    dtypes.
+    """
     bits = {node.attributes.get("bits", 4) for node in model.nodes if node.op == "MatMulNBits"}
     return {f"{count} bit" for count in bits} or {
         t.dtype for t in model.tensors.values() if len(t.shape) > 1

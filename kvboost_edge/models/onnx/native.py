@@ -1,6 +1,4 @@
-"""An ONNX decoder as the native runner takes it: recognised, described by a config, and both
-compared.
-"""
+"""ONNX decoders for the native runner: recognized, described by a config, and compared with it."""
 
 from __future__ import annotations
 
@@ -22,9 +20,11 @@ __all__ = ["OnnxDecoder", "native_decoder"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxDecoder:
-    """tensors  the rows of the file's matrices that make each tensor of the family in transformers
-    zeros    sizes of biases that the family has and the file has not: its makers leave out those of
-             zeros
+    """A recognized decoder.
+
+    Attributes:
+        tensors: rows of the file's matrices for each tensor of the family, by transformers' names.
+        zeros: sizes of biases that the family has and the file omits because they are zeros.
     """
 
     model: OnnxModel
@@ -40,8 +40,10 @@ class OnnxDecoder:
 
 
 def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
-    """The decoder of a file. ModelFormatError names what the native runner does not know, or would
-    compute in another way than the graph.
+    """Return the decoder of a file.
+
+    Raises ModelFormatError that names what the native runner does not support, or would compute
+    differently from the graph.
     """
     found = recognise(model)
     config = onnx_config(folder, found)

@@ -1,5 +1,5 @@
-"""How an ONNX decoder takes keys and values of earlier tokens and gives them back: what a runner
-has to bind.
+"""Layout of the KV inputs and outputs (past and present) of an ONNX decoder, which a runner
+binds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHARED = "GroupQueryAttention"
 
 
 class LayerPast(NamedTuple):
-    """Names of a layer's inputs and outputs, keys first, and the shape of its keys and values."""
+    """Names of a layer's inputs and outputs, keys first, and the shape of its KV."""
 
     past: tuple[str, str]
     present: tuple[str, str]
@@ -30,10 +30,13 @@ class LayerPast(NamedTuple):
 
 
 class PastLayout(NamedTuple):
-    """dtype     of keys and values, "float32" or "float16"
-    inputs    the other inputs: name -> "I64" or "I32"
-    shared    past and present may be one buffer, longer than its content; else present is past with
-              the new tokens
+    """Layout of past and present KV.
+
+    Attributes:
+        dtype: dtype of KV, "float32" or "float16".
+        inputs: types of the other inputs by name, "I64" or "I32".
+        shared: past and present may be one buffer, longer than its content. Otherwise present is
+            past followed by the new tokens.
     """
 
     layers: tuple[LayerPast, ...]
@@ -43,8 +46,9 @@ class PastLayout(NamedTuple):
 
 
 def past_layout(model: OnnxModel, config: Mapping[str, Any]) -> PastLayout:
-    """The layout of a graph; the width of a head is the config's where the graph leaves it open.
-    ModelFormatError names the input, output or operator that is not supported.
+    """Return the layout of a graph; the config gives the head size if the graph leaves it open.
+
+    Raises ModelFormatError that names an input, output or operator that is not supported.
     """
     _refuse_operators(model)
     found: dict[tuple[int, str], OnnxValue] = {}

@@ -1,6 +1,4 @@
-"""Rope as an ONNX graph has it: tables of cosines and sines, from which the settings are recovered
-and checked.
-"""
+"""RoPE of an ONNX graph: settings recovered from its tables of cosines and sines."""
 
 from __future__ import annotations
 
@@ -29,8 +27,9 @@ Tables = tuple[OnnxTensor, OnnxTensor]
 
 
 def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
-    """How the tables differ from a rope at positions below `max_context`; "" where they are equal
-    but for rounding.
+    """Describe the difference between the tables and a RoPE at positions below `max_context`.
+
+    The result is "" if they are equal except for rounding.
     """
     cosines, sines = tables
     for table in tables:
@@ -57,10 +56,10 @@ def rope_difference(tables: Tables, kind: RopeKind, max_context: int) -> str:
 
 
 def rope_settings(tables: Tables, head_dim: int, max_context: int) -> dict[str, Any]:
-    """`rope_parameters` that make these tables: of kind default, linear, or with a divisor for each
+    """Return the `rope_parameters` that make these tables: default, linear, or a divisor for each
     frequency.
 
-    ModelFormatError where none does: frequencies that change with the position, or scaled cosines.
+    Raises ModelFormatError if none do: frequencies change with the position, or cosines are scaled.
     """
     cosines, sines = tables
     if min(cosines.shape[0], sines.shape[0]) < 2 or cosines.shape != sines.shape:
@@ -113,7 +112,9 @@ def _rounded(value: float) -> float:
 
 
 def _sample(count: int) -> list[int]:
-    """Positions that are looked at: the first ones, then ever wider apart, and the last."""
+    """Return the positions that are compared: the first ones, then ever wider apart, and the
+    last.
+    """
     rows = [0, 1]
     step = 1
     while rows[-1] + step < count:

@@ -1,12 +1,12 @@
-"""The tensors of a recognised ONNX decoder under transformers' names, as a weight source.
+"""Tensors of a recognized ONNX decoder under transformers' names, as a weight source.
 
-What becomes of a matrix of MatMulNBits in the packed formats (float32 scales are rounded to
-float16, an error of at most 2^-11 of a weight):
+A matrix of MatMulNBits becomes one of these packed formats (float32 scales are rounded to float16,
+an error of at most 2^-11 of a weight):
 
-    4 bit, blocks of 32 and more     -> int4: codes as they are, a scale for each of the block's
+    4 bit, blocks of 32 and more     -> int4: the same codes, a scale for each of the block's
                                      groups of 32
       with zero points               -> int4-asym: minimum = scale * zero point, rounded to float16
-    8 bit, blocks of 32 and more     -> int8: codes as they are
+    8 bit, blocks of 32 and more     -> int8: the same codes
     8 bit with zero points, and everything in blocks of 16 -> int8, quantized again: scale = max|w|
     / 127 of each 32
 """
@@ -42,8 +42,10 @@ _FUSED = {
 
 
 def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
-    """Names as transformers' -> the rows that make each tensor. `fused`: queries, keys and values
-    are one, and so are gate and up.
+    """Return the rows that make each tensor, by transformers' names.
+
+    Args:
+        fused: queries, keys and values are one matrix, and so are gate and up.
     """
     found: dict[str, tuple[Rows, ...]] = {"model.embed_tokens.weight": (_whole(decoder.embedding),)}
     for index, layer in enumerate(decoder.layers):
@@ -72,11 +74,13 @@ def _whole(matrix: OnnxMatrix) -> Rows:
 
 
 class OnnxSource:
-    """A `WeightSource` over the files of one ONNX model, which must still be those that its graph
-    was read of.
+    """A `WeightSource` over the files of one ONNX model, which must be unchanged since its graph
+    was read.
 
-    zeros: names and sizes of vectors of zeros that the file leaves out. norm_offset: what the
-    file's norms have on top of transformers' (Gemma's norms multiply by 1 + weight).
+    Attributes:
+        zeros: names and sizes of vectors of zeros that the file omits.
+        norm_offset: amount that the file's norms have in addition to transformers' (Gemma's norms
+            multiply by 1 + weight).
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class OnnxSource:
         return (sum(part.stop - part.start for part in parts), *parts[0].matrix.shape[1:])
 
     def type_of(self, name: str) -> str:
-        """How the tensor is stored, such as "4 bit in blocks of 64"."""
+        """Return the storage type of the tensor, such as "4 bit in blocks of 64"."""
         if name in self._zeros:
             return "zeros"
         return " and ".join(sorted({part.matrix.label for part in self._parts(name)}))
@@ -142,7 +146,7 @@ class OnnxSource:
         return "int8" if kinds == {"int4", "int8"} else None
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Rows [start, stop) as float32: scale * (code - zero point) where they are quantized."""
+        """Return rows [start, stop) as float32: scale * (code - zero point) if quantized."""
         if name in self._zeros:
             return np.zeros((self._zeros[name] if stop is None else stop) - start, dtype=np.float32)
         size = self.shape(name)[0]
@@ -181,7 +185,7 @@ class OnnxSource:
         return found
 
     def _cut(self, name: str, start: int, stop: int) -> list[tuple[Rows, tuple[int, int]]]:
-        """The parts that hold rows [start, stop), each with its own first and last row in its
+        """Return the parts that hold rows [start, stop), each with its first and last row in its
         matrix.
         """
         size = self.shape(name)[0]
@@ -238,7 +242,9 @@ class OnnxSource:
         return QuantRows(kind, codes, halves, np.repeat(minima, times, axis=1)[:, :groups])
 
     def _read(self, matrix: OnnxMatrix, start: int, stop: int) -> tuple[Bytes, Floats, Floats]:
-        """Codes [rows, inputs], scales and zero points [rows, blocks] of rows [start, stop)."""
+        """Return codes [rows, inputs], scales and zero points [rows, blocks] of rows [start,
+        stop).
+        """
         outputs, inputs = matrix.shape
         assert matrix.scales is not None
         packed = self._bytes(matrix.weight, start, stop, outputs)
@@ -257,7 +263,7 @@ class OnnxSource:
         return np.ascontiguousarray(codes[:, :inputs]), scales, zeros
 
     def _find_middle_zeros(self, matrix: OnnxMatrix) -> bool:
-        """Whether every zero point is the middle of the codes, as where none is given."""
+        """Return whether every zero point is the middle of the codes, which is the default."""
         if matrix.zeros is None:
             return True
         middle = float(1 << (matrix.bits - 1))
@@ -277,7 +283,9 @@ class OnnxSource:
         return found
 
     def _bytes(self, tensor: OnnxTensor, start: int, stop: int, rows: int) -> Bytes:
-        """Bytes of rows [start, stop) of a tensor of `rows` rows, uint8 [rows, bytes of a row]."""
+        """Return the bytes of rows [start, stop) of a tensor of `rows` rows, uint8 [rows, bytes of
+        a row].
+        """
         width = (tensor.stop - tensor.start) // rows
         data = np.empty((stop - start, width), dtype=np.uint8)
         self._files[tensor.path].read_into(data, tensor.start + start * width)
@@ -285,7 +293,7 @@ class OnnxSource:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[rows, n] -> [rows, 2 n], low nibbles first."""
+    """Return [rows, n] as [rows, 2 n], low nibbles first."""
     codes = np.empty((*packed.shape, 2), dtype=np.uint8)
     np.bitwise_and(packed, 15, out=codes[:, :, 0])
     np.right_shift(packed, 4, out=codes[:, :, 1])

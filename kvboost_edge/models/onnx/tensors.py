@@ -1,10 +1,9 @@
-"""The values of ONNX tensors: floats of every width as float32, and the matrices that MatMulNBits
-multiplies by.
+"""Values of ONNX tensors: floats of any width as float32, and the matrices of MatMulNBits.
 
 MatMulNBits (com.microsoft) holds B as uint8 [N, blocks, block_size * bits / 8], low nibble first,
-where blocks = ceil(K / block_size); scales [N, blocks]; zero points, if any, [N, ceil(blocks * bits
-/ 8)] packed like the codes, or in the dtype of the scales. weight[n, k] = scale * (code - zero),
-zero = 2^(bits - 1) where none is given.
+where blocks = ceil(K / block_size); scales [N, blocks]; and optional zero points [N, ceil(blocks *
+bits / 8)], packed like the codes, or in the dtype of the scales. weight[n, k] = scale * (code -
+zero), with zero = 2^(bits - 1) by default.
 """
 
 from __future__ import annotations
@@ -48,10 +47,11 @@ _SMALL = 1 << 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OnnxMatrix:
-    """A matrix, or a vector, of the file. `shape` as torch has it: [outputs, inputs] or [size].
+    """A matrix, or a vector, of the file.
 
     Attributes:
-        bits: of a code; 0: the weights are floats.
+        shape: shape as in torch, [outputs, inputs] or [size].
+        bits: bits of a code; 0: the weights are floats.
         transposed: floats that the file holds as [inputs, outputs].
     """
 
@@ -65,7 +65,7 @@ class OnnxMatrix:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Number of blocks in a row."""
         return -(-self.shape[1] // self.block)
 
     @property
@@ -74,7 +74,7 @@ class OnnxMatrix:
 
     @property
     def label(self) -> str:
-        """What a person calls how it is stored."""
+        """Name of the storage format."""
         if not self.bits:
             return self.weight.dtype
         zeros = " with zero points" if self.zeros is not None else ""
@@ -88,9 +88,14 @@ def bit_matrix(
     scales: OnnxTensor,
     zeros: OnnxTensor | None,
 ) -> OnnxMatrix:
-    """The matrix of a MatMulNBits or GatherBlockQuantized. `size`: outputs, inputs, bits and block
-    size. ModelFormatError that begins with `where` for tensors that do not fit them, and for forms
-    that are not read.
+    """Return the matrix of a MatMulNBits or GatherBlockQuantized.
+
+    Args:
+        where: beginning of error messages.
+        size: outputs, inputs, bits and block size.
+
+    Raises:
+        ModelFormatError: the tensors do not fit the sizes, or the form is not supported.
     """
     outputs, inputs, bits, block = size
     if bits not in (4, 8):
@@ -127,7 +132,7 @@ def bit_matrix(
 
 
 def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> OnnxMatrix:
-    """A float tensor as a matrix or a vector."""
+    """Return a float tensor as a matrix or a vector."""
     if weight.dtype not in FLOATS or not 1 <= len(weight.shape) <= 2 or not weight.count:
         raise ModelFormatError(
             f"{where}: tensor {weight.name!r} is {weight.dtype} {weight.shape}, expected floats"
@@ -137,7 +142,7 @@ def float_matrix(where: str, weight: OnnxTensor, *, transposed: bool) -> OnnxMat
 
 
 def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
-    """A small tensor, floats as float32. ModelFormatError where it has more than `limit`
+    """Return a small tensor, floats as float32; raise ModelFormatError for more than `limit`
     elements.
     """
     if tensor.values is not None:
@@ -153,7 +158,7 @@ def read_whole(tensor: OnnxTensor, limit: int = _SMALL) -> npt.NDArray[Any]:
 
 
 def as_float32(dtype: str, data: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Bytes as numbers: float types become float32, integers stay."""
+    """Return bytes as numbers: float types become float32, integers stay."""
     stored = np.frombuffer(data, dtype=_STORED[dtype])
     if dtype == "BF16":
         return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -161,7 +166,7 @@ def as_float32(dtype: str, data: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[A
 
 
 def read_rows(tensor: OnnxTensor, start: int, stop: int) -> Floats:
-    """Rows [start, stop) of a float tensor of two dimensions."""
+    """Return rows [start, stop) of a two-dimensional float tensor."""
     width = tensor.shape[1] * DTYPE_BITS[tensor.dtype] // 8
     data = _bytes(tensor.path, tensor.start + start * width, tensor.start + stop * width)
     return as_float32(tensor.dtype, data).reshape(stop - start, tensor.shape[1])

@@ -1,8 +1,7 @@
-"""Protobuf's wire format, as far as ONNX files use it: fields with their numbers, never past the
-end of a message.
+"""Protobuf's wire format as ONNX files use it: numbered fields, never past the end of a message.
 
-Nothing is copied and nothing is nested here: a field that is a message or a string is a range of
-bytes, which its reader reads or passes over.
+Nothing is copied, and there is no recursion. A field that is a message or a string is a byte range,
+which the caller reads or skips.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _FLOAT = struct.Struct("<f")
 
 
 class ProtobufField(NamedTuple):
-    """One field: `value` of a varint, else bytes [start, stop) of the file."""
+    """A field: the `value` of a varint, or bytes [start, stop) of the file."""
 
     number: int
     wire: int
@@ -35,8 +34,10 @@ class ProtobufField(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Bytes [start, stop) of a file, read as a message. ModelFormatError names file and place of
-    what cannot be read; `what` is what it is, for messages.
+    """Bytes [start, stop) of a file, read as a message. ModelFormatError names file and position.
+
+    Attributes:
+        what: description of the message in errors.
     """
 
     data: mmap.mmap | bytes
@@ -46,7 +47,7 @@ class Message(NamedTuple):
     what: str
 
     def fields(self) -> Iterator[ProtobufField]:
-        """The fields in the order of the file."""
+        """Yield the fields in the order of the file."""
         at = self.start
         while at < self.stop:
             key, at = self._varint(at)
@@ -78,12 +79,12 @@ class Message(NamedTuple):
         )
 
     def inner(self, field: ProtobufField, what: str) -> Message:
-        """A field as a message."""
+        """Return a field as a message."""
         self._expect(field, _BYTES)
         return Message(self.data, self.path, field.start, field.stop, what)
 
     def text(self, field: ProtobufField, limit: int) -> str:
-        """A field as a string of at most `limit` bytes."""
+        """Return a field as a string of at most `limit` bytes."""
         self._expect(field, _BYTES)
         if field.stop - field.start > limit:
             raise self.error(
@@ -95,17 +96,17 @@ class Message(NamedTuple):
             raise self.error(f"has a text that is not UTF-8 at byte {field.start}") from error
 
     def number(self, field: ProtobufField) -> int:
-        """A varint as a signed integer of 64 bits."""
+        """Return a varint as a signed 64-bit integer."""
         self._expect(field, _VARINT)
         return _signed(field.value)
 
     def real(self, field: ProtobufField) -> float:
-        """A float of 4 bytes."""
+        """Return a float of 4 bytes."""
         self._expect(field, _FOUR)
         return float(_FLOAT.unpack_from(self.data, field.start)[0])
 
     def numbers(self, field: ProtobufField, limit: int) -> list[int]:
-        """A repeated integer, packed or one of many; at most `limit`."""
+        """Return a repeated integer, packed or one of many; at most `limit`."""
         if field.wire == _VARINT:
             return [_signed(field.value)]
         self._expect(field, _BYTES)
@@ -120,7 +121,7 @@ class Message(NamedTuple):
         return found
 
     def reals(self, field: ProtobufField, limit: int) -> list[float]:
-        """A repeated float, packed or one of many; at most `limit`."""
+        """Return a repeated float, packed or one of many; at most `limit`."""
         if field.wire == _FOUR:
             return [self.real(field)]
         self._expect(field, _BYTES)

@@ -1,6 +1,4 @@
-"""What becomes of the tensors of a quantized checkpoint in the packed formats, and how far that is
-from the file.
-"""
+"""Errors of converting a quantized checkpoint's tensors to packed formats."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ _INPUTS = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConversionError:
-    """How far a tensor of a type is from what the file says in a packed format: |difference| /
-    |tensor| in the Euclidean norm, 0 where it is taken over exactly.
+    """Relative error of a tensor in a packed format: |difference| / |tensor| in the Euclidean norm.
+
+    It is 0 for an exact conversion.
     """
 
     type: str
@@ -38,8 +37,8 @@ class ConversionError:
 
 
 def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionError:
-    """The error of a matrix in the packed format `kind`, measured on its first rows (up to 4 MB of
-    floats).
+    """Return the error of a matrix in the packed format `kind`, measured on its first rows (up to 4
+    MB of floats).
     """
     if FORMATS[kind].block_bytes:
         return ConversionError(source.type_of(name), kind, 0.0)  # the file's own bits
@@ -65,10 +64,12 @@ def conversion_error(source: WeightSource, name: str, kind: str) -> ConversionEr
 
 
 def log_conversions(plan: Sequence[PackEntry], source: WeightSource) -> None:
-    """One line for each (type in the file, packed format) of a quantized checkpoint that is not
-    exact: how many tensors, and the error of the first one. A tensor beside a wider one in one
-    matrix takes the wider one's format. Of those that are exact a line where they take more than
-    `_MUCH` times their bytes in the file; floats were asked for.
+    """Log a line for each inexact pair of file type and packed format of a quantized checkpoint.
+
+    A line states the number of tensors and the error of the first one. A tensor that shares a
+    matrix with a wider one takes the wider one's format. An exact conversion is logged if it takes
+    more than `_MUCH` times the file's bytes. Floats are not logged, because their format was chosen
+    by the caller.
     """
     if not is_quantized(source):
         return

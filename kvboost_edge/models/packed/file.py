@@ -1,12 +1,13 @@
-"""Packed weights: one file per (model, format) in the cache directory, mapped; or in memory alone.
+"""Packed weights: one memory-mapped file per (model, format) in the cache directory, or memory
+alone.
 
     8 bytes magic | u32 version | u32 header length | JSON header | sections, each at a multiple of
     64 | digest
 
-The header names the model's fingerprint, the format, and every section; the digest at the end,
-xxh3-128 over the xxh3-128 of every 8 MB, covers all bytes before it. A file is written under
-another name and renamed when complete. It is checked against its digest whenever its stamp (size,
-times, inode) is not that of the last check; a file that fails any check is written again.
+The header names the model's fingerprint, the format, and every section. The digest, xxh3-128 over
+the xxh3-128 of every 8 MB, covers all bytes before it. A file is written under another name and
+renamed when complete. It is checked against its digest whenever its stamp (size, times, inode)
+differs from that of the last check. A file that fails any check is written again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ Progress = Callable[[int, int], None]
 
 
 class Packable(Protocol):
-    """What packing asks of a model; `Checkpoint` answers."""
+    """Interface of a model that can be packed, implemented by `Checkpoint`."""
 
     path: Path
 
@@ -80,12 +81,12 @@ class Packable(Protocol):
     def fingerprint(self, *, cache_dir: Path | None = None) -> str: ...
 
     def changed_files(self) -> list[str]:
-        """Files that are no longer those the fingerprint was taken of."""
+        """Return the files that changed since the fingerprint was taken."""
         ...
 
 
 class PackedWeights:
-    """A mapped packed file, or its like in memory. Arrays and addresses are valid until `close`."""
+    """A mapped packed file, or the same in memory. Arrays and addresses are valid until `close`."""
 
     def __init__(self, mapped: mmap.mmap, sections: dict[str, tuple[int, int]]) -> None:
         self._mapped = mapped
@@ -96,24 +97,24 @@ class PackedWeights:
 
     @property
     def region(self) -> Region:
-        """Where all of it lies."""
+        """Memory region of all sections."""
         return Region(self._base, self.nbytes)
 
     def address(self, name: str) -> int:
-        """Address of a section, a multiple of 64; 0 if there is none."""
+        """Return the address of a section, a multiple of 64; 0 if it does not exist."""
         found = self._sections.get(name)
         return 0 if found is None else self._base + found[0]
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
-        """Bytes of a section (a view)."""
+        """Return the bytes of a section (a view)."""
         if self._data is None:
             raise ModelFormatError("the packed weights are closed")
         start, size = self._sections[name]
         return self._data[start : start + size]
 
     def close(self) -> None:
-        """Unmap the file, unless arrays of it are still in use; then it is unmapped with the last
-        of them.
+        """Unmap the file. If arrays of it are still in use, it is unmapped with the last of
+        them.
         """
         self._data = None
         with contextlib.suppress(BufferError):
@@ -121,7 +122,7 @@ class PackedWeights:
 
 
 class _Job(NamedTuple):
-    """What is packed."""
+    """Weights to be packed."""
 
     model: Packable
     plan: Sequence[PackEntry]
@@ -141,13 +142,18 @@ def load_packed(
     num_threads: int | None = None,
     progress: Progress | None = None,
 ) -> PackedWeights:
-    """The packed weights of a model, from the cache directory or packed now.
+    """Return the packed weights of a model, from the cache directory or packed now.
 
-    cache_dir: where they are kept; `NO_CACHE`, or one that cannot be written or is full: they are
-    packed into memory, the latter with a warning. progress: called with (bytes done, bytes in all)
-    while packing. num_threads: of packing; None: the machine's. Raises ModelFormatError where the
-    checkpoint does not fit the plan, holds weights that the format cannot hold or changes
-    meanwhile, CapacityError where the system refuses the memory.
+    Args:
+        cache_dir: directory of packed files. With `NO_CACHE`, or if it is not writable or full,
+            weights are packed into memory; the latter is logged as a warning.
+        progress: called with (bytes done, total bytes) while packing.
+        num_threads: threads for packing; None: all of the machine's.
+
+    Raises:
+        ModelFormatError: the checkpoint does not fit the plan, holds weights that the format cannot
+            represent, or changes meanwhile.
+        CapacityError: the system refuses the memory.
     """
     fingerprint = model.fingerprint(
         cache_dir=cache_dir
@@ -181,15 +187,13 @@ def load_packed(
 
 
 def packed_path(fingerprint: str, weights: str, cache_dir: Path | None = None) -> Path:
-    """Where the packed weights of a model are kept in a format."""
+    """Return the path of a model's packed weights in a format."""
     directory = (cache_dir if cache_dir is not None else cache_directory()) / "packed"
     return directory / f"{fingerprint[:40]}-{weights}.kvpack"
 
 
 def free_bytes(directory: Path) -> int:
-    """Room on the disk of a directory that may not be there yet; 0 where the system does not
-    tell.
-    """
+    """Return the free disk space for a directory that may not exist yet; 0 if unknown."""
     for path in (directory, *directory.parents):
         if path.is_dir():
             try:
@@ -200,7 +204,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def _pack_into_memory(job: _Job) -> PackedWeights:
-    """Pages of no file, private to this process."""
+    """Pack into anonymous memory that is private to this process."""
     size = _size(job.header)
     try:
         if sys.platform == "win32":
@@ -221,8 +225,8 @@ def _pack_into_memory(job: _Job) -> PackedWeights:
 
 
 def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeights:
-    """Written under another name, read back, and renamed. OSError where the directory cannot be
-    written.
+    """Write the file under another name, verify and rename it; OSError if the directory is not
+    writable.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_dir():
@@ -245,9 +249,7 @@ def _pack_into_file(job: _Job, path: Path, cache_dir: Path | None) -> PackedWeig
 
 
 def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> PackedWeights:
-    """The file just written, or what another process that packed the same has put in its place
-    since.
-    """
+    """Return the file just written, or the equal one of another process that replaced it."""
     with open(path, "rb") as file:
         stamp = FileStamp.of_open(file, path)
         if (stamp.inode, stamp.modified_ns, stamp.size) == (own.inode, own.modified_ns, own.size):
@@ -262,8 +264,9 @@ def _take(path: Path, own: FileStamp, job: _Job, cache_dir: Path | None) -> Pack
 
 
 def _header(plan: Sequence[PackEntry], fingerprint: str, weights: str) -> bytes:
-    """The bytes before the first section: they depend on the plan alone, so an old file is known by
-    comparing them.
+    """Return the bytes before the first section.
+
+    They depend on the plan alone, so an old file is recognized by comparing them.
     """
     sections: dict[str, tuple[int, int]] = {}
     offset = 0
@@ -294,16 +297,14 @@ def _size(header: bytes) -> int:
 
 
 def _facts(name: str) -> dict[str, Any]:
-    """What is remembered of a sound file: the version that checked it, and whose weights it
-    holds.
-    """
+    """Return the stored facts about a valid file: the version that checked it, and its model."""
     return {"packed": PACKED_VERSION, **({MODEL_FACT: name} if name else {})}
 
 
 def _open_checked(
     path: Path, header: bytes, cache_dir: Path | None, name: str = ""
 ) -> PackedWeights | None:
-    """The file if it is there, of this header, and sound."""
+    """Return the file if it exists, has this header, and is valid."""
     try:
         with open(path, "rb") as file:
             stamp = FileStamp.of_open(file, path)
@@ -346,7 +347,7 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 
 def _places(header: bytes) -> dict[str, tuple[int, int]]:
-    """Where each section begins in the file, and its bytes."""
+    """Return the offset and size of each section in the file."""
     sections = _fields(header)["sections"]
     return {name: (len(header) + start, size) for name, (start, size) in sections.items()}
 
@@ -357,8 +358,9 @@ def _map(file: IO[bytes], header: bytes) -> PackedWeights:
 
 
 def _write(file: IO[bytes], job: _Job, path: Path) -> None:
-    """Header, sections, and the digest of what is read back. Gaps between sections are holes, which
-    read as zeros.
+    """Write header, sections, and the digest of the data read back.
+
+    Gaps between sections are holes, which read as zeros.
     """
     size = _size(job.header)
     target = FileAt(file)
@@ -386,8 +388,9 @@ def _write(file: IO[bytes], job: _Job, path: Path) -> None:
 
 
 def _pack(job: _Job, put: Callable[[int, npt.NDArray[np.uint8]], None], target: str) -> None:
-    """Pack all entries and `put` them and the header where they belong, a few megabytes at a time,
-    in any order and on several threads at once.
+    """Pack all entries, and `put` them and the header at their offsets.
+
+    This happens a few megabytes at a time, in any order and on several threads.
     """
     total = _size(job.header)
     places = _places(job.header)

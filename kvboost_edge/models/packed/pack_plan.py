@@ -1,5 +1,6 @@
-"""From a model's spec and a weight format to the list of packed entries: which tensors, in which
-format, how large.
+"""Pack plan: the list of packed entries for a model's spec and a weight format.
+
+Each entry names its tensors, format and size.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _WIDENING = tuple(name for name, form in FORMATS.items() if not form.is_float)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackEntry:
-    """One packed thing: a matrix made of `parts` one below the other, or a vector of float32 made
-    of parts.
+    """A packed matrix made of stacked `parts`, or a float32 vector made of concatenated parts.
 
     Attributes:
-        parts: (tensor name, rows) each; inputs: columns, 0 for a vector.
+        parts: pairs of (tensor name, rows).
+        inputs: columns; 0 for a vector.
         kind: one of `FORMATS`, or "vector".
-        offset: added to a vector's values.
+        offset: amount added to a vector's values.
     """
 
     name: str
@@ -74,8 +75,8 @@ class PackEntry:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Bytes of the codes (or floats), scales and minima; a vector is padded to a multiple of 32
-        with zeros.
+        """Bytes of the codes (or floats), scales and minima; vectors are zero-padded to a multiple
+        of 32.
         """
         if self.kind == VECTOR:
             return -(-self.rows // 32) * 32 * 4, 0, 0
@@ -83,18 +84,19 @@ class PackEntry:
 
     @property
     def sections(self) -> tuple[tuple[str, int], ...]:
-        """Names and bytes of the entry's sections in a packed file."""
+        """Names and sizes of the entry's sections in a packed file."""
         names = (self.name, f"{self.name}.scales", f"{self.name}.minima")
         return tuple((name, size) for name, size in zip(names, self.sizes, strict=True) if size)
 
 
 def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None) -> list[PackEntry]:
-    """Entries of a model in the order of use. A tied head is the entry "embed" itself.
+    """Return the entries of a model in the order of use. A tied head is the entry "embed" itself.
 
-    weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8. Or
-    STORED, for a `source` that is quantized: each matrix keeps the format of its tensors; one made
-    of several takes the widest of theirs, but queries, keys and values in different formats
-    that share a panel become several entries, see `run_name`.
+    Args:
+        weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8.
+            Or STORED, for a quantized `source`: each matrix keeps the format of its tensors. A
+            matrix of several tensors takes the widest of their formats. Queries, keys and values in
+            different formats that share a panel become several entries, see `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -109,7 +111,7 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
 
 
 def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
-    """List the entries in a format that is the same for all matrices of a kind."""
+    """Return the entries in a format that is the same for all matrices of a kind."""
     outer = "int8" if FORMATS[weights].bits < 8 else weights
     vocab = (("model.embed_tokens.weight", spec.vocab_size),)
     plan = [PackEntry("embed", outer, vocab, spec.hidden_size)]
@@ -134,29 +136,29 @@ def _entries(spec: ModelSpec, weights: str) -> list[PackEntry]:
 
 
 def is_quantized(source: WeightSource) -> bool:
-    """Whether any tensor of the checkpoint is stored quantized."""
+    """Return whether any tensor of the checkpoint is stored quantized."""
     return any(source.kind(name) is not None for name in source.names())
 
 
 def holds_exactly(kind: str, stored: str | None) -> bool:
-    """Whether the packed format `kind` holds a tensor whose own is `stored` (None: floats) as it
-    is.
+    """Return whether the packed format `kind` represents tensors of format `stored` (None: floats)
+    exactly.
     """
     return stored is not None and kind in (stored, *FORMATS[stored].exact_in)
 
 
 def plan_bytes(plan: Sequence[PackEntry]) -> int:
-    """Bytes of all sections: what the packed weights take in memory."""
+    """Return the size of all sections, which is the memory that the packed weights take."""
     return sum(size for entry in plan for size in entry.sizes)
 
 
 def kinds_of(plan: Sequence[PackEntry]) -> set[int]:
-    """Kinds of the matrices, as the kernels number them."""
+    """Return the kinds of the matrices, in the kernels' numbering."""
     return {FORMATS[entry.kind].kind for entry in plan if entry.kind != VECTOR}
 
 
 def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
-    """What to call the weights of a plan: the format asked for, or the formats that STORED came to
+    """Return the name of a plan's weights: the requested format, or those of STORED
     ("int4+int8").
     """
     if weights != STORED:
@@ -167,7 +169,7 @@ def plan_label(plan: Sequence[PackEntry], weights: str) -> str:
 
 
 def run_name(name: str, index: int) -> str:
-    """The name of entry `index` of a matrix that is several: runs of its rows in a format each."""
+    """Return the name of entry `index` of a matrix split into runs of rows with a format each."""
     return name if index == 0 else f"{name}+{index}"
 
 
@@ -192,8 +194,9 @@ def _as_stored(entry: PackEntry, source: WeightSource) -> list[PackEntry]:
 
 
 def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
-    """Neighbouring tensors of one format each; the matrices read the same inputs, which these
-    formats take alike.
+    """Return an entry for each run of neighbouring tensors with one format.
+
+    The matrices read the same inputs, in a layout that these formats share.
     """
     runs: list[PackEntry] = []
     for kind, part in zip(kinds, entry.parts, strict=True):
@@ -206,10 +209,10 @@ def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
 
 
 def _widest(kinds: set[str], *, in_tiles: bool) -> str:
-    """The narrowest format that holds all of them; int8 does it with an error where nothing else is
-    common.
+    """Return the narrowest format that represents all of them, or int8 (inexact) if there is none.
 
-    in_tiles: whether every tensor starts with a tile.
+    Args:
+        in_tiles: every tensor starts with a tile.
     """
     formats = [kind for kind in _WIDENING if in_tiles or not FORMATS[kind].table]
     holding = (wide for wide in formats if all(holds_exactly(wide, kind) for kind in kinds))
@@ -221,8 +224,8 @@ def _vector(spec: ModelSpec, name: str, tensor: str, count: int) -> PackEntry:
 
 
 def row_tables(spec: ModelSpec) -> list[PackEntry]:
-    """What is read from the checkpoint row by row as tokens come, and never packed; `kind` has no
-    meaning.
+    """Return the tables read row by row from the checkpoint, never packed; their `kind` is
+    unused.
     """
     if spec.per_layer is None:
         return []
@@ -291,8 +294,8 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
 def _experts_plan(
     spec: ModelSpec, experts: Experts, kind: str, source: str, to: str
 ) -> list[PackEntry]:
-    """The router, and the matrices of all experts as one each: an expert's rows behind those of the
-    one before.
+    """Return the router, and one matrix of all experts for each projection, with their rows in
+    order.
     """
     names = experts.names
     hidden = spec.hidden_size
@@ -328,8 +331,9 @@ def _experts_plan(
 
 
 def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], ...], int, bool]]:
-    """What a layer with a state has as others have "qkv" and "out": the inputs of its mixer, which
-    all read the same rows, and the way back.
+    """Return the projections of a recurrent layer, in place of "qkv" and "out" of other layers.
+
+    They are the mixer's inputs, which all read the same rows, and its output.
     """
     (mixer, names) = spec.named_mixer
     hidden = spec.hidden_size
@@ -343,8 +347,10 @@ def _mixer_matrices(spec: ModelSpec) -> list[tuple[str, tuple[tuple[str, int], .
 
 
 def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
-    """What is small of a mixer: its gates, which are floats as routers are, the taps of its
-    convolution from the oldest input on, [taps + 1, channels], and vectors.
+    """Return the small tensors of a mixer.
+
+    They are its gates (floats, like routers), the taps of its convolution from the oldest input on,
+    [taps + 1, channels], and vectors.
     """
     mixer, names = spec.named_mixer
     normed = mixer.value_dim * (mixer.value_heads if mixer.norm_groups else 1)
@@ -371,9 +377,7 @@ def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
 
 
 def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
-    """The tensors whose rows are a layer's queries, keys and values, those of them that it
-    computes.
-    """
+    """Return the tensors of the queries, keys and values that a layer computes, with their rows."""
     layer = spec.layers[index]
     q_rows = spec.num_heads * layer.head_dim
     kv_rows = layer.num_kv_heads * layer.head_dim
@@ -396,8 +400,11 @@ def _named(
 
 
 def _norm_names(spec: ModelSpec, *, mixes: bool, mlp: bool) -> dict[str, str]:
-    """Norms of a layer: where they stand -> what the checkpoint calls them. mixes, mlp: whether
-    something in it mixes tokens, and whether something is behind that.
+    """Return the checkpoint's names of a layer's norms by their position.
+
+    Args:
+        mixes: the layer mixes tokens.
+        mlp: the layer has an MLP after that.
     """
     found = _all_norm_names(spec)
     return {to: name for to, name in found.items() if (mixes if to.startswith("attn_") else mlp)}
@@ -421,8 +428,9 @@ def _all_norm_names(spec: ModelSpec) -> dict[str, str]:
 def check_tensors(
     plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
 ) -> None:
-    """Every tensor of the plan, and of the tables that are not packed, is there with its shape, and
-    the checkpoint has no weights that are not used.
+    """Raise ModelFormatError unless the checkpoint has exactly the tensors of plan and tables.
+
+    Every tensor must have its shape, and no weights may be unused.
     """
     used = set()
     for entry in (*plan, *tables):
@@ -457,8 +465,9 @@ def check_tensors(
 
 
 def _is_of_sharing_layer(name: str, used: set[str]) -> bool:
-    """Whether a tensor makes keys and values of a layer that attends to another's: files have them
-    all the same.
+    """Return whether a tensor belongs to the KV projections of a layer that shares another's KV.
+
+    Files contain them although they are unused.
     """
     layer, _, rest = name.partition(".self_attn.")
     return (

@@ -1,9 +1,8 @@
-"""The bytes of packed entries as a stream: rows are read and packed a few megabytes at a time, on
-several threads.
+"""Stream of packed entries: rows are read and packed a few megabytes at a time, on several threads.
 
-Tensors that are stored quantized keep their codes wherever the entry's format holds them exactly;
-everything else is quantized from float32. Weights that a format cannot hold, NaN and infinity among
-them, raise ModelFormatError.
+Quantized tensors keep their codes if the entry's format represents them exactly. Everything else is
+quantized from float32. Weights that a format cannot represent, including NaN and infinity, raise
+ModelFormatError.
 """
 
 from __future__ import annotations
@@ -52,7 +51,11 @@ Floats = npt.NDArray[np.float32]
 def packing_entries(
     plan: Sequence[PackEntry], source: WeightSource, tables: Sequence[PackEntry] = ()
 ) -> list[KernelEntry]:
-    """The entries, those that take longest to compile first. `tables`: what is read row by row."""
+    """Return the kernel entries, slowest to compile first.
+
+    Args:
+        tables: tables that are read row by row.
+    """
     found = set()
     for entry in plan:
         if entry.kind == VECTOR:
@@ -73,7 +76,7 @@ def packing_entries(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EntryRows:
-    """Rows [start, stop) of an entry; all but an entry's last piece hold whole tiles."""
+    """Rows [start, stop) of an entry. All pieces but an entry's last hold whole tiles."""
 
     entry: PackEntry
     start: int
@@ -85,7 +88,7 @@ class EntryRows:
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
-        """The tensors that the rows come from, with their own first and last row."""
+        """Tensors of the rows, each with its first and last row."""
         found = []
         first = 0
         for tensor, rows in self.entry.parts:
@@ -98,7 +101,9 @@ class EntryRows:
 
 
 def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[EntryRows]:
-    """The entries in order, cut into pieces. Pieces end where a tensor does if a tile does too."""
+    """Yield the entries in order, cut into pieces. A piece ends at a tensor's end if a tile does
+    too.
+    """
     piece_bytes = _piece_bytes(num_threads)
     for entry in plan:
         if entry.kind == VECTOR:
@@ -126,10 +131,12 @@ def _piece_bytes(num_threads: int) -> int:
 
 
 def packing_bytes(num_threads: int) -> int:
-    """Memory that packing takes at most beside the packed weights, whatever the sizes of tensors:
-    one that holds all experts of a layer is read a few megabytes at a time, too. Vectors are small,
-    and packed whole. Not counted are matrices of experts whose rows are columns in the file
-    (gpt-oss's as floats): two are kept whole as float32, beside the one that is read.
+    """Return the most memory that packing takes in addition to the packed weights.
+
+    It does not depend on tensor sizes: even a tensor of all experts of a layer is read a few
+    megabytes at a time. Vectors are small and packed whole. Not counted are expert matrices that
+    the file holds transposed (gpt-oss's as floats). Two of these are held whole as float32, in
+    addition to the one that is read.
     """
     waiting = _PIECES_PER_THREAD * num_threads + 1
     return _BASE_BYTES + (waiting + _WORKING_PIECES * num_threads) * _piece_bytes(num_threads)
@@ -141,9 +148,11 @@ def pack_stream(
     num_threads: int,
     put: Callable[[EntryRows, PackedRows], None] | None = None,
 ) -> Iterator[tuple[EntryRows, PackedRows]]:
-    """All pieces of a plan in order with their bytes. put: called with each on the thread that
-    packed it, in any order, before it is handed out: writing on one thread would be a third of the
-    time on two cores.
+    """Yield all pieces of a plan in order with their bytes.
+
+    Args:
+        put: called with each piece on the thread that packed it, in any order, before it is
+            yielded. Writing on one thread would take a third of the time on two cores.
     """
 
     def pack(piece: EntryRows) -> PackedRows:
@@ -175,15 +184,16 @@ def _next(
 
 
 def read_rows(piece: EntryRows, source: WeightSource) -> Floats:
-    """The rows as float32, parts one below the other; a vector's one behind the other.
-    ModelFormatError for weights that the entry's format cannot hold.
+    """Return the rows as float32, with matrix parts stacked and vector parts concatenated.
+
+    Raises ModelFormatError for weights that the entry's format cannot represent.
     """
     rows = [_checked(source, *part, piece.entry.kind) for part in piece.parts]
     return _joined(rows)
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """The parts one below the other; one alone, as nearly always, is not copied."""
+    """Return the stacked parts; a single part, the usual case, is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -253,7 +263,7 @@ def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str
 
 
 def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> QuantRows:
-    """Quantized rows as they are, in a format that holds them exactly."""
+    """Return quantized rows unchanged, in a format that represents them exactly."""
     rows = source.quant_rows(tensor, start, stop)
     if rows.kind != kind:
         rows = _widened(rows, kind)
@@ -266,7 +276,7 @@ def _stored(source: WeightSource, tensor: str, start: int, stop: int, kind: str)
 
 
 def _widened(rows: QuantRows, kind: str) -> QuantRows:
-    """Rows in another format that holds them exactly."""
+    """Return rows in another format that represents them exactly."""
     stored = FORMATS[rows.kind]
     form = FORMATS[kind]
     rows = rows._replace(kind=kind)
@@ -284,14 +294,14 @@ def _widened(rows: QuantRows, kind: str) -> QuantRows:
 
 
 def _with_fifth_bits(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Blocks of Q4_K as blocks of Q5_K, whose fifth bits, 32 bytes behind the scales, are 0."""
+    """Return Q4_K blocks as Q5_K blocks, with zeros as fifth bits (32 bytes after the scales)."""
     blocks = codes.reshape(-1, FORMATS["q4k"].block_bytes)
     none = np.zeros((len(blocks), BLOCK_WEIGHTS // 8), dtype=np.uint8)
     return np.concatenate([blocks[:, :16], none, blocks[:, 16:]], axis=1).reshape(len(codes), -1)
 
 
 def _unpacked(packed: PackedRows, rows: int, inputs: int, kind: str) -> QuantRows:
-    """Packed rows as rows again, so that they can stand in one tile with others."""
+    """Return packed rows as plain rows, so that they can share a tile with others."""
     form = FORMATS[kind]
     signed = unpack_codes(packed.codes, rows, inputs, form.bits)[:rows, :inputs]
     codes = (signed.astype(np.int16) + (1 << form.bits - 1)).astype(np.uint8)

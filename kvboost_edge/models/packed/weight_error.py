@@ -1,4 +1,4 @@
-"""How far packed weights are from those of the checkpoint, tensor by tensor."""
+"""Error of packed weights against the checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ __all__ = ["MatrixError", "WeightReport", "measure_plan", "weight_error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixError:
-    """One packed matrix: `kind` is its packed kind, `nbytes` what it takes packed.
+    """Error of one packed matrix.
 
-    error, energy: sums of (weight - packed weight)^2 and of weight^2
-    largest        the greatest |weight - packed weight|
+    Attributes:
+        kind: packed format.
+        nbytes: packed size in bytes.
+        error: sum of (weight - packed weight)^2.
+        energy: sum of weight^2.
+        largest: largest |weight - packed weight|.
     """
 
     name: str
@@ -50,8 +54,10 @@ class MatrixError:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightReport:
-    """All matrices of a model in a weight format. `nbytes`: of the packed sections, vectors
-    included.
+    """Errors of all matrices of a model in a weight format.
+
+    Attributes:
+        nbytes: size of the packed sections, including vectors.
     """
 
     weights: str
@@ -70,14 +76,14 @@ class WeightReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Packed bits of the matrices, scales and minima included, for each of their weights."""
+        """Packed bits per weight of the matrices, including scales and minima."""
         return (
             8 * sum(m.nbytes for m in self.matrices) / sum(m.rows * m.inputs for m in self.matrices)
         )
 
     @property
     def worst(self) -> MatrixError:
-        """The matrix of the largest relative error."""
+        """Matrix with the largest relative error."""
         return max(self.matrices, key=lambda matrix: matrix.relative)
 
 
@@ -86,9 +92,13 @@ def weight_error(
 ) -> WeightReport:
     """Pack a model's matrices in memory and compare each with the checkpoint's weights, in float64.
 
-    weights: as in `pack_plan`. progress: called with (bytes packed, bytes in all). Raises
-    ModelFormatError for models the native runner does not know and for weights the format cannot
-    hold.
+    Args:
+        weights: as in `pack_plan`.
+        progress: called with (bytes packed, total bytes).
+
+    Raises:
+        ModelFormatError: the native runner does not support the model, or the format cannot
+            represent a weight.
     """
     with model.open_source() as source:
         spec = describe_model(model.config)
@@ -104,7 +114,7 @@ def measure_plan(
     *,
     progress: Progress | None = None,
 ) -> WeightReport:
-    """The report of a plan; `weights` is its name only."""
+    """Return the report of a plan; `weights` is only its name."""
     matrices = [entry for entry in plan if entry.kind != VECTOR]
     total = sum(sum(entry.sizes) for entry in matrices)
     done = 0
