@@ -1,9 +1,9 @@
 """Ahead-of-time compilation of kernels in child processes.
 
 The compiler takes about 200 MB that a process never returns to the system. So child processes
-compile, one entry each at a time, and this process loads the machine code from disk. A child is
-`python -m kvboost_edge.kernels.aot`: it reads names of entries, one per line, and prints each name
-when its machine code is on disk.
+compile, and this process loads the machine code from disk. A child is `python -m
+kvboost_edge.kernels.aot`: it reads names of entries, one per line, and prints each name when its
+machine code is on disk.
 """
 
 from __future__ import annotations

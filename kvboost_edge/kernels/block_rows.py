@@ -157,10 +157,10 @@ def _three(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _groups(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode blocks of 32: scale, minimum (Q4_1, Q5_1), 4 bytes of fifth bits (Q5_0, Q5_1),
-    nibbles.
+    """Decode blocks of 32 (Q4_0, Q4_1, Q5_0, Q5_1).
 
-    The low nibbles of the 16 bytes come first.
+    A block is a float16 scale, a float16 minimum (Q4_1, Q5_1), 4 bytes of fifth bits (Q5_0, Q5_1),
+    and 16 bytes of nibbles, the low ones first.
     """
     has_minimum = kind in (_Q4_1, _Q5_1)
     has_fifths = kind in (_Q5_0, _Q5_1)
@@ -218,9 +218,7 @@ def _scaled_twice(block: Bytes, halves: Floats, out: Floats) -> None:
 
 @kernel
 def _six(block: Bytes, halves: Floats, out: Floats) -> None:
-    """Decode a Q6_K block: 128 bytes of low 4 bits, 64 of high 2 bits, 16 signed factors of the
-    scale.
-    """
+    """Decode a Q6_K block: 128 bytes of low 4 bits, 64 of high 2 bits, 16 signed scales."""
     scale = _half(block, 208, halves)
     for group in range(8):
         low = block[64 * (group >> 2) + 32 * (group & 1) :]

@@ -51,9 +51,7 @@ class KernelEntry:
 
     @property
     def address(self) -> int:
-        """Address of the machine code for `caller`, valid until the process ends; compiles if
-        needed.
-        """
+        """Address of the machine code for `caller`, compiled if needed; valid until exit."""
         self.compile()
         result = self._kernel.overloads[self.arguments]
         return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))

@@ -134,9 +134,7 @@ def on_first_compilation(tell: Callable[[], None] | None) -> None:
 
 
 def kernel(function: _Function) -> _Function:
-    """Compile without the GIL, with NumPy's division semantics and without fastmath; cached on
-    disk.
-    """
+    """Compile without the GIL and fastmath, with NumPy's division; cache on disk."""
     # With fastmath, LLVM may fuse or reorder additions depending on context: a row's bits would
     # differ between a batch of one and a batch of many. Kernels write fused multiply-adds
     # explicitly.

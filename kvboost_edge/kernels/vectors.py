@@ -5,7 +5,8 @@ bit-identical on all of them: every multiply-add is an explicit `llvm.fma`, ever
 fixed order, and nothing depends on auto-vectorization.
 
 The `emit_*` functions write IR at the position of a builder. The intrinsics at the end are called
-by kernels. Addresses are int64, in bytes.
+by kernels. Addresses are int64, in bytes. Loads and stores assume the alignment of an element, not
+of a vector.
 """
 
 from __future__ import annotations
@@ -86,9 +87,7 @@ def emit_store(b: Builder, value: Value, address: Value) -> None:
 
 
 def emit_scratch(b: Builder, size: int) -> Value:
-    """Reserve `size` bytes of the kernel's stack, aligned to 64, uninitialized; return the
-    address.
-    """
+    """Return the address of `size` bytes of the kernel's stack, aligned to 64, uninitialized."""
     # `cgutils.alloca_once` would fill them with zeros on every call of the kernel, 65 ns for 20 KB.
     with b.goto_entry_block():
         place = b.alloca(ir.ArrayType(ir.IntType(8), size))
@@ -310,9 +309,7 @@ def address_of(typing: Any, array: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing: Any, address: Any, amount: Any) -> Any:
-    """Add atomically to the int64 at a byte address and return its previous value
-    (acquire-release).
-    """
+    """Add to the int64 at a byte address and return its previous value (acquire-release)."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         pointer = b.inttoptr(arguments[0], I64.as_pointer())

@@ -170,7 +170,7 @@ class Runner(Protocol):
 
     @property
     def moved_keys_refusal(self) -> str | None:
-        """Reason against using keys at other positions than they were computed at, or None.
+        """Reason why keys cannot be used at other positions, or None.
 
         It is final once a backend is bound.
         """

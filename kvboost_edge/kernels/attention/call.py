@@ -79,8 +79,10 @@ class AttentionCall(NamedTuple):
         keys: address of the pool's keys.
         values: address of the pool's values.
         sinks: float32 [num_q_heads], or [0] for none.
-        partials: float32 [num_partials * num_kv_heads, state_floats], states of split partitions.
-        scratch: float32 [num_threads, scratch_floats]; a thread takes a row when it joins.
+        partials: float32 [num_partials * num_kv_heads, state_floats], states of split partitions,
+            aligned to 64 bytes.
+        scratch: float32 [num_threads, scratch_floats], aligned to 64 bytes; a thread takes a row
+            when it joins.
         counters: int64; see NUM_COUNTERS.
         cu_seqlens_q: int32, as in `PagedBatch`.
         seq_lens: int32, as in `PagedBatch`.
@@ -165,7 +167,7 @@ class Unit(NamedTuple):
     [padded_rows], totals [padded_rows].
 
     Attributes:
-        sequence: sequence in the batch.
+        sequence: index of the sequence in the batch.
         first_index: entry of the block table that holds the tokens from `shift` on.
         shift: position of slot 0 of that entry.
         whole: 0; or `high` if the rows' own tokens are in another segment: then all rows see all

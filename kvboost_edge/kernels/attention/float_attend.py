@@ -3,7 +3,8 @@
 Online softmax (Milakov and Gimelshein, 2018) over tiles of 64 tokens, as in FlashAttention-2 (Dao,
 2023). Partitions of 512 tokens are merged by their log-sum-exp, as in Flash-Decoding; see
 units.py. Tiles and partitions are at absolute positions. The query heads of a KV head read its KV
-together. Decode is bound by reading KV from memory, prefill by fma throughput.
+together. Decode is bound by reading KV from memory, prefill by fma throughput;
+benchmarks/bench/bench_kernels.py compares decode with the bandwidth of a plain read.
 
 A strip of 16 tokens is read in place if it is float32, complete, and head_dim is a multiple of 16.
 For few rows, a complete float16 tile is also read in place. Any other strip is staged: widened to

@@ -51,6 +51,8 @@ _ITEMS_PER_THREAD = 4
 class KVPool(NamedTuple):
     """KV of one layer in float32, float16 or bfloat16 (as uint16 bit patterns).
 
+    The arrays are C-contiguous. Backends allocate them with `aligned_empty`.
+
     Attributes:
         keys: [num_blocks, num_kv_heads, head_dim, block_size]; a vector lane is a token.
         values: [num_blocks, num_kv_heads, block_size, head_dim]; a vector lane is a channel.
@@ -135,7 +137,7 @@ class Item(NamedTuple):
     It attends to all partitions that its rows see; if the tile is split, to one of them.
 
     Attributes:
-        sequence: sequence in the batch.
+        sequence: index of the sequence in the batch.
         first_row: first query token, counted from the sequence's first one in the batch.
         num_rows: query tokens.
         first_partition: first partition of the item, in one segment of the sequence's blocks.

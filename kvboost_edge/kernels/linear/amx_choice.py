@@ -69,9 +69,10 @@ class AmxChoice(NamedTuple):
 
 @functools.cache
 def amx_choice() -> AmxChoice:
-    """Decide once per process, by a trial of a few milliseconds.
+    """Return whether to use AMX, with the reason.
 
-    The trial's two kernels are compiled or loaded first.
+    A trial of a few milliseconds decides once per process. Its two kernels are compiled or loaded
+    first.
     """
     if not has_tile_registers():
         return AmxChoice(False, "kernels are compiled without AMX")

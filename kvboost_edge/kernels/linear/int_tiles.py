@@ -6,6 +6,7 @@ and one float epilogue adds the groups in order. So an output depends on its row
 not on the tokens or tiles of the call.
 
 Decode (1 token) is bound by reading the weights from memory, prefill by the rate of dot products.
+benchmarks/bench/bench_linear.py compares decode with a plain read of the same bytes.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ Scales are float16 [tile][group][16], and so are minima. Block formats (256 inpu
 
 The products d * scale and dmin * minimum are exact in float32. A table is 16 signed bytes per tile
 instead of minima: rows of one matrix may have different tables.
+
+Packed files align the codes, scales and minima of each matrix to 64 bytes.
 """
 
 from __future__ import annotations
@@ -176,6 +178,8 @@ class WeightFormat:
         return -(-groups >> self.minima_log) * self.minima_size
 
 
+# int4 holds Q4_0 exactly; int4-asym holds Q4_1, AWQ (Lin et al., 2023) and asymmetric GPTQ; int4t
+# holds IQ4_NL, and IQ4_XS and MXFP4 with scales as float16; q4k, q5k and q6k hold GGUF's k-quants.
 # From narrow to wide: a matrix of several tensors takes the first format that holds all of them.
 # More initial scales or rounds reduce the error by less than 1%.
 FORMATS = {

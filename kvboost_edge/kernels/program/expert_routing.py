@@ -116,9 +116,8 @@ def _wanted(scores: int, bias: int, index: int) -> Any:
 def _choose(scores: int, bias: int, experts: int, used: int, chosen: int) -> bool:
     """Write the `used` experts with the largest scores, ascending, to `chosen`.
 
-    Of equal scores, the lower expert number is chosen.
-
-    If a score is NaN, write the first experts and return False.
+    Of equal scores, the lower expert number is chosen. If a score is NaN, write the first experts
+    and return False.
     """
     for index in range(experts):
         number = _wanted(scores, bias, index)

@@ -347,13 +347,13 @@ class CapOp(NamedTuple):
 
 
 class ContinueOp(NamedTuple):
-    """Quantized pool: copy blocks that this pass continues, before KV is written."""
+    """Copy of the blocks of a quantized pool that this pass continues, before KV is written."""
 
     layer: int
 
 
 class CloseOp(NamedTuple):
-    """Quantized pool: quantize completed blocks, after KV is written."""
+    """Quantization of completed blocks of a quantized pool, after KV is written."""
 
     layer: int
 

@@ -41,11 +41,11 @@ class CodeLayout(NamedTuple):
         dim: head_dim rounded up to a multiple of 16.
         k_bits: bits of keys, 8 or 4.
         v_bits: bits of values, 8 or 4.
-        key_zeros: offset of the section.
-        key_steps: offset of the section.
-        values: offset of the value codes.
-        value_scales: offset of the section.
-        value_middles: offset of the section, present with 4 bits only.
+        key_zeros: byte offset of the key zeros.
+        key_steps: byte offset of the key steps.
+        values: byte offset of the value codes.
+        value_scales: byte offset of the value scales.
+        value_middles: byte offset of the value middles, which exist with 4 bits only.
         nbytes: bytes in total, a multiple of 64.
     """
 

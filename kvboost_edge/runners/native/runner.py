@@ -177,7 +177,7 @@ class NativeRunner:
             num_threads: threads of the kernels.
             block_size: tokens of a KV block.
             kv_bits: (bits of keys, bits of values) in the pool.
-            cache_dir: directory of packed weights; None: none.
+            cache_dir: directory of packed weights; None: the default; NO_CACHE: only in memory.
             progress: called with (bytes done, bytes in total).
 
         Raises:

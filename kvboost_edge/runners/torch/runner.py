@@ -138,7 +138,7 @@ class TorchRunner:
 
     @property
     def turning_refusal(self) -> str | None:
-        """Why no backend can use the model's keys at other positions; None if one can."""
+        """Reason why no backend can use the model's keys at other positions, or None."""
         if self._turning.refusal is not None:
             return f"{self._kind}: {self._turning.refusal}; use runner='native'"
         return None
