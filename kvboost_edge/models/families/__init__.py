@@ -1,1 +1,1 @@
-"""Model families, a file for each: flags, config, GGUF names and notes; and shared code."""
+"""Model families, one file each: config, flags, GGUF names, notes; and code that they share."""

@@ -1,4 +1,4 @@
-"""Families that differ from Llama by flags only, and those that the torch runner alone computes."""
+"""Families that differ from Llama by flags only, and families for the torch runner only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Falcon-H1: each layer attends and keeps a state of the same inputs, and numbers of the config
-multiply what goes into its parts and what comes out of them.
+"""Falcon-H1: Mamba2 and attention in parallel in each layer, with multipliers on their inputs and
+outputs.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _USUAL = {
     "mamba_d_conv": 4,
     "mamba_expand": 2,
 }
-# of what is multiplied with
+# Range of multipliers.
 _LEAST = 1e-6
 _MOST = 1e6
 
 
 def _complete(config: Config) -> Config:
-    """Return the config with the usual multipliers: keys are multiplied with a number, which may as
-    well be that of scores.
+    """Return the config with Granite's multipliers. The multiplier of keys becomes part of the
+    scale of attention scores.
     """
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
     if heads is None or hidden is None:
-        return config  # refused by name where sizes are read
+        return config  # the reader of sizes raises the error
     dim = size_of(config, "head_dim") or hidden // heads
     return {
         **config,
@@ -79,10 +79,10 @@ def _factors(config: Config, key: str, count: int) -> list[float]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the mixers. All layers are alike. The norm of what a mixer results in stands on
-    either side of its gate, or is not there.
+    """Describe the Mamba2 mixers, which are equal in all layers. The mixer's norm is before or
+    after its gate, or absent.
     """
-    # Without mamba_d_ssm heads are as wide as the hidden size, expanded.
+    # Without mamba_d_ssm, the heads together are mamba_expand times as wide as the hidden size.
     given = {
         **_USUAL,
         **{
@@ -110,12 +110,12 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
 
 
 def _layer_factors(config: Config) -> LayerFactors:
-    """Return what results of matrices are multiplied with. Each part of [z | x | B | C | dt] has a
-    number; those of x, B and C, which a convolution reads, count beside that of z. What multiplies
-    the gate before its activation multiplies the inputs of gate and up, and is taken back behind
-    them.
-    """
+    """Return the multipliers of a layer's matrices."""
+    # The mixer's input projection [z | x | B | C | dt] has a multiplier for each part. Those of x,
+    # B and C act on inputs of the convolution, so they are stored relative to that of z.
     z, x, b, c, dt = _factors(config, "ssm_multipliers", 5)
+    # The gate's multiplier applies before its activation. Here it scales the inputs of gate and up,
+    # and the output of down is divided by it.
     gate, down = _factors(config, "mlp_multipliers", 2)
     into = _factor(config, "ssm_in_multiplier")
     return LayerFactors(
@@ -161,11 +161,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. The converter multiplies weights with what the config says,
-    so nothing is left to be multiplied where the head is a tensor of its own; an embedding has its
-    own number in it, and a file does not say that of the head. Where there is a norm, llama.cpp has
-    it behind the gate.
-    """
+    """Read the config from a GGUF file."""
+    # The converter multiplies weights by the config's multipliers, so none are left for models with
+    # a head of their own. A tied head would need its own multiplier, which the file does not store.
     tensors = keys.header.tensors
     (heads, dim) = gguf_heads(keys)
     if "output.weight" not in tensors:
@@ -173,6 +171,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
             f"{keys.header.path} lacks tensor 'output.weight': the head is the embedding, of which "
             "the file holds a multiple, and does not say which"
         )
+    # llama.cpp applies the norm, if there is one, after the gate.
     return {
         "mamba_d_ssm": heads * dim,
         "mamba_n_heads": heads,

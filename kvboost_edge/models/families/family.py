@@ -1,4 +1,4 @@
-"""What is said of a model_type: the flags of its family, its parts, runners and files, a note."""
+"""Descriptions of a model_type: flags of its family, parts, runners, file formats and a note."""
 
 from __future__ import annotations
 
@@ -17,67 +17,77 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
-    """What all models of a family have in common.
+    """Traits that all models of a family share.
 
-    norms        "pre": before attention and MLP; "post": behind them; "both"
-    norm_offset  added to the weights of norms (Gemma stores weight - 1)
-    head_norm    norm of queries and keys: "" none, "head" each head, "all" all heads as one row
-    head_norms   what the checkpoint calls these two
-    qkv_bias     None: as the config's attention_bias says (then the output projection has one too)
-    biased       attention_bias where the config does not say
-    output_bias  False: the output projection never has a bias
-    fused        queries, keys, values are one tensor, and so are gate and up
-    gated        False: MLPs and experts have no gate: act(up)
-    mlp          names of gate and up, which are one tensor, and of down; or of all three, which are
-                 (): the usual ones
-    mlp_whole    a stored matrix of which gate and up are pieces; files may have them apart all the
-                 same
-    inner        the config's key of the MLP's width
-    norm_names   norms before attention, behind it, before the MLP, behind it, those it has, where
-                 they are not called
-                 as usual;  last_norm: the one behind all layers;  out: the projection behind
-                            attention
-    paired_rope  channels (2i, 2i + 1) turn together in the checkpoint, instead of (i, i + half)
-    partial      the part of each head that turns, where the config does not say
-    no_rope      layers without rope: "" none, "listed" by no_rope_layers, "full" those without a
-                 window in a model that has windows, "typed" all or none by position_embedding_type
-    local_rope   layers with a window have a rope of their own, local_theta where the config does
-                 not say its base
-    windows      windows by layer, from the config and the number of layers; None: no layer has one
-    shapes       layers' shapes, from the config and the windows; None: they are all alike
-    per_layer    the second embedding, from the completed config and the vocabulary; None, or where
-                 it returns None: there is none
-    scale        of scores; None: 1 / sqrt(head_dim), or as the family's other flags say
-    capped       logits have a cap where the config gives one
-    value_norm   each head of the values is normed, without weights
-    layer_scalar each layer's result is multiplied by a number of its own
-    kv_heads     key heads, where the config does not say; None: as many as there are heads
-    num_layers   the number of layers that follows from other keys of the config; None, or where it
-                 returns None: as the config says
-    odd_heads    the hidden size need not be a multiple of the number of heads
-    complete     fills in what the config leaves out, and says in Llama's words what it says in
-                 others
-    late_norm    norms of queries and keys stand behind rope
-    query_scaled queries are multiplied with a factor of their position
-    sinks        each head of queries has a logit that joins the denominator of its softmax and has
-                 no value layer_thetas layers have bases of rope of their own, 0 for none, by
-                 layer_rope_theta
-    experts      the mixture of experts, from the config and the number of layers; None, or where it
-                 returns None: MLPs alone
-    in_columns   safetensors have the matrices of all experts as columns, see
-                 weights/stacked_experts.py
-    mxfp4        quantized safetensors are MXFP4, and of no other family
-    stored_name  what Llama calls a tensor of the family's safetensors; None: files have such names
-    hybrid       which layers keep a state instead of keys and values, from the same; None, or where
-                 it returns None: none does
-    may_all_attend  where the config names no kinds of layers, but files have keys and values of
-                 all, none keeps a state
-    output_gate  rows of queries are twice as many, in each head its query and behind it a gate,
-                 whose sigmoid multiplies what attention returns
-    factors      what results of layers' matrices are multiplied with, from the config; None:
-                 nothing
-    unless       config keys that must have one of the given values, else the family is another
-                 model
+    Attributes:
+        norms: position of the norms: "pre" before attention and MLP, "post" after them, "both".
+        norm_offset: number added to norm weights (Gemma stores weight - 1).
+        head_norm: norm of queries and keys: "" none, "head" each head, "all" all heads as one row.
+        head_norms: names of the norms of queries and of keys.
+        qkv_bias: query, key and value projections have a bias; None to follow `attention_bias`,
+            which then covers the output projection, too.
+        biased: default of `attention_bias`.
+        output_bias: False if the output projection never has a bias.
+        fused: queries, keys and values are one tensor.
+        gated: False if MLPs and experts compute down(act(up(x))), without a gate.
+        mlp: names of the MLP's matrices: gate and up as one tensor and down, or all three; () for
+            Llama's.
+        mlp_whole: name of the stored matrix that contains gate and up; files may store them
+            separately.
+        inner: config key of the MLP's width.
+        norm_names: names of the norms that a layer has, in order: before attention, after it,
+            before the MLP, after it; () for the usual ones.
+        last_norm: name of the norm after the last layer.
+        out: name of the attention output projection.
+        paired_rope: the checkpoint rotates channel pairs (2i, 2i + 1) instead of (i, i + half).
+        partial: default share of a head that is rotated.
+        tied: default of `tie_word_embeddings`.
+        head_dim: default head size; None for hidden size / heads.
+        eps: default of `rms_norm_eps`.
+        theta: default base of RoPE.
+        activation: default activation.
+        scaled_embedding: embeddings are multiplied by the square root of the hidden size.
+        query_scalar: attention scores are scaled by query_pre_attn_scalar ** -0.5.
+        softcaps: attention scores and logits have softcaps.
+        multipliers: the config has Granite's multipliers.
+        no_rope: layers without RoPE: "" none, "listed" by `no_rope_layers`, "full" those without a
+            window in a model with windows, "typed" all or none by `position_embedding_type`.
+        local_rope: layers with a window have their own RoPE.
+        local_theta: default base of their RoPE.
+        windows: function (config, layers) -> window of each layer; None without windows.
+        shapes: function (config, windows) -> shape of each layer; None if all are equal.
+        per_layer: function (completed config, vocabulary size) -> second embedding. None, or a
+            result of None, without one.
+        scale: scale of attention scores; None for 1 / sqrt(head_dim) or the value that other flags
+            give.
+        capped: logits have a softcap if the config gives one.
+        value_norm: each head of the values is normalized, without weights.
+        layer_scalar: the output of each layer is multiplied by a scalar of its own.
+        kv_heads: default number of KV heads; None for the number of heads.
+        num_layers: function of the config -> number of layers, from other keys. None, or a result
+            of None, for the config's own.
+        odd_heads: the hidden size need not be a multiple of the number of heads.
+        complete: function of the config -> config with defaults and Llama's names.
+        late_norm: queries and keys are normalized after RoPE.
+        query_scaled: queries are multiplied by a factor of their position.
+        sinks: each query head has an attention sink, a logit in the softmax denominator without a
+            value.
+        layer_thetas: layers have RoPE bases of their own by `layer_rope_theta`; 0 for no RoPE.
+        experts: function (config, layers) -> mixture of experts. None, or a result of None, for
+            MLPs only.
+        hybrid: function (config, layers) -> layers with recurrent state. None, or a result of None,
+            without any.
+        may_all_attend: without `layer_types` in the config, all layers attend if files have
+            attention tensors for all of them.
+        output_gate: the query projection has twice the rows: each head's query is followed by a
+            gate, whose sigmoid multiplies the attention output.
+        in_columns: safetensors store the matrices of all experts as columns, see
+            weights/stacked_experts.py.
+        mxfp4: quantized safetensors are MXFP4, a format of no other family.
+        stored_name: function that maps tensor names in safetensors to Llama's; None if they are
+            equal.
+        factors: function of the config -> multipliers of a layer's matrices; None without them.
+        unless: config keys and the values that the family supports for each.
     """
 
     norms: str = "pre"
@@ -136,18 +146,18 @@ class Family:
 
     @property
     def way_in(self) -> str:
-        """What is packed of the ways into an MLP: "gate_up", or "up"."""
+        """Name of the packed input projection of an MLP: "gate_up", or "up" without a gate."""
         return "gate_up" if self.gated else "up"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapper:
-    """What a model of several parts has inside.
+    """Composite model, which contains a language model.
 
     Attributes:
-        texts: model types its language model can have, first the one where the config does not say.
-        tied: tie_word_embeddings where neither config says it.
-        defaults: what its files leave out of the language model's config.
+        texts: model types of its language model, the default first.
+        tied: default of `tie_word_embeddings`.
+        defaults: values that its files omit from the config of the language model.
     """
 
     texts: tuple[str, ...]
@@ -157,14 +167,15 @@ class Wrapper:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model family: `tested` when its results are compared with transformers' own in the test
-    suite.
+    """Support for a model family, as users see it.
 
     Attributes:
-        runners: "native", "torch": those that compute it, of a tested family those it is tested
+        tested: results are compared with `oracle` in the test suite.
+        note: description in docs/models.md.
+        runners: "native" and "torch", those that run it; for a tested family, those it is tested
             with.
-        files: what the native runner reads it from, else what transformers does.
-        oracle: what its results are compared with.
+        files: file formats that the native runner reads, or transformers without that runner.
+        oracle: implementation that results are compared with.
     """
 
     tested: bool
@@ -175,22 +186,23 @@ class Architecture:
 
     @property
     def proof(self) -> str:
-        """All that its results are compared with, on tiny random models."""
+        """Implementations that results are compared with, on tiny random models."""
         return self.oracle + "; llama.cpp (GGUF)" * (self.tested and "GGUF" in self.files)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelType:
-    """What is known of a model_type.
+    """Entry for a model_type.
 
     Attributes:
-        note: what docs/models.md says of it.
-        family: its flags, where it is a language model that the native runner computes.
-        wrapper: what it has inside, where it is a model of several parts.
-        torch: the torch runner computes it.
-        gguf: the native runner reads it from GGUF files; onnx: from ONNX files.
-        oracle: what its results are compared with.
-        tested: they are.
+        note: description in docs/models.md.
+        family: traits of a language model that the native runner supports.
+        wrapper: contents of a composite model.
+        torch: the torch runner supports it.
+        gguf: the native runner reads it from GGUF files.
+        onnx: the native runner reads it from ONNX files.
+        oracle: implementation that results are compared with.
+        tested: results are compared with it in the test suite.
     """
 
     note: str
@@ -204,7 +216,7 @@ class ModelType:
 
     @property
     def architecture(self) -> Architecture:
-        """The same as users see it."""
+        """Support for this model_type, as users see it."""
         is_native = self.family is not None or self.wrapper is not None
         runners = (("native", is_native), ("torch", self.torch))
         files = (("safetensors", True), ("GGUF", self.gguf), ("ONNX", self.onnx))

@@ -1,4 +1,4 @@
-"""The numbers of a config under their keys, checked."""
+"""Checked access to the numbers of a config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvboost_edge.errors import ModelFormatError
 
 __all__ = ["MAX_LAYERS", "integer_of", "number_of", "positive", "rope_of", "size_of"]
 
-# What a size is called: the common name, then the names of older architectures.
+# Names of each size: the common one, then those of older architectures.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -18,19 +18,20 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
 }
-# Larger than any real model by far: a number beyond it is a damaged file, and must not size an
-# allocation.
+# Limit far beyond any real model. A larger number is damage and must not size an allocation.
 _MAX_SIZE = 1 << 31
 MAX_LAYERS = 10_000
-"""Layers beyond any real model: lists of one entry for each are made before the weights are looked
-at.
+"""Limit of layers, beyond any real model. Lists with an entry per layer are built before the
+weights are checked.
 """
 _LIMITS = dict.fromkeys(_ALIASES["num_hidden_layers"], MAX_LAYERS)
 
 
 def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -> int | None:
-    """Return a size under any of its names, or None when the config does not give it.
-    ModelFormatError if it is no size.
+    """Return a size under any of its names, or None if the config does not give it.
+
+    Raises:
+        ModelFormatError: the value is not a positive integer within the limits.
     """
     for key in _ALIASES.get(name, (name,)):
         value = config.get(key)
@@ -42,8 +43,10 @@ def size_of(config: Mapping[str, Any], name: str, path: Path | str = "config") -
 def number_of(
     config: Mapping[str, Any], key: str, low: float, high: float, path: Path | str = "config"
 ) -> float:
-    """Return the number under a key. ModelFormatError that names the key unless it is one from
-    `low` to `high`.
+    """Return the number under a key.
+
+    Raises:
+        ModelFormatError: names the key; the value is missing or not a number from `low` to `high`.
     """
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
@@ -52,8 +55,10 @@ def number_of(
 
 
 def integer_of(config: Mapping[str, Any], key: str, low: int, path: Path | str = "config") -> int:
-    """Return the integer under a key, from `low` to 2^31. ModelFormatError that names the key if it
-    is none.
+    """Return the integer under a key.
+
+    Raises:
+        ModelFormatError: names the key; the value is missing or not an integer from `low` to 2^31.
     """
     return _integer(key, config.get(key), low, _MAX_SIZE, path)
 
@@ -69,8 +74,8 @@ def _integer(key: str, value: object, low: int, high: int, path: Path | str) -> 
 
 
 def rope_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rope, under their newer key or the older one; empty where there are
-    none.
+    """Return the RoPE settings, under `rope_parameters` or the older `rope_scaling`; empty without
+    either.
     """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3, and EmbeddingGemma, which is Gemma 3 with attention both ways."""
+"""Gemma 1 to 3, and EmbeddingGemma, which is Gemma 3 with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _FAMILY = Family(
     activation="gelu_pytorch_tanh",
     unless=(("use_bidirectional_attention", (None, False)),),
 )
-# A Gemma 3's files name only what differs from these.
-# Gemma's files name only what differs from these.
+# Gemma 3 configs name only values that differ from these.
 _GEMMA3 = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -79,8 +78,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
     }
 )
 
-# Models of these depths scale attention by hidden_size / heads instead of head_dim; llama.cpp knows
-# them so, too.
+# Models of these depths scale attention scores by hidden_size / heads instead of head_dim;
+# llama.cpp recognizes them by depth, too.
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 
 

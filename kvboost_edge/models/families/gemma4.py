@@ -1,8 +1,7 @@
-"""Gemma 4: two sizes of heads, keys and values that layers share, a second embedding, experts
-beside MLPs.
+"""Gemma 4: two head sizes, KV shared between layers, per-layer embeddings, experts next to MLPs.
 
-Sliding and full layers have heads of different sizes; the last layers may attend to keys and values
-of an earlier one, the last of their own kind that computes some, and have wider MLPs then.
+Sliding and full layers have heads of different sizes. The last layers may reuse the KV of the last
+earlier layer of their own type that computes it; their MLPs may be wider.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Config = Mapping[str, Any]
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_FULL_EVERY = 6  # layers, where the config has no layer_types
+_FULL_EVERY = 6  # period of full layers without layer_types
 _ROPES = {
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -55,13 +54,15 @@ _SIZES = {
 _UNIFIED = {
     "sliding_window": 1024,
     "hidden_size_per_layer_input": 0,
-}  # gemma4_unified_text: where it differs
+}  # defaults of gemma4_unified_text that differ
 _OWN = ("head_dim", "num_key_value_heads")
 
 
 def _complete(config: Config) -> Config:
-    """Return the config with what it leaves out, as transformers has it. ModelFormatError where its
-    last layer slides.
+    """Return the config with transformers' defaults.
+
+    Raises:
+        ModelFormatError: the last layer has a window.
     """
     layers = size_of(config, "num_hidden_layers") or 0
     kinds = config.get("layer_types")
@@ -84,8 +85,8 @@ def _complete(config: Config) -> Config:
 
 
 def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
-    """Return the shapes of the layers with these windows, 0 for full ones; of a config with its
-    defaults.
+    """Return the shape of each layer, from a completed config and the window of each layer (0 for
+    full attention).
     """
     own = _own_sizes(config, windows)
     inner, heads = (
@@ -130,9 +131,7 @@ def _shapes(config: Config, windows: Sequence[int]) -> Sequence[LayerShape]:
 
 
 def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
-    """Return the embedding of each layer; None where the model has none. Of a config with its
-    defaults.
-    """
+    """Return the per-layer embedding of a completed config, or None without one."""
     width = integer_of(config, "hidden_size_per_layer_input", 0)
     if not width:
         return None
@@ -146,8 +145,8 @@ def _per_layer_input(config: Config, vocab_size: int) -> PerLayerInput | None:
 
 
 def _own_sizes(config: Config, windows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (head_dim, kv heads) of each layer: by `per_layer_config`, or by the keys of the full
-    layers.
+    """Return (head_dim, KV heads) of each layer, from `per_layer_config` or from the keys of the
+    full layers.
     """
     plain = {key: size_of(config, key) or 0 for key in _OWN}
     given = config.get("per_layer_config")
@@ -185,9 +184,10 @@ def _pair(sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _experts(config: Config, layers: int) -> Experts | None:
-    """Describe the mixture beside the MLP: shares are the softmax of all logits, divided by the sum
-    of the chosen, times a number of each expert. The router has a norm of its own. None without
-    enable_moe_block.
+    """Describe the mixture of experts next to the MLP; None without `enable_moe_block`.
+
+    Weights are the softmax of all logits, divided by the sum of the selected ones, times a scalar
+    of each expert. The router has its own norm.
     """
     if not flag_of(config, "enable_moe_block", False):
         return None
@@ -244,12 +244,14 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 )
 
 _TABLE = "per_layer_token_embd.weight"
-_STILL = 1e30  # the divisor of a frequency that does not turn
+_STILL = 1e30  # divisor that marks a frequency as not rotated
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config that all models have from a file. ModelFormatError where keys contradict
-    one another or the tensors.
+    """Read the config from a GGUF file.
+
+    Raises:
+        ModelFormatError: keys contradict one another or the tensors.
     """
     pattern = "attention.sliding_window_pattern"
     sliding = keys.sliding(pattern)
@@ -292,7 +294,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(keys: Keys) -> dict[str, Any]:
-    """Read the experts beside the MLP of every layer, where the file has them."""
+    """Read the experts next to the MLP of every layer; {} without any."""
     if not keys.optional_size("expert_count", 0):
         return {}
     width = keys.size("expert_feed_forward_length")
@@ -304,9 +306,7 @@ def _mixture(keys: Keys) -> dict[str, Any]:
 
 
 def _is_double_wide(keys: Keys, first: int) -> bool:
-    """Return whether the layers from `first` on, which share keys and values, have MLPs of twice
-    the width.
-    """
+    """Return whether the layers from `first` on, which share KV, have MLPs of twice the width."""
     key = "feed_forward_length"
     widths = keys.sizes(key)
     own = set(widths[:first])
@@ -321,7 +321,7 @@ def _is_double_wide(keys: Keys, first: int) -> bool:
 
 
 def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]:
-    """Read the key heads of both kinds of layers, and whether full ones have keys for values."""
+    """Read the KV heads of sliding and full layers, and whether full layers use keys as values."""
     key = "attention.head_count_kv"
     heads = keys.sizes(key)
     by_kind = {
@@ -356,7 +356,7 @@ def _kv_heads(keys: Keys, sliding: Sequence[bool], first: int) -> dict[str, Any]
 
 
 def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any]:
-    """Read the embedding of each layer: its width, 0 where there is none, and its tokens."""
+    """Read the width and vocabulary of the per-layer embedding, width 0 without one."""
     key = "embedding_length_per_layer_input"
     width = keys.optional_size(key, 0) or 0
     table = keys.header.tensors.get(_TABLE)
@@ -377,8 +377,8 @@ def _second_embedding(keys: Keys, vocab_size: int, layers: int) -> dict[str, Any
 
 
 def _gguf_ropes(keys: Keys, full: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Read the ropes of both kinds. A file says which of a full layer's frequencies turn by
-    dividing the others by 1e30.
+    """Read the RoPE of sliding and full layers. In a GGUF file, frequencies of full layers that do
+    not rotate have the divisor 1e30.
     """
     factors = full.get("factors")
     if factors is None:

@@ -1,4 +1,4 @@
-"""The keys "architecture.KEY" of a GGUF file, with checks that name them."""
+"""Checked access to the metadata keys "ARCHITECTURE.KEY" of a GGUF file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _AHEAD = "nextn_predict_layers"
 
 
 class Tensor(Protocol):
-    """A tensor that a header lists."""
+    """Tensor in a header."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
 
 class Header(Protocol):
-    """What a family reads of a GGUF file's header, see `gguf.file.GgufHeader`."""
+    """Part of a GGUF header that families read, see `gguf.file.GgufHeader`."""
 
     @property
     def path(self) -> Path: ...
@@ -41,7 +41,9 @@ class Header(Protocol):
 
 
 class Keys:
-    """The keys "architecture.KEY" of a file, with checks that name them."""
+    """Metadata keys "ARCHITECTURE.KEY" of a GGUF file. Errors name the file, the key and its
+    value.
+    """
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -54,15 +56,15 @@ class Keys:
         return ModelFormatError(f"{self.header.path}: {self.name(key)}={value!r} {wanted}")
 
     def size(self, key: str) -> int:
-        """Return a size that must be there."""
+        """Return a size. Raises ModelFormatError if the key is missing."""
         found = self.optional_size(key)
         if found is None:
             raise ModelFormatError(f"{self.header.path} lacks the key {self.name(key)!r}")
         return found
 
     def layers(self) -> int:
-        """Return the number of the model's own layers, bounded: there are lists with an entry for
-        each.
+        """Return the number of the model's own layers, without those for multi-token prediction. It
+        is limited because lists with an entry per layer are built.
         """
         found = self.blocks()
         ahead = self.optional_size(_AHEAD, 0) or 0
@@ -71,7 +73,7 @@ class Keys:
         return found - ahead
 
     def blocks(self) -> int:
-        """Return the number of layers with those behind that guess more than the next token."""
+        """Return the number of layers, with those for multi-token prediction."""
         found = self.size("block_count")
         if found > MAX_LAYERS:
             raise self.error("block_count", found, f"must be an integer from 1 to {MAX_LAYERS}")
@@ -80,7 +82,7 @@ class Keys:
     def optional_size(self, key: str, least: int = 1) -> int | None:
         value = self.header.values.get(self.name(key))
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # one number for each layer, and all the same
+            value = value[0].item()  # one number per layer, all equal
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_SIZE:
@@ -88,8 +90,10 @@ class Keys:
         return value
 
     def sizes(self, key: str, least: int = 1) -> list[int]:
-        """Return a size that must be there, of each of the model's own layers: an array with as
-        many entries, or as many as there are blocks, or one number for all.
+        """Return a size for each of the model's own layers.
+
+        The key must exist. Its value is one number for all layers, or an array with an entry for
+        each of the model's own layers or for each block.
         """
         value = self.header.values.get(self.name(key))
         layers = self.layers()
@@ -105,7 +109,9 @@ class Keys:
         return found
 
     def sliding(self, key: str) -> list[bool] | None:
-        """Return whether each layer has a window, where an array of truth values says so."""
+        """Return for each layer whether it has a window; None if the key is not an array of
+        booleans.
+        """
         given = self.header.values.get(self.name(key))
         layers = self.layers()
         if not isinstance(given, np.ndarray) or given.dtype != np.bool_:
@@ -117,7 +123,7 @@ class Keys:
         return [bool(one) for one in given]
 
     def check_values(self, suffix: str, head_dim: int) -> None:
-        """Refuse values that are not as long as keys."""
+        """Raise ModelFormatError if value heads have another size than key heads."""
         found = self.optional_size(f"attention.value_length{suffix}")
         if found not in (None, head_dim):
             raise self.error(
@@ -127,7 +133,7 @@ class Keys:
             )
 
     def number(self, key: str, least: float = 0.0) -> float | None:
-        """Return a finite number above `least`."""
+        """Return a finite number above `least`, or None if the key is missing."""
         value = self.header.value(self.name(key), float, int)
         if value is not None and not (math.isfinite(value) and value > least):
             raise self.error(key, value, f"must be a number above {least:g}")
@@ -135,9 +141,7 @@ class Keys:
 
 
 def layer_types(keys: Keys, config: dict[str, Any], *, default_period: int) -> dict[str, Any]:
-    """Read which layers have a window: all but every `period`-th, or as a list of truth values
-    says.
-    """
+    """Read which layers have a window: an array of booleans, or all but every n-th layer."""
     key = "attention.sliding_window_pattern"
     layers = config["num_hidden_layers"]
     sliding = keys.sliding(key)

@@ -1,6 +1,4 @@
-"""What the tensors of a GGUF file are called in transformers: the names that architectures share,
-and what an architecture says of its files.
-"""
+"""GGUF architectures: tensor names that they share, and descriptions of their files."""
 
 from __future__ import annotations
 
@@ -64,8 +62,8 @@ SHARED_EXPERT = {
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-"""Names inside a layer: norms by where they stand, matrices, Mamba2, experts, the one that all
-tokens share.
+"""Tensor names inside a layer, GGUF's -> transformers': norms by position, matrices, Mamba2,
+experts, and the shared expert.
 """
 
 SSM_SIZES = frozenset(
@@ -79,32 +77,31 @@ SSM_SIZES = frozenset(
 )
 EXPERT_KEYS = frozenset({"expert_feed_forward_length"})
 WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
-"""Metadata keys "architecture.KEY" of several architectures."""
+"""Metadata keys "ARCHITECTURE.KEY" that several architectures have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """What the GGUF files of an architecture hold.
+    """Contents of the GGUF files of an architecture.
 
     Attributes:
-        model_type: the family in transformers.
-        layer: names inside a layer: GGUF's -> transformers'; those that end with ".scale" are all
-            of the name.
-        permuted: rows of queries and keys stand in pairs (i, i + half) there, one after the other,
-            in halves here.
-        norm_offset: what the file's norms have on top of transformers' (Gemma's norms multiply by 1
-            + weight).
-        outer: names outside the layers, beside those of all.
-        keys: metadata keys "architecture.KEY" that only some architectures have.
-        dense: tensors behind the pooling, which are no part of the decoder.
-        both_ways: its attention is bidirectional.
-        experts: it is a mixture of experts.
-        no_keys: 0 key heads of a layer mean that it does not attend.
-        alone: an MLP of no width means that a layer has none; and there is no rope, whatever keys
-            say of it.
-        by_layer: layers have sizes of their own.
-        config: what only it has in its config, from the keys of a file and the config that all
-            have; it may change the latter's rope_parameters.
+        model_type: model_type in transformers.
+        layer: tensor names inside a layer, GGUF's -> transformers'. A name that ends in ".scale" is
+            complete.
+        permuted: files interleave the rows of queries and keys in each head: (0, half, 1, half + 1,
+            ...).
+        norm_offset: number that the file's norm weights exceed transformers' by (Gemma's norms
+            multiply by 1 + weight).
+        outer: tensor names outside the layers, in addition to the common ones.
+        keys: metadata keys "ARCHITECTURE.KEY" in addition to the common ones.
+        dense: tensors of the projections after pooling, which are not part of the decoder.
+        both_ways: attention is bidirectional.
+        experts: the files may have a mixture of experts.
+        no_keys: layers with 0 KV heads do not attend.
+        alone: layers with MLPs of width 0 have none; there is no RoPE, whatever the keys say.
+        by_layer: sizes differ between layers.
+        config: function (keys, common config) -> additional config. It may change `rope_parameters`
+            of the common config.
     """
 
     model_type: str

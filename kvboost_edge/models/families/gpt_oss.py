@@ -30,7 +30,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# What it has where the config does not say it.
+# Default RoPE.
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -42,14 +42,14 @@ _ROPE = {
 
 
 def _complete(config: Config) -> Config:
-    """Add the rope and the window that it has without being told."""
+    """Add the default RoPE and window."""
     rope = {} if rope_of(config) else {"rope_parameters": _ROPE}
     return {"sliding_window": 128, **config, **rope}
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture: the softmax of the chosen logits, biases everywhere, and an activation
-    of clamped gates.
+    """Describe the mixture of experts: weights are the softmax of the selected logits, all matrices
+    have biases, and the activation clamps its gates.
     """
     names = ExpertNames("mlp.router")
     usual = (128, 4, 2880)
@@ -81,10 +81,10 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. Its yarn has borders that are no whole numbers, which files
-    do not say: config.json has "truncate": false.
-    """
+    """Read the config from a GGUF file."""
     rope = config["rope_parameters"]
+    # The model does not round YaRN's correction range (config.json has "truncate": false), which
+    # GGUF files do not store.
     if rope.get("rope_type") == "yarn":
         rope["truncate"] = False
     return {

@@ -1,5 +1,5 @@
-"""Granite: multipliers, mixtures of experts, attention sinks (granite_swa), and in Granite 4 Mamba2
-beside attention.
+"""Granite: multipliers, mixtures of experts, attention sinks (granite_swa), Mamba2 next to
+attention (Granite 4).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# What transformers called them first, and makers' configs still do.
+# Older names in transformers, which published configs still have.
 _OLDER = {"mamba": LINEAR, "attention": FULL}
 _USUAL = {
     "mamba_n_heads": 128,
@@ -58,13 +58,13 @@ _USUAL = {
     "mamba_proj_bias": False,
     "hidden_act": "silu",
 }
-# Gate, up and down of Granite 4's only MLPs, and of what its experts share.
+# Gate, up and down of Granite 4's dense MLP, or of its shared expert.
 _SHARED = ("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear")
 
 
 def _complete(config: Config) -> Config:
-    """Return the config in newer words, with what it leaves out: no rope where it does not ask for
-    some, and a state in every layer where it does not say which have one.
+    """Return the config with current names and defaults: no RoPE unless it asks for it, and
+    recurrent state in every layer if it does not list the layer types.
     """
     types = config.get("layer_types") or config.get("layers_block_type")
     if isinstance(types, (list, tuple)):
@@ -80,7 +80,7 @@ def _complete(config: Config) -> Config:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid | None:
-    """Describe the mixers, by layer_types; None where all layers attend."""
+    """Describe the Mamba2 layers, by layer_types; None if all layers attend."""
     types = config["layer_types"] or [LINEAR] * layers
     kinds = kinds_of_layers({**config, "layer_types": types}, layers, LINEAR, "ssd", None)
     if "ssd" not in kinds:
@@ -113,7 +113,7 @@ def _hybrid(config: Config, layers: int) -> Hybrid | None:
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture: shares are the softmax of the chosen logits."""
+    """Describe the mixture of experts: weights are the softmax of the selected logits."""
     names = ExpertNames("block_sparse_moe.router.layer", "block_sparse_moe.experts.")
     return experts_of(
         config, LOCAL_KEYS, (8, 2, None), [True] * layers, score="chosen", names=names
@@ -121,9 +121,7 @@ def _experts(config: Config, layers: int) -> Experts:
 
 
 def _hybrid_experts(config: Config, layers: int) -> Experts | None:
-    """Describe a mixture beside an expert that all tokens share. None where the config says that
-    there is none.
-    """
+    """Describe a mixture of experts with a shared expert; None without experts."""
     if integer_of(config, "num_local_experts", 0) == 0:
         return None
     found = _experts(config, layers)
@@ -176,7 +174,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    # For this architecture it says whether there is rope at all.
+    # For this architecture, the key tells whether there is RoPE at all.
     turned = keys.header.value(keys.name("rope.scaling.finetuned"), bool)
     names = {
         "attention_multiplier": "attention.scale",
@@ -195,19 +193,16 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_hybrid_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config of Granite 4 from a file: with rope, as its older kin, unless a file says
-    otherwise; those of the makers' models do. One that says no scale of scores, as Bamba's, has the
-    usual one, as llama.cpp computes it.
-    """
+    """Read the config of Granite 4 from a GGUF file."""
+    # Without a key for it, the model has RoPE like older Granite models; files of the published
+    # models have the key. Without a scale of attention scores (as in Bamba's files), it is the
+    # usual one, as in llama.cpp.
     usual = {"position_embedding_type": "rope", "attention_multiplier": config["head_dim"] ** -0.5}
     return {**usual, **_gguf_config(keys, config), **_gguf_mixer(keys, config)}
 
 
 def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the mixers, experts and MLPs. Layers without key heads keep a state. The width of the
-    MLPs is that of the shared expert, where a file says it; a file of a model without experts may
-    say that there are none.
-    """
+    """Read the sizes of Mamba2, experts and MLPs. Layers without KV heads have recurrent state."""
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     hidden = config["hidden_size"]
@@ -217,6 +212,8 @@ def _gguf_mixer(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     attends = keys.sizes("attention.head_count_kv", 0)
     shared = keys.optional_size("expert_shared_feed_forward_length", 0)
     mixed = keys.optional_size("expert_count", 0)
+    # MLPs have the width of the shared expert if the file gives it. A file of a model without
+    # experts may have the key with the value 0.
     return {
         **(gguf_experts(keys, "num_local_experts") if mixed else {"num_local_experts": 0}),
         "shared_intermediate_size": shared or config["intermediate_size"],
@@ -247,7 +244,8 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
             "granite",
             {**MATRICES, **PRE_NORMS},
             permuted=True,
-            # Granite 4 without mamba layers has their sizes all the same, and no tensor of theirs.
+            # Granite 4 models without Mamba2 layers still have the keys of their sizes, but no
+            # tensors.
             keys=_MULTIPLIERS | SSM_SIZES,
             config=_gguf_config,
         ),

@@ -1,4 +1,6 @@
-"""Hunyuan, dense: queries and keys normalized after rope, whose base a fixed alpha may change."""
+"""Hunyuan, dense: queries and keys normalized after RoPE, whose base may be scaled by a fixed
+alpha.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,15 @@ Config = Mapping[str, Any]
 
 
 def is_static_dynamic(model_type: object, rope: Mapping[str, Any]) -> bool:
-    """Return whether rope is called dynamic and yet never changes: Hunyuan's has a fixed alpha."""
+    """Return whether RoPE of type "dynamic" has constant frequencies, as Hunyuan's with a fixed
+    alpha.
+    """
     return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def _complete(config: Config) -> Config:
-    """Turn a fixed alpha into what it is, another base: theta * alpha ** (d / (d - 2)), d the size
-    of a head.
+    """Replace RoPE with a fixed alpha by RoPE with the base theta * alpha ** (d / (d - 2)), where d
+    is the head size.
     """
     rope = dict(rope_of(config))
     if rope.get("rope_type", rope.get("type")) != "dynamic" or not is_static_dynamic(

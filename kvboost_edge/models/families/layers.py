@@ -1,6 +1,4 @@
-"""What may differ from layer to layer of a model: shapes, windows, ropes, and whose keys and values
-a layer reads.
-"""
+"""Per-layer differences within a model: shapes, windows, RoPE and shared KV."""
 
 from __future__ import annotations
 
@@ -23,19 +21,23 @@ __all__ = [
 ]
 
 STATE_KINDS = ("conv", "delta", "ssd")
-"""What keeps a state: a short convolution; the gated delta rule; a state space with a scalar decay.
+"""Kinds of layers with recurrent state: short convolution, gated delta rule, state space with
+scalar decay (Mamba2).
 """
 ATTENTION = "attention"
 PARALLEL = "parallel"
 NO_MIXER = "none"
-"""Other kinds of layers: one that attends; one that attends and keeps a state, each of the same
-inputs; one that mixes no tokens.
+"""Other kinds of layers: attention; attention and Mamba2 in parallel, on the same inputs; no token
+mixing.
 """
 
 
 class PerLayerInput(NamedTuple):
-    """A second embedding: of each token `width` numbers for every layer, from a table of `rows`
-    tokens.
+    """Per-layer embedding: a table with `width` numbers per token and layer.
+
+    Attributes:
+        rows: tokens of the table.
+        width: numbers per token and layer.
     """
 
     rows: int
@@ -43,14 +45,17 @@ class PerLayerInput(NamedTuple):
 
 
 class LayerFactors(NamedTuple):
-    """What results of a layer's matrices are multiplied with.
+    """Multipliers of the matrices of a layer.
 
     Attributes:
-        attention: queries, keys and values; attention_out: what attention adds to the hidden state.
-        mixer: the inputs of a mixer with a state; mixer_conv: taps of its convolution beside that,
-            of x, B and C; mixer_gates: what its steps of time are made of;  mixer_out: what it
-            adds.
-        mlp: gate and up; mlp_out: what the MLP adds.
+        attention: for queries, keys and values.
+        attention_out: for the output of attention.
+        mixer: for the inputs of the recurrent mixer.
+        mixer_conv: for the convolution weights of x, B and C, in addition to `mixer`.
+        mixer_gates: for the inputs of the time steps (dt).
+        mixer_out: for the output of the mixer.
+        mlp: for gate and up.
+        mlp_out: for the output of the MLP.
     """
 
     attention: float = 1.0
@@ -64,19 +69,20 @@ class LayerFactors(NamedTuple):
 
 
 NO_FACTORS = LayerFactors()
-"""Those of a model that multiplies nothing."""
+"""Multipliers of a model without any."""
 
 
 class LayerShape(NamedTuple):
-    """Sizes of one layer, in elements, and its place in the pool of keys and values.
+    """Sizes of a layer, in elements, and its indices in the block pool.
 
     Attributes:
-        intermediate_size: of its MLP, or of what stands beside its experts; 0 where there is none.
-        kv: which of the pool's layers holds the keys and values it attends to; -1 where it does not
-            attend.
-        owns_kv: False: these are an earlier layer's, and this one computes none.
-        has_values: False: its values are its keys before their norm and rope.
-        state: which of the pool's states is its own; -1 where it keeps none.
+        head_dim: size of a head.
+        num_kv_heads: number of KV heads.
+        intermediate_size: width of its MLP, or of the MLP next to its experts; 0 without one.
+        kv: index of the pool's KV layer that it attends to; -1 if it does not attend.
+        owns_kv: False if an earlier layer computes that KV.
+        has_values: False if its values are its keys before norm and RoPE.
+        state: index of its recurrent state; -1 without one.
     """
 
     head_dim: int
@@ -90,8 +96,12 @@ class LayerShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`window` 0: all tokens before; `rope`: index into ModelSpec.ropes, -1 none; `ahead`: so many
-    tokens behind a query are seen too; the rest as in LayerShape.
+    """Layer of a model. Further fields are those of LayerShape.
+
+    Attributes:
+        window: tokens that a query sees up to its own position; 0 for all.
+        rope: index into `ModelSpec.ropes`, -1 for none.
+        ahead: number of tokens after a query that it sees.
     """
 
     window: int
@@ -107,18 +117,18 @@ class LayerSpec:
 
     @property
     def attends(self) -> bool:
-        """Whether attention mixes tokens, alone or beside what keeps a state."""
+        """True if the layer has attention, alone or in parallel with a recurrent mixer."""
         return self.kv >= 0
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it has the model's mixer. A layer may have neither of the two."""
+        """True if the layer has the recurrent mixer. A layer may have neither."""
         return self.state >= 0
 
     @classmethod
     def of(cls, window: int, rope: int, shape: LayerShape, ahead: int = 0) -> LayerSpec:
-        """Return a layer that sees `ahead` tokens behind a query where it has no window; half of
-        that to either side else.
+        """Return a layer whose queries see `ahead` following tokens if it has no window. With a
+        window and `ahead`, the window is split between the tokens before and after a query.
         """
         if window and ahead:
             window, ahead = window // 2 + 1, window // 2
@@ -128,7 +138,7 @@ class LayerSpec:
 def same_shapes(
     num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int
 ) -> Sequence[LayerShape]:
-    """Return layers that are all alike, with keys and values of their own."""
+    """Return layers of equal shape, each with its own KV."""
     return [
         LayerShape(head_dim, num_kv_heads, intermediate_size, index) for index in range(num_layers)
     ]
@@ -137,8 +147,12 @@ def same_shapes(
 def mixed_shapes(
     shapes: Sequence[LayerShape], kinds: Sequence[str], *, alone: bool = False
 ) -> Sequence[LayerShape]:
-    """Return the layers by their kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER. alone:
-    those that mix tokens have no MLP.
+    """Return the layers by kind.
+
+    Args:
+        shapes: shapes as if all layers attended.
+        kinds: ATTENTION, one of STATE_KINDS, PARALLEL or NO_MIXER for each layer.
+        alone: True if layers that mix tokens have no MLP.
     """
     found = []
     kv = 0

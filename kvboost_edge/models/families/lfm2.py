@@ -1,4 +1,4 @@
-"""LFM2: short convolutions beside attention, as MLPs or as a mixture of experts."""
+"""LFM2: short convolutions and attention, with MLPs or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ Config = Mapping[str, Any]
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the short convolutions: by layer_types, or all layers that full_attn_idxs does not
-    name.
-    """
+    """Describe the short convolutions: by layer_types, or all layers that full_attn_idxs omits."""
     kinds = kinds_of_layers(config, layers, "conv", "conv", _by_indices(config, layers))
     given = {"conv_L_cache": 3, **config}
     length = integer_of(given, "conv_L_cache", 2)
@@ -68,9 +66,10 @@ def _by_indices(config: Config, layers: int) -> list[str] | None:
 
 
 def _complete(config: Config) -> Config:
-    """Return the config in Llama's words: norm_eps, tie_embedding and block_ff_dim are called
-    otherwise there, and the width of the MLP is what follows from it unless
-    block_auto_adjust_ff_dim is false.
+    """Return the config with Llama's names and the MLP's width.
+
+    Names differ for norm_eps, tie_embedding and block_ff_dim. The width is derived from the
+    config's unless block_auto_adjust_ff_dim is false.
     """
     found = dict(config)
     for old, name in (
@@ -86,8 +85,8 @@ def _complete(config: Config) -> Config:
 
 
 def _adjusted_width(config: Config) -> int:
-    """Return the width of an MLP: two thirds of the config's, times a factor, up to the next
-    multiple; or as it is.
+    """Return the width of an MLP: two thirds of the config's, times a factor, rounded up to a
+    multiple; unchanged if block_auto_adjust_ff_dim is false.
     """
     usual = {
         "intermediate_size": 12288,
@@ -117,8 +116,10 @@ def _adjusted_width(config: Config) -> int:
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture: the sigmoid of each logit, with a bias where experts are chosen, which
-    are divided by their sum and scaled; the first num_dense_layers layers have none.
+    """Describe the mixture of experts.
+
+    Weights are the sigmoids of the selected logits, divided by their sum and scaled. The router may
+    add a bias to select experts. The first num_dense_layers layers have no experts.
     """
     full = {"num_dense_layers": 2, "routed_scaling_factor": 1.0, **config}
     dense = integer_of(full, "num_dense_layers", 0)
@@ -173,8 +174,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. Layers without key heads are convolutions. The width of the
-    MLP is what follows from transformers' already.
+    """Read the config from a GGUF file. Layers without KV heads are convolutions. The file stores
+    the final width of the MLP.
     """
     heads = keys.sizes("attention.head_count_kv", 0)
     return {
@@ -185,8 +186,8 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config of a mixture from a file. Shares are sigmoids divided by their sum, as
-    llama.cpp has them.
+    """Read the config of a mixture from a GGUF file. Weights are normalized sigmoids, as in
+    llama.cpp.
     """
     gating = keys.size("expert_gating_func")
     if gating != SIGMOID:
@@ -224,7 +225,7 @@ _MOE_LAYER = {
     "ffn_down_exps": "feed_forward.experts.w2",
     "exp_probs_b": "feed_forward.expert_bias",
 }
-# The norm stands behind the layers, whatever it is called.
+# This norm follows the layers, despite its name.
 _OUTER = {"token_embd_norm": "model.embedding_norm"}
 GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Mixtral, whose GGUF files are of one architecture."""
+"""Llama, Mistral and Mixtral, which share a GGUF architecture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe Mixtral's mixture: the softmax of all logits, divided by the sum of the chosen."""
+    """Describe Mixtral's mixture of experts: weights are the softmax of all logits, divided by the
+    sum of the selected ones.
+    """
     names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.", ("w1", "w3", "w2"))
     return experts_of(config, LOCAL_KEYS, (8, 2, None), [True] * layers, renorm="add", names=names)
 
@@ -53,7 +55,7 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file, which is a Mixtral's where it has experts."""
+    """Read the config from a GGUF file. With experts it is a Mixtral."""
     if not keys.optional_size("expert_count", 0):
         return {}
     return {

@@ -1,4 +1,6 @@
-"""MiniCPM 1, 2 and 4: scaled embeddings, residual and logits. transformers has no class for it."""
+"""MiniCPM 1, 2 and 4: scaled embeddings, residual and logits; transformers has no class for
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,19 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# What its own code takes where the config does not say it.
+# Defaults in the model's own code.
 _USUAL = {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1.0}
 
 
 def _complete(config: Config) -> Config:
-    """Add its scales as the usual multipliers, which a config may have already (of a GGUF file)."""
+    """Add the model's scales as Granite's multipliers. The config of a GGUF file may already have
+    them.
+    """
     layers = size_of(config, "num_hidden_layers")
     heads = size_of(config, "num_attention_heads")
     hidden = size_of(config, "hidden_size")
     if layers is None or heads is None or hidden is None:
-        return config  # refused by name where sizes are read
+        return config  # the reader of sizes raises the error
     scale = {
         key: number_of({key: config.get(key, usual)}, key, 1e-6, 1e6)
         for key, usual in _USUAL.items()
@@ -59,7 +63,9 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file; what older ones leave out, as llama.cpp does."""
+    """Read the config from a GGUF file, with llama.cpp's defaults for keys that older files
+    omit.
+    """
     hidden = config["hidden_size"]
     layers = config["num_hidden_layers"]
     return {

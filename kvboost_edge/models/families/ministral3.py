@@ -1,4 +1,4 @@
-"""Ministral 3: queries scaled by position; and Mistral Small, whose GGUF files are of the same
+"""Ministral 3, with queries scaled by position, and Mistral Small, which shares its GGUF
 architecture.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["GGUF", "MODEL_TYPES"]
 
 Config = Mapping[str, Any]
 
-# What it has where the config does not say its rope.
+# Default RoPE.
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -34,7 +34,7 @@ _ROPE = {
 
 
 def _complete(config: Config) -> Config:
-    """Add the rope that it has without being told."""
+    """Add the default RoPE."""
     return config if rope_of(config) else {**config, "rope_parameters": _ROPE}
 
 
@@ -63,15 +63,14 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file, which is a Mistral's where queries have no scale. Its yarn
-    leaves cosines and sines alone, as mscale_all_dim says.
-    """
+    """Read the config from a GGUF file. Without a scale of queries it is a Mistral."""
     rope = config["rope_parameters"]
     rotated = keys.optional_size("rope.dimension_count", 0)
     if rotated not in (None, config["head_dim"]):
         raise keys.error("rope.dimension_count", rotated, f"must be head_dim={config['head_dim']}")
     log_multiplier = keys.number("rope.scaling.yarn_log_multiplier", -math.inf)
     if log_multiplier:
+        # mscale_all_dim cancels YaRN's factor of cosines and sines.
         rope |= {"mscale": 1.0, "mscale_all_dim": log_multiplier}
     beta = keys.number("attention.temperature_scale", -math.inf)
     if not beta:
@@ -88,7 +87,7 @@ GGUF: Mapping[str, GgufArchitecture] = MappingProxyType(
             "ministral3",
             {**MATRICES, **PRE_NORMS},
             permuted=True,
-            # The last two are Ollama's, of the part for images.
+            # Ollama's files have the last two, for the vision part.
             keys=frozenset(
                 {
                     "rope.scaling.yarn_log_multiplier",

@@ -1,4 +1,4 @@
-"""What mixes tokens in layers that keep a state instead of keys and values."""
+"""Token mixers of layers with recurrent state."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import NamedTuple
 __all__ = ["MIXER_NORMS", "Mixer", "MixerNames"]
 
 MIXER_NORMS = ("gated_after", "gated_before", "none")
-"""Of what heads result in: normed, then times silu(gate); times silu(gate), then normed; times
-silu(gate) alone.
+"""Norms of the output of the mixer's heads: norm, then times silu(gate); times silu(gate), then
+norm; times silu(gate) alone.
 """
 
 
 class Mixer(NamedTuple):
-    """The mixer of a model's layers with a state. Sizes are in elements.
+    """Token mixer of a model's recurrent layers. Sizes are in elements.
 
     Attributes:
-        kind: as in LayerSpec.
-        taps: inputs before a token that the convolution reads: its length less one.
-        channels: of the convolution: of "delta" [queries | keys | values], of "ssd" [values | keys
-            | queries], which its papers call x, B and C.
-        key_heads: heads of queries and keys, value_heads those of values, which are as many or a
-            multiple.
-        key_dim: of a head of queries and keys; value_dim: of values.
-        tiled_heads: value head h reads key head h mod key_heads; False: h div (value_heads /
+        kind: one of STATE_KINDS in families/layers.py.
+        taps: earlier inputs that the convolution reads, its length - 1.
+        channels: channels of the convolution: [queries | keys | values] for "delta", [values | keys
+            | queries] for "ssd", which its papers call x, B and C.
+        key_heads: heads of queries and keys.
+        value_heads: heads of values, a multiple of `key_heads`.
+        key_dim: size of a query or key head.
+        value_dim: size of a value head.
+        tiled_heads: value head h reads key head h mod key_heads; False for h div (value_heads /
             key_heads).
         norm: one of MIXER_NORMS.
-        norm_groups: 0: each head of values is normed, all with the same weights [value_dim]; else
-            the row of all of them is cut into so many groups, with weights [value_heads *
-            value_dim].
-        time_limit: of "ssd": steps of time are at least the first and at most the second, which may
-            be infinite.
+        norm_groups: 0 to normalize each value head with the same weights [value_dim]; else the
+            number of groups of the row of all heads, with weights [value_heads * value_dim].
+        time_limit: bounds of the time step of "ssd"; the second may be infinite.
     """
 
     kind: str
@@ -48,15 +47,20 @@ class Mixer(NamedTuple):
 
 
 class MixerNames(NamedTuple):
-    """What the checkpoint calls the tensors of a mixer inside a layer; all but the matrices with
-    their whole name.
+    """Tensor names of a mixer inside a layer: without ".weight" for matrices, complete for others.
 
     Attributes:
-        inputs: the matrices whose rows are the mixer's inputs, one below the other; gates: the same
-            of its gates.
-        decay: what a state is multiplied with is exp(decay * ...): -exp(A_log) of the checkpoint.
-        skip: how much of a value is added to its result, of each head.
-        whole: a stored matrix of which inputs and gates are pieces, see weights/ordered.py.
+        inputs: matrices whose rows are the mixer's inputs, stacked in this order.
+        out: matrix of the output projection.
+        conv: weights of the convolution.
+        gates: matrices of the gates.
+        decay: -exp(A_log) of the checkpoint.
+        dt_bias: bias of the time step.
+        norm: weights of the norm; "" without one.
+        conv_bias: bias of the convolution; "" without one.
+        skip: factor of each head for the value that is added to its output (D).
+        whole: stored matrix that contains inputs and gates, see weights/ordered.py; "" if they are
+            separate.
     """
 
     inputs: tuple[str, ...]

@@ -1,6 +1,4 @@
-"""Mixtures of experts, for all families that have one: how many experts, how a router chooses them,
-what stands beside them, and what a GGUF file says of it.
-"""
+"""Mixtures of experts: sizes, routing, shared experts and dense MLPs next to them, GGUF keys."""
 
 from __future__ import annotations
 
@@ -29,12 +27,12 @@ Config = Mapping[str, Any]
 
 STEP_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 LOCAL_KEYS = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
-"""What configs call the number of experts, of those a token goes to, and the width of one."""
+"""Config keys of the number of experts, the experts per token and the width of an expert."""
 
 SIGMOID = 2
-"""expert_gating_func of a GGUF file where shares are sigmoids."""
+"""`expert_gating_func` of a GGUF file for sigmoid weights."""
 
-# inputs quantized together, rows of a tile: see kernels/linear/weight_formats.py
+# Inputs quantized together and rows of a tile, see kernels/linear/weight_formats.py.
 _GROUP = 32
 _TILE = 16
 _ALSO = {
@@ -42,7 +40,7 @@ _ALSO = {
     "moe_num_experts": "num_experts",
     "moe_k": "num_experts_per_tok",
 }
-_MOST = 1 << 12  # experts, beyond any model
+_MOST = 1 << 12  # maximum number of experts, beyond any model
 
 
 class ExpertNames(NamedTuple):
@@ -110,10 +108,17 @@ def experts_of(
     sparse: Sequence[bool],
     **rest: Any,
 ) -> Experts:
-    """Describe the mixture of a config. keys: of the number of experts, of those a token goes to,
-    and of the width of one; usual: what they are where the config does not say.
+    """Describe the mixture of experts of a config.
+
+    Args:
+        config: config of the language model.
+        keys: config keys of the number of experts, the experts per token and the width of an
+            expert.
+        usual: default of each key; None without one.
+        sparse: for each layer, True if it has experts.
+        rest: further fields of `Experts`.
     """
-    # One name became another in later versions of transformers.
+    # Later versions of transformers renamed these keys.
     keys = [_ALSO[key] if key not in config and _ALSO.get(key) in config else key for key in keys]
     config = {**dict(zip(keys, usual, strict=True)), **config}
     of_count, of_used, of_width = keys
@@ -139,8 +144,10 @@ def experts_of(
 
 
 def flag_of(config: Config, key: str, default: bool) -> bool:
-    """Return the truth value under a key, `default` where the config does not say. ModelFormatError
-    if it is none.
+    """Return the boolean under a key, or `default` if the key is missing.
+
+    Raises:
+        ModelFormatError: the value is not a boolean.
     """
     value = config.get(key, default)
     if not isinstance(value, bool):
@@ -149,15 +156,15 @@ def flag_of(config: Config, key: str, default: bool) -> bool:
 
 
 def experts_by_step(config: Config, layers: int, usual: tuple[int, int, int]) -> Experts:
-    """Describe the mixture of every decoder_sparse_step-th layer. Shares are the softmax of all
-    logits, divided by their sum where norm_topk_prob says so.
+    """Describe a mixture of experts in every decoder_sparse_step-th layer. Weights are the softmax
+    of all logits, divided by the sum of the selected ones if norm_topk_prob is set.
     """
     sparse = _by_step(config, layers)
     return experts_of(config, STEP_KEYS, usual, sparse, renorm=renorm_of(config))
 
 
 def _by_step(config: Config, layers: int) -> list[bool]:
-    """Choose every decoder_sparse_step-th layer, but those of mlp_only_layers."""
+    """Select every decoder_sparse_step-th layer, except those of mlp_only_layers."""
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, (list, tuple)) or any(
         isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < layers for i in dense
@@ -170,14 +177,14 @@ def _by_step(config: Config, layers: int) -> list[bool]:
 
 
 def renorm_of(config: Config) -> str:
-    """Return whether shares are divided by their sum, as norm_topk_prob says."""
+    """Return `Experts.renorm` by norm_topk_prob: "add" to divide weights by their sum, else ""."""
     return "add" if flag_of(config, "norm_topk_prob", False) else ""
 
 
 def gguf_experts(
     keys: Keys, count: str = "num_experts", used: str = "num_experts_per_tok"
 ) -> dict[str, Any]:
-    """Read the number of experts, and of those a token goes to. How shares are made follows from
-    the architecture, as in llama.cpp; the files do not say it.
+    """Read the number of experts and the experts per token. Files do not store how weights are
+    computed; it follows from the architecture, as in llama.cpp.
     """
     return {count: keys.size("expert_count"), used: keys.size("expert_used_count")}

@@ -1,8 +1,7 @@
-"""Nemotron-H: each layer is one thing, a mixer with a state, attention, an MLP or experts.
+"""Nemotron-H: each layer is a Mamba2 mixer, attention, an MLP or a mixture of experts.
 
-Steps of time are limited by time_step_limit, as in its makers' code; files of llama.cpp have no
-limits. transformers has time_step_min for the least instead, in passes of several tokens and not in
-those of one.
+Time steps are limited by time_step_limit, as in the original code; GGUF files have no limits.
+transformers instead applies the lower bound time_step_min, and only in passes of several tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _MLP = "mlp"
 _EXPERTS = "moe"
 _KINDS = {LINEAR: "ssd", FULL: ATTENTION, _MLP: NO_MIXER, _EXPERTS: NO_MIXER}
 _OLDER = {"mamba": LINEAR, "attention": FULL}
-_LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}  # of hybrid_override_pattern
+_LETTERS = {"M": LINEAR, "*": FULL, "-": _MLP, "E": _EXPERTS}  # letters of hybrid_override_pattern
 _OLDER_KEYS = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -82,8 +81,8 @@ _USUAL = {
 
 
 def _complete(config: Config) -> Config:
-    """Return the config in Llama's words, with what it leaves out: the number of layers is that of
-    their kinds, and attention has no rope.
+    """Return the config with Llama's names and defaults. The number of layers follows from the list
+    of layer types, and attention has no RoPE.
     """
     types = _types(config)
     given = {key: value for key, value in config.items() if value is not None}
@@ -99,14 +98,16 @@ def _complete(config: Config) -> Config:
 
 
 def _num_layers(config: Config) -> int | None:
-    """Return the number of layers, which is that of their kinds, whatever else a config says."""
+    """Return the number of layers, which follows from the list of layer types, whatever else the
+    config says.
+    """
     _, kinds = _kinds_of_layers(config)
     return len(kinds) if kinds and isinstance(kinds, (list, str)) else None
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Find what says of each layer which kind it is, a list or a text of letters: its key and its
-    value.
+    """Return the key and the value that give the type of each layer: a list, or a string of
+    letters.
     """
     key = next(
         (key for key in _KINDS_OF_LAYERS if config.get(key) is not None), _KINDS_OF_LAYERS[-1]
@@ -115,7 +116,7 @@ def _kinds_of_layers(config: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _types(config: Config) -> list[str]:
-    """Return the kinds of layers, from a list or from a letter for each."""
+    """Return the type of each layer, from a list or a string of letters."""
     key, given = _kinds_of_layers(config)
     if key == "hybrid_override_pattern":
         types = [_LETTERS.get(letter, letter) for letter in given] if isinstance(given, str) else []
@@ -130,7 +131,7 @@ def _types(config: Config) -> list[str]:
 
 
 def _hybrid(config: Config, layers: int) -> Hybrid:
-    """Describe the mixers, by layer_types. Layers that mix tokens have no MLP."""
+    """Describe the Mamba2 layers, by layer_types. Layers that mix tokens have no MLP."""
     kinds = tuple(_KINDS[one] for one in config["layer_types"])
     if ATTENTION not in kinds:
         raise ModelFormatError(
@@ -142,9 +143,11 @@ def _hybrid(config: Config, layers: int) -> Hybrid:
 
 
 def _experts(config: Config, layers: int) -> Experts | None:
-    """Describe the mixture: the sigmoid of each logit, with a bias where experts are chosen; shares
-    are divided by their sum and scaled. Beside them an expert that all tokens share. None where no
-    layer has experts.
+    """Describe the mixture of experts, which includes a shared expert; None if no layer has
+    experts.
+
+    Weights are the sigmoids of the selected logits, divided by their sum and scaled. The router
+    adds a bias to select experts.
     """
     sparse = [one == _EXPERTS for one in config["layer_types"]]
     if not any(sparse):
@@ -170,7 +173,8 @@ def _experts(config: Config, layers: int) -> Experts | None:
 
 
 _OUTER = ("backbone.", "model.embeddings.", "model.norm_f.")
-# Names in its files, which call a layer's only part its mixer whatever it is, and Llama's.
+# Patterns that map tensor names to Llama's. The files call the only part of each layer its mixer,
+# whatever it is.
 _LLAMAS_WORDS = (
     (re.compile(r"^(?:backbone|model)\.embeddings\."), "model.embed_tokens."),
     (re.compile(r"^(?:backbone|model)\.norm_f\."), "model.norm."),
@@ -231,8 +235,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. A layer with key heads attends, one with an MLP's width has
-    an MLP or experts, one with neither keeps a state.
+    """Read the config from a GGUF file. A layer with KV heads attends, one with an MLP's width has
+    an MLP or experts, and one with neither has recurrent state.
     """
     tensors = keys.header.tensors
     (heads, dim) = gguf_heads(keys)
@@ -276,7 +280,7 @@ def _gguf_kinds(keys: Keys) -> list[str]:
 
 
 def _gguf_mixture(keys: Keys) -> dict[str, Any]:
-    """Read the mixture. Shares are sigmoids."""
+    """Read the mixture of experts, whose weights are sigmoids."""
     gating = keys.optional_size("expert_gating_func", 0)
     if gating not in (None, SIGMOID):
         raise keys.error("expert_gating_func", gating, f"must be {SIGMOID}, the sigmoid")
@@ -292,7 +296,7 @@ def _gguf_mixture(keys: Keys) -> dict[str, Any]:
     }
 
 
-# Of a layer the only norm, whatever the layer is.
+# Each layer has one norm, whatever its type.
 _LAYER = {**MATRICES, **STATE_SPACE, "attn_norm": "norm"}
 _MOE_LAYER = {
     **EXPERTS,

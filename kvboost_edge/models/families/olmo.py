@@ -1,6 +1,4 @@
-"""OLMo: 2 and 3, whose norms stand after the blocks and whose GGUF files are of one architecture,
-and OLMoE.
-"""
+"""OLMo 2 and 3, with norms after the blocks and a shared GGUF architecture, and OLMoE."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ Config = Mapping[str, Any]
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe OLMoE's mixture, which all layers are."""
+    """Describe OLMoE's mixture of experts, in all layers."""
     keys = ("num_experts", "num_experts_per_tok", "intermediate_size")
     return experts_of(config, keys, (64, 8, None), [True] * layers, renorm=renorm_of(config))
 
@@ -64,8 +62,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file, which is OLMo 3's where there is a window; its scaled rope
-    is that of the full layers alone.
+    """Read the config from a GGUF file. With a window it is an OLMo 3, whose RoPE scaling applies
+    to full layers only.
     """
     window = keys.optional_size("attention.sliding_window", 0)
     if not window:
@@ -87,7 +85,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config of OLMoE from a file. Shares are not divided by their sum."""
+    """Read the config of OLMoE from a GGUF file. Weights are not normalized."""
     return {**gguf_experts(keys), "norm_topk_prob": False}
 
 

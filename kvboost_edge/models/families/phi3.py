@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused matrices, plain rope and longrope."""
+"""Phi-3 and Phi-4: fused matrices, default RoPE and longrope."""
 
 from __future__ import annotations
 

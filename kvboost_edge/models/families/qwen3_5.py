@@ -1,4 +1,4 @@
-"""Qwen3.5: the gated delta rule beside gated attention, as MLPs or as a mixture of experts."""
+"""Qwen3.5: gated delta rule and gated attention, with MLPs or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -98,14 +98,12 @@ def _by_interval(config: Config, layers: int) -> list[str] | None:
 
 
 def _complete(config: Config) -> Config:
-    """Return the config of a mixture with the width of the shared expert, which is that of its only
-    MLPs.
-    """
+    """Return the config of a mixture with the width of the shared expert, which is its only MLP."""
     return {"shared_expert_intermediate_size": 512, **config}
 
 
 def _experts(config: Config, layers: int) -> Experts:
-    """Describe the mixture: as Qwen2's in all layers; shares are divided by their sum whatever the
+    """Describe the mixture of experts: Qwen2's in all layers, with normalized weights whatever the
     config says.
     """
     usual = {
@@ -162,14 +160,13 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. Heads of keys and of values have one size. Value heads stand
-    in the order of tiles: that of key head 0, then of 1, and so on, again and again.
-    """
+    """Read the config from a GGUF file. Key and value heads have one size."""
     dim = keys.size("ssm.state_size")
     value_heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner != dim * value_heads:
         raise keys.error("ssm.inner_size", inner, f"must be {value_heads} value heads of {dim}")
+    # GGUF files store value heads in tiles: one head for each key head, then the next tile.
     return {
         "layer_types": [LINEAR if own else FULL for own in _recurrent(keys)],
         "linear_conv_kernel_dim": keys.size("ssm.conv_kernel"),
@@ -182,7 +179,7 @@ def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config of a mixture from a file: experts beside one that all tokens share."""
+    """Read the config of a mixture with a shared expert from a GGUF file."""
     return {
         **_gguf_config(keys, config),
         **gguf_experts(keys),
@@ -192,8 +189,8 @@ def _gguf_moe_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recurrent(keys: Keys) -> list[bool]:
-    """Return whether each of the model's own layers keeps a state: a list says so, or every n-th
-    layer attends.
+    """Return for each of the model's own layers whether it has recurrent state, from a list or from
+    the interval of layers that attend.
     """
     key = "attention.recurrent_layers"
     layers = keys.layers()

@@ -1,7 +1,7 @@
-"""All families by model_type, and their GGUF files by architecture.
+"""All families by model_type, and GGUF architectures by name.
 
-A family is one file of this folder that has `MODEL_TYPES`, and `GGUF` where GGUF files of it are
-read. The files are found, not listed: a new family is a new file.
+A family is a file of this folder with `MODEL_TYPES`, and `GGUF` if it can be read from GGUF files.
+Files are discovered, so a new family is a new file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "WRAPPERS",
 ]
 
-_READERS = ("registry",)  # the modules that read the families' files
+_READERS = ("registry",)  # modules of this folder that are not families
 
 
 def _files() -> Iterator[ModuleType]:
@@ -34,7 +34,7 @@ def _files() -> Iterator[ModuleType]:
 
 
 def _collected(name: str) -> Mapping[str, Any]:
-    """Collect the entries of all files under one name, each key once."""
+    """Merge the entries of all files under a name. Raises ValueError for a duplicate key."""
     found: dict[str, Any] = {}
     for module in _files():
         entries: Mapping[str, Any] = getattr(module, name, {})
@@ -46,10 +46,10 @@ def _collected(name: str) -> Mapping[str, Any]:
 
 
 MODEL_TYPES: Mapping[str, ModelType] = _collected("MODEL_TYPES")
-"""What is known of each model_type."""
+"""Descriptions by model_type."""
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = _collected("GGUF")
-"""Architectures of GGUF files that are read, by general.architecture."""
+"""GGUF architectures that can be read, by general.architecture."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {name: known.family for name, known in MODEL_TYPES.items() if known.family is not None}
@@ -59,9 +59,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 WRAPPERS: Mapping[str, Wrapper] = MappingProxyType(
     {name: known.wrapper for name, known in MODEL_TYPES.items() if known.wrapper is not None}
 )
-"""Model types of several parts whose language model is known, by model_type of the whole."""
+"""Composite models with a known language model, by model_type of the whole."""
 
 STORED_NAMES: tuple[Callable[[str], str], ...] = tuple(
     family.stored_name for family in FAMILIES.values() if family.stored_name is not None
 )
-"""What turns the names of safetensors into Llama's, of the families that have others."""
+"""Functions that map tensor names in safetensors to Llama's, for families with other names."""

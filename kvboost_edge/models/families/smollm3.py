@@ -31,9 +31,8 @@ MODEL_TYPES: Mapping[str, ModelType] = MappingProxyType(
 
 
 def _gguf_config(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    """Complete the config from a file. Every fourth layer has no rope: the file does not say it,
-    llama.cpp computes it so.
-    """
+    """Read the config from a GGUF file."""
+    # The file does not store that every fourth layer has no RoPE; llama.cpp assumes it, too.
     return {"no_rope_layer_interval": 4}
 
 

@@ -1,5 +1,5 @@
-"""Layers that keep a state, for all families that have some: which they are, and the sizes and
-names of what mixes tokens there (short convolutions, the gated delta rule, Mamba2).
+"""Layers with recurrent state: their kinds, and sizes and tensor names of their mixers (short
+convolution, gated delta rule, Mamba2).
 """
 
 from __future__ import annotations
@@ -39,37 +39,40 @@ __all__ = [
 Config = Mapping[str, Any]
 
 TILED_HEADS = "kvboost-edge: tiled_heads"
-"""The key of a config whose value heads stand in the order of GGUF files (`Mixer.tiled_heads`); no
-file has it.
+"""Config key that marks value heads in the order of GGUF files (`Mixer.tiled_heads`). Model files
+never contain it.
 """
 
 OUTPUT_GATE = "self_attn.output_gate"
-"""What the rows of queries that are gates of what attention returns are called, once they are told
-apart.
-"""
+"""Name of the gates of the attention output, after they are separated from the query projection."""
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
-"""What layer_types calls layers that attend, and most of those that keep a state."""
+"""Values of layer_types for layers that attend and for most recurrent layers."""
 
 _ATTENTION = "attention"
-# What the kernels of states take. The native runner checks the same, but only after the weights
-# were packed.
+# Limits of the recurrent kernels. The native runner checks them too, but only after packing the
+# weights.
 MOST_TAPS = 16
 MOST_DIM = 1 << 11
 LANES = 16
 GROUP = 32
-"""The longest convolution, the widest heads, value channels that a kernel takes at once, and inputs
-of a matrix.
+"""Longest convolution, largest head, value channels per kernel step, and inputs per group of a
+matrix.
 """
-_MOST_STATE = 1 << 8  # dim of B and C
+_MOST_STATE = 1 << 8  # largest size of B and C
 _NO_LIMIT = (0.0, math.inf)
 _INFINITY = {"__float__": "Infinity"}
 
 
 class Hybrid(NamedTuple):
-    """kinds: of each layer, see `mixed_shapes`; mixer: of those that keep a state, None where there
-    is no such one; alone: layers that mix tokens have no MLP.
+    """Layers of a hybrid model.
+
+    Attributes:
+        kinds: kind of each layer, see `mixed_shapes`.
+        mixer: mixer of the recurrent layers; None without any.
+        names: tensor names of the mixer.
+        alone: True if layers that mix tokens have no MLP.
     """
 
     kinds: tuple[str, ...]
@@ -88,11 +91,11 @@ DELTA_NAMES = MixerNames(
     "linear_attn.dt_bias",
     "linear_attn.norm.weight",
 )
-"""Names of the tensors of a short convolution, and of a gated delta rule."""
+"""Tensor names of a short convolution and of a gated delta rule."""
 
 
 def check_most(name: str, value: int, most: int) -> None:
-    """Refuse a size that kernels of states do not take."""
+    """Raise ModelFormatError if a size exceeds the limit of the recurrent kernels."""
     if value > most:
         raise ModelFormatError(
             f"{name}={value} is above {most}, the most that kernels of states take"
@@ -100,7 +103,7 @@ def check_most(name: str, value: int, most: int) -> None:
 
 
 def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid:
-    """Describe a model of these layers, of which some must attend."""
+    """Describe a hybrid model. Raises ModelFormatError if no layer attends."""
     if _ATTENTION not in kinds:
         raise ModelFormatError(
             "no layer of the model attends; models of states alone are not known"
@@ -111,8 +114,17 @@ def hybrid_of(kinds: tuple[str, ...], mixer: Mixer, names: MixerNames) -> Hybrid
 def kinds_of_layers(
     config: Config, layers: int, name: str, kind: str, rule: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Return the kinds of layers by layer_types, whose states are called `name` there, or by an
-    older rule; both must agree.
+    """Return the kind of each layer.
+
+    Args:
+        config: config of the language model.
+        layers: number of layers.
+        name: value of layer_types for recurrent layers.
+        kind: their kind, one of STATE_KINDS.
+        rule: layer types by an older key; None without one.
+
+    Raises:
+        ModelFormatError: layer_types is invalid or contradicts `rule`.
     """
     types = config.get("layer_types")
     known = {FULL: _ATTENTION, name: kind}
@@ -145,8 +157,14 @@ def _rule_of(config: Config) -> str:
 
 
 class SsdKeys(NamedTuple):
-    """What a config calls the sizes of a mixer: heads and their dim, groups of heads that share B
-    and C, the dim of these, and the length of the convolution.
+    """Config keys of the sizes of a Mamba2 mixer.
+
+    Attributes:
+        heads: number of heads.
+        head_dim: size of a head.
+        groups: number of groups of heads that share B and C.
+        state: size of B and C.
+        length: length of the convolution.
     """
 
     heads: str
@@ -164,10 +182,11 @@ MAMBA_KEYS = SsdKeys(
 def ssd_mixer(
     config: Config, keys: SsdKeys, norm: str, time_limit: tuple[float, float] = _NO_LIMIT
 ) -> Mixer:
-    """A mixer of a config with all of these keys; what it results in is normed in as many groups as
-    share B and C.
+    """Return the Mamba2 mixer of a config that has all of these keys. Its norm has as many groups
+    as B and C.
 
-    ModelFormatError that names the key for sizes that the kernels do not take.
+    Raises:
+        ModelFormatError: names the key of a size that the kernels do not support.
     """
     heads, dim, groups, state = (integer_of(config, key, 1) for key in keys[:4])
     length = integer_of(config, keys.length, 2)
@@ -210,10 +229,9 @@ def ssd_mixer(
 
 
 def ssd_names(prefix: str, mixer: Mixer, *, conv_bias: bool) -> MixerNames:
-    """Return the names of a mixer's tensors inside a layer, where its module is called so there.
-    The input projection is stored as one matrix, [z | x | B | C | dt]; here x, B and C are one
-    piece, z and dt others.
-    """
+    """Return the tensor names of a Mamba2 mixer with the module name `prefix`."""
+    # The checkpoint stores the input projection as one matrix [z | x | B | C | dt]. Here [x | B |
+    # C], z and dt are separate.
     whole = f"{prefix}.in_proj"
     return MixerNames(
         (f"{whole}_xbc", f"{whole}_z"),
@@ -230,13 +248,15 @@ def ssd_names(prefix: str, mixer: Mixer, *, conv_bias: bool) -> MixerNames:
 
 
 def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, float]:
-    """Least and most of a step of time, under a key that may be missing or null. ModelFormatError
-    that names it unless these are two numbers, from 0 on, of which the second may be infinite.
+    """Return the bounds of the time step, (0, inf) if the key is missing or null.
+
+    Raises:
+        ModelFormatError: the value is not two numbers with 0 <= first <= second and a finite first.
     """
     given = config.get(key)
     if given is None:
         return _NO_LIMIT
-    # transformers writes what JSON has no word for as an object.
+    # transformers writes infinity, which JSON lacks, as an object.
     pair = (
         [math.inf if one == _INFINITY else one for one in given]
         if isinstance(given, (list, tuple))
@@ -251,7 +271,7 @@ def time_limit_of(config: Config, key: str = "time_step_limit") -> tuple[float, 
 
 
 def gguf_heads(keys: Keys) -> tuple[int, int]:
-    """Read the heads of a GGUF file's Mamba2, and their dim."""
+    """Return the number of Mamba2 heads of a GGUF file and the size of a head."""
     heads = keys.size("ssm.time_step_rank")
     inner = keys.size("ssm.inner_size")
     if inner % heads:

@@ -1,6 +1,4 @@
-"""Which layers attend to all tokens before and which through a window, as configs of the families
-say it.
-"""
+"""Sliding windows of layers, from the config of a family."""
 
 from __future__ import annotations
 
@@ -24,7 +22,13 @@ Config = Mapping[str, Any]
 
 
 def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -> list[int]:
-    """Read windows from layer_types, or from a rule where the config has none."""
+    """Return the window of each layer, from layer_types or else from a rule.
+
+    Args:
+        config: config of the language model.
+        layers: number of layers.
+        default: function of a layer's index -> True if it has a window.
+    """
     window = given_window(config, 0)
     rule = ["sliding_attention" if default(i) else "full_attention" for i in range(layers)]
     types = config.get("layer_types") or rule
@@ -41,21 +45,23 @@ def layer_windows(config: Config, layers: int, default: Callable[[int], bool]) -
 
 
 def given_window(config: Config, default: int) -> int:
-    """Return sliding_window, 0 where it is null."""
+    """Return sliding_window: 0 if it is null, `default` if it is missing."""
     if "sliding_window" not in config:
         return default
     return 0 if config["sliding_window"] is None else integer_of(config, "sliding_window", 0)
 
 
 def given_step(config: Config, keys: tuple[str, ...], default: int) -> int:
-    """Return the first of the keys that the config gives, as an integer of at least 1."""
+    """Return the value of the first key that the config gives, an integer of at least 1, or
+    `default`.
+    """
     return next(
         (integer_of(config, key, 1) for key in keys if config.get(key) is not None), default
     )
 
 
 def same_window(default: int) -> Callable[[Config, int], list[int]]:
-    """Give every layer the window of the config, or `default` where the config does not say."""
+    """Return a reader that gives every layer the config's window, or `default` without one."""
 
     def windows(config: Config, layers: int) -> list[int]:
         if config.get("layer_types"):
@@ -77,8 +83,10 @@ def every_second(config: Config, layers: int) -> list[int]:
 
 
 def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]]:
-    """Give every layer a window but each n-th; n is under one of the keys, or `default`. None
-    without sliding_window.
+    """Return a reader that gives every layer a window except each n-th.
+
+    n is under the first of `keys` that the config has, or `default`. Layers have no window if
+    sliding_window is null.
     """
 
     def windows(config: Config, layers: int) -> list[int]:
@@ -94,8 +102,8 @@ def all_but_every(default: int, *keys: str) -> Callable[[Config, int], list[int]
 
 
 def all_but_first_of(period: int, default: int) -> Callable[[Config, int], list[int]]:
-    """Give every layer a window but the first of each `period`; `default` where the config does not
-    say how long.
+    """Return a reader that gives every layer a window except the first of each `period`. `default`
+    is the window if the config gives none.
     """
     return lambda config, layers: layer_windows(
         {"sliding_window": default, **config}, layers, lambda i: i % period != 0
