@@ -120,7 +120,7 @@ TYPE_NAMES: dict[int, str] = {
 """Numbers of tensor types in the file, also of those that are not read."""
 
 _INSTEAD = "take a Q4_K_M or IQ4_XS file of this model"
-# Beginning of a type's name -> why it is not read, and what to take.
+# Prefix of a type's name -> reason why it is not read, and what to use instead.
 _REFUSED = {
     "Q2_K": (
         "it has a scale and a minimum for every 16 weights, and in the packed formats would be "
@@ -215,7 +215,7 @@ def _scale(blocks: Bytes, at: int) -> Floats:
 
 def _nibbles(packed: Bytes) -> Bytes:
     """Return low nibbles, then high ones: [blocks, 16] -> [blocks, 32]."""
-    # Sixteen bytes are moved as one item and eight are masked at once: NumPy's loops over bytes
+    # Sixteen bytes are moved as one item and eight are masked at once, because NumPy's byte loops
     # take six times as long.
     words = np.ascontiguousarray(packed.view(_SIXTEEN)).view(np.uint64)
     both = np.empty((len(packed), 2), dtype=_SIXTEEN)

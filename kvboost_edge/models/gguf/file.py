@@ -36,12 +36,12 @@ _MAX_KEY_BYTES = 65_535
 _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
-_MAX_PADDING = 4096  # zeros behind the last tensor, as tools write that fill up a page
+_MAX_PADDING = 4096  # zeros after the last tensor, written by tools that pad to a page
 _MAX_KEYS = 10_000  # files have up to a hundred
 _MAX_STRINGS = 4_000_000  # in all arrays; the largest vocabularies and their merges have 800,000
-_MANY_TENSORS = 10_000  # more must hold something: their checks take seconds
+_MANY_TENSORS = 10_000  # more tensors need data in proportion, because their checks take seconds
 _MIN_TENSOR_BYTES = 1024  # of a file with so many, on average with their infos
-_MAX_NESTED = 100_000  # arrays inside an array: no key that matters here has any
+_MAX_NESTED = 100_000  # arrays inside an array, which no key used here has
 _DEFAULT_ALIGNMENT = 32
 _BOOL = 7
 _STRING = 8
@@ -323,7 +323,7 @@ def _read_value(cursor: _Cursor, key: str, kind: int) -> Any:
         return cursor.text(f"the value of key {key!r}", _MAX_HEADER_BYTES)
     value = _read_numbers(cursor, key, kind, 1)[0]
     if kind == _FLOAT32:
-        return float(str(value))  # 1e-05, not 9.999999747378752e-06: the number that was written
+        return float(str(value))  # 1e-05, the number that was written, not 9.999999747378752e-06
     return value.item()
 
 

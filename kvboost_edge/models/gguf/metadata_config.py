@@ -66,17 +66,17 @@ _COMMON_KEYS = _ROPE_KEYS | {
     "expert_used_count",
     "pooling_type",
 }
-# Keys of the parts for images and sound, in files that hold these too.
+# Keys of parts for images and sound.
 _OTHER_KEYS = ("vision.", "audio.", "mm.")
 # Keys that only some architectures have, with the values that change nothing in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0,
     "rope.scaling.attn_factor": 1.0,
     "logit_scale": 1.0,
-    "expert_gating_func": 1,  # softmax, which is what families that are read have
+    "expert_gating_func": 1,  # softmax, as in all supported families
 }
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-# Tokens that end an answer in some chat format, where the file names only one of them.
+# Tokens that end an answer in some chat format, if the file names only one of them.
 _ENDINGS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -185,7 +185,7 @@ def _mlp_width(keys: Keys, architecture: GgufArchitecture) -> int:
     expert.
     """
     if architecture.alone:
-        return max(keys.sizes("feed_forward_length", 0)) or 1  # a width, though no layer has it
+        return max(keys.sizes("feed_forward_length", 0)) or 1  # a width that no layer has
     if architecture.experts and keys.name("feed_forward_length") not in keys.header.values:
         return keys.size("expert_shared_feed_forward_length")
     return keys.size("feed_forward_length")

@@ -92,7 +92,7 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
     if block.kind is None:
         return first_non_finite(path, tensor.type, tensor.start, tensor.stop)
     step = _CHUNK_BYTES // block.nbytes * block.nbytes
-    # Own buffers, not a mapping: mapped pages would count as this process's memory.
+    # Own buffers, not a mapping, whose pages would count as this process's memory.
     chunk = np.empty(min(step, tensor.stop - tensor.start), dtype=np.uint8)
     with open(path, "rb", buffering=0) as file:
         source = FileAt(file)

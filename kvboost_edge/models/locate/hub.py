@@ -1,7 +1,6 @@
-"""Models of the Hugging Face hub, through `huggingface_hub` and its cache: whole snapshots, and
-single GGUF files.
+"""Models of the Hugging Face hub: whole snapshots, and single GGUF files.
 
-`huggingface_hub` shows the progress and goes on where a download was cut off.
+`huggingface_hub` fetches and caches them, shows the progress, and resumes downloads.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"
 # (1_Pooling, 2_Dense); `consolidated` is a second copy of them.
 _UNWANTED = ["[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_[!PD]*/*", "consolidated*"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# GGUF files beside a model that are none themselves: of its images, and of its quantization.
+# GGUF files next to a model that are not models: for images, and for quantization.
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _MAX_NAMED = 20
 
 
 class HubName(NamedTuple):
-    """A model on the hub and how it may be fetched."""
+    """A model on the hub, with revision, token and permission to use the network."""
 
     name: str
     revision: str | None
@@ -46,18 +45,22 @@ class HubName(NamedTuple):
 
 
 def snapshot(model: HubName) -> Path:
-    """Directory with configuration, tokenizer and safetensors files of a hub model, fetched if need
-    be.
+    """Return the directory with config, tokenizer and safetensors of a hub model; fetch it if
+    needed.
     """
     return _fetched(model, _WANTED, _UNWANTED)
 
 
 def gguf_file(model: HubName, wanted: str | None) -> Path:
-    """A GGUF file of a hub model, its first part where it is split; nothing else is fetched, and
-    its digest is checked.
+    """Return a GGUF file of a hub model, or the first part of a split one; fetch it if needed.
 
-    wanted: a quantization such as Q4_K_M, or a file's name; None: the only one there is.
-    ModelFormatError names what the hub has instead.
+    Nothing else is fetched, and the file's digest is checked.
+
+    Args:
+        wanted: quantization such as Q4_K_M, or a file's name; None: the only file.
+
+    Raises:
+        ModelFormatError: no single file matches; names the files on the hub.
     """
     digests = _listed(model)
     names = _chosen(model, gguf_models(digests), wanted)
@@ -68,9 +71,7 @@ def gguf_file(model: HubName, wanted: str | None) -> Path:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
-    """GGUF files by model: what a split one is called without its ending, or the file's name, to
-    the names there.
-    """
+    """Return the GGUF files by model: the stem of a split file, or the file's name -> its files."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _NO_MODELS.search(PurePosixPath(name).name):
@@ -80,7 +81,7 @@ def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None) -> list[str]:
-    """The files of the one model that is meant, all of its parts."""
+    """Return all parts of the one model that matches."""
     found = [
         stem for stem, names in models.items() if wanted is None or _is_meant(stem, names, wanted)
     ]
@@ -108,8 +109,8 @@ def _chosen(model: HubName, models: Mapping[str, list[str]], wanted: str | None)
 
 
 def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
-    """Whether a model is meant by a file's name, or by the quantization at the end of its name or
-    its folder's.
+    """Return whether a model matches a file name, or the quantization that ends its file or
+    directory name.
     """
     wanted = wanted.lower()
     if wanted.endswith(".gguf"):
@@ -120,8 +121,9 @@ def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
 
 
 def _listed(model: HubName) -> dict[str, str | None]:
-    """Files of a hub model with their SHA-256 where it is known; of the cache where the hub is not
-    or cannot be asked.
+    """Return the files of a hub model with their SHA-256, if known.
+
+    If the hub cannot be reached, they are those of the cache.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
@@ -150,7 +152,7 @@ def _listed(model: HubName) -> dict[str, str | None]:
 def _cached(model: HubName) -> dict[str, str | None]:
     folder = _fetched(model, [], None)
     files = [path for path in folder.rglob("*.gguf") if path.is_file()]
-    # A large file lies in the cache under its digest.
+    # The cache stores a large file under its digest.
     return {
         path.relative_to(folder).as_posix(): path.resolve().name
         if _SHA256.fullmatch(path.resolve().name)
@@ -176,7 +178,7 @@ def _fetched(model: HubName, allowed: list[str], ignored: list[str] | None) -> P
 
 
 def _check_digest(path: Path, expected: str | None) -> None:
-    """A file that is not what the hub says of it is removed; ModelFormatError."""
+    """Remove a file whose digest differs from the hub's, and raise ModelFormatError."""
     try:
         stamp = FileStamp.of(path)
         if expected is None or recall(stamp).get("sha256") == expected:
@@ -197,7 +199,7 @@ def _check_digest(path: Path, expected: str | None) -> None:
 
 @contextlib.contextmanager
 def _clear_errors(model: HubName) -> Iterator[None]:
-    """What the hub's client raises, in words that say what to do."""
+    """Raise the hub client's errors as ones that say what to do."""
     from huggingface_hub import errors
 
     try:
@@ -219,9 +221,7 @@ def _clear_errors(model: HubName) -> Iterator[None]:
         raise ModelFormatError(
             f"{model.name!r} is neither a directory nor a valid hub id: {error}"
         ) from error
-    except (
-        Exception
-    ) as error:  # of the HTTP library, which is another one in each version of the client
+    except Exception as error:  # of the HTTP library, which differs between versions of the client
         raise ModelFormatError(_unreachable(model, error)) from error
 
 

@@ -1,7 +1,6 @@
-"""Where a model is: the bundled one, a local directory or file, one of Ollama's, or one of the
-Hugging Face hub.
+"""Location of a model: bundled, local directory or file, Ollama's store, or the Hugging Face hub.
 
-The network is touched only for a name that is none of the others, and never in offline mode.
+The network is used only for a name that is none of the others, and never in offline mode.
 """
 
 from __future__ import annotations
@@ -42,16 +41,21 @@ def locate_model(
     token: str | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Directory that holds the model's files, or the GGUF file that is the model (any part of a
-    split one).
+    """Return the directory with the model's files, or the GGUF file (any part of a split one).
 
-    `path_or_id`: 'kvboost-edge/demo' (part of the package); a directory, whose only GGUF model is
-      taken where it has no config; a GGUF file;
-      'ollama:NAME:TAG', a model that Ollama has on this machine; or a hub id: of 'owner/name' only
-      configuration, tokenizer and safetensors files are fetched, of 'owner/name:Q4_K_M' and
-      'owner/name:file.gguf' only that GGUF file, of 'owner/name-GGUF' the only one it has. Raises
-      ConfigError for what is neither a string nor a path, ModelFormatError when there is no such
-      model or it cannot be fetched.
+    `path_or_id` is one of these:
+
+    - 'kvboost-edge/demo': part of the package.
+    - A directory. Without a config, its only GGUF model is used.
+    - A GGUF file.
+    - 'ollama:NAME:TAG': a model that Ollama has on this machine.
+    - A hub id. For 'owner/name' only config, tokenizer and safetensors are fetched. For
+      'owner/name:Q4_K_M' and 'owner/name:file.gguf' only that GGUF file is fetched, for
+      'owner/name-GGUF' its only one.
+
+    Raises:
+        ConfigError: it is neither a string nor a path.
+        ModelFormatError: the model does not exist or cannot be fetched.
     """
     if not isinstance(path_or_id, (str, Path)):
         raise ConfigError(
@@ -87,7 +91,7 @@ def locate_model(
 
 
 def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatError:
-    """Return the error of a name that was not found, with what the name may mean."""
+    """Return the error of an unknown name, with a hint at its meaning."""
     hint = "" if isinstance(path_or_id, Path) else name_hint(path_or_id, ollama_names())
     if not hint:
         return error
@@ -116,8 +120,10 @@ def _directory(path: Path) -> Path:
 
 
 def _file(path: Path) -> Path:
-    """A GGUF file, told by its name or its first bytes (Ollama's have no name), or an ONNX file.
-    The hub's cache holds links whose names matter, so they are not followed.
+    """Return a GGUF file, recognized by name or first bytes (Ollama's have no name), or an ONNX
+    file.
+
+    Links are not followed, because the hub's cache holds links whose names matter.
     """
     try:
         with open(path, "rb") as file:
@@ -133,7 +139,7 @@ def _file(path: Path) -> Path:
 
 
 def bundled_directory() -> Path:
-    """Where the bundled model lies."""
+    """Return the directory of the bundled model."""
     directory = Path(__file__).resolve().parents[2] / "assets" / "demo"
     if not (directory / "config.json").is_file():
         raise ModelFormatError(
@@ -143,6 +149,6 @@ def bundled_directory() -> Path:
 
 
 def size_on_disk(path: Path) -> int:
-    """Return the bytes of a model's directory or file; 0 where there is none."""
+    """Return the bytes of a model's directory or file; 0 if it does not exist."""
     files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.exists())

@@ -1,6 +1,4 @@
-"""What a model is called for people, told by where it lies: nothing else of this machine's paths is
-in a name.
-"""
+"""Names of models for people, derived from their location without other parts of its path."""
 
 from __future__ import annotations
 
@@ -18,8 +16,10 @@ _BLOB = "sha256-"
 
 
 def model_name(path: Path) -> str:
-    """As `locate_model` takes it for the bundled model, the hub's (owner/name, owner/name:FILE) and
-    Ollama's; else the last part of the path.
+    """Return a model's name.
+
+    For the bundled model, the hub's (owner/name, owner/name:FILE) and Ollama's it is what
+    `locate_model` takes. For others it is the last part of the path.
     """
     real = Path(os.path.abspath(path))
     if real == bundled_directory():

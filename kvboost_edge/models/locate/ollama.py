@@ -1,8 +1,10 @@
-"""Ollama's store: manifests name blobs by digest, and the blob of a model is a GGUF file, read
-where it lies.
+"""Models in Ollama's store, read in place.
 
-manifests/registry.ollama.ai/library/NAME/TAG -> {"layers": [{"mediaType": "...model", "digest":
-"sha256:..."}]} blobs/sha256-...
+Manifests name blobs by digest, and the blob of a model is a GGUF file:
+
+    manifests/registry.ollama.ai/library/NAME/TAG -> {"layers": [{"mediaType": "...model", "digest":
+    "sha256:..."}]}
+    blobs/sha256-...
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ _NAME = re.compile(rf"(?P<path>{_PIECE}(/{_PIECE}){{0,2}})(:(?P<tag>{_PIECE}))?"
 _HOST = "registry.ollama.ai"
 _NAMESPACE = "library"
 _MAX_MANIFEST_BYTES = 1_000_000
-# Where the installer's service keeps its models on Linux.
+# Model directory of the installer's service on Linux.
 _SERVICE = Path("/usr/share/ollama/.ollama/models")
 
 
 def ollama_model(name: str) -> Path:
-    """The GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'.
-    ModelFormatError says what is missing.
+    """Return the GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'.
+
+    Raises ModelFormatError that says what is missing.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -54,7 +57,7 @@ def ollama_model(name: str) -> Path:
 
 
 def ollama_names() -> Iterator[str]:
-    """Every model of the store as `locate_model` takes it."""
+    """Yield the name of every model in the store, in the form of `locate_model`."""
     seen: set[str] = set()
     for root in _roots():
         manifests = root / "manifests"
@@ -106,7 +109,9 @@ def _models(layers: Any) -> list[dict[str, Any]]:
 
 
 def _digest(manifest: Path, layer: dict[str, Any]) -> str:
-    """The digest becomes a file's name, so nothing but hexadecimal digits is taken."""
+    """Return the digest of a layer; it becomes a file name, so only hexadecimal digits are
+    allowed.
+    """
     found = _DIGEST.fullmatch(str(layer.get("digest")))
     if found is None:
         raise ModelFormatError(f"{manifest} names {layer.get('digest')!r:.80}, which is no SHA-256")

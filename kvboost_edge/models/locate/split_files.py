@@ -1,6 +1,4 @@
-"""Names of the files of a split GGUF model: NAME-00001-of-00003.gguf and so on, beside each
-other.
-"""
+"""File names of a split GGUF model: NAME-00001-of-00003.gguf and so on, in one directory."""
 
 from __future__ import annotations
 
@@ -16,7 +14,11 @@ _PART = re.compile(
 
 
 class PartName(NamedTuple):
-    """The parts of a name; `number` counts from 1."""
+    """Components of a part's name.
+
+    Attributes:
+        number: number of the part, from 1.
+    """
 
     stem: str
     number: int
@@ -24,7 +26,7 @@ class PartName(NamedTuple):
     ending: str
 
     def names(self) -> list[str]:
-        """The names of all parts, in order."""
+        """Return the names of all parts, in order."""
         return [
             f"{self.stem}-{number:05d}-of-{self.total:05d}{self.ending}"
             for number in range(1, self.total + 1)
@@ -32,7 +34,7 @@ class PartName(NamedTuple):
 
 
 def part_name(name: str) -> PartName | None:
-    """A file's name, or a path as text, taken apart; None where it is not that of a part."""
+    """Return the components of a part's name or path; None for other names."""
     found = _PART.fullmatch(name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
         return None

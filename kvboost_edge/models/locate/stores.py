@@ -1,8 +1,6 @@
-"""The models that are on this machine already: our own, the hub's cache, llama.cpp's, LM Studio's
-and Ollama's.
+"""Models already on this machine: our own, the hub's cache, llama.cpp's, LM Studio's and Ollama's.
 
-Directories are listed and nothing is read of what lies in them, so that thousands of models cost
-nothing.
+Directories are listed, but no file is read, so thousands of models cost nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +25,11 @@ _MAX_DEPTH = 6  # of folders below a store
 
 
 class StoredModel(NamedTuple):
-    """A model on this machine. `name`: what `locate_model` takes; `path`: the directory or file,
-    None where `problem` says why there is none.
+    """A model on this machine.
+
+    Attributes:
+        name: name in the form of `locate_model`.
+        path: directory or file; None if `problem` says why there is none.
     """
 
     name: str
@@ -38,24 +39,25 @@ class StoredModel(NamedTuple):
 
 
 def own_models() -> Path:
-    """Where models that we fetched ourselves lie."""
+    """Return the directory of models that kvboost-edge has fetched."""
     return cache_directory() / "models"
 
 
 def real_model() -> Path:
-    """Where `make real-model` puts the model it fetches."""
+    """Return the directory in which `make real-model` stores its model."""
     return own_models() / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def stored_models() -> Iterator[StoredModel]:
-    """Every model that was found, store by store; the same file is listed once. A store that cannot
-    be listed is an entry with its problem.
+    """Yield every model found, store by store; the same file is listed once.
+
+    A store that cannot be listed is an entry with its problem.
     """
     seen: set[Path] = set()
     for store, listed in _STORES.items():
         try:
             for model in listed():
-                # Not `resolve`, which some versions of Python let fail at a circle of links.
+                # Not `resolve`, which fails at circular links in some versions of Python.
                 real = None if model.path is None else Path(os.path.realpath(model.path))
                 if real is None or real not in seen:
                     seen |= {real} if real is not None else set()
@@ -65,7 +67,7 @@ def stored_models() -> Iterator[StoredModel]:
 
 
 def _hub() -> Iterator[StoredModel]:
-    """Of each repository in the cache the snapshot that its main branch names, else the newest."""
+    """Yield the snapshot of each cached repository: that of its main branch, else the newest."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -96,7 +98,7 @@ def _snapshot(folder: Path) -> Path | None:
 
 
 def _in_folders(*folders: Path) -> Iterator[StoredModel]:
-    """GGUF files at any depth, and directories with config.json and safetensors."""
+    """Yield GGUF files at any depth, and directories with config.json and safetensors."""
     for folder in folders:
         files = sorted(_files_below(folder, ".gguf"))
         for parts in gguf_models(str(path) for path in files).values():

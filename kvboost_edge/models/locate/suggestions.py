@@ -1,4 +1,4 @@
-"""Recommended models by memory size, and hints for names that are none of ours."""
+"""Recommended models by memory size, and hints for unknown model names."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ __all__ = [
     "read_onnx",
 ]
 
-_MAX_PROTO_BYTES = (1 << 31) - 1  # what protobuf itself allows: weights beyond it are external data
+_MAX_PROTO_BYTES = (1 << 31) - 1  # protobuf's own limit; larger weights are external data
 _MAX_NAME = 4096
 _MAX_NODES = 200_000
 _MAX_ITEMS = 65_536  # inputs and attributes of a node, numbers of an attribute

@@ -15,8 +15,8 @@ from kvboost_edge.host.json_file import read_json_object
 __all__ = ["GENAI_CONFIG", "OnnxFolder", "find_onnx"]
 
 GENAI_CONFIG = "genai_config.json"
-# Of several files of the same weights the smallest that loses little; others are named by whoever
-# wants them.
+# Of several files with the same weights, the smallest that loses little is used. A caller names
+# another one by its path.
 _PREFERRED = ("model_q4.onnx", "model_q4f16.onnx", "model.onnx", "model_fp16.onnx")
 _MAX_NAMED = 10
 

@@ -17,7 +17,7 @@ from kvboost_edge.models.onnx.tensors import read_rows
 __all__ = ["rope_difference", "rope_settings"]
 
 Doubles = npt.NDArray[np.float64]
-# Rounding of the tables' own dtype, with what their makers compute in float32 on top.
+# Rounding of the tables' own dtype, plus that of their makers' float32.
 _ROUNDING = {"F32": 1e-4, "F16": 1.5e-3, "BF16": 1e-2}
 _PER_RADIAN = 3e-7
 _THETAS = (1e4, 1e5, 5e5, 1e6, 1e7, 2e6, 3e6, 5e6, 1.5e5, 1.3e5, 1e3, 25e4, 2.5e5)

@@ -301,7 +301,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _as_half(values: Floats) -> npt.NDArray[np.float16]:
-    with np.errstate(over="ignore"):  # infinity is found where the rows are packed
+    with np.errstate(over="ignore"):  # packing rejects infinity
         return values.astype(np.float16)
 
 

@@ -57,7 +57,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _MAGIC = b"KVBPACK\0"
-# Of the file's form and of the quantization: with either changed, older files are packed again.
+# Version of the layout and of the quantization; raise it when either changes.
 PACKED_VERSION = 4
 MODEL_FACT = "model"
 """Under which the model's name is remembered of a file of its packed weights."""
@@ -157,7 +157,7 @@ def load_packed(
     """
     fingerprint = model.fingerprint(
         cache_dir=cache_dir
-    )  # what is packed is what it was taken of, or refused
+    )  # the packed weights match the fingerprint, or are refused
     header = _header(plan, fingerprint, weights)
     job = _Job(
         model,

@@ -47,7 +47,7 @@ STORED = "auto"
 VECTOR = "vector"
 ROUTER_KIND = "f32"
 """Of a router's matrix, whatever the others are: a wrong choice costs more than its bytes."""
-# From narrow to wide; what nothing else holds goes to int8. Float matrices of a quantized
+# From narrow to wide. int8 takes what no other format represents. Float matrices of a quantized
 # checkpoint do, too.
 _WIDENING = tuple(name for name, form in FORMATS.items() if not form.is_float)
 
@@ -249,7 +249,7 @@ def _layer_plan(spec: ModelSpec, kind: str, index: int) -> list[PackEntry]:
     if layer.attends:
         matrices.append(("qkv", _qkv(spec, index), hidden, spec.qkv_bias))
         matrices.append(("out", ((spec.family.out, hidden),), q_rows, spec.output_bias))
-    if wide:  # of layers with experts that of the shared one, where there is one
+    if wide:  # for layers with experts, the shared expert's, if it exists
         matrices.append((spec.family.way_in, way_in, hidden, spec.mlp_bias))
         matrices.append(("down", ((down, hidden),), wide, spec.mlp_bias))
     norms = _norm_names(
@@ -442,7 +442,7 @@ def check_tensors(
                     f"{source.shape(tensor)}, expected {expected} by the config"
                 )
             used.add(tensor)
-    ignored = {"lm_head.weight"}  # a tied head that was saved all the same
+    ignored = {"lm_head.weight"}  # a tied head that was saved anyway
     left = {
         name
         for name in source.names() - used - ignored

@@ -36,8 +36,8 @@ from kvboost_edge.models.weights.source import QuantRows, WeightSource
 
 __all__ = ["EntryRows", "pack_stream", "packing_bytes", "packing_entries", "pieces_of", "read_rows"]
 
-_PIECE_BYTES = 4 << 20  # float32 bytes of rows that one thread packs at once
-_ALL_PIECES = 64 << 20  # that all threads do: many threads take smaller pieces
+_PIECE_BYTES = 4 << 20  # float32 bytes of rows that a thread packs at once
+_ALL_PIECES = 64 << 20  # float32 bytes of all threads; many threads take smaller pieces
 _WORKING_PIECES = (
     8  # so much is a thread's own: what it reads, as floats, their codes, and what it makes of them
 )
@@ -244,7 +244,7 @@ def _pack_vector(piece: EntryRows, source: WeightSource) -> PackedRows:
 def _checked(source: WeightSource, tensor: str, start: int, stop: int, kind: str) -> Floats:
     rows = source.rows(tensor, start, stop)
     largest = FORMATS["f32" if kind == VECTOR else kind].largest
-    # both are NaN if any weight is
+    # both are NaN if any weight is NaN
     low = float(rows.min())
     high = float(rows.max())
     if -largest <= low and high <= largest:

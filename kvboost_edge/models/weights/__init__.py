@@ -1,1 +1,1 @@
-"""Tensors as checkpoints store them, checked before they are read."""
+"""Tensors in the formats of checkpoints, checked before they are read."""

@@ -1,14 +1,14 @@
-"""Checkpoints of 4-bit AWQ and GPTQ as a weight source: their codes are taken over as they are.
+"""Checkpoints of 4-bit AWQ and GPTQ as a weight source that keeps their codes.
 
     weight[out, in] = scale[group, out] * (code - zero[group, out])
 
 AWQ (the "gemm" order): qweight int32 [in, out / 8], qzeros int32 [groups, out / 8]; the 8 nibbles
 of a word, lowest first, are columns 0 2 4 6 1 3 5 7. GPTQ: qweight int32 [in / 8, out], nibbles
-along the inputs in order; qzeros int32 [groups, out / 8] in order, less one ("gptq" format) or as
-they are ("gptq_v2"). scales float16 [groups, out].
+along the inputs in order; qzeros int32 [groups, out / 8] in order, minus one ("gptq" format) or
+unchanged ("gptq_v2"). scales float16 [groups, out].
 
-A tensor whose zero points are all 8 is int4, exact. Any other is int4-asym with minimum = scale *
-zero rounded to float16: an error of at most scale * zero / 2048, the same for a whole group.
+A tensor whose zero points are all 8 is int4, exactly. Any other is int4-asym with minimum = scale *
+zero rounded to float16: an error of at most scale * zero / 2048, constant over a group.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
-_KEPT = 8  # words and scales of four tensors: so many have rows that are packed at one time
-_MIDDLE = 8  # the zero point of a symmetric tensor
+_KEPT = 8  # words and scales of four tensors, the most that are packed at one time
+_MIDDLE = 8  # zero point of a symmetric tensor
 
 
 class PackedQuantSource:
-    """A `WeightSource`: "m.qweight" and its fellows appear as "m.weight" [out, in]; other tensors
-    as they are.
+    """A `WeightSource` that shows "m.qweight" and its companions as "m.weight" [out, in].
+
+    Other tensors are unchanged.
     """
 
     def __init__(self, model_dir: Path | str, config: Mapping[str, Any]) -> None:
@@ -71,7 +72,9 @@ class PackedQuantSource:
         self._files.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
-        """The tensors, without biases of zeros that some writers add to layers that have none."""
+        """Return the tensors, without the zero biases that some writers add to layers without
+        bias.
+        """
         found = {f"{module}.weight" for module in self._packed}
         for name in self._files.names():
             module, _, last = name.rpartition(".")
@@ -87,8 +90,9 @@ class PackedQuantSource:
         return self._files.shape(name) if module is None else self._shapes[module]
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Rows [start, stop) as float32; packed ones as scale * (code - zero), without the rounding
-        of minima.
+        """Return rows [start, stop) as float32.
+
+        Packed rows are scale * (code - zero), without the rounding of minima.
         """
         module = self._module(name)
         if module is None:
@@ -144,7 +148,9 @@ class PackedQuantSource:
         return module if module != name and module in self._packed else None
 
     def _check(self, module: str) -> tuple[int, int]:
-        """Shape [out, in] of a packed tensor, all its parts checked against one another."""
+        """Return the shape [out, in] of a packed tensor after checking its parts against one
+        another.
+        """
         first, last = self._files.stored_shape(f"{module}.qweight", "I32", 2)
         awq = self._layout.method == "awq"
         inputs, outputs = (first, 8 * last) if awq else (8 * first, last)
@@ -173,7 +179,7 @@ class PackedQuantSource:
     def _read(
         self, module: str, start: int, stop: int
     ) -> tuple[Bytes, npt.NDArray[np.float16], Bytes]:
-        """Codes [rows, in], scales and zeros [rows, groups] of rows [start, stop)."""
+        """Return codes [rows, in], scales and zeros [rows, groups] of rows [start, stop)."""
         outputs = self._shapes[module][0]
         if not 0 <= start < stop <= outputs:
             raise self._error(module, "qweight", f"has no rows {start} to {stop} of {outputs}")
@@ -192,7 +198,9 @@ class PackedQuantSource:
         )
 
     def _zeros_of(self, module: str) -> Bytes:
-        """Zero points [out, groups], kept: they are small and tell the tensor's kind."""
+        """Return zero points [out, groups]; they are cached, because they are small and decide the
+        kind.
+        """
         known = self._zeros.get(module)
         if known is None:
             words = self._files.stored(f"{module}.qzeros", "I32", 2)
@@ -218,8 +226,9 @@ def _nibble(words: npt.NDArray[np.int32], index: int) -> Bytes:
 
 
 def _nibbles(words: npt.NDArray[np.int32], order: tuple[int, ...] | range) -> Bytes:
-    """[n, words] -> [n, 8 * words]: nibble i, lowest first, is column order[i] of its word's
-    eight.
+    """Return words [n, words] as nibbles [n, 8 * words].
+
+    Nibble i of a word, lowest first, is column order[i] of its eight.
     """
     codes = np.empty((*words.shape, 8), dtype=np.uint8)
     for index, column in enumerate(order):

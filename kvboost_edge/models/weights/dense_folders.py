@@ -1,6 +1,4 @@
-"""The matrices behind the pooling of an embedding model, as sentence-transformers saves them: a
-folder for each.
-"""
+"""Dense matrices after the pooling of an embedding model, in sentence-transformers' directories."""
 
 from __future__ import annotations
 
@@ -28,8 +26,10 @@ _IDENTITY = "Identity"
 
 
 def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
-    """The first is for states of the config's hidden size. ModelFormatError names the folder of one
-    with a bias, an activation, or a shape that does not follow the one before.
+    """Return the matrices; the first takes hidden states of the config's size.
+
+    Raises ModelFormatError that names the directory of a matrix with a bias, an activation, or a
+    shape that does not follow the one before.
     """
     found = tuple(_read(folder) for folder in folders)
     check_dense(found, config, [str(folder) for folder in folders])
@@ -37,8 +37,8 @@ def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
 
 
 def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """ModelFormatError, with the matrix's name, where its inputs are not what comes before, or a
-    number is not finite.
+    """Raise ModelFormatError, with the matrix's name, for inputs of the wrong size or numbers that
+    are not finite.
     """
     inputs = size_of(text_config(config), "hidden_size")
     for matrix, name in zip(matrices, names, strict=True):

@@ -1,7 +1,7 @@
-"""Bytes of a large file read into own buffers.
+"""Reads of a large file into own buffers.
 
-Nothing is mapped: a file that is cut short, or whose disk fails, while it is read raises an error
-instead of ending the process (SIGBUS), and its pages do not count as this process's memory.
+Nothing is memory-mapped. A file that is truncated, or whose disk fails, during a read raises an
+error instead of ending the process (SIGBUS), and its pages do not count as this process's memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ __all__ = ["FileBytes", "check_stamped", "open_stamped"]
 
 
 class FileBytes:
-    """An open file, read at any place from any number of threads. All raise ModelFormatError that
-    names it.
+    """An open file, read at any position from any number of threads.
+
+    Errors are ModelFormatError and name the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,17 +51,18 @@ class FileBytes:
             )
 
     def announce(self, starts: Iterable[int], count: int) -> None:
-        """Tell the system that `count` bytes from each of the places will be read: a disk reads
-        them together then.
+        """Tell the system that `count` bytes from each position will be read, so that a disk can
+        batch them.
         """
         if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):  # a file system may have no use for it
+            with contextlib.suppress(OSError):  # some file systems do not support it
                 for start in starts:
                     os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     def check_unchanged(self) -> None:
-        """ModelFormatError where the file was written to, or cut short, since it was opened. One
-        that was moved, or whose name another has now, is still read.
+        """Raise ModelFormatError if the file was written or truncated since it was opened.
+
+        A file that was moved or replaced is still read.
         """
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.stamp.size, self.stamp.modified_ns):
@@ -74,7 +76,7 @@ class FileBytes:
 
 
 def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
-    """Refuse what `open_stamped` refuses, without opening a file."""
+    """Raise the errors of `open_stamped` without opening a file."""
     for path, stamp in files:
         try:
             found = FileStamp.of(path)
@@ -84,8 +86,10 @@ def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
 
 
 def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[FileBytes]:
-    """All of these files, open, in their order; none stays open where one is missing, or is another
-    file than when its `what` was read (ModelFormatError).
+    """Return these files, open, in order.
+
+    Raises ModelFormatError, with all files closed, if one is missing or has changed since its
+    `what` was read.
     """
     with contextlib.ExitStack() as stack:
         opened: list[FileBytes] = []

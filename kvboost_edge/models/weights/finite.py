@@ -1,4 +1,4 @@
-"""NaN and infinity in a tensor on disk, found by its exponent bits in one streaming pass."""
+"""Search for NaN and infinity in a tensor on disk, by exponent bits, in one streaming pass."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _CHUNK_BYTES = 1 << 18
 
 
 def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | None:
-    """Index of the first element that is NaN or infinite in bytes [start, stop) of a file, or None.
+    """Return the index of the first NaN or infinite element in bytes [start, stop) of a file, or
+    None.
 
-    Integer and 8-bit types are taken as finite. Raises OSError when the file ends early.
+    Integer and 8-bit types count as finite. Raises OSError if the file ends early.
     """
     if dtype not in _EXPONENTS or start == stop:
         return None
     kind, exponent = _EXPONENTS[dtype]
     mask = kind(exponent)
-    # Own buffers, not a mapping: mapped pages would count as this process's memory.
+    # Own buffers, not a mapping, whose pages would count as this process's memory.
     chunk: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
     scratch = np.empty_like(chunk)
     raw = chunk.data.cast("B")

@@ -1,6 +1,4 @@
-"""Whether a model directory has a head of its own, where its config does not say it, or not as its
-files have it.
-"""
+"""Detection of an output head in a model directory whose config does not state it correctly."""
 
 from __future__ import annotations
 
@@ -26,16 +24,20 @@ _BYTES_AT_ONCE = 1 << 24
 def with_found_head(
     config: Mapping[str, Any], model_dir: Path, *, is_embedding: bool
 ) -> Mapping[str, Any]:
-    """The config with `tie_word_embeddings` as the files have it: of an embedding model, which may
-    have been saved without the head that nothing uses, of a nested config whose parts do not agree,
-    and where the config has the embedding as the head, or does not say, and the files have another
-    head, as a model that was trained on may.
+    """Return the config with `tie_word_embeddings` corrected to match the files.
+
+    The files decide in these cases:
+
+    - An embedding model may have been saved without its unused head.
+    - The parts of a nested config disagree.
+    - The config ties the head to the embedding, or is silent, and the files have another head, as a
+      model that was trained further may.
     """
     said = [part.get("tie_word_embeddings") for part in _parts(config)]
     if is_nested(config):
         unknown = (
             None in said or said[0] != said[1]
-        )  # versions of transformers differ in which of them counts
+        )  # versions of transformers differ in which one they use
     else:
         unknown = is_embedding and not said[0] and not config.get("quantization_config")
     if unknown:
@@ -62,8 +64,9 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _other_head(model_dir: Path) -> Path | None:
-    """The file with a head that is not the embedding; None: there is none, or no file that can be
-    read, which is said when weights are.
+    """Return the file with a head that differs from the embedding.
+
+    None: there is none, or no readable file; reading the weights reports the latter.
     """
     try:
         with SafetensorsSource(model_dir, split_experts=False) as source:
@@ -74,7 +77,7 @@ def _other_head(model_dir: Path) -> Path | None:
 
 
 def _differ(source: SafetensorsSource) -> bool:
-    """Whether head and embedding differ in shape or any number."""
+    """Return whether head and embedding differ in shape or any number."""
     shape = source.shape(_HEAD)
     if source.shape(_EMBEDDING) != shape or len(shape) != 2:
         return True

@@ -1,6 +1,4 @@
-"""Tensors of a model of several parts by their names: which are the language model's, and what it
-calls them alone.
-"""
+"""Tensors of a multimodal model by name: those of the language model, and their names in it."""
 
 from __future__ import annotations
 
@@ -17,21 +15,22 @@ _OTHER = re.compile(
 # Where the language model stands in the whole: now, and in files of earlier versions of
 # transformers.
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
-_AHEAD = "mtp."  # layers that guess more than the next token, which nothing here uses
+_AHEAD = "mtp."  # multi-token prediction layers, which are not used
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
 def is_other_part(name: str) -> bool:
-    """Whether a tensor belongs to the part for images or sound, or to the layers that only guess
-    tokens ahead.
+    """Return whether a tensor belongs to a part for images or sound, or to multi-token
+    prediction.
     """
     return _OTHER.search(name) is not None
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
-    """The file's name -> the name it has in the language model alone, for its tensors only. All
-    names where no language model stands inside another, but those of layers that guess tokens
-    ahead; as they are, or in Llama's words.
+    """Return the language model's tensors: the file's name -> the name in the language model alone.
+
+    Without an enclosing model these are all names except those of multi-token prediction, unchanged
+    or converted to Llama's.
     """
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
@@ -47,7 +46,7 @@ def _in_llamas_words(name: str) -> str:
 
 
 def counted_parts(names: Iterable[str]) -> dict[str, int]:
-    """How many of the tensors each other part has, by the name of the part."""
+    """Return the number of tensors in each other part, by the name of the part."""
     counts: dict[str, int] = {}
     for name in names:
         found = _OTHER.search(name)

@@ -1,9 +1,9 @@
-"""Blocks of 32 weights with one exponent, as GGUF's MXFP4 and gpt-oss's safetensors have them:
+"""MXFP4: blocks of 32 weights with one exponent, as in GGUF and gpt-oss's safetensors.
 
     2 ** (exponent - 128) * TABLE[code]
 
-an exponent is a byte, a code 4 bits, two of which share a byte. As int4t they are exact while the
-scale is a float16.
+An exponent is a byte. A code has 4 bits, and two share a byte. The blocks are exact as int4t while
+the scale is a float16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_EXPONENT = 104  # 2 ** -24, the least float16
 
 
 def float_scales(exponents: Bytes) -> Floats:
-    """The scale of every block, float32: exact."""
+    """Return the exact scale of every block, float32."""
     wide = exponents.astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(wide, np.uint32(1))
     bits = np.where(
@@ -34,11 +34,13 @@ def float_scales(exponents: Bytes) -> Floats:
 
 
 def half_scales(exponents: Bytes, codes: Bytes) -> npt.NDArray[np.float16]:
-    """The same as float16: infinite where one is too large, 0 where it is too small or all weights
-    are zeros.
+    """Return the scales as float16.
+
+    A scale is infinite if it is too large. It is 0 if it is too small or all weights are zeros.
 
     Args:
-        exponents (uint8 [...];): codes: uint8 [..., bytes of a block], two in each.
+        exponents: uint8 [...].
+        codes: uint8 [..., bytes of a block], two codes in each byte.
     """
     with np.errstate(over="ignore"):
         scales = float_scales(exponents).astype(np.float16)
@@ -47,11 +49,11 @@ def half_scales(exponents: Bytes, codes: Bytes) -> npt.NDArray[np.float16]:
 
 
 def count_lost(exponents: Bytes, codes: Bytes) -> int:
-    """Blocks that have weights other than zero, and a scale that becomes 0."""
+    """Return the number of blocks with nonzero weights whose scale becomes 0."""
     small = exponents < _LEAST_EXPONENT
     return int(np.count_nonzero(small & _has_weights(codes))) if small.any() else 0
 
 
 def _has_weights(codes: Bytes) -> npt.NDArray[np.bool_]:
-    """Which blocks are not all zeros: codes 0 and 8 are, of either sign."""
+    """Return which blocks are not all zeros; the codes 0 and 8 are zero, of either sign."""
     return np.asarray((codes & np.uint8(0x77)).any(axis=-1), dtype=np.bool_)

@@ -1,15 +1,12 @@
-"""A checkpoint's tensors in the order and the numbers that kernels take them in, where files have
-them otherwise.
+"""Weight sources that convert a checkpoint's tensors to the order and values that kernels use.
 
-    conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a
-                                                  vector, tap by tap
-    linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have
-                                                  that are read as well
-    mamba.in_proj                                 its rows as matrices of their own, see PieceSource
-    shared_mlp.input_linear                       its rows as matrices of gate and up
-    self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
-
-Rows of queries and keys whose rope turns neighbours are in halved.py.
+conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a
+                                              vector, tap by tap
+linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have
+                                              the latter are read as well
+mamba.in_proj                                 its rows as separate matrices, see PieceSource
+shared_mlp.input_linear                       its rows as matrices of gate and up
+self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
 """
 
 from __future__ import annotations
@@ -42,9 +39,10 @@ _TURNED = tuple(f".self_attn.{name}_proj.{what}" for name in "qk" for what in ("
 
 
 class HalvedSource(WrappedSource):
-    """`source` with the rows of queries and keys reordered within each head of `head_dim`: of its
-    first 2 * half channels the even ones, then the odd ones; the rest stay. Scores are sums over
-    channels, so nothing else changes.
+    """`source` with the rows of queries and keys reordered within each head of `head_dim`.
+
+    Of a head's first 2 * half channels the even ones come first, then the odd ones. Scores are sums
+    over channels, so nothing else changes.
     """
 
     def __init__(self, source: WeightSource, head_dim: int, half: int) -> None:
@@ -84,7 +82,7 @@ class HalvedSource(WrappedSource):
         return self._source.stored_rows(name)
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Where rows [start, stop) are in the source."""
+        """Return the source's rows of rows [start, stop)."""
         rows = self.shape(name)[0]
         dim = len(self._order)
         if rows % dim or not 0 <= start < stop <= rows:
@@ -99,8 +97,9 @@ class HalvedSource(WrappedSource):
 def in_kernel_order(
     open_files: Callable[[], WeightSource], config: Mapping[str, Any], describe: Describe
 ) -> WeightSource:
-    """The tensors that `open_files` gives: rows of queries and keys as the native runner's rope
-    turns them, tensors of mixers and of gated attention as its kernels take them.
+    """Return the tensors of `open_files` in the layout of the native runner's kernels.
+
+    This covers rows of queries and keys (RoPE), tensors of mixers, and gated attention.
     """
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or not (family.paired_rope or family.hybrid or family.output_gate):
@@ -120,8 +119,9 @@ def in_kernel_order(
 
 
 class MixerSource(WrappedSource):
-    """`source` of a model with such tensors. Quantized queries and gates keep their codes: whole
-    rows change places.
+    """`source` with the mixers' tensors converted.
+
+    Quantized queries and gates keep their codes, because whole rows are moved.
     """
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
@@ -163,7 +163,7 @@ class MixerSource(WrappedSource):
         values = self._source.rows(self._stored_as(name), start, stop)
         if self._stored_as(name) == name:
             return values
-        with np.errstate(over="ignore"):  # infinity is found where weights are packed
+        with np.errstate(over="ignore"):  # packing rejects infinity
             decay: Floats = (-np.exp(values.astype(np.float64))).astype(np.float32)
         return decay
 
@@ -183,7 +183,7 @@ class MixerSource(WrappedSource):
         return self._source.stored_rows(name)
 
     def _stored_as(self, name: str) -> str:
-        """What the source calls it."""
+        """Return the source's name of the tensor."""
         if name.endswith(_DECAY):
             logs = name.removesuffix(_DECAY) + _LOG
             return logs if logs in self._source.names() else name
@@ -196,7 +196,7 @@ class MixerSource(WrappedSource):
         return bool(self._head_dim) and (_QUERY in name or _GATE in name)
 
     def _conv_shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, int]:
-        """Channels and taps, the token's own among them."""
+        """Return channels and taps, including the tap of the token itself."""
         if (
             len(stored) not in (2, 3)
             or stored[1:-1] not in ((), (1,))
@@ -211,8 +211,8 @@ class MixerSource(WrappedSource):
     def _stored(
         self, name: str, start: int, stop: int
     ) -> tuple[tuple[int, int], npt.NDArray[np.int64]]:
-        """The range of the source's rows that rows [start, stop) are in, and which of these they
-        are.
+        """Return the range of the source's rows that holds rows [start, stop), and their indices in
+        it.
         """
         if not 0 <= start < stop <= self.shape(name)[0]:
             raise ModelFormatError(
@@ -226,8 +226,8 @@ class MixerSource(WrappedSource):
 
 
 def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
-    """Pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], and the rows of
-    each.
+    """Return the pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], with their
+    rows.
     """
     (xbc, z) = names.inputs
     (dt,) = names.gates
@@ -235,12 +235,16 @@ def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
 
 
 class PieceSource(WrappedSource):
-    """`source` with the matrices called `whole` inside a layer read as pieces, all formats as they
-    are stored.
+    """`source` with the matrices named `whole` in each layer split into pieces, in any storage
+    format.
     """
 
     def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
-        """pieces: their names and rows, in the order in which they lie."""
+        """Set up the split.
+
+        Args:
+            pieces: names and numbers of rows, in the order of the rows.
+        """
         super().__init__(source)
         self._whole = f".{whole}."
         self._rows = sum(pieces.values())
@@ -294,8 +298,8 @@ class PieceSource(WrappedSource):
         return self._place(name)[0]
 
     def _place(self, name: str) -> tuple[str, int, int]:
-        """What the source calls the tensor that a name is a piece of, and the piece's first row and
-        rows there.
+        """Return the source's name of the whole tensor, and the piece's first row and rows in
+        it.
         """
         for piece, (first, rows) in self._pieces.items():
             if piece in name:

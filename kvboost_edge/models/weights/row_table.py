@@ -1,12 +1,11 @@
-"""A table with a row for each token, such as Gemma 4's embeddings of the layers: far larger than
-what is read of it.
+"""Table with a row for each token, such as Gemma 4's per-layer embeddings.
 
-The table is not packed, and the engine owns none of it: a row is read from the model's file when
-its token comes. Reads go through the file, not through a mapping: a file that is cut short
-meanwhile is an error then instead of the end of the process, and its pages never count as this
-process's memory. Measured on rows of 5 KB: 2.5 us a row that the system keeps, where a mapping
-takes 1.5 us, or 12 us at the first touch; from a disk 75 us one by one, 14 us when all are asked
-for before the first is read.
+The table is far larger than the part that is read. So it is not packed, and the engine does not
+hold it: a row is read from the model's file when its token arrives. Reads go through the file, not
+a mapping. A file that is truncated meanwhile is then an error instead of the end of the process,
+and its pages never count as this process's memory. Measured on rows of 5 KB: 2.5 us for a cached
+row (1.5 us through a mapping, 12 us at the first touch); from a disk 75 us one by one, or 14 us if
+all are requested before the first is read.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ROW_TYPES = ("F32", "BF16", *DECODED)
 
 
 class CheckpointFiles(Protocol):
-    """What it asks of a model; `Checkpoint` answers."""
+    """Interface of the model, implemented by `Checkpoint`."""
 
     def open_source(self) -> WeightSource: ...
 
@@ -43,7 +42,7 @@ class CheckpointFiles(Protocol):
 
 
 class RowTable:
-    """The rows of one tensor, read when they are asked for, from any number of threads at once."""
+    """Rows of one tensor, read on demand from any number of threads at once."""
 
     def __init__(self, file: FileBytes, stored: StoredRows, num_rows: int, width: int) -> None:
         self.num_rows = num_rows
@@ -53,13 +52,13 @@ class RowTable:
 
     @classmethod
     def open(cls, model: CheckpointFiles, tensor: str, rows: int, width: int) -> RowTable:
-        """The tensor, which must have that many rows of that many weights, of a form in
+        """Open the tensor, which must have this many rows and weights per row, and a type in
         `ROW_TYPES`.
 
-        ModelFormatError names what is otherwise, and a file that is no longer the one the model's
-        fingerprint was taken of.
+        Raises ModelFormatError for another shape or type, or a file that changed since the model's
+        fingerprint was taken.
         """
-        model.fingerprint()  # known already, but where nobody asked for it yet
+        model.fingerprint()  # usually known already
         with model.open_source() as source:
             stored = source.stored_rows(tensor)
             shape = source.shape(tensor)
@@ -95,16 +94,19 @@ class RowTable:
         self.close()
 
     def rows(self, token_ids: Tokens) -> Floats:
-        """float32 [n, width] of int64 [n]. RequestError for an id that has no row, else as
-        `read_into`.
+        """Return the rows of int64 [n] as float32 [n, width].
+
+        Raises RequestError for an id without a row, and the errors of `read_into`.
         """
         out = np.empty((len(token_ids), self.width), dtype=np.float32)
         self.read_into(token_ids, out)
         return out
 
     def read_into(self, token_ids: Tokens, out: Floats) -> None:
-        """Fill out, float32 [n, width] and contiguous. ModelFormatError where the file was written
-        to or cut short since it was opened; out holds nothing of use then.
+        """Fill `out`, float32 [n, width] and contiguous.
+
+        Raises ModelFormatError if the file was written or truncated since it was opened; the
+        content of `out` is then undefined.
         """
         if not len(token_ids):
             return

@@ -1,8 +1,7 @@
-"""Safetensors looked over before anything is loaded: complete, inside their bounds, fitting the
-config, finite.
+"""Check of safetensors before loading: complete, within bounds, matching the config, and finite.
 
-Only the headers are trusted with memory, up to a bound; tensor data is read in small pieces. Pickle
-files are never opened.
+Only headers are read into memory, up to a bound. Tensor data is read in small pieces. Pickle files
+are never opened.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # The format's own limit on the header.
 _MAX_HEADER_BYTES = 100_000_000
-# A larger header takes seconds to check, so it must have as many times its size in data. An entry
+# A larger header takes seconds to check, so the data must be this many times its size. An entry
 # takes some 100 bytes, and a model's tensor has thousands.
 _SMALL_HEADER_BYTES = 1 << 20
 _DATA_PER_HEADER = 4
@@ -44,7 +43,11 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: `start` and `stop` are byte offsets in the file."""
+    """A tensor of a file.
+
+    Attributes:
+        start, stop: byte offsets in the file.
+    """
 
     name: str
     dtype: str
@@ -62,9 +65,12 @@ def check_weights(
 ) -> WeightSummary:
     """Check all weight files of a model directory against themselves and the config.
 
-    With `check_finite` every float tensor is searched for NaN and infinity; that a file is sound is
-    remembered in the cache directory, so that it is read through once. Raises ModelFormatError that
-    names file and tensor.
+    Args:
+        check_finite: search every float tensor for NaN and infinity. The result is stored in the
+            cache directory, so a file is read through once.
+
+    Raises:
+        ModelFormatError: names file and tensor.
     """
     directory = Path(model_dir)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
@@ -102,8 +108,8 @@ def check_weights(
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model directory: the single file, or the shards its index lists,
-    by name.
+    """Return the safetensors files of a model directory: the single file, or the index's shards by
+    name.
     """
     single = model_dir / SINGLE_FILE
     index = model_dir / INDEX_FILE
@@ -133,8 +139,9 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Tensors of a safetensors file, in the order of their data, every offset checked against the
-    file's size.
+    """Return the tensors of a safetensors file in the order of their data.
+
+    Every offset is checked against the file's size.
     """
     try:
         size = path.stat().st_size
@@ -187,7 +194,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_layout(
     path: Path, header: dict[str, Any], data_start: int, size: int
 ) -> list[TensorEntry]:
-    """Data must fill the file from the header to the end, without overlap or hole."""
+    """Raise ModelFormatError unless data fills the file after the header, without overlap or
+    gap.
+    """
     entries = sorted(
         (_entry(path, name, fields, data_start) for name, fields in header.items()),
         key=lambda e: (e.start, e.stop),

@@ -1,4 +1,4 @@
-"""The tensors of a directory of safetensors as a weight source."""
+"""Tensors of a directory of safetensors as a weight source."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ _STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32, "U8": n
 
 
 class SafetensorsSource:
-    """The float tensors of a model directory, as float32. A context manager; headers are checked on
-    opening.
+    """Float tensors of a model directory, as float32; headers are checked on opening.
 
-    Of a model of several parts those of its language model, under the names it has alone; `parts`:
-    how many tensors each other part has.
+    Of a multimodal model it has the tensors of the language model, under the names of that model
+    alone.
+
+    Attributes:
+        parts: number of tensors in each other part.
     """
 
     def __init__(self, model_dir: Path | str, *, split_experts: bool = True) -> None:
-        """split_experts: each expert's matrices are tensors of their own, also where the files have
-        them in one.
+        """Open the directory's files.
+
+        Args:
+            split_experts: each expert's matrices are separate tensors, even if the files have them
+                in one.
         """
         self._stack = contextlib.ExitStack()
         self._entries: _Entries = {}
@@ -50,14 +55,14 @@ class SafetensorsSource:
                 self._entries = _with_experts(self._entries)
             if (
                 "embed_tokens.weight" in self._entries
-            ):  # of the model without its head, as embedding models are saved
+            ):  # names without the model's head, as embedding models are saved
                 self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
             self._stack.close()
             raise
 
     def _language_part(self, entries: _Entries) -> _Entries:
-        """The tensors of the language model under the names it has alone."""
+        """Return the tensors of the language model under its own names."""
         found: _Entries = {}
         for name, to in text_names(entries).items():
             if to in found:
@@ -85,7 +90,7 @@ class SafetensorsSource:
         return self._entry(name)[0].shape
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Rows [start, stop) along the first axis, converted to float32 (a copy)."""
+        """Return rows [start, stop) along the first axis, converted to float32 (a copy)."""
         entry, file = self._entry(name)
         width = int(np.prod(entry.shape[1:], dtype=np.int64))
         stop = entry.shape[0] if stop is None else stop
@@ -98,7 +103,7 @@ class SafetensorsSource:
         return values.reshape(stop - start, *entry.shape[1:])
 
     def kind(self, name: str) -> str | None:
-        """None: safetensors hold floats."""
+        """Return None: safetensors hold floats."""
         self._find(name)
         return None
 
@@ -109,8 +114,10 @@ class SafetensorsSource:
         raise ModelFormatError(f"tensor {name!r} is not stored quantized")
 
     def stored_shape(self, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
-        """Shape of a tensor. ModelFormatError unless it is of that dtype ("I32", "F16" or "U8") and
-        number of dimensions.
+        """Return the shape of a tensor.
+
+        Raises ModelFormatError unless it has that dtype ("I32", "F16" or "U8") and number of
+        dimensions.
         """
         entry, file = self._find(name)
         if entry.dtype != dtype or len(entry.shape) != num_dims:
@@ -121,7 +128,7 @@ class SafetensorsSource:
         return entry.shape
 
     def stored(self, name: str, dtype: str, num_dims: int) -> npt.NDArray[Any]:
-        """A whole tensor as it is in the file, checked as `stored_shape` does."""
+        """Return a whole tensor as stored in the file, checked like `stored_shape`."""
         shape = self.stored_shape(name, dtype, num_dims)
         return self.stored_span(
             name, dtype, num_dims, 0, int(np.prod(shape, dtype=np.int64))
@@ -130,8 +137,9 @@ class SafetensorsSource:
     def stored_span(
         self, name: str, dtype: str, num_dims: int, first: int, count: int
     ) -> npt.NDArray[Any]:
-        """`count` elements of a tensor in the file's order, from element `first` on, checked as
-        `stored_shape` does.
+        """Return `count` elements of a tensor in the file's order, from element `first` on.
+
+        The tensor is checked like `stored_shape`.
         """
         self.stored_shape(name, dtype, num_dims)
         values = np.empty(count, dtype=_STORED[dtype])
@@ -168,7 +176,7 @@ class SafetensorsSource:
 
 
 def _with_experts(entries: _Entries) -> _Entries:
-    """Each expert's matrices as tensors of their own, where the files have them in one."""
+    """Return the entries with each expert's matrices as separate tensors."""
     found: _Entries = {}
     for name, (entry, file) in entries.items():
         pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]

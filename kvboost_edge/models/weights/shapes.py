@@ -1,6 +1,4 @@
-"""Whether the tensors of a checkpoint are those its config describes: widths, rows and number of
-layers.
-"""
+"""Check of a checkpoint's tensors against its config: widths, rows and number of layers."""
 
 from __future__ import annotations
 
@@ -36,12 +34,14 @@ def check_shapes(
     *,
     describe: Describe = describe_model,
 ) -> None:
-    """Compare with the config what the config says for sure; ModelFormatError names file, tensor
-    and key.
+    """Compare the tensors' shapes with the config; raise ModelFormatError for a difference.
 
-    `shapes` maps each tensor's name to its file and shape. Tensors of other parts (vision) are left
-    alone. In messages `model` is the directory or file that is the whole model, `said_by` where the
-    config comes from.
+    Tensors of other parts (vision) are ignored. The message names file, tensor and key.
+
+    Args:
+        shapes: file and shape of each tensor, by name.
+        model: directory or file of the whole model, for messages.
+        said_by: origin of the config, for messages.
     """
     inner = text_config(config)
     own = {name: found for name, found in shapes.items() if not is_other_part(name)}
@@ -69,7 +69,7 @@ def _check_vocabulary(shapes: Shapes, config: Mapping[str, Any], model: Path, sa
                 f"{path}: tensor {name!r} has {shape[0]} rows, but {said_by} says "
                 f"vocab_size={vocab}"
             )
-        # Some families embed into a narrower space than they compute in.
+        # Some families embed into a narrower space than the hidden size.
         if hidden is not None and shape[1] != hidden and "word_embed_proj_dim" not in config:
             raise ModelFormatError(
                 f"{path}: tensor {name!r} has {shape[1]} columns, but {said_by} says "
@@ -89,7 +89,7 @@ def _check_layers(shapes: Shapes, config: Mapping[str, Any], model: Path, said_b
             f"num_hidden_layers={expected}"
         )
     last = max(found)
-    extra = 0  # layers that only speculate, behind the others
+    extra = 0  # multi-token prediction layers after the others
     if config.get("num_nextn_predict_layers") is not None:
         extra = integer_of(config, "num_nextn_predict_layers", 0, model)
     if last >= expected + extra:

@@ -1,7 +1,6 @@
-"""What every form of weights is read as: the protocol of a checkpoint's tensors, read a piece at a
-time.
+"""Protocol of a checkpoint's tensors, implemented for every form of weights.
 
-Names are those of the family in transformers ("model.layers.0.self_attn.q_proj.weight"); a source
+Names are those of the family in transformers ("model.layers.0.self_attn.q_proj.weight"). A source
 whose file has other names or another order of rows maps them. Reading is safe from several threads.
 """
 
@@ -23,17 +22,16 @@ Floats = npt.NDArray[np.float32]
 
 
 class QuantRows(NamedTuple):
-    """Rows of a tensor that is stored quantized, in groups of 32 inputs of one row; the last group
-    may be short.
+    """Rows of a quantized tensor, in groups of 32 inputs of one row; the last group may be short.
 
     Attributes:
-        kind: "int8": weight = scale * (code - 128); "int4": scale * (code - 8); "int4-asym": scale
-            * code - minimum "q4k", "q5k", "q6k": blocks of 256 inputs as GGUF files hold them,
-            Q4_K, Q5_K and Q6_K "int4t": scale * table[code].
-        codes: uint8 [rows, inputs]: 0..255 for int8, else 0..15; of blocks their bytes [rows, bytes
-            of a row].
-        scales (float16 [rows, groups];): minima: the same for "int4-asym", else None. Of blocks:
-            all float16 numbers in them.
+        kind: "int8": weight = scale * (code - 128). "int4": scale * (code - 8). "int4-asym": scale
+            * code - minimum. "q4k", "q5k", "q6k": blocks of 256 inputs in the layout of GGUF's
+            Q4_K, Q5_K and Q6_K. "int4t": scale * table[code].
+        codes: uint8 [rows, inputs]: 0..255 for int8, else 0..15. For blocks: their bytes, [rows,
+            bytes of a row].
+        scales: float16 [rows, groups]. For blocks: all float16 numbers in them.
+        minima: float16 [rows, groups] for "int4-asym", else None.
         table: int8 [16] for "int4t", else None.
     """
 
@@ -45,10 +43,12 @@ class QuantRows(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Where the rows of a tensor lie in their file, one behind the other: row i begins at byte
-    start + i * row_bytes.
+    """Location of a tensor's consecutive rows: row i begins at byte start + i * row_bytes of the
+    file.
 
-    `stamp`: of the file the source has open.  `type`: as `WeightSource.type_of`
+    Attributes:
+        stamp: identity of the file that the source has open.
+        type: storage type, as `WeightSource.type_of`.
     """
 
     path: Path
@@ -59,11 +59,11 @@ class StoredRows(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """The tensors of a checkpoint. Unknown names and tensors that cannot be read raise
-    ModelFormatError.
+    """Tensors of a checkpoint.
 
-    Sources are context managers; nothing they returned depends on the source being open. Files are
-    read, not mapped: one that is cut short meanwhile is such an error too.
+    Unknown names and tensors that cannot be read raise ModelFormatError. Sources are context
+    managers. Results stay valid after the source is closed. Files are read, not mapped, so a
+    truncated file raises that error too.
     """
 
     def __enter__(self) -> WeightSource: ...
@@ -80,40 +80,44 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Rows [start, stop) along the first axis as float32, quantized tensors too."""
+        """Return rows [start, stop) along the first axis as float32, also of quantized tensors."""
         ...
 
     def kind(self, name: str) -> str | None:
-        """The packed format that holds the tensor as it is stored (as `QuantRows.kind`); None: it
-        is float.
+        """Return the packed format that represents the tensor as stored, see `QuantRows.kind`;
+        None: float.
         """
         ...
 
     def type_of(self, name: str) -> str:
-        """What the checkpoint calls the form it stores the tensor in, such as "Q4_K" or "BF16", for
+        """Return the checkpoint's name of the storage type, such as "Q4_K" or "BF16", for
         messages.
         """
         ...
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
-        """Rows of a tensor whose `kind` is not None."""
+        """Return rows of a tensor whose `kind` is not None."""
         ...
 
     def file_of(self, name: str) -> Path:
-        """The file a tensor is in, for messages."""
+        """Return the file of a tensor, for messages."""
         ...
 
     def stored_rows(self, name: str) -> StoredRows:
-        """Where its rows are, for who reads them alone. ModelFormatError where they are not stored
-        as rows, one behind the other and in this order.
+        """Return the location of a tensor's rows in the file.
+
+        Raises ModelFormatError unless they are stored as consecutive rows in this order.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightSummary:
-    """What the weight files hold: `nbytes` of tensor data, `dtypes` with the number of parameters
-    in each.
+    """Content of the weight files.
+
+    Attributes:
+        nbytes: bytes of tensor data.
+        dtypes: number of parameters in each dtype.
     """
 
     files: tuple[Path, ...]
@@ -123,11 +127,10 @@ class WeightSummary:
 
 
 class WrappedSource:
-    """What sources have in common that read another one's tensors under other names, or in another
-    order.
+    """Base of sources that read another source's tensors under other names, or in another order.
 
-    It opens and closes that one; a tensor has the kind and the file of the one it is read from, see
-    `_stored_as`. The rest of `WeightSource` is for who inherits.
+    It opens and closes the other source. A tensor has the kind and the file of the tensor that it
+    is read from, see `_stored_as`. Subclasses implement the rest of `WeightSource`.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -155,5 +158,5 @@ class WrappedSource:
         return self._source.file_of(self._stored_as(name))
 
     def _stored_as(self, name: str) -> str:
-        """What the source calls the tensor that holds this one."""
+        """Return the source's name of the tensor that holds this one."""
         return name

@@ -1,5 +1,6 @@
-"""Tensors that hold all experts of a layer, as one tensor for each expert: matrices that lie one
-behind the other. And tensors beside them whose shape says the same in another way.
+"""Split of tensors that hold all experts of a layer into one tensor for each expert.
+
+It also covers tensors whose shape differs only in form.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ __all__ = ["ExpertRows", "expert_number", "expert_rows"]
 
 
 class ExpertRows(NamedTuple):
-    """One matrix inside a tensor: its name, its first element there, and its shape."""
+    """A matrix inside a tensor: its name, its first element, and its shape."""
 
     name: str
     first: int
     shape: tuple[int, ...]
 
     def bytes_in(self, start: int, stop: int, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Where it is, of a tensor of that shape that is bytes [start, stop)."""
+        """Return its byte range in a tensor of that shape that is bytes [start, stop)."""
         nbytes = stop - start
         elements = max(1, math.prod(shape))
         first = start + nbytes * self.first // elements
@@ -47,15 +48,17 @@ _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 def expert_number(name: str) -> int | None:
-    """The expert that a tensor belongs to, if any."""
+    """Return the expert that a tensor belongs to, or None."""
     found = _NUMBER.search(name)
     return None if found is None else int(found[1])
 
 
 def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
-    """The matrices of the experts in a tensor [experts, rows, columns], or their biases in one of
-    [experts, rows]; [] for a tensor that is something else. ModelFormatError where rows of two
-    matrices are an odd number.
+    """Return the experts' matrices in a tensor [experts, rows, columns], or their biases in
+    [experts, rows].
+
+    The list is empty for other tensors. Raises ModelFormatError if two matrices have an odd number
+    of rows together.
     """
     if len(shape) == 2 and shape[0] == 1 and name.endswith(_BIAS):
         return [ExpertRows(name, 0, shape[1:])]

@@ -1,5 +1,6 @@
-"""gpt-oss's directories as a weight source: all experts of a layer are one tensor there, gate and
-up taking turns.
+"""gpt-oss's directories as a weight source.
+
+All experts of a layer are one tensor, with rows of gate and up interleaved:
 
     gate_up_proj [experts, inputs, 2 * width], down_proj [experts, width, outputs]     floats, a
     column for each row
@@ -7,9 +8,8 @@ up taking turns.
                  MXFP4 in their place
     ..._bias     [experts, rows]
 
-Of the rows of gate_up the even ones are the gate's, the odd ones the way up's. A byte of blocks
-holds two neighbours, the low nibble first. Each expert's matrices and biases appear as tensors of
-their own.
+The even rows of gate_up are the gate's, the odd ones belong to up. A byte of blocks holds two
+neighbours, the low nibble first. Each expert's matrices and biases appear as separate tensors.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ _WHOLE = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_sca
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _GROUP = 32
 _BLOCK_BYTES = 16
-_KEPT = 2  # experts whose floats are kept while pieces of them are packed
+_KEPT = 2  # experts whose floats are cached while pieces of them are packed
 
 
 class _Rows(NamedTuple):
-    """Rows of one expert: each `step`-th of a tensor's, from `first` on.
+    """Rows of one expert: every `step`-th of a tensor's, from `first` on.
 
     Attributes:
         form: "" floats in columns, "_blocks", or "_bias".
-        rows: of this matrix, or entries of the bias; inputs: of a matrix.
+        rows: rows of the matrix, or entries of the bias.
+        inputs: inputs of the matrix.
     """
 
     whole: str
@@ -61,7 +62,7 @@ class _Rows(NamedTuple):
 
 
 class ColumnExperts:
-    """A `WeightSource`. ModelFormatError where blocks, scales or biases do not fit each other."""
+    """A `WeightSource`. ModelFormatError if blocks, scales or biases do not fit each other."""
 
     def __init__(self, model_dir: Path | str) -> None:
         self._files = SafetensorsSource(model_dir, split_experts=False)
@@ -85,7 +86,7 @@ class ColumnExperts:
             raise
 
     def _add(self, name: str) -> None:
-        """Enters the pieces of a tensor of all experts."""
+        """Add the pieces of a tensor of all experts."""
         found = _WHOLE.fullmatch(name)
         assert found is not None
         prefix, base, form = found.groups()
@@ -111,7 +112,7 @@ class ColumnExperts:
                 )
 
     def _sizes(self, whole: str, form: str) -> tuple[int, int, int]:
-        """Experts, rows of each, inputs of a row (0 of biases)."""
+        """Return the number of experts, rows of each, and inputs of a row (0 for biases)."""
         name = whole + form
         shape = (
             self._files.shape(name)
@@ -141,7 +142,7 @@ class ColumnExperts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # It refers to this object, which refers to it: nothing else would free the floats.
+        # A reference cycle with this object would keep the floats alive.
         self._expert.cache_clear()
         self._files.__exit__(kind, error, trace)
 
@@ -161,7 +162,7 @@ class ColumnExperts:
         stop = piece.rows if stop is None else stop
         if piece.form == "_blocks":
             codes, exponents, _ = self._blocks(piece, start, stop)
-            with np.errstate(over="ignore"):  # infinity is refused by who packs it
+            with np.errstate(over="ignore"):  # packing rejects infinity
                 scales = mxfp4.float_scales(exponents)
                 return np.repeat(scales, _GROUP, axis=1) * mxfp4.TABLE[codes].astype(np.float32)
         picked = slice(
@@ -177,7 +178,7 @@ class ColumnExperts:
         return np.ascontiguousarray(floats[:, picked].T)
 
     def _read_expert(self, whole: str, expert: int) -> Floats:
-        """float32 [inputs, rows]."""
+        """Return an expert as float32 [inputs, rows]."""
         found: Floats = self._files.rows(whole, expert, expert + 1)[0]
         return found
 
@@ -209,7 +210,7 @@ class ColumnExperts:
         return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
 
     def _note_lost(self, whole: str, blocks: int) -> None:
-        """Say once of a tensor that weights of it become zeros."""
+        """Log once for a tensor that some of its weights become zero."""
         with self._lock:
             is_new = blocks > 0 and whole not in self._lost
             self._lost |= {whole} if is_new else set()
@@ -232,8 +233,10 @@ class ColumnExperts:
         return self._files.stored_rows(name)
 
     def _blocks(self, piece: _Rows, start: int, stop: int) -> tuple[Bytes, Bytes, Bytes]:
-        """Codes [rows, inputs], exponents [rows, groups] and the file's bytes [rows, groups, 16] of
-        rows [start, stop).
+        """Return codes, exponents and stored bytes of rows [start, stop).
+
+        Returns:
+            Codes [rows, inputs], exponents [rows, groups] and the file's bytes [rows, groups, 16].
         """
         if not 0 <= start < stop <= piece.rows:
             raise self._error(
@@ -252,7 +255,7 @@ class ColumnExperts:
         return codes, np.ascontiguousarray(exponents), packed
 
     def _span(self, name: str, num_dims: int, first: int, rows: int, width: int) -> Bytes:
-        """Rows of a tensor of bytes, its leading axes taken as one."""
+        """Return rows of a byte tensor, with its leading axes taken as one."""
         found: npt.NDArray[Any] = self._files.stored_span(
             name, "U8", num_dims, first * width, rows * width
         )
