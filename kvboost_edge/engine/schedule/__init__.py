@@ -1,1 +1,1 @@
-"""The scheduler: running sequences, token budget, tenant fairness, the batch of a step."""
+"""The scheduler: running sequences, token budget, tenant fairness, and the batch of a step."""

@@ -1,4 +1,4 @@
-"""The flat batch of a step, as runners take it."""
+"""The batch of a step, in the flat layout that runners take."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def build_batch(
     hidden_size: int = 0,
     is_abandoned: Callable[[], bool] | None = None,
 ) -> ForwardBatch:
-    """Return the tokens of `work`, at least one, one sequence after another.
+    """Return the batch of a step: the tokens of `work`, one sequence after another.
 
-    Every sequence has its blocks. Stretches of one sequence are rows of their own: what one of them
-    stores the later ones attend to in the same pass.
+    Each stretch of a sequence is a row of its own. Later stretches attend to the KV that earlier
+    ones store in the same pass.
 
     Args:
-        hidden_size: of the states that some of them want.
+        work: at least one item; each sequence has its blocks.
+        hidden_size: width of the hidden states that some sequences want.
         is_abandoned: see `ForwardBatch`.
     """
     tables = [one.sequence.blocks for one in work]
     block_tables = np.full((len(work), max(map(len, tables))), -1, np.int32)
-    # Lists until all is in them: of a step's few tokens an array for each piece would take longer.
+    # Lists are faster than one array for each piece, because a step has few tokens.
     starts = [0]
     tokens: list[int] = []
     positions: list[int] = []
@@ -73,8 +74,10 @@ def build_batch(
 def split_rows(
     work: Several[ScheduledTokens[Sequence]], logits: Floats, states: Floats
 ) -> list[Floats]:
-    """Return the rows of a forward pass for each item of `work`: logits [num_rows, vocab_size] or
-    hidden states [num_rows, hidden_size].
+    """Return the rows of a forward pass for each item of `work`.
+
+    Returns:
+        Logits [num_rows, vocab_size] or hidden states [num_rows, hidden_size].
     """
     found: list[Floats] = []
     ends: dict[bool, int] = {False: 0, True: 0}
@@ -89,7 +92,7 @@ def split_rows(
 def _states_of(
     work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable], manager: KVCacheManager
 ) -> PassStates | None:
-    """The slots of the tables' states; None where the model keeps none."""
+    """Return the recurrent state slots of the tables; None if the model has no recurrent state."""
     if manager.states is None:
         return None
     plans = [
@@ -106,8 +109,9 @@ def _states_of(
 
 
 def _segments_of(work: Several[ScheduledTokens[Sequence]], tables: Several[BlockTable]) -> Segments:
-    """The segments of all tables up to the one that the row's tokens are in; None where all are
-    plain.
+    """Return the segments of all tables, each table's up to the one that holds the row's tokens.
+
+    None if every table has a single segment.
     """
     if all(len(table.segments) == 1 for table in tables):
         return None

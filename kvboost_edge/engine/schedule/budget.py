@@ -1,7 +1,7 @@
-"""The division of a step among the running sequences: how many tokens each of them computes.
+"""The division of a step among the running sequences: the number of tokens of each.
 
-A step is limited in units of work. Without pacing a token of any sequence is one unit; with it
-(`StepPacing`) the price of a prompt's token is the time that it takes.
+A step is limited in units of work. Without pacing, a token of any sequence is one unit. With pacing
+(`StepPacing`), the price of a prompt token is the time that it takes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from kvboost_edge.engine.schedule.sequence import Sequence
 
 __all__ = ["Budget"]
 
-_OLDEST_PART = (
-    4  # one in so many tokens of a step goes to the prompt that came first, whatever its length
-)
+_OLDEST_PART = 4  # one in four tokens of a step goes to the oldest prompt, whatever its length
 
 _BY_PRIORITY = attrgetter("priority")
 _BY_ARRIVAL = attrgetter("index")
@@ -26,9 +24,7 @@ _BY_TURN = attrgetter("priority", "last_turn", "index")
 
 
 class Budget:
-    """The tokens of each step, shared out among the running sequences; by which rules stands in
-    scheduler.py.
-    """
+    """The tokens of each step, divided by the rules in scheduler.py."""
 
     def __init__(self, fairness: Fairness) -> None:
         self._fairness = fairness
@@ -36,7 +32,7 @@ class Budget:
         self._turns = itertools.count()
 
     def share(self, running: list[Sequence], limit: StepLimit) -> dict[int, int]:
-        """Return the tokens of the next step by sequence index."""
+        """Return the tokens of the next step, by sequence index."""
         self._step += 1
         shares: dict[int, int] = {}
         for members, budget in self._of_tenants(running, limit):
@@ -44,10 +40,11 @@ class Budget:
         return shares
 
     def share_whole(self, running: list[Sequence], limit: StepLimit) -> dict[int, int]:
-        """Return the same for sequences that are computed whole, in tokens.
+        """Return the tokens of the next step for sequences that are computed whole, by sequence
+        index.
 
-        By priority, the tenants' shares and arrival: all tokens of each that still fits, and of the
-        first one whatever their number.
+        Sequences are taken by priority, tenant share and arrival. The first one always gets all its
+        tokens, the others only if they fit.
         """
         most = limit.total
         turn = list(running)
@@ -68,9 +65,9 @@ class Budget:
     ) -> list[tuple[list[Sequence], int]]:
         """Return each tenant's running sequences and its part of the step, in units of work.
 
-        Priority decides first, then the tenants' shares. A token of an urgent prompt does not keep
-        a less urgent sequence from its next one: where there is room for all of those they count
-        as no less urgent, as they do among the sequences of one tenant.
+        Priority decides first, then the tenants' shares. If the step has room for them, single
+        tokens count as urgent as the most urgent prompt. An urgent prompt therefore does not stop
+        the decoding of less urgent sequences.
         """
         if not self._fairness.is_shared:
             return [(running, limit.total)]
@@ -97,21 +94,21 @@ class Budget:
     def _share_among(
         self, members: list[Sequence], limit: StepLimit, shares: dict[int, int]
     ) -> None:
-        """Give out tokens to compute of one tenant's sequences."""
+        """Divide one tenant's part of the step among its sequences."""
         decoding: list[Sequence] = []
         filling: list[Sequence] = []
         for sequence in members:
             if pending := sequence.num_pending:
                 (decoding if pending == 1 else filling).append(sequence)
         budget = limit.total
-        # Neither kind starves the other: a token is kept for prefill; a budget of one token
-        # alternates.
+        # Neither prefill nor decoding starves: one token is kept for prefill, and a budget of one
+        # token alternates between them.
         kept = 0
         if decoding and filling:
             kept = min(map(limit.price, filling))
             if budget <= kept:
                 kept *= self._step % 2
-        # The least recently served go first, which matters only when the budget is smaller than
+        # The least recently served ones come first. This matters only if the budget is smaller than
         # their number.
         chosen = sorted(decoding, key=_BY_TURN)[: max(0, budget - kept)]
         budget -= len(chosen)
@@ -120,7 +117,7 @@ class Budget:
             sequence.last_turn = next(self._turns)
         filling.sort(key=_BY_PRIORITY)
         if budget > 0 and filling:
-            # A token may cost more than the tenant's part: one is computed all the same.
+            # One token is computed even if it costs more than the tenant's part.
             most_urgent = (one for one in filling if one.priority == filling[0].priority)
             budget = max(budget, limit.price(min(most_urgent, key=_BY_ARRIVAL)))
         for _, group in itertools.groupby(filling, key=_BY_PRIORITY):
@@ -128,10 +125,10 @@ class Budget:
 
 
 def _fill(prompts: list[Sequence], limit: StepLimit, shares: dict[int, int]) -> int:
-    """Give out tokens of prompts; return the units of work that they take.
+    """Divide units of work among prompts; return the units used.
 
-    A part goes to the oldest, at least one token; the rest to those with fewest pending tokens, in
-    this order.
+    A part goes to the oldest prompt, at least one token. The rest goes to the prompts with the
+    fewest pending tokens first.
     """
     oldest = min(prompts, key=_BY_ARRIVAL)
     kept = max(-(-limit.total // _OLDEST_PART), min(limit.price(oldest), limit.total))

@@ -1,7 +1,8 @@
-"""Fairness between tenants: tokens of a step and places, in proportion to their weights.
+"""Fairness between tenants: tokens of a step and places, in proportion to the tenants' weights.
 
-With one tenant nothing here is asked. A tenant that wants less than its share leaves the rest to
-the others; one that was away has nothing saved up: it starts level with whoever was served least.
+With a single tenant, nothing here has an effect. A tenant that wants less than its share leaves the
+rest to the others. A tenant that had no requests for a while gains nothing from it: it starts level
+with the least served one.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Fairness"]
 
-_SLICE = (
-    256  # tokens a tenant may be ahead of one that waits before places change hands between equals
-)
+# Tokens that a tenant may be ahead of a waiting one before it loses a place at equal shares.
+_SLICE = 256
 
 
 class Fairness:
-    """One account per tenant that has requests: `served`, tokens computed for it over its weight.
-    What is computed anew after preemption is not charged, so that whoever gets a place for a while
-    gets on.
+    """One account for each tenant that has requests: tokens computed for it, over its weight.
+
+    Recomputed tokens after a preemption are not charged, so that a preempted sequence is not set
+    back again.
 
     Attributes:
-        is_shared: whether several tenants have requests.
+        is_shared: True if several tenants have requests.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Fairness:
         self.is_shared = False
 
     def update(self, live: Iterable[running_state.Sequence]) -> None:
-        """Who has requests now, and the weights that the latest of them give."""
+        """Note the tenants that have requests, with the weight of the latest request of each."""
         self._weights = {sequence.tenant: sequence.request.terms.weight for sequence in live}
         self.is_shared = len(self._weights) > 1
         if not self.is_shared:
@@ -47,7 +48,7 @@ class Fairness:
         self._served = {tenant: self._served.get(tenant, start) for tenant in self._weights}
 
     def charge(self, work: ScheduledTokens[running_state.Sequence]) -> None:
-        """These tokens are computed now."""
+        """Charge a sequence's tenant for tokens of this step."""
         sequence = work.sequence
         stop = work.certain_stop
         num_new = stop - max(work.start, sequence.num_charged_tokens)
@@ -57,8 +58,10 @@ class Fairness:
                 self._served[sequence.tenant] += num_new / self._weights[sequence.tenant]
 
     def divide(self, budget: int, wants: Mapping[bytes, int]) -> dict[bytes, int]:
-        """Tokens for each tenant, none more than it wants, all of the budget while anybody wants
-        more. What does not divide goes to those who were served least.
+        """Return the tokens of each tenant, at most as many as it wants.
+
+        The whole budget is used while a tenant wants more. An indivisible rest goes to the least
+        served tenants.
         """
         given = dict.fromkeys(wants, 0)
         while budget and (hungry := [tenant for tenant in wants if given[tenant] < wants[tenant]]):
@@ -81,8 +84,10 @@ class Fairness:
     def in_turn(
         self, waiting: Iterable[running_state.Sequence], running: Sequence[running_state.Sequence]
     ) -> Iterator[running_state.Sequence]:
-        """The waiting sequences of one priority, each tenant's by arrival: next is always whose
-        tenant has the fewest running for its weight as of then, among equals the least served.
+        """Yield the waiting sequences of one priority, each tenant's by arrival.
+
+        Next is always the tenant with the fewest running sequences for its weight; on a tie, the
+        least served one.
         """
         queues: dict[bytes, deque[running_state.Sequence]] = {}
         for sequence in waiting:
@@ -100,16 +105,16 @@ class Fairness:
     def who_yields(
         self, sequence: running_state.Sequence, running: Sequence[running_state.Sequence]
     ) -> running_state.Sequence | None:
-        """The running sequence whose place a waiting one takes, or None: the last of the tenant
-        that has most for its weight, if that tenant still has as much as the other one afterwards,
-        or is far ahead in what it was served.
+        """Return the running sequence whose place a waiting one takes, or None.
 
-        Nothing goes back and forth: after the first kind neither tenant may take the place back,
-        before the second many new tokens are computed.
+        It is the last one of the tenant that has the most for its weight. That tenant must still
+        have at least as much as the other one afterwards, or be far ahead in served tokens.
         """
+        # Places do not go back and forth: in the first case the tenant cannot take its place back,
+        # and in the second case many tokens are computed before it can.
         counts = Counter(other.tenant for other in running)
         mine = sequence.tenant
-        for other in reversed(running):  # the last in rank of each tenant comes first
+        for other in reversed(running):  # the last in rank of each tenant
             if other.priority < sequence.priority:
                 return None
             theirs = other.tenant
@@ -128,9 +133,11 @@ class Fairness:
         return None
 
     def who_is_preempted(self, running: Sequence[running_state.Sequence]) -> running_state.Sequence:
-        """Who gives its blocks back when they do not suffice: of the least urgent, the last of the
-        tenant that has most running for its weight. Never the first of all while there is another,
-        so that one always gets on.
+        """Return the sequence to preempt when blocks run out.
+
+        It is one of the least urgent sequences: the last one of the tenant with the most running
+        for its weight. The first of several sequences is never preempted, so that one always
+        advances.
         """
         last = [other for other in running[1:] if other.priority == running[-1].priority] or running
         counts = Counter(other.tenant for other in running)

@@ -1,9 +1,11 @@
 """The interface between a sequence and the features that take part in it.
 
-The classes here are the null implementations; a feature subclasses one: speculative decoding
-`Drafting`, structured output `Constraint`, non-prefix KV reuse `SharedSpans`. They are called in
-the same way whether or not a feature is on. `Restored` needs no subclass: without offload tiers it
-counts nothing. What features do for all sequences together is in `planners.py`.
+The classes here are the null implementations, and a feature subclasses one of them: speculative
+decoding `Drafting`, structured output `Constraint`, non-prefix KV reuse `SharedSpans`. Callers call
+them in the same way whether or not a feature is on. `Restored` has no subclass: without offload
+tiers it counts nothing.
+
+`planners.py` holds the interface for all sequences together.
 """
 
 from __future__ import annotations
@@ -36,45 +38,52 @@ class Feature:
 
     @property
     def prepares(self) -> bool:
-        """True if it computes something before the sequence's next tokens."""
+        """True if the feature computes something before the sequence's next tokens."""
         return False
 
     def admit(self, table: BlockTable) -> None:
-        """Take note of the fresh table on which the sequence starts or resumes."""
+        """Note the fresh table on which the sequence starts or resumes."""
 
     def forget(self) -> None:
-        """Drop what depended on the sequence's blocks, which are gone."""
+        """Drop everything that depended on the sequence's blocks, which are freed."""
 
     def release(self) -> None:
-        """Free what the feature holds; the sequence has ended."""
+        """Free the feature's resources; the sequence has ended."""
 
     def result_fields(self) -> dict[str, Any]:
-        """Return what the feature adds to the sequence's `GenerationResult`."""
+        """Return the feature's fields of the sequence's `GenerationResult`."""
         return {}
 
 
 class Constraint(Feature):
-    """Structured output: the tokens that may follow. Null: all of them."""
+    """Structured output: the tokens that may follow. The null implementation allows all."""
 
     def constrain(self, logits: Floats, largest: int | None) -> tuple[Floats, int | None]:
-        """Return the logits [vocab_size] of tokens that may follow, and the largest if known."""
+        """Return the logits [vocab_size] with forbidden tokens masked.
+
+        Args:
+            largest: index of the largest logit, or None if unknown.
+
+        Returns:
+            The masked logits, and the index of the largest one, or None if unknown.
+        """
         return logits, largest
 
     def advance(self, token_id: int) -> bool:
-        """Take the chosen token; return whether nothing can follow it."""
+        """Accept the chosen token; return whether the output is complete."""
         return False
 
     def forced(self) -> list[int]:
-        """Return the tokens that follow in any case."""
+        """Return the tokens that must follow."""
         return []
 
 
 class Drafting(Feature):
-    """Speculative decoding: the draft tokens of the next step. Null: never any.
+    """Speculative decoding: the draft tokens of one sequence. The null implementation has none.
 
     Attributes:
-        tokens: the draft tokens that the next step computes after the last certain one.
-        proposes: whether there can be any.
+        tokens: draft tokens that the next step computes after the last certain token.
+        proposes: True if there can be draft tokens.
     """
 
     proposes = False
@@ -83,20 +92,23 @@ class Drafting(Feature):
         self.tokens: list[int] = []
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a step's draft tokens, and drop them."""
+        """Count a step's draft tokens and drop them."""
 
     def learn(self, num_drafted: int, num_accepted: int) -> None:
-        """Learn from the outcome of a draft; 0, 0: none was computed."""
+        """Learn from the outcome of a draft; 0 and 0 mean that none was computed."""
 
 
 class SharedSpans(Feature):
-    """Non-prefix KV reuse: token ranges whose KV comes from other positions. Null: there are none.
+    """Non-prefix KV reuse: spans of tokens whose KV comes from other positions.
+
+    The null implementation has no spans.
 
     Attributes:
-        num_ahead: tokens of the spans that the sequence has not reached.
-        num_shared: most prompt tokens that it shared this way.
-        probe: deviation scoring that comes before anything else is computed.
-        recomputed_at, probe_seconds: marks of the request's phases, see `phase_times`.
+        num_ahead: tokens in spans that the sequence has not reached.
+        num_shared: largest number of prompt tokens reused this way.
+        probe: deviation scoring that runs before anything else is computed, or None.
+        recomputed_at: time at which the last span was passed, see `PhaseMarks.phases`.
+        probe_seconds: time of deviation scoring.
     """
 
     num_ahead = 0
@@ -114,30 +126,43 @@ class SharedSpans(Feature):
         return self.probe is not None
 
     def next_lost_run(self, find: Callable[[], list[Chain]]) -> Chain | None:
-        """Return the next run that only a tier may hold, each once; `find` returns all of them."""
+        """Return the next run that only a tier may hold, each run once; None at the end.
+
+        Args:
+            find: returns all such runs.
+        """
         return None
 
     def place(self, found: list[tuple[int, int]], probe: Probe | None) -> None:
-        """Note the [start, stop) of the runs found at other positions, and their scoring."""
+        """Note the runs found at other positions.
+
+        Args:
+            found: [start, stop) of each run.
+            probe: deviation scoring of the runs, or None.
+        """
 
     def end_probe(self, table: BlockTable, seconds: float) -> None:
-        """Take the spans of `table` as deviation scoring of `seconds` left them."""
+        """Replace the spans by those that deviation scoring left in `table`.
+
+        Args:
+            seconds: time of the scoring.
+        """
 
     def ahead(self) -> Iterable[tuple[int, int]]:
-        """Return the [start, stop) of the spans that the sequence has not reached, in order."""
+        """Return [start, stop) of the spans that the sequence has not reached, in order."""
         return ()
 
     def pass_over(self, position: int) -> int:
-        """Return the position after the spans that begin at `position`, which count as computed."""
+        """Return the position after the spans that begin at `position`; they count as computed."""
         return position
 
 
 class Restored(Feature):
-    """The blocks that offload tiers brought for one sequence, as counts of tokens.
+    """Tokens of one sequence whose KV came from offload tiers.
 
     Attributes:
-        seconds: of all loads, one after another.
-        was_asked: whether tiers were asked since the sequence last lost its blocks.
+        seconds: total time of the prefetches.
+        was_asked: True if the tiers were asked since the sequence last lost its blocks.
     """
 
     def __init__(self) -> None:
@@ -154,8 +179,11 @@ class Restored(Feature):
         self.was_asked = False
 
     def note(self, tokens: Mapping[str, int], seconds: float) -> None:
-        """Count tokens that came before the first admission, by the tier's name; later ones do not
-        count.
+        """Count tokens that came before the first admission; later ones are not counted.
+
+        Args:
+            tokens: number of tokens by tier name.
+            seconds: time of the prefetch.
         """
         if self._num_cached is None:
             self._tokens.update(tokens)
@@ -165,10 +193,10 @@ class Restored(Feature):
         return {"hit_tokens": self._split(self._num_cached or 0)}
 
     def _split(self, num_cached: int) -> dict[str, int]:
-        """Return the cached tokens by the tier that had them, "pool" included.
+        """Return the cached tokens by tier, "pool" included.
 
-        The last token of a fully cached block may have to be computed, and blocks that arrived may
-        have been evicted before they were used, so the parts are cut to `num_cached`.
+        The counts are cut to `num_cached`: the last token of a fully cached prompt may be
+        recomputed, and arrived blocks may have been evicted before use.
         """
         rest = num_cached
         found = {}

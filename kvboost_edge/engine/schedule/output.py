@@ -1,4 +1,4 @@
-"""The output of a running sequence: text, logits and log probabilities, times."""
+"""The output of a running sequence: text, logits, log probabilities and times."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ class OutputText:
         return "".join(self._pieces)
 
     def push(self, token_id: int, *, is_whole: bool, is_last: bool) -> tuple[str, str | None]:
-        """Return the text that is certain now, and why the output ends here (None: it goes on).
+        """Append a token; return the text that became certain and the finish reason.
 
         Args:
             is_whole: nothing can follow the token.
             is_last: no further token is wanted.
+
+        Returns:
+            The text, and "stop", "length" or None.
         """
         text, reason = self._read(token_id, is_whole, is_last)
         self._pieces.append(text)
@@ -76,30 +79,34 @@ class TokenScores:
 
     @property
     def chosen(self) -> tuple[TokenLogprobs, ...] | None:
-        """Those of the output's tokens; None where they were not asked for."""
+        """Log probabilities of the output tokens; None if not requested."""
         return None if self._request.params.logprobs is None else tuple(self._chosen)
 
     @property
     def prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """Those of the prompt's tokens; None where they were not asked for."""
+        """Log probabilities of the prompt tokens; None if not requested."""
         return None if self._request.params.prompt_logprobs is None else tuple(self._prompt)
 
     @property
     def prompt_logits_from(self) -> int | None:
-        """The first token of the prompt whose logits are still wanted; None: no more."""
+        """The first prompt token whose logits are still needed, or None."""
         known = len(self._prompt)
         return known - 1 if known < self._request.num_prompt_tokens else None
 
     def keep_logits(self, first: int, rows: Floats) -> None:
-        """Keep the rows of a request for logits; they belong to positions first, first + 1, ..."""
+        """Keep the rows that the request wants; they belong to positions first, first + 1, ..."""
         if self._request.logits_start is not None:
             wanted = rows[max(0, self._request.logits_start - first) :]
             if len(wanted):
                 self.logits.append(wanted.copy())
 
     def read_prompt(self, first: int, logits: Floats) -> bool:
-        """Take the logits [num_tokens, vocab_size] of tokens first, first + 1, ...: each predicts
-        the one after it. Return whether all of the prompt's were taken.
+        """Read log probabilities of prompt tokens from logits; return whether the prompt is
+        complete.
+
+        Args:
+            first: position of the first row.
+            logits: [num_tokens, vocab_size]; each row predicts the token after it.
         """
         count = self._request.params.prompt_logprobs
         if count is None:
@@ -113,7 +120,7 @@ class TokenScores:
         return len(known) == len(prompt)
 
     def note_chosen(self, logits: Floats, token_id: int) -> TokenLogprobs | None:
-        """Keep and return the log probabilities of a chosen token; None if not asked for."""
+        """Keep and return the log probabilities of a chosen token; None if not requested."""
         count = self._request.params.logprobs
         if count is None:
             return None
@@ -123,7 +130,7 @@ class TokenScores:
 
 
 class PhaseMarks:
-    """Marks in a request's life, in seconds of `time.perf_counter`."""
+    """Times of a request's phases, in seconds of `time.perf_counter`."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -134,23 +141,24 @@ class PhaseMarks:
         self._own_seconds = 0.0
 
     def took_part(self, seconds: float, share: float) -> None:
-        """Note a step that computed some of the request's tokens.
+        """Count a step that computed some of the request's tokens.
 
         Args:
             seconds: time of the step.
-            share: share of the step's tokens that were the request's, above 0 and up to 1.
+            share: the request's share of the step's tokens, in (0, 1].
         """
         self._step_seconds += seconds
         self._own_seconds += seconds * share
 
     @property
     def step_share(self) -> float:
-        """Mean share of the tokens of its steps, each weighted by its time; 0 before the first."""
+        """Mean share of its steps' tokens, weighted by step time; 0 before the first step."""
         return self._own_seconds / self._step_seconds if self._step_seconds else 0.0
 
     def phases(self, now: float, features: SequenceFeatures) -> dict[str, float]:
-        """Return the milliseconds between the marks; a mark that was never reached takes the next
-        one's time.
+        """Return the duration of each phase in milliseconds.
+
+        A mark that was never reached takes the time of the next one.
         """
         request = self._request
         spans = features.spans

@@ -1,9 +1,9 @@
 """The time limit of each step, so that no request holds up the others.
 
 - While sequences decode, a step may take 1.75 times as long as their decoding alone, plus 40 ms.
-  Their tokens keep coming, and prompts get the rest of the step.
-- While several prompts are computed and nothing decodes, a step takes 0.2 s, so that a new request
-  can soon join.
+  Decoding continues, and prompts get the rest of the step.
+- While several prompts are computed and nothing decodes, a step takes 0.2 s. A new request can then
+  join soon.
 - A request that is alone gets steps of up to 1 s.
 """
 
@@ -18,21 +18,21 @@ from kvboost_edge.engine.schedule.step_plan import ScheduledTokens
 
 __all__ = ["StepLimit", "StepPacing"]
 
-_STRETCH = 1.75  # of the time that decoding alone takes
+_STRETCH = 1.75  # times the duration of decoding alone
 _EXTRA = 0.04  # seconds
 _PROMPTS = 0.2  # seconds of a step of several prompts
 _ALONE = 1.0  # seconds of a step of one request
-_FIRST_TOKENS = 64  # of prompts beside decoding, while nothing is known of their time
-_LEAST_TOKENS = 4  # of prompts in a step, whatever they cost
-_MEASURED_EVERY = 32  # steps with prompts; then one step decodes only, to measure that
+_FIRST_TOKENS = 64  # of prompts in a step with decoding, before any time is known
+_LEAST_TOKENS = 4  # of prompts in a step, at any cost
+_MEASURED_EVERY = 32  # steps with prompts before one that only decodes, to measure decoding
 
 
 class StepLimit(NamedTuple):
-    """The size that a step may have.
+    """The size limit of a step.
 
     Attributes:
         total: units of work.
-        prices: units of one token, by the sequence's index; 1 for sequences that are not in it.
+        prices: units of one token, by sequence index; sequences that are missing cost 1.
     """
 
     total: int
@@ -47,8 +47,8 @@ class StepPacing:
     """The limit of each step, from the predicted cost of its tokens.
 
     Attributes:
-        target: seconds of a step while sequences decode, None: chosen from what decoding alone
-            takes; 0: no limit but `max_batch_tokens`.
+        target: seconds of a step while sequences decode. None: derived from the time of decoding
+            alone. 0: no limit but `max_batch_tokens`.
     """
 
     def __init__(self, target: float | None = 0.0) -> None:
@@ -57,7 +57,7 @@ class StepPacing:
         self._since_measured = 0
 
     def observe(self, work: Several[ScheduledTokens[Sequence]], seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from the time of a step."""
         shape = StepShape.of(work)
         self._cost.observe(shape, seconds)
         if not shape.tokens:
@@ -92,11 +92,11 @@ class StepPacing:
     ) -> StepLimit:
         """Return the limit of a step with prompts, in microseconds of their work.
 
-        A decoding sequence takes one unit, so that each has its token before any prompt.
+        A decoding sequence costs one unit, so that each one gets its token before any prompt does.
 
         Args:
-            seconds: for the prompts.
-            room: most tokens of prompts.
+            seconds: time for the prompts.
+            room: largest number of prompt tokens.
         """
         costs = {
             one.index: self._cost.prompt_token(one.num_computed_tokens) * 1e6 for one in prompts
@@ -107,7 +107,7 @@ class StepPacing:
         return StepLimit(total + num_decoding, prices)
 
     def _seconds_for_prompts(self, decoding: list[Sequence]) -> float:
-        """Return what the target of a step leaves for prompts."""
+        """Return the time of a step that decoding leaves for prompts."""
         if not decoding:
             return max(self._target or 0.0, _PROMPTS)
         depth = sum(one.num_computed_tokens for one in decoding)

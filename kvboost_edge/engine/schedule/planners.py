@@ -1,8 +1,8 @@
 """The interface between the scheduler and the features that plan for all sequences together.
 
-The classes here are the null implementations; a feature subclasses one: speculative decoding
-`DraftPlanner`, non-prefix KV reuse `SpanPlacement`, KV offload `Prefetcher`. What a feature does in
-one sequence is in `feature.py`.
+The classes here are the null implementations, and a feature subclasses one of them: speculative
+decoding `DraftPlanner`, non-prefix KV reuse `SpanPlacement`, KV offload `Prefetcher`. `feature.py`
+holds the interface for a single sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["DraftPlanner", "PendingPrefetch", "Prefetcher", "SpanPlacement"]
 
 
 class DraftPlanner:
-    """Speculative decoding, all sequences together. Null: no draft tokens."""
+    """Speculative decoding of all sequences. The null implementation makes no draft tokens."""
 
     num_drafted = 0
     num_accepted = 0
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of what is kept of finished requests."""
+        """Bytes of the draft history."""
         return 0
 
     def draft(
@@ -40,54 +40,57 @@ class DraftPlanner:
         """Give draft tokens to sequences that compute one token.
 
         Args:
-            wanted: tokens that the step computes, by the sequence's index.
-            budget: rows that the step has room for besides those.
-            reserve: reserves slots up to a position of a sequence; False where no block is spare.
+            wanted: tokens that the step computes, by sequence index.
+            budget: rows that the step has room for in addition to those.
+            reserve: reserves slots up to a position of a sequence; returns False if it has too few
+                spare blocks.
         """
 
     def settle(self, work: ScheduledTokens[Sequence], num_accepted: int) -> None:
-        """Take the outcome of a sequence's draft tokens, and free the blocks of rejected ones."""
+        """Record the outcome of a step's draft tokens; free the blocks of rejected ones."""
 
     def remember(self, sequence: Sequence) -> None:
-        """Keep what was new in a finished request: it may come again."""
+        """Add the tokens that a finished request computed to the draft history."""
 
     def forget_all(self) -> None:
-        """Drop what was kept of all requests."""
+        """Clear the draft history."""
 
 
 class SpanPlacement:
-    """Non-prefix KV reuse, all sequences together. Null: nothing is shared."""
+    """Non-prefix KV reuse of all sequences. The null implementation reuses nothing."""
 
     def bring(self, sequence: Sequence, prefetcher: Any, spare: int) -> PendingPrefetch | None:
-        """Begin to load the next run that only a tier holds; None where there is none."""
+        """Begin to load the next run that only a tier holds; return None without one."""
         return None
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
-        """Share spans in a fresh table and take its blocks.
+        """Place spans in a fresh table and take its blocks.
 
-        Return False, and change nothing, where `spare` free blocks do not suffice; None where there
-        is nothing to share.
+        Returns:
+            True: all blocks are taken.
+            False: `spare` free blocks do not suffice, and nothing changed.
+            None: there is nothing to reuse.
         """
         return None
 
     def context_of(self, token_ids: Several[int], root: bytes) -> int | None:
-        """Return the number of tokens before a document in its own context; None: not indexed."""
+        """Return the number of tokens before a document in its own context; None if not indexed."""
         return None
 
 
 class PendingPrefetch(Protocol):
-    """Blocks of one sequence on their way from a tier."""
+    """A prefetch from a tier for one sequence."""
 
     sequence: Sequence
     is_done: bool
 
 
 class Prefetcher:
-    """Prefetch from the offload tiers, all sequences together. Null: there are no tiers."""
+    """Prefetch from the offload tiers for all sequences. The null implementation has no tiers."""
 
     @property
     def num_arriving(self) -> int:
-        """Loads of which more is to come."""
+        """Number of prefetches that are not complete."""
         return 0
 
     def __len__(self) -> int:
@@ -97,7 +100,7 @@ class Prefetcher:
         return iter(())
 
     def num_arriving_besides(self, sequence: Sequence) -> int:
-        """Return the number of loads of other sequences of which more is to come."""
+        """Return the number of incomplete prefetches of other sequences."""
         return 0
 
     def bring(self, sequence: Sequence, spare_blocks: int, sharing: SpanPlacement) -> bool:
@@ -105,20 +108,20 @@ class Prefetcher:
         return False
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence's load, if it has one, and give its blocks back."""
+        """End a sequence's prefetch, if it has one, and free its blocks."""
 
     def make_room(self) -> bool:
-        """End all loads, because their blocks are needed; return whether there was one."""
+        """End all prefetches to free their blocks; return whether there were any."""
         return False
 
     def give_up_silent(self) -> None:
-        """End loads of which nothing was heard for long."""
+        """End prefetches that brought nothing for a long time."""
 
     def used(self, table: BlockTable) -> None:
-        """Note that a sequence was admitted on these blocks: their copies count as used too."""
+        """Mark the copies of a table's cached blocks in the tiers as used."""
 
     def missed(self, table: BlockTable) -> Missed:
-        """Return why the token after the cached ones is not cached, and who dropped it."""
+        """Return why the token after the cached ones is not cached, and who evicted it."""
         if table.miss_reason == "evicted" and table.missed_hash is not None:
             return Missed("evicted", ("pool",))
         return Missed(table.miss_reason)

@@ -1,7 +1,7 @@
 """Progress of prompts and time left, estimated from the step times at each depth.
 
-The engine's thread tells of each step; who asks reads what there is and waits for nothing. What
-attention costs grows with the tokens before, so seconds per token are kept by depth.
+The engine's thread reports each step, and callers read the estimate without waiting. The cost of
+attention grows with the tokens before, so seconds per token are kept by depth.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from kvboost_edge.engine.schedule.sequence import Sequence, SequenceStatus
 
 __all__ = ["Pace"]
 
-_FIRST_DEPTH = 1024  # tokens; up to here it is one depth, then up to twice as many, and so on
-_KEPT = 9  # steps of each depth; their median counts, so that one that compiled a kernel does not
-_MIN_TOKENS = 32  # of a prompt in a step: with fewer most of its time goes elsewhere
+_FIRST_DEPTH = 1024  # tokens of the first depth; each further depth ends at twice the one before
+_KEPT = 9  # steps per depth; their median ignores a step that compiled a kernel
+_MIN_TOKENS = 32  # of a prompt in a step; with fewer, most of the time is spent elsewhere
 _BOARD_SECONDS = 0.5
-_LATEST = 0.1  # part of the latest step, or output, in their means
+_LATEST = 0.1  # weight of the latest step or output in a mean
 
 
 class _Board(NamedTuple):
     """All requests at one moment, in seconds of computing.
 
     Attributes:
-        ranks, ahead: of those that wait, in their order: rank, and what is before the first, the
-            second, ..., and in all.
-        prompts: of those that run and have prompt left: (index, tenant, seconds).
-        ends: in how many seconds those that run are done, the first one first.
+        made_at: seconds of `time.monotonic`.
+        ranks: ranks of the waiting requests, in order.
+        ahead: seconds before the first waiting request, before the second, and so on; the last
+            entry is the total.
+        prompts: (index, tenant, seconds) of running requests with unfinished prompts.
+        ends: seconds until each running request is done, ascending.
     """
 
     made_at: float
@@ -45,25 +47,26 @@ class _Board(NamedTuple):
 
 
 class Pace:
-    """`observe` and `ended` are the engine's thread's, `progress` is anybody's. live: requests from
-    submit to the end, by index.
+    """The estimate of each request's progress.
+
+    The engine's thread calls `observe` and `ended`. Any thread may call `progress`.
+
+    Args:
+        live: requests by index, from submit to their end.
     """
 
     def __init__(self, live: Mapping[int, Sequence], scheduler: Scheduler) -> None:
         self._live = live
         self._most_running = scheduler.max_num_seqs
         self._min_tokens = min(_MIN_TOKENS, scheduler.max_batch_tokens)
-        self._recent: dict[
-            int, deque[tuple[float, float]]
-        ] = {}  # by depth, of its last steps: as in `_known`
-        self._known: list[
-            tuple[float, float]
-        ] = []  # (position, seconds per token there), by position
+        # (position, seconds per token) of the last steps at each depth
+        self._recent: dict[int, deque[tuple[float, float]]] = {}
+        self._known: list[tuple[float, float]] = []  # their mean position and median, ascending
         self._step_seconds = self._mean_outputs = 0.0
         self._board = _Board(-1.0, [], [0.0], [], [])
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long."""
+        """Record the time of a step."""
         self._step_seconds = _mean(self._step_seconds, seconds)
         prompts = [
             one for one in plan.work if len(one.token_ids) - one.num_drafted >= self._min_tokens
@@ -85,12 +88,12 @@ class Pace:
         ]
 
     def ended(self, sequence: Sequence) -> None:
-        """A request is done."""
+        """Record the output length of a finished request."""
         if (outputs := sequence.num_tokens - sequence.request.num_prompt_tokens) > 0:
             self._mean_outputs = _mean(self._mean_outputs, outputs)
 
     def progress(self, index: int) -> Progress | None:
-        """How far a request is, as of now; None once it has ended."""
+        """Return the current progress of a request; None once it has ended."""
         sequence = self._live.get(index)
         if sequence is None:
             return None
@@ -103,8 +106,8 @@ class Pace:
         )
 
     def seconds(self, start: int, stop: int) -> float | None:
-        """Seconds to compute the tokens of one prompt at these positions; None while no step was
-        measured.
+        """Return the seconds to compute a prompt's tokens [start, stop); None before any
+        measurement.
         """
         if not self._known:
             return None
@@ -116,9 +119,7 @@ class Pace:
         return found
 
     def _per_token(self, depth: float) -> float:
-        """Seconds: between depths that were measured, and behind the last one, on straight
-        lines.
-        """
+        """Return the seconds per token at a depth, interpolated between measured depths."""
         known = self._known
         at = bisect.bisect(known, (depth, 0.0))
         if len(known) < 2 or at == 0:
@@ -130,9 +131,7 @@ class Pace:
         return second + (max(0.0, slope) if depth > high else slope) * (depth - high)
 
     def _prompt_seconds(self, sequence: Sequence) -> float:
-        """Of what is pending of a prompt; 0 for a sequence that has only its next token to
-        compute.
-        """
+        """Return the seconds to compute a prompt's pending tokens; 0 for a decoding sequence."""
         pending = sequence.num_pending
         start = sequence.num_computed_tokens
         stop = sequence.num_tokens
@@ -141,8 +140,10 @@ class Pace:
         return (self.seconds(start, stop) or 0.0) * min(1.0, pending / (stop - start))
 
     def _seconds_left(self, sequence: Sequence) -> float | None:
-        """Until the first token; what may come in later does not count. Of one that waits the whole
-        prompt counts: what the cache has of it is looked up when it is let in.
+        """Return the seconds until the first token, without later arrivals.
+
+        A waiting request counts with its whole prompt, because its cached tokens are only looked up
+        at admission.
         """
         if not self._known:
             return None
@@ -157,8 +158,10 @@ class Pace:
         return max(board.ahead[at], self._until_ended(board, lacking)) + own
 
     def _share(self, sequence: Sequence, own: float, other: tuple[int, bytes, float]) -> float:
-        """Seconds that another prompt takes from this one: of two of one tenant the shorter one
-        goes first, but for the part of the first come; tenants share alike.
+        """Return the seconds that another prompt takes from this one.
+
+        Within a tenant the shorter prompt is computed first, except for the share of the oldest
+        one. Tenants share equally.
         """
         index, tenant, seconds = other
         if index == sequence.index:
@@ -170,14 +173,14 @@ class Pace:
         return min(seconds, own / 3) if index < sequence.index else 0.0
 
     def _until_ended(self, board: _Board, count: int) -> float:
-        """Seconds until so many of those that run are done, and of those that take their places."""
+        """Return the seconds until `count` running requests, or their successors, are done."""
         if count < 1 or not board.ends:
             return 0.0
         rounds, at = divmod(count - 1, len(board.ends))
         return board.ends[at] + rounds * self._mean_outputs * self._step_seconds
 
     def _now(self) -> _Board:
-        """The board, made anew when it is old: many may ask at once."""
+        """Return the board; make a new one if it is old."""
         now = time.monotonic()
         if now - self._board.made_at < _BOARD_SECONDS:
             return self._board
@@ -205,13 +208,15 @@ def _depth(position: int) -> int:
 
 
 def _mean(mean: float, latest: float) -> float:
-    """With the latest one in it; of the first one it is that."""
+    """Return a running mean updated with the latest value; the first value becomes the mean."""
     return mean + _LATEST * (latest - mean) if mean else latest
 
 
 def _steps_left(sequence: Sequence, mean: float) -> float:
-    """Behind its prompt, about: outputs have `mean` tokens, 0 where none is known, the first of
-    which takes none.
+    """Return the expected number of steps after a sequence's prompt.
+
+    Args:
+        mean: mean output length in tokens; 0 if unknown. The first token takes no step.
     """
     request = sequence.request
     if request.prefill_only or request.logits_start is not None:

@@ -1,10 +1,9 @@
-"""Pinned prompts, and prompts that are retained without a promise, such as by `prompt_cache_key`.
+"""Pinned prompts, and prompts retained without a guarantee, such as by `prompt_cache_key`.
 
-A key says that prompts come again; it is believed as far as they did. What a call has in common
-with the call before it under the same key, counted in whole blocks from the beginning, is retained
-for an hour: from the second call on, so that the third finds it. A first call, a key that is never
-sent again, and what one call alone had, a text that was read once, are kept as anything else is. So
-who sends a new key, or one and the same key, with texts that never come again gains nothing by it.
+A key announces that prompts come again. Blocks that two consecutive calls under a key have in
+common, from the first on, are retained for an hour. The first call under a key, and text that only
+one call has, are cached like any other text. A client therefore gains nothing from new keys, or
+from one key for texts that never come again.
 """
 
 from __future__ import annotations
@@ -24,20 +23,24 @@ if TYPE_CHECKING:
 __all__ = ["KEY_SECONDS", "MOST_KEYS", "CacheKeys", "Retention", "pin_prompt"]
 
 KEY_SECONDS = 3600.0
-"""How long what a key's calls have in common is retained after the last of them."""
+"""Seconds that blocks common to a key's calls are retained after the last call."""
 
 MOST_KEYS = 4096
-"""Keys that are remembered, of all tenants: a few MiB at most."""
+"""Largest number of keys of all tenants; they take a few MiB."""
 
 _MARKS = 32
-_MARK_BYTES = (
-    8  # of a prefix hash; a collision retains a block that nobody wants, and serves nothing
-)
+# Bytes of a shortened prefix hash. A collision only retains a block without need.
+_MARK_BYTES = 8
 
 
 class _Chain(NamedTuple):
-    """The prefix hashes of a chain of `num_blocks` blocks, cut short: of every `stride`-th block,
-    and of the last.
+    """The prefix hashes of a chain of blocks, shortened.
+
+    Attributes:
+        num_blocks: blocks of the chain.
+        stride: distance between marks, in blocks.
+        marks: shortened hashes of every `stride`-th block.
+        last: shortened hash of the last block.
     """
 
     num_blocks: int
@@ -47,7 +50,7 @@ class _Chain(NamedTuple):
 
     @classmethod
     def of(cls, hashes: Sequence[bytes]) -> _Chain:
-        """With at most `_MARKS` marks, whatever the chain's length."""
+        """Return the chain of these hashes, with at most `_MARKS` marks."""
         stride = 1
         while len(hashes) // stride > _MARKS:
             stride *= 2
@@ -55,8 +58,9 @@ class _Chain(NamedTuple):
         return cls(len(hashes), stride, marks, hashes[-1][:_MARK_BYTES] if hashes else b"")
 
     def common(self, hashes: Sequence[bytes]) -> int:
-        """Blocks that it has in common with another chain, from the beginning; up to `stride` - 1
-        fewer where the two part between two marks.
+        """Return the number of leading blocks that another chain has too.
+
+        The result may be up to `stride` - 1 too small if the chains diverge between two marks.
         """
         if 0 < self.num_blocks <= len(hashes) and hashes[self.num_blocks - 1].startswith(self.last):
             return self.num_blocks
@@ -71,8 +75,12 @@ _NOTHING = _Chain.of(())
 
 
 class _Calls(NamedTuple):
-    """The last call under a key, by when it began, what it left in the cache, and what the call
-    before it left.
+    """The last call under a key.
+
+    Attributes:
+        began: start of the call, in seconds of `time.perf_counter`.
+        last: blocks that the call left in the cache.
+        before: blocks that the call before it left.
     """
 
     began: float
@@ -81,13 +89,12 @@ class _Calls(NamedTuple):
 
 
 class CacheKeys:
-    """The last two calls of each key, by the key's digest: neither its text nor a prompt's token is
-    kept.
+    """The last two calls of each key, by the key's digest. Neither key text nor tokens are stored.
 
-    Several sequences of one call (choices, prompts of a list) are one call. Beyond `capacity` keys
-    the least recently used one is forgotten, where more than half were sent once only one of those.
-    Tenants share the room as they share blocks (`CachedOrder`): no tenant's new keys flush
-    another's below its floor.
+    Several sequences of one call (choices, a list of prompts) are one call. Above `capacity` keys,
+    the least recently used key is evicted. If more than half of the keys were sent only once, one
+    of those is evicted. Tenants share the capacity like blocks (`CachedOrder`): a tenant's new keys
+    do not evict another's below its floor.
     """
 
     def __init__(self, capacity: int = MOST_KEYS) -> None:
@@ -100,8 +107,14 @@ class CacheKeys:
         return len(self._calls)
 
     def note(self, key: bytes, tenant: bytes, began: float, hashes: Sequence[bytes]) -> int:
-        """A sequence of a call ended and left a chain of these hashes in the cache; how many of its
-        blocks, from the first on, the call before had too.
+        """Record the blocks that a sequence of a call left in the cache.
+
+        Args:
+            began: start of the call; sequences of one call have the same.
+            hashes: prefix hashes of the blocks.
+
+        Returns:
+            The number of leading blocks that the call before had too.
         """
         known = self._calls.get(key)
         if known is None:
@@ -121,18 +134,23 @@ class CacheKeys:
 
 
 class Retention:
-    """Retains what ended sequences left in the cache. The engine's thread alone calls it."""
+    """Retains blocks of finished sequences. Only the engine's thread calls it."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.keys = CacheKeys()
         self._manager = manager
 
     def ended(self, sequence: RunningSequence, now: float) -> list[int]:
-        """A sequence is done, by the clock of the pins, and still holds its blocks; those that are
-        retained now.
+        """Retain blocks of a finished sequence that still holds them.
 
-        Of its prompt all full blocks for as long as it asked for; of prompt and answer what its
-        key's last call had, for an hour.
+        These are the full blocks of its prompt, for as long as the request asked, and the blocks
+        that the last call under its key had too, for an hour.
+
+        Args:
+            now: seconds of the pins' clock.
+
+        Returns:
+            The ids of the retained blocks.
         """
         request = sequence.request
         manager = self._manager
@@ -155,9 +173,12 @@ class Retention:
 
 
 def pin_prompt(pins: Pins, sequence: RunningSequence, now: float) -> CapacityError | None:
-    """Let what a sequence that still holds its blocks wants pinned of its prompt stay; the error if
-    other pins leave no room for all of it. What it wants where there is room is tried, and never an
-    error.
+    """Pin the parts of a prompt that its request asked for; the sequence still holds its blocks.
+
+    Pins that the request only wants if there is room are tried and never an error.
+
+    Returns:
+        The error if other pins leave no room for the whole prompt.
     """
     request = sequence.request
     terms = request.terms

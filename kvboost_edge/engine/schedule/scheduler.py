@@ -4,12 +4,13 @@ Prefill and decode are not separate phases (chunked prefill). Each sequence has 
 catches up with its tokens, and each step has a budget, in tokens and in time (`StepPacing`):
 
 - Sequences that lack one token (decoding) come first.
-- Of the rest, those that lack fewest tokens get most, so that short prompts finish one after
-  another. A quarter of the budget goes to the oldest one, so that a long prompt always advances.
+- Of the other sequences, those with the fewest pending tokens get the most, so that short prompts
+  finish one after another. A quarter of the budget goes to the oldest one, so that a long prompt
+  always advances.
 - Sequences are admitted in order of arrival. The latest arrival is preempted when blocks run out.
 
-A lower priority number goes before a higher one in all of this. Among equals the tenants share the
-budget, the places and the preemptions (`Fairness`); the rules above then hold within each tenant.
+A lower priority number comes first in all of this. At equal priority the tenants share the budget,
+the places and the preemptions (`Fairness`). The rules above then apply within each tenant.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class StepPlan:
     """The plan of one step.
 
     Attributes:
-        work: what to compute.
+        work: tokens to compute.
         copies: blocks to copy before the forward pass.
-        copied_for: sequences whose blocks those copies make: they depend on the pass even when none
-            of their tokens are in it.
+        copied_for: sequences that get the copies. They depend on the pass even if it computes none
+            of their tokens.
         preparing: sequences of which a feature computes something before the forward pass.
-        failed: sequences that failed while the step was planned, and why.
+        failed: sequences that failed during planning, with their errors.
     """
 
     work: list[ScheduledTokens[Sequence]] = dataclasses.field(default_factory=list)
@@ -59,14 +60,23 @@ class StepPlan:
 
     @property
     def members(self) -> list[Sequence]:
-        """The sequences whose KV depends on this pass."""
+        """The running sequences whose KV depends on this pass."""
         by_index = {s.index: s for s in (*(one.sequence for one in self.work), *self.copied_for)}
         return [s for s in by_index.values() if s.status is SequenceStatus.RUNNING]
 
 
 class Scheduler:
-    """The waiting and running sequences over one `KVCacheManager`. Not thread-safe: the engine
-    thread drives it.
+    """The waiting and running sequences over one `KVCacheManager`.
+
+    Not thread-safe: only the engine's thread calls it.
+
+    Args:
+        pacing: limits the time of a step; None: only `max_batch_tokens` limits it.
+        whole: a step computes all tokens of a sequence or none.
+
+    Attributes:
+        waiting: sequences that hold no blocks, by rank: priority, then arrival.
+        running: sequences that hold blocks, by rank.
     """
 
     def __init__(
@@ -81,16 +91,12 @@ class Scheduler:
         pacing: StepPacing | None = None,
         whole: bool = False,
     ) -> None:
-        """pacing    limits the time of a step; None: `max_batch_tokens` alone limits it
-        whole     a step computes all of a sequence or nothing
-        """
         self.manager = manager
         self.speculation = DraftPlanner() if speculation is None else speculation
         self.loads = Prefetcher() if loads is None else loads
         self.sharing = SpanPlacement() if sharing is None else sharing
-        # By rank: priority, then arrival; preempted ones keep their place.
         self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []  # by rank
+        self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_generated_tokens = 0
         self.max_num_seqs = max_num_seqs
@@ -106,17 +112,19 @@ class Scheduler:
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing can be done until a prefetch brings something."""
+        """True if nothing can be done until a prefetch brings something."""
         return not self.running and self.loads.num_arriving > 0
 
     @property
     def awaits_features(self) -> bool:
-        """Whether features of running sequences work in other threads, and none can go on."""
+        """True if all running sequences wait for features that work in other threads."""
         return bool(self.running) and not any(one.is_ready or one.prepares for one in self.running)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse a request that could not run even alone, or whose prompt cannot be pinned
-        (CapacityError with the arithmetic).
+        """Check that a request could run alone and that its prompt can be pinned.
+
+        Raises:
+            CapacityError: it could not; the message has the arithmetic.
         """
         manager = self.manager
         usable = self.manager.usable_block_count
@@ -125,8 +133,8 @@ class Scheduler:
         needed = manager.blocks_for(request.max_slots)
         if needed <= usable:
             return
-        # Pinned blocks serve the prompts that begin with them; one more, as the last of them may
-        # have to be copied.
+        # Pinned blocks serve the prompts that begin with them. One more is needed, because the last
+        # one may have to be copied.
         shared = (
             manager.pins.num_of(request.prompt_ids, request.root) if request.shares_prompt else 0
         )
@@ -145,7 +153,7 @@ class Scheduler:
             and self.manager.pins.num_owned(request.tenant) == held
         ):
             room = f"the pool has {num_blocks - held} of {num_blocks} that are not pinned"
-        elif held and needed <= num_blocks:  # how many others pinned is not this tenant's to know
+        elif held and needed <= num_blocks:  # do not reveal the number of others' pins
             room = "which is more than pinned prompts leave (max_pinned_blocks)"
         return CapacityError(
             f"the request needs {needed} blocks ({request.num_prompt_tokens} prompt tokens and up "
@@ -159,7 +167,7 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_BY_RANK)
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove a sequence, whatever its status, and give its blocks back."""
+        """Remove a sequence, whatever its status, and free its blocks."""
         self.loads.end(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -169,7 +177,7 @@ class Scheduler:
         sequence.finish()
 
     def schedule(self) -> StepPlan:
-        """Plan the next step and reserve its blocks; an empty plan: there is nothing to do."""
+        """Plan the next step and reserve its blocks; an empty plan: nothing can be done."""
         plan = StepPlan()
         self._fairness.update(itertools.chain(self.waiting, self.running))
         if self.waiting:
@@ -198,17 +206,14 @@ class Scheduler:
         return not self.running and not self.loads
 
     def _admit(self, plan: StepPlan) -> None:
-        """Admit waiting sequences in order, up to one that does not fit: no later one takes its
-        blocks.
-        """
+        """Admit waiting sequences in order, up to the first one that does not fit."""
         manager = self.manager
         for sequence in self._by_turn():
             if not self._has_place(sequence):
                 return
             try:
                 if not self._is_alone and self._awaits(sequence):
-                    # The same prefix is being computed or loaded right now; those behind may go
-                    # ahead.
+                    # The same prefix is being computed or loaded. Later sequences may go ahead.
                     continue
                 if self.loads.bring(sequence, self._spare_blocks_of(sequence), self.sharing):
                     continue
@@ -225,7 +230,7 @@ class Scheduler:
                 return
 
     def _by_turn(self) -> Iterator[Sequence]:
-        """Yield the waiting sequences by priority, the tenants' shares and arrival."""
+        """Yield the waiting sequences by priority, tenant share and arrival."""
         if not self._fairness.is_shared:
             yield from list(self.waiting)
             return
@@ -233,12 +238,12 @@ class Scheduler:
             yield from self._fairness.in_turn(group, self.running)
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Return whether it is worth trying to admit a sequence.
+        """Return whether to try to admit a sequence.
 
-        Where another tenant has more than its share, one of its sequences is preempted.
+        Preempts a sequence of a tenant that has more than its share, if that makes room.
         """
-        # Those whose prefixes are arriving have a place too. What arrived waits like any other: if
-        # it kept its place, a more urgent request would never get one.
+        # Sequences whose prefixes are arriving have a place too. Once a prefix has arrived, its
+        # sequence waits like any other: with a place it could block a more urgent request forever.
         taken = len(self.running) + self.loads.num_arriving_besides(sequence)
         full = taken >= self.max_num_seqs
         if not full and not (self.running and sequence.blocked_at == self.manager.progress):
@@ -256,10 +261,10 @@ class Scheduler:
         return True
 
     def _awaits(self, sequence: Sequence) -> bool:
-        """Return whether another sequence is computing blocks that this one can share.
-
-        The tokens are looked up again only when the awaited block has come, or never will.
+        """Return whether another sequence computes, or a prefetch brings, blocks that this one can
+        share.
         """
+        # Looked up again only when the awaited block has come, or never will.
         if sequence.uses_cache and not self.manager.is_in_flight(sequence.awaited_hash):
             request = sequence.request
             awaited = self.manager.awaited_hash(
@@ -269,27 +274,24 @@ class Scheduler:
         return sequence.awaited_hash is not None
 
     def _spare_blocks_of(self, sequence: Sequence) -> int:
-        """Return the free blocks that admitting a sequence may take.
-
-        One for each running sequence is kept, which it needs sooner or later: without it, the
-        admitted sequence would soon be preempted. Unless the sequence is alone, the protected
-        blocks of other tenants are kept too.
-        """
+        """Return the number of free blocks that admitting a sequence may take."""
         if not self.running:
             return self.manager.free_block_count
+        # Each running sequence will need another block. Without one kept for it, the admitted
+        # sequence would soon be preempted. Protected blocks of other tenants are kept, too.
         kept = self.manager.protected_block_count(sequence.tenant)
         return self.manager.free_block_count - len(self.running) - kept
 
     def _try_admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Open a table and reserve blocks for all of its tokens.
+        """Open a block table and reserve blocks for all tokens of a sequence.
 
-        Return False, and change nothing, if they are not free. Blocks that were prefetched for the
-        sequence are in the cache by now, and no other sequence comes between.
+        Return False, and change nothing, if they are not free.
         """
         sequence.look_up()
+        # Prefetched blocks are cached now, and no other sequence is admitted in between.
         self.loads.end(sequence)
         for use_cache, use_spans in self._ways(sequence):
-            # Its own blocks, found again after a preemption, are no hits.
+            # After a preemption it finds its own blocks; these are not hits.
             first = not sequence.was_admitted
             table = self.manager.open_table(
                 sequence.cacheable_ids,
@@ -317,16 +319,16 @@ class Scheduler:
             if not self._is_alone:
                 return False
             # Alone and still too large: spans begin and end inside blocks, and copying a shared
-            # block takes one more than computing it anew.
+            # block takes one more than recomputing it.
         self.check_fits(sequence.request)
-        if len(self.manager.pins):  # they grew since it was queued
+        if len(self.manager.pins):  # more were pinned since it was queued
             raise self._too_large(sequence.request)
         raise CacheCorruption(
             f"request {sequence.index} fits the empty pool by its size and yet finds no blocks"
         )
 
     def _ways(self, sequence: Sequence) -> Iterator[tuple[bool, bool]]:
-        """Yield how a sequence may use the cache, (prefix, spans), the best way first."""
+        """Yield the uses of the cache to try, as (prefix, spans), best first."""
         if sequence.uses_cache:
             if sequence.request.repair is not None:
                 yield True, True
@@ -334,9 +336,9 @@ class Scheduler:
         yield False, False
 
     def _has_room(self, sequence: Sequence, table: BlockTable, *, use_spans: bool) -> bool:
-        """Return whether blocks for all tokens, and a slot for the recurrent state, are free.
+        """Return whether blocks for all tokens and a slot for the recurrent state are free.
 
-        With spans the blocks are taken.
+        With spans, the blocks are taken.
         """
         if not self.manager.recurrent.has_room(table):
             return False
@@ -348,7 +350,7 @@ class Scheduler:
     # Memory.
 
     def _reserve(self, wanted: dict[int, int], plan: StepPlan) -> None:
-        """Reserve slots for all wanted tokens by rank; preempt the last in rank if they lack."""
+        """Reserve slots for all wanted tokens by rank; preempt the last in rank if needed."""
         for sequence in list(self.running):
             if wanted.get(sequence.index, 0) and sequence.status is SequenceStatus.RUNNING:
                 try:
@@ -379,9 +381,9 @@ class Scheduler:
             )
 
     def _reserve_spare(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> bool:
-        """Reserve slots for `num_tokens` of a sequence without preempting another one.
+        """Reserve slots up to `num_tokens` of a sequence without preempting another one.
 
-        Return False, and reserve nothing, if the blocks are not spare.
+        Return False, and reserve nothing, if too few blocks are spare.
         """
         table = sequence.blocks
         if self.manager.blocks_needed(table, num_tokens) > self._spare_blocks_of(sequence):
@@ -398,7 +400,7 @@ class Scheduler:
             plan.copied_for.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Give the blocks back and queue the sequence again; its tokens stay and are recomputed."""
+        """Free a sequence's blocks and queue it again. Its tokens stay and are recomputed."""
         self.running.remove(sequence)
         self._release(sequence)
         sequence.status = SequenceStatus.WAITING

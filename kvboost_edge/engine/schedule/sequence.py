@@ -26,11 +26,11 @@ __all__ = ["Sequence", "SequenceStatus"]
 
 Floats = npt.NDArray[np.float32]
 
-_MAX_LOGPROB_ROWS = 64  # of a large vocabulary they are tens of megabytes
+_MAX_LOGPROB_ROWS = 64  # tens of megabytes with a large vocabulary
 
 
 class SequenceStatus(enum.Enum):
-    """WAITING holds no block (new or preempted), RUNNING has a block table, FINISHED holds none."""
+    """WAITING (new or preempted) and FINISHED hold no blocks; RUNNING has a block table."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -38,27 +38,28 @@ class SequenceStatus(enum.Enum):
 
 
 class Sequence:
-    """One request on its way. Its counter `num_computed_tokens` (KV in the pool) catches up with
-    `num_tokens`.
+    """A request in progress: its counter `num_computed_tokens` catches up with `num_tokens`.
 
     Example: a prompt of 40 tokens with 32 cached starts at num_computed_tokens 32. The step that
-    computes tokens 32..39 samples token 40; num_tokens becomes 41, and the next step computes that
-    token. Preemption sets the counter back to what the cache still holds when the sequence is
-    admitted again; sampled tokens stay.
+    computes tokens 32..39 samples token 40. num_tokens becomes 41, and the next step computes that
+    token. After a preemption, the counter restarts at the tokens that are still cached. Sampled
+    tokens stay.
+
+    The counter passes over each span from another position when it reaches it.
 
     Attributes:
-        index, rank: the request's.
-        table: the blocks, None unless RUNNING.
-        num_charged_tokens: up to where its tokens count as served to its tenant (fairness).
-        last_turn: when it was last chosen to compute its one pending token, counted over all
-            sequences (fairness).
-        blocked_at: the cache's `progress` at the last failed try to let it in; None: not tried.
-        awaited_hash: the block it waits for, which another sequence computes.
+        index: the request's index.
+        rank: the request's rank.
+        table: block table; None unless RUNNING.
+        num_charged_tokens: tokens charged to the tenant (fairness).
+        last_turn: number of the last step in which it decoded, counted over all sequences
+            (fairness).
+        blocked_at: the cache's `progress` at the last failed admission; None: not tried.
+        awaited_hash: hash of the block that another sequence or a prefetch brings, or None.
         features: the features that take part in it, see `Feature`.
-        drafting, grammar, spans: three of them.
-
-    Where the table shares spans from other positions, the counter passes over each of them when it
-    reaches it.
+        drafting: its speculative decoding.
+        grammar: its structured output.
+        spans: its non-prefix KV reuse.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Sequence:
         self.awaited_hash: bytes | None = None
         self.missed = Missed("not_started")
         self.features = features or SequenceFeatures()
-        # The ones that each step asks.
+        # Attributes of their own, because every step uses them.
         self.drafting = self.features.drafting
         self.grammar = self.features.grammar
         self.spans = self.features.spans
@@ -104,7 +105,7 @@ class Sequence:
 
     @property
     def is_ready(self) -> bool:
-        """True if it may take part in the next step, as far as its features know."""
+        """True if its features let it take part in the next step."""
         return self.grammar.is_ready and self.spans.is_ready
 
     @property
@@ -118,7 +119,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while decoding."""
+        """Tokens whose KV is not computed yet; 1 while decoding."""
         return len(self.token_ids) - self.num_computed_tokens - self.spans.num_ahead
 
     @property
@@ -127,7 +128,7 @@ class Sequence:
 
     @property
     def most_at_once(self) -> int:
-        """Most tokens that one step may compute: fewer than pending where each needs logits."""
+        """Most tokens that one step may compute; fewer than pending if each needs logits."""
         wants_logprobs = (
             self.request.params.prompt_logprobs is not None and self.logits_from is not None
         )
@@ -135,7 +136,7 @@ class Sequence:
 
     @property
     def logits_from(self) -> int | None:
-        """The first token whose logits are still wanted; None: only those to sample from."""
+        """The first token whose logits are still needed; None: only those to sample from."""
         if self.request.logits_start is not None:
             return self.request.logits_start
         if self.request.params.prompt_logprobs is not None:
@@ -144,7 +145,7 @@ class Sequence:
 
     @property
     def cacheable_ids(self) -> list[int]:
-        """Tokens that the cache may serve when the sequence is admitted."""
+        """Tokens that the cache may serve at admission."""
         start = self.logits_from
         return self.token_ids if start is None else self.token_ids[: start + 1]
 
@@ -155,8 +156,10 @@ class Sequence:
         return self.table
 
     def next_work(self, limit: int) -> list[ScheduledTokens[Sequence]]:
-        """Return the next tokens to compute, at most `limit` (at least 1), an item for each stretch
-        between spans.
+        """Return the next tokens to compute, one item for each stretch between spans.
+
+        Args:
+            limit: most tokens, at least 1.
         """
         start = self.num_computed_tokens
         left = min(limit, self.most_at_once)
@@ -176,7 +179,7 @@ class Sequence:
         return found
 
     def finish(self) -> None:
-        """End, and free what the features hold."""
+        """End the sequence and free its features' resources."""
         self.status = SequenceStatus.FINISHED
         for feature in self.features:
             feature.release()
@@ -190,15 +193,19 @@ class Sequence:
     def take(
         self, work: ScheduledTokens[Sequence], rows: Floats, largest: Several[int] = ()
     ) -> str | None:
-        """Take the logits [num_rows, vocab_size] of computed tokens; return the finish reason, or
-        None to go on.
+        """Take the logits of computed tokens; sample the next tokens.
 
-        Rows whose next token is known are kept where they were asked for. Each other row samples a
-        token, as long as the draft token after it is the same; tokens after a rejected draft token
-        are ignored and do not count as computed.
+        Rows of known tokens are kept if the request wants them. Each other row samples a token, as
+        long as the draft token after it is the same. Tokens after a rejected draft token do not
+        count as computed.
 
         Args:
-            largest: index of the largest logit of the first rows, as far as it is known.
+            work: the computed tokens.
+            rows: logits [num_rows, vocab_size].
+            largest: index of the largest logit of the first rows, as far as known.
+
+        Returns:
+            The finish reason, or None if the sequence continues.
         """
         computed = work.stop
         reason = None
@@ -212,8 +219,8 @@ class Sequence:
             certain = work.certain_stop
             for position in range(max(first, len(self.token_ids) - 1), computed):
                 i = position - first
-                # A draft whose logits are not finite is computed once more as a certain token, and
-                # refused then.
+                # A draft token with logits that are not finite is recomputed as a certain token,
+                # which then fails the request.
                 if position >= certain and not (
                     self.token_ids[position] == work.token_ids[position - work.start]
                     and np.isfinite(rows[i].max())
@@ -221,7 +228,7 @@ class Sequence:
                     break
                 computed = position + 1
                 reason = self.accept(rows[i], largest[i] if i < len(largest) else None)
-                # Where the next mask takes long, the draft tokens that are left count as rejected.
+                # If the next mask takes long, the remaining draft tokens count as rejected.
                 if reason is not None or not self.grammar.is_ready:
                     break
         self.drafting.count(work.num_drafted, computed - work.certain_stop)
@@ -229,19 +236,19 @@ class Sequence:
         return reason
 
     def move_to(self, position: int) -> None:
-        """Take all before `position` as computed, and the spans that begin there."""
+        """Count all tokens before `position` as computed, and the spans that begin there."""
         self.num_computed_tokens = self.spans.pass_over(position)
 
     def look_up(self) -> None:
-        """Note that the cache is asked now; the last time before the first admission counts."""
+        """Note the time of a cache lookup; the last one before the first admission counts."""
         if not self.was_admitted:
             self.marks.looked_up_at = time.perf_counter()
 
     def admit(self, table: BlockTable, missed: Missed) -> None:
-        """Start or resume on a fresh table: what the cache served counts as computed.
+        """Start or resume on a fresh table; its cached tokens count as computed.
 
         Args:
-            missed: why the cache served no more.
+            missed: the reason that no further token was cached.
         """
         self.table = table
         self.status = SequenceStatus.RUNNING
@@ -258,22 +265,25 @@ class Sequence:
 
     @property
     def was_admitted(self) -> bool:
-        """Whether it was admitted before; after a preemption it may be waiting again."""
+        """True after the first admission, also while it waits after a preemption."""
         return self.marks.admitted_at is not None
 
     def forget_computed(self) -> None:
-        """Start over without blocks: KV is recomputed, and with it the requested logits.
-
-        The list of logits stays the same object, because the caller holds it.
-        """
+        """Start over without blocks: KV and requested logits are recomputed."""
         self.num_computed_tokens = 0
         for feature in self.features:
             feature.forget()
-        self.scores.logits.clear()
+        self.scores.logits.clear()  # the same list object, because the caller holds it
 
     def accept(self, logits: Floats, largest: int | None) -> str | None:
-        """Sample a token from the logits [vocab_size], append it and hand it out; return the
-        finish reason, or None.
+        """Sample a token, append it and send it to the handle.
+
+        Args:
+            logits: [vocab_size].
+            largest: index of the largest logit, if known.
+
+        Returns:
+            The finish reason, or None.
         """
         request = self.request
         possible, largest = self.grammar.constrain(logits, largest)
@@ -288,13 +298,14 @@ class Sequence:
         return reason
 
     def answer(self) -> tuple[str, list[int]]:
-        """Return the output's text and its token ids without the one that ended it."""
+        """Return the output's text, and its token ids without a final stop token."""
         ids = self.token_ids[self.request.num_prompt_tokens :]
         return self._output.text, ids[:-1] if ids and ids[-1] in self.request.stop_ids else ids
 
     def result(self, finish_reason: str) -> GenerationResult:
-        """Return the outcome as of now. The text is what was handed out: that of a cancelled
-        request lacks the uncertain end.
+        """Return the current result, with the text that was sent to the handle.
+
+        A cancelled request's text lacks the uncertain end.
         """
         request = self.request
         output_ids = tuple(self.token_ids[request.num_prompt_tokens :])

@@ -1,13 +1,13 @@
-"""The time of a step, predicted from the steps that ran.
+"""The time of a step, predicted from earlier steps.
 
-A step's time is taken as the sum of two parts, each linear in the size of the step:
+The predicted time is the sum of two parts, each linear in the size of the step:
 
-    decoding    base + row * sequences + attend * tokens before them
-    prompts     row * tokens + attend * tokens before each of them, summed
+decoding    base + row * sequences + attend * tokens before them prompts     row * tokens + attend *
+tokens before each of them, summed
 
-`base` is mostly the reading of the weights, `row` the arithmetic of the linear layers, `attend`
-that of attention. The factors differ between models. They change with the depth, with the machine's
-clock and with what else runs on it, so each step corrects them.
+`base` is mostly the time to read the weights, `row` the arithmetic of the linear layers, `attend`
+the arithmetic of attention. The factors differ between models. They change with the depth, the
+machine's clock and its other load, so each step corrects them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["StepCost", "StepShape"]
 
 Floats = npt.NDArray[np.float64]
 
-# Usual ratios of the factors: where learning starts. To decode one more sequence costs a twentieth
-# of reading the weights; 30,000 tokens of attention cost as much as that. A prompt's token attends
-# to 5,000 tokens in the time that its linear layers take.
+# Usual ratios of the factors, from which learning starts. Decoding one more sequence costs a
+# twentieth of reading the weights. Attention to 30,000 tokens costs as much as reading the weights.
+# A prompt token attends to 5,000 tokens in the time of its linear layers.
 _DECODE_RATIOS = np.array((1.0, 1 / 20, 1 / 30_000))
 _PROMPT_RATIOS = np.array((1.0, 1 / 5_000))
-_RATE = 0.3  # part of a step's error by which the factors are corrected
-_MOST = 2.0  # one step changes a prediction by less than this factor
-_LEAST_PROMPT = 0.1  # of a step's time: the part that its prompts are taken to have at least
+_RATE = 0.3  # part of a step's error that is corrected
+_MOST = 2.0  # largest factor by which one step changes a prediction
+_LEAST_PROMPT = 0.1  # smallest part of a step's time that is attributed to prompts
 
 
 class StepShape(NamedTuple):
@@ -40,9 +40,9 @@ class StepShape(NamedTuple):
 
     Attributes:
         sequences: sequences that decode.
-        decode_depth: tokens before each of their tokens, summed.
+        decode_depth: sum of the tokens before each decoded token.
         tokens: tokens of prompts.
-        prompt_depth: tokens before each of those, summed.
+        prompt_depth: sum of the tokens before each prompt token.
     """
 
     sequences: int = 0
@@ -69,8 +69,8 @@ class StepShape(NamedTuple):
 class _Factors:
     """Positive factors in `seconds = factors @ inputs`.
 
-    Each factor is multiplied by the step's error to the power of its share in the prediction, an
-    exponentiated gradient step: what explains most of a time learns most from it.
+    Each factor is multiplied by the step's error to the power of its share in the prediction (an
+    exponentiated gradient step). The factor that explains most of a time learns most from it.
     """
 
     def __init__(self, ratios: Floats) -> None:
@@ -82,7 +82,7 @@ class _Factors:
         return bool(self.values[0])
 
     def observe(self, inputs: Floats, seconds: float) -> None:
-        """Learn from a time above 0 for these inputs, one of them above 0."""
+        """Learn from a measured time; the time and one of the inputs are above 0."""
         if not self.is_known:
             self.values = self._ratios * (seconds / float(self._ratios @ inputs))
             return
@@ -93,7 +93,7 @@ class _Factors:
 
 
 class StepCost:
-    """The factors of a step's time. Not thread-safe: the engine's thread alone uses it."""
+    """The factors of a step's time. Only the engine's thread uses it."""
 
     def __init__(self) -> None:
         self._decode = _Factors(_DECODE_RATIOS)
@@ -101,16 +101,16 @@ class StepCost:
 
     @property
     def knows_decode(self) -> bool:
-        """Whether a step that only decodes was observed."""
+        """True once a step that only decodes was observed."""
         return self._decode.is_known
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether a step with tokens of a prompt was observed."""
+        """True once a step with prompt tokens was observed."""
         return self._prompt.is_known
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from the time of a step."""
         if seconds <= 0.0:
             return
         if not shape.tokens:
@@ -121,11 +121,11 @@ class StepCost:
         self._prompt.observe(np.array((shape.tokens, shape.prompt_depth)), left)
 
     def decode_seconds(self, shape: StepShape) -> float:
-        """Return the predicted time of a step's decoding; 0 where nothing is known."""
+        """Return the predicted time of a step's decoding; 0 before any measurement."""
         return float(self._decode.values @ _decode_inputs(shape))
 
     def prompt_token(self, position: int) -> float:
-        """Return the seconds that one more token of a prompt at this position adds to a step."""
+        """Return the seconds that another prompt token at this position adds to a step."""
         row, attend = self._prompt.values
         return float(row + attend * position)
 

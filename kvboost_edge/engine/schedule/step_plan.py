@@ -11,16 +11,18 @@ S = TypeVar("S")
 
 
 class ScheduledTokens(NamedTuple, Generic[S]):
-    """Tokens of one sequence that one step computes: made by `Sequence.next_work`, given back to
-    `Sequence.take`. Generic, because that class imports this one.
+    """Tokens of one sequence that one step computes.
+
+    `Sequence.next_work` makes it and `Sequence.take` consumes it. The class is generic because that
+    module imports this one.
 
     Attributes:
-        sequence: the sequence that they belong to.
-        start: position of the first.
-        token_ids: the tokens, at positions start, start + 1, ...
-        num_rows: how many of the last ones have logits or states wanted; at least one: it samples
-            or shows NaN.
-        num_drafted: how many of the last ones are draft tokens.
+        sequence: the sequence of the tokens.
+        start: position of the first token.
+        token_ids: the tokens at positions start, start + 1, ...
+        num_rows: number of last tokens whose logits or hidden states are wanted, at least 1. The
+            last row is sampled or reveals NaN.
+        num_drafted: number of last tokens that are draft tokens.
     """
 
     sequence: S

@@ -1,4 +1,4 @@
-"""The histogram of step times: how long the step loop takes from plan to sampled tokens."""
+"""The histogram of step times, from schedule to sampled tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _BOUNDS = (
 
 
 class StepTimes:
-    """Steps by their time, since the start. Steps whose forward pass failed are not among them."""
+    """The number of steps by duration, since the start. Steps with a failed forward pass are
+    excluded.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -41,6 +43,6 @@ class StepTimes:
         self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
 
     def cumulative(self) -> dict[str, int]:
-        """Return the number of steps of at most so many seconds, as Prometheus counts them."""
+        """Return the number of steps up to each bound in seconds, cumulative as in Prometheus."""
         names = (*map(str, _BOUNDS), "+Inf")
         return dict(zip(names, itertools.accumulate(self._counts), strict=True))
