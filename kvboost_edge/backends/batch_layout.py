@@ -60,21 +60,21 @@ def check_layout(
     written = slots.tolist()
     if written and not (min(written) >= 0 and max(written) < num_blocks * block_size):
         raise ConfigError(
-            f"slots {min(written)}..{max(written)} must lie in the pool's "
+            f"slots {min(written)}..{max(written)} must be in the pool's "
             f"0..{num_blocks * block_size - 1}"
         )
     _check_tables(layout, seq_lens, block_size, num_blocks)
     if (layout.states is None) != (num_state_slots == 0):
         raise ConfigError(
-            f"a pass {'without' if layout.states is None else 'with'} slots of states does not fit "
-            f"a backend that has {num_state_slots} of them: num_state_slots"
+            f"the layout has {'no ' if layout.states is None else ''}slots of recurrent state, and "
+            f"the backend has num_state_slots={num_state_slots}"
         )
     if layout.states is not None:
         num_drafts = sum(lengths) - sum(_check_states(layout.states, lengths, num_state_slots))
         if num_drafts > num_draft_rows:
             raise ConfigError(
-                f"a pass has {num_drafts} drafts, and there is room for what {num_draft_rows} "
-                "bring to states"
+                f"the layout has {num_drafts} draft tokens, and the backend has "
+                f"num_draft_rows={num_draft_rows}"
             )
 
 
@@ -107,7 +107,7 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
         )
     if any(not 1 <= rows <= certain[whose] for whose, rows, _ in saves):
         raise ConfigError(
-            f"saves {saves} must lie behind 1 to all of the {certain} certain rows of their "
+            f"saves {saves} must come after 1 to all of the {certain} certain rows of their "
             "sequences"
         )
     if any(this[:2] <= last[:2] for last, this in pairwise(saves)):
@@ -119,18 +119,18 @@ def _check_states(states: PassStates, lengths: list[int], num_slots: int) -> lis
     ):
         raise ConfigError(
             f"state_in {read} (-1: zeros), state_out {written} and the slots of saves {slots} must "
-            f"lie in 0..{num_slots - 1}"
+            f"be in 0..{num_slots - 1}"
         )
     if len(set(every)) < len(every):
-        raise ConfigError(f"slots {every} of states are written, and one of them twice")
+        raise ConfigError(f"slots {every} of recurrent state are written, one of them twice")
     readers: dict[int, set[int]] = {}
     for sequence, slot in enumerate(read):
         readers.setdefault(slot, set()).add(sequence)
     foreign = [slot for index, slot in enumerate(every) if readers.get(slot, set()) - {index}]
     if foreign:
         raise ConfigError(
-            f"slots {foreign} of states are written while others read them: state_in {read}, "
-            f"state_out {written}, saves {saves}"
+            f"slots {foreign} of recurrent state are written while other sequences read them: "
+            f"state_in {read}, state_out {written}, saves {saves}"
         )
     return certain
 
@@ -139,10 +139,10 @@ def refuse_deltas(layout: BatchLayout, who: str) -> None:
     """Raise ConfigError, naming `who` cannot use them, if a segment has a position delta."""
     if layout.segments is not None and has_delta(layout.segments):
         raise ConfigError(
-            f"{who} does not attend keys computed at other positions, segments with delta "
-            f"{Segment(*layout.segments.T).delta.tolist()}: the native runner on backend 'cpu' "
-            "does, where all layers have keys of one shape and heads x head_dim is a multiple of "
-            "32; the torch runner on backend 'torch' too, for models with plain rope"
+            f"{who} does not support segments with a position delta, "
+            f"{Segment(*layout.segments.T).delta.tolist()}: use the native runner on backend 'cpu' "
+            "(all layers need keys of one shape, and heads x head_dim a multiple of 32), or the "
+            "torch runner on backend 'torch' (models with plain RoPE)"
         )
 
 
@@ -254,8 +254,7 @@ def _check_segments(
     is_first = np.roll(is_last(segments), 1)
     if not (fits & np.where(is_first, begins, follows)).all():
         raise ConfigError(
-            f"segments {segments.tolist()} leave positions out or lie outside tables of {width} "
-            "blocks"
+            f"segments {segments.tolist()} skip positions or exceed tables of {width} blocks"
         )
 
 
@@ -268,8 +267,8 @@ def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
     """
     if segment.delta[last].any():
         raise ConfigError(
-            f"last segments with delta {segment.delta[last].tolist()}: new tokens are not written "
-            "among keys computed at other positions, their segments must have delta 0"
+            f"last segments have delta {segment.delta[last].tolist()}, but must have delta 0: new "
+            "tokens are not written among keys computed at other positions"
         )
     computed: Longs = segment.valid_from - segment.delta
     if (computed < 0).any():
@@ -284,4 +283,4 @@ def _check_deltas(segment: Segment, last: npt.NDArray[np.bool_]) -> None:
 def check_block(block_id: int, num_blocks: int) -> None:
     """Raise ConfigError unless the pool has this block."""
     if not 0 <= block_id < num_blocks:
-        raise ConfigError(f"block id {block_id} must lie in the pool's 0..{num_blocks - 1}")
+        raise ConfigError(f"block id {block_id} must be in the pool's 0..{num_blocks - 1}")

@@ -35,13 +35,11 @@ def check_content(block_ids: Sequence[int], data: Bytes, bytes_per_block: int) -
     expected = (len(block_ids), bytes_per_block)
     if data.dtype != np.uint8 or data.shape != expected:
         raise ConfigError(
-            f"{len(block_ids)} blocks are written from uint8 bytes of shape {expected}; got "
-            f"{data.dtype} {data.shape}"
+            f"{len(block_ids)} blocks need uint8 data of shape {expected}; got {data.dtype} "
+            f"{data.shape}"
         )
     if len(set(block_ids)) != len(block_ids):
-        raise ConfigError(
-            f"blocks {list(block_ids)} are written at once, and one of them is named twice"
-        )
+        raise ConfigError(f"blocks {list(block_ids)} are written at once, one of them twice")
 
 
 def gather(arrays: Sequence[Bytes], block_ids: Sequence[int]) -> Bytes:

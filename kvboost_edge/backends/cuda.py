@@ -174,7 +174,7 @@ class CUDABackend(TorchBackend):
     def __init__(self, spec: KVSpec, num_blocks: int, *, device: str, kernels: Any) -> None:
         if spec.is_quantized:
             raise BackendUnavailable(
-                f"backend 'cuda' keeps KV at 16 or 32 bits, not at {spec.bits}: use "
+                f"backend 'cuda' stores KV at 16 or 32 bits, not at {spec.bits}: use "
                 "kv_cache_bits=16, or 8 with backend='torch'"
             )
         super().__init__(spec, num_blocks, device=device)

@@ -77,8 +77,8 @@ class NumpyBlocks:
         self.num_blocks = num_blocks
         if bool(spec.states) != (num_state_slots > 0):
             raise ConfigError(
-                f"num_state_slots={num_state_slots} does not fit a model of {len(spec.states)} "
-                "layers with states"
+                f"num_state_slots={num_state_slots} does not fit a model with {len(spec.states)} "
+                "layers of recurrent state"
             )
         self.states = (
             StatePool(spec.states, num_state_slots, num_draft_rows) if spec.states else None
@@ -161,7 +161,7 @@ class NumpyBlocks:
         """
         if self.spec.is_quantized:
             raise ConfigError(
-                f"keys of a quantized pool (bits {self.spec.bits}) are not given out as numbers"
+                f"the KV of a quantized pool (bits {self.spec.bits}) cannot be read as numbers"
             )
         return [
             (_in_a_row(pool.keys[block_ids].swapaxes(2, 3)), _in_a_row(pool.values[block_ids]))

@@ -169,9 +169,9 @@ class OpenBlocks:
 
     def _too_many(self, wanted: int) -> CapacityError:
         return CapacityError(
-            f"{wanted} blocks of the quantized pool would be partly written, there are buffers for "
-            f"num_open={self.num_open}: one for each running sequence (max_num_seqs) and one to "
-            "spare"
+            f"{wanted} blocks of the quantized pool would be partly written, and there are buffers "
+            f"for num_open={self.num_open}: one for each running sequence (max_num_seqs) and a "
+            "spare one"
         )
 
     def _check_open(self, block_id: int, offset: int, held: int | None) -> None:
@@ -192,8 +192,8 @@ def _first_positions(layout: BatchLayout, positions: Longs) -> npt.NDArray[np.in
         last = Segment(*layout.segments[is_last(layout.segments)].T)
         if (last.first_position != last.valid_from).any():
             raise ConfigError(
-                f"segments {layout.segments.tolist()}: what is written of a quantized pool begins "
-                "at slot 0 of a block"
+                f"segments {layout.segments.tolist()}: in a quantized pool, the last segment must "
+                "begin at slot 0 of a block"
             )
     return positions.astype(np.int32)
 
@@ -215,6 +215,7 @@ def _check_slots(
     if wrong.size:
         row = int(wrong[0])
         raise ConfigError(
-            f"token {row} of the batch has slot {int(layout.slot_mapping[row])}, its block table "
-            f"says {int(expected[row])}; a quantized pool writes blocks through their tables only"
+            f"token {row} of the batch has slot {int(layout.slot_mapping[row])}, but its block "
+            f"table says {int(expected[row])}; a quantized pool writes blocks only through their "
+            "tables"
         )

@@ -98,7 +98,7 @@ class StatePool:
             raw = np.empty(num_bytes + _CACHE_LINE, dtype=np.uint8)
         except MemoryError as error:
             raise CapacityError(
-                f"the states do not fit into memory: num_state_slots={num_slots} x "
+                f"recurrent state does not fit into memory: num_state_slots={num_slots} x "
                 f"{self.slot_bytes} bytes and {num_draft_rows} drafts x {self.draft_row_bytes} "
                 f"bytes = {num_bytes} bytes; lower max_state_bytes, max_num_seqs or "
                 "max_draft_tokens"
@@ -183,13 +183,11 @@ class StatePool:
         expected = (len(slots), self.slot_bytes)
         if data.dtype != np.uint8 or data.shape != expected:
             raise ConfigError(
-                f"{len(slots)} slots are written from uint8 bytes of shape {expected}; got "
+                f"{len(slots)} slots need uint8 data of shape {expected}; got "
                 f"{data.dtype} {data.shape}"
             )
         if len(set(slots)) != len(slots):
-            raise ConfigError(
-                f"slots {list(slots)} are written at once, and one of them is named twice"
-            )
+            raise ConfigError(f"slots {list(slots)} are written at once, one of them twice")
         self._slots[list(slots)] = data
 
     def poison(self, slots: Sequence[int]) -> None:
@@ -222,5 +220,5 @@ class StatePool:
         for slot in slots:
             if not 0 <= slot < self.num_slots:
                 raise ConfigError(
-                    f"slot {slot} of states must lie in the pool's 0..{self.num_slots - 1}"
+                    f"slot {slot} of recurrent state must be in the pool's 0..{self.num_slots - 1}"
                 )

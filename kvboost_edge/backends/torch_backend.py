@@ -60,13 +60,13 @@ def _refusal(device: str, spec: KVSpec | None) -> str | None:
             return problem
     if spec is not None and spec.is_quantized and spec.bits != BITS:
         return (
-            f"torch keeps KV at 16 or 32 bits, or keys and values both at 8, not at {spec.bits}: "
+            f"torch stores KV at 16 or 32 bits, or both keys and values at 8, not at {spec.bits}: "
             "use kv_cache_bits=8, or backend='cpu' (or 'reference') and the native runner"
         )
     if spec is not None and spec.states:
         return (
-            f"torch keeps keys and values, and this model has {len(spec.states)} layers that keep "
-            "states instead: use backend='cpu' and the native runner"
+            f"torch stores KV only, and this model has {len(spec.states)} layers with recurrent "
+            "state: use backend='cpu' and the native runner"
         )
     return None
 
@@ -191,7 +191,7 @@ class TorchBackend:
         for src, dst in ops:
             if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks):
                 raise ConfigError(
-                    f"copy {src} -> {dst} leaves the pool's blocks 0..{self.num_blocks - 1}"
+                    f"copy {src} -> {dst} must be in the pool's blocks 0..{self.num_blocks - 1}"
                 )
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -263,7 +263,7 @@ class TorchBackend:
             ConfigError: A segment has a delta, and `frequencies` is None.
         """
         if len(batch.deltas) and frequencies is None:
-            refuse_deltas(batch.layout, "backend 'torch', not told how rope turns keys,")
+            refuse_deltas(batch.layout, "backend 'torch' without RoPE frequencies")
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         sinks = None

@@ -34,7 +34,7 @@ def test_every_block_of_a_sequence_lies_in_the_pool(width, wrong):
         for index in {0, (length - 1) // BLOCK}:
             layout.block_tables[sequence, index], held = wrong, layout.block_tables[sequence, index]
             with pytest.raises(
-                ConfigError, match=rf"block id {wrong} must lie in the pool's 0\.\.{BLOCKS - 1}"
+                ConfigError, match=rf"block id {wrong} must be in the pool's 0\.\.{BLOCKS - 1}"
             ):
                 check_layout(layout, BLOCK, BLOCKS)
             layout.block_tables[sequence, index] = held

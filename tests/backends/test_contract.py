@@ -327,8 +327,8 @@ def test_a_valid_layout_passes_though_its_tables_end_with_anything(make_f32):
         ({"slot_mapping": [-1, 33, 34, 35, 64]}, r"0\.\.127"),
         ({"block_tables": [[7, 2], [7, 5]]}, "do not hold seq_len 33"),
         ({"seq_lens": [20, 49]}, "do not hold seq_len 49"),
-        ({"block_tables": [[7, -1, -1], [7, 5, 4]]}, r"block id -1 must lie in the pool's 0\.\.7"),
-        ({"block_tables": [[7, 2, -1], [7, 5, 8]]}, r"block id 8 must lie in the pool's 0\.\.7"),
+        ({"block_tables": [[7, -1, -1], [7, 5, 4]]}, r"block id -1 must be in the pool's 0\.\.7"),
+        ({"block_tables": [[7, 2, -1], [7, 5, 8]]}, r"block id 8 must be in the pool's 0\.\.7"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(make_f32, change, message):

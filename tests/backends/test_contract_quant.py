@@ -353,7 +353,7 @@ def test_pools_that_make_no_sense_are_refused(kind, spec, more, message):
 
 @pytest.mark.parametrize("others", [(8, 4), (4, 8), (4, 4), (16, 8)], ids=str)
 def test_torch_refuses_other_widths_by_name(others):
-    said = rf"both at 8, not at {re.escape(str(others))}: use kv_cache_bits=8"
+    said = rf"both keys and values at 8, not at {re.escape(str(others))}: use kv_cache_bits=8"
     with pytest.raises(BackendUnavailable, match=said):
         TorchBackend(coded(others), 4)
 

@@ -88,7 +88,7 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
     reasons = {
         CPUBackend: r"segments with delta \[-5, 0\] hold keys computed at other positions",
         TorchBackend: (
-            "backend 'torch', not told how rope turns keys, does not attend keys computed at other"
+            "backend 'torch' without RoPE frequencies does not support segments with a position delta"
         ),
     }
     if kind in reasons:
@@ -100,7 +100,8 @@ def test_parts_with_a_delta_are_taken_where_queries_can_be_turned(kind):
             )
     else:
         with pytest.raises(
-            ConfigError, match=rf"backend '{backend.name}' does not attend keys computed at other"
+            ConfigError,
+            match=rf"backend '{backend.name}' does not support segments with a position delta",
         ):
             backend.prepare(layout)
     backend.close()

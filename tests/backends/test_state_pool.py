@@ -103,10 +103,10 @@ def test_slots_that_are_not_there_are_refused():
         lambda: pool.poison([0, 5]),
         lambda: pool.checksums([2]),
     ):
-        assert_raises(ConfigError, r"must lie in the pool's 0\.\.1", call)
-    with pytest.raises(ConfigError, match="named twice"):
+        assert_raises(ConfigError, r"must be in the pool's 0\.\.1", call)
+    with pytest.raises(ConfigError, match="one of them twice"):
         pool.write_slots([1, 1], np.zeros((2, pool.slot_bytes), np.uint8))
-    assert_raises(ConfigError, "bytes of shape", pool.write_slots, [1], row[:, 1:])
+    assert_raises(ConfigError, "data of shape", pool.write_slots, [1], row[:, 1:])
     assert_raises(CapacityError, "max_state_bytes", StatePool, SPEC.states, 1 << 40)
 
 
@@ -119,11 +119,11 @@ def test_a_backend_has_slots_where_the_model_has_states(name):
     backend.prepare(layout)
     backend.prepare(_layout([3, 1], [-1, -1], [0, 1], certain=[1, 1]))
     with pytest.raises(
-        ConfigError, match="a pass has 3 drafts, and there is room for what 2 bring to states"
+        ConfigError, match=r"the layout has 3 draft tokens, and the backend has num_draft_rows=2"
     ):
         backend.prepare(_layout([3, 2], [-1, -1], [0, 1], certain=[1, 1]))
     with pytest.raises(
-        ConfigError, match="a pass without slots of states does not fit a backend that has 3"
+        ConfigError, match=r"the layout has no slots of recurrent state, and .* num_state_slots=3"
     ):
         backend.prepare(dataclasses.replace(layout, states=None))
     backend.close()
@@ -139,7 +139,7 @@ def test_a_backend_has_slots_where_the_model_has_states(name):
     plain = make_backend(choose_backend(name), dataclasses.replace(SPEC, states=()), 4, 1)
     assert plain.states is None
     with pytest.raises(
-        ConfigError, match="a pass with slots of states does not fit a backend that has 0"
+        ConfigError, match=r"the layout has slots of recurrent state, and .* num_state_slots=0"
     ):
         plain.prepare(layout)
     plain.close()
@@ -155,9 +155,11 @@ def test_backends_of_tensors_refuse_states_by_name(name, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("kvboost_edge.backends.torch.apple.missing", lambda: None)
-    assert "2 layers that keep states" in str(load_module(name).unsupported_reason(device, SPEC))
+    assert "2 layers with recurrent state" in str(
+        load_module(name).unsupported_reason(device, SPEC)
+    )
     choice = dataclasses.replace(choose_backend("cpu"), name=name, device=device)
-    with pytest.raises(BackendUnavailable, match="2 layers that keep states"):
+    with pytest.raises(BackendUnavailable, match="2 layers with recurrent state"):
         make_backend(choice, SPEC, 4, num_state_slots=3)
 
 
@@ -184,18 +186,18 @@ def test_passes_over_slots_that_do_no_harm_are_taken():
     ("read", "written", "saves", "reason"),
     [
         ([0], [0, 1], [], "need state_in and state_out of shape"),
-        ([8, 0], [0, 1], [], r"must lie in 0\.\.7"),
-        ([-2, 0], [0, 1], [], r"must lie in 0\.\.7"),
-        ([-1, 0], [-1, 1], [], r"must lie in 0\.\.7"),
-        ([-1, -1], [0, 1], [[0, 1, 8]], r"must lie in 0\.\.7"),
+        ([8, 0], [0, 1], [], r"must be in 0\.\.7"),
+        ([-2, 0], [0, 1], [], r"must be in 0\.\.7"),
+        ([-1, 0], [-1, 1], [], r"must be in 0\.\.7"),
+        ([-1, -1], [0, 1], [[0, 1, 8]], r"must be in 0\.\.7"),
         ([-1, -1], [3, 3], [], "one of them twice"),
         ([-1, -1], [0, 1], [[0, 1, 1]], "one of them twice"),
         ([-1, -1], [0, 1], [[0, 1, 4], [1, 1, 4]], "one of them twice"),
-        ([1, -1], [0, 1], [], "while others read them"),
-        ([5, -1], [0, 1], [[1, 1, 5]], "while others read them"),
-        ([5, -1], [0, 1], [[0, 1, 5]], "while others read them"),
-        ([-1, -1], [0, 1], [[0, 0, 4]], "must lie behind 1 to all"),
-        ([-1, -1], [0, 1], [[0, 3, 4]], "must lie behind 1 to all"),
+        ([1, -1], [0, 1], [], "while other sequences read them"),
+        ([5, -1], [0, 1], [[1, 1, 5]], "while other sequences read them"),
+        ([5, -1], [0, 1], [[0, 1, 5]], "while other sequences read them"),
+        ([-1, -1], [0, 1], [[0, 0, 4]], "must come after 1 to all"),
+        ([-1, -1], [0, 1], [[0, 3, 4]], "must come after 1 to all"),
         ([-1, -1], [0, 1], [[2, 1, 4]], "name sequences outside"),
         ([-1, -1], [0, 1], [[0, 2, 4], [0, 1, 5]], "must ascend"),
         ([-1, -1], [0, 1], [[0, 1, 4], [0, 1, 5]], "must ascend"),
@@ -213,7 +215,7 @@ def test_passes_whose_slots_cannot_be_are_refused(read, written, saves, reason):
         ([2, 4], [], "must be 1 to all of the"),
         ([0, 3], [], "must be 1 to all of the"),
         ([2, 3, 1], [], "must be 1 to all of the"),
-        ([2, 1], [[1, 2, 4]], r"must lie behind 1 to all of the \[2, 1\] certain rows"),
+        ([2, 1], [[1, 2, 4]], r"must come after 1 to all of the \[2, 1\] certain rows"),
     ],
 )
 def test_what_is_certain_is_at_least_a_row_and_saves_lie_behind_nothing_else(

@@ -27,8 +27,8 @@ def test_room_for_fewer_drafts_than_there_would_be_is_said_of_a_model_that_fits(
         named = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         found = answered("doctor", path, *named)[f"Model {path}"]
         assert (found["fits"], found["state_bytes"]) == (True, room)
-        assert ("; room for 9 drafts of " in found["fit_reason"]) == (rows == 9)
-        assert ("drafts" in found["fit_reason"]) == (rows == 9)
+        assert ("; room for 9 draft tokens of " in found["fit_reason"]) == (rows == 9)
+        assert ("draft tokens" in found["fit_reason"]) == (rows == 9)
 
 
 def test_the_smallest_bound_that_it_names_is_the_engines_and_serve_is_said_to_take_more():

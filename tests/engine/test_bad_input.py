@@ -297,7 +297,7 @@ def test_a_runner_that_copies_keys_needs_the_pool_twice():
     assert plan_num_blocks(config, copying, needed) == 100
     with pytest.raises(
         CapacityError,
-        match=r"\(100 blocks of 65536 bytes\) \+ as much for the some runner's copies",
+        match=r"\(100 blocks of 65536 bytes\) \+ the same for the some runner's copies",
     ):
         plan_num_blocks(config, copying, needed - 1)
     assert plan(needed - 1, num_blocks=100) == 100
@@ -340,7 +340,7 @@ def test_a_quantized_pool_is_planned_with_its_open_blocks():
     assert plan_quantized(GB, max_cache_bytes=open_bytes + 10 * block) == 10
     assert plan_quantized(4 * (open_bytes + 7 * block)) == 7
     with pytest.raises(
-        CapacityError, match=f"{block} bytes in this model beside {open_bytes} bytes for blocks"
+        CapacityError, match=f"{block} bytes in this model in addition to {open_bytes} bytes"
     ):
         plan_quantized(GB, max_cache_bytes=open_bytes)
     with pytest.raises(CapacityError, match="exceed memory"):
@@ -359,7 +359,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
         plan(GB, num_blocks=20_000)
     assert_raises(CapacityError, "max_cache_bytes", plan, GB, max_cache_bytes=4e9)
     with pytest.raises(
-        CapacityError, match=r"the weights take 3\.00 GB, 1\.00 GB of memory are available"
+        CapacityError, match=r"the weights take 3\.00 GB, and 1\.00 GB of memory are available"
     ):
         check_weights_fit(3 * GB, GB)
     check_weights_fit(GB, GB)

@@ -67,8 +67,8 @@ FAULTS = (
     fault(
         "a grammar that grew too large is the server's error",
         "engine/grammar/masks.py",
-        '            raise RequestError(\n                f"the answer cannot be kept',
-        '            raise ValueError(\n                f"the answer cannot be kept',
+        "            raise RequestError(\n                f\"the grammar's parser failed",
+        "            raise ValueError(\n                f\"the grammar's parser failed",
         "tests/server/api/compat/test_contract.py::test_a_grammar_that_grows_too_large_is_an_error_of"
         "_its_request",
     ),

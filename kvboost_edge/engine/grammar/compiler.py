@@ -141,14 +141,14 @@ class GrammarCompiler:
         codec = self._tokenizer.codec
         if not isinstance(codec, FastCodec):
             raise RequestError(
-                "answers that fit a grammar need the bytes of all tokens, which this tokenizer "
-                "does not tell; use a model with a tokenizer.json"
+                "structured output needs the bytes of all tokens, which this tokenizer does not "
+                "provide; use a model with a tokenizer.json"
             )
         known = [token_id for token_id in self._eos if token_id < codec.vocab_size]
         if not known:
             raise RequestError(
-                "answers that fit a grammar need an end-of-sequence token, and the model names "
-                "none that its tokenizer has"
+                "structured output needs an end-of-sequence token, and the model names none that "
+                "its tokenizer knows; use a model with one"
             )
         from llguidance import LLTokenizer
 

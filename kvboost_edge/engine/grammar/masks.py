@@ -155,8 +155,8 @@ class GrammarConstraint(Constraint):
         if self._seconds > _TOTAL_SECONDS or each > _TOKEN_SECONDS:
             raise RequestError(
                 f"the grammar is too ambiguous: its masks took {self._seconds:.2f} s for "
-                f"{self._num_tokens} tokens; {_TOTAL_SECONDS:g} s in all and "
-                f"{1e3 * _TOKEN_SECONDS:.0f} ms a token are allowed. Make fewer rules match the "
+                f"{self._num_tokens} tokens; at most {_TOTAL_SECONDS:g} s in total and "
+                f"{1e3 * _TOKEN_SECONDS:.0f} ms per token are allowed. Make fewer rules match the "
                 "same text"
             )
 
@@ -164,7 +164,7 @@ class GrammarConstraint(Constraint):
         """Raise RequestError if the parser failed."""
         if self._matcher.is_error():
             raise RequestError(
-                f"the answer cannot be kept to its grammar: {first_line(self._matcher.get_error())}"
+                f"the grammar's parser failed: {first_line(self._matcher.get_error())}"
             )
 
 

@@ -71,7 +71,7 @@ def measured_overhead(
     if selected.runner.name != "native":
         raise ConfigError(
             f"max_memory={config.max_memory} needs the native runner, and the model runs on the "
-            f"{selected.runner.name} runner, whose buffers are not known; leave it out and bound "
+            f"{selected.runner.name} runner, whose buffers are unknown; leave it out and limit "
             "the pool with max_cache_bytes"
         )
     from kvboost_edge.runners.native.runner import load_kernels
@@ -149,7 +149,7 @@ def check_process(
         )
     if needed <= allowed:
         return
-    asked = "the pool asked for" if is_sized else f"one context of {info.max_context} tokens"
+    asked = "the requested pool" if is_sized else f"one context of {info.max_context} tokens"
     parts = [
         f"weights {gb(info.weight_bytes)}",
         f"measured overhead {gb(overhead.resident)}",
@@ -171,7 +171,7 @@ def check_process(
     more = f" ({gb(packing)} to pack the weights, once)" if least > needed else ""
     weights = _smaller_weights(info.weight_bytes, needed - allowed, formats())
     raise CapacityError(
-        f"max_memory={gb(allowed)} is less than the process takes: {' + '.join(parts)} = "
+        f"max_memory={gb(allowed)} is less than the process needs: {' + '.join(parts)} = "
         f"{gb(needed)}; give at least {_mb_up(least)}{more}, {weights}or lower {', '.join(levers)}"
     )
 

@@ -116,9 +116,9 @@ def check_weights_fit(weight_bytes: int, available: int) -> None:
     """Raise CapacityError if the weights exceed the available memory."""
     if weight_bytes > available:
         raise CapacityError(
-            f"the weights take {gb(weight_bytes)}, {gb(available)} of memory are available; use "
-            "a smaller model, weights='int4' (native runner) or dtype='bfloat16'; `kvboost-edge "
-            "doctor MODEL` shows what each format takes"
+            f"the weights take {gb(weight_bytes)}, and {gb(available)} of memory are available; "
+            "use a smaller model, weights='int4' (native runner) or dtype='bfloat16'; "
+            "`kvboost-edge doctor MODEL` shows the size of each format"
         )
 
 
@@ -150,21 +150,19 @@ def plan_num_blocks(config: EngineConfig, info: RunnerInfo, available: int) -> i
     open_bytes = num_open * spec.bytes_per_open_block
     if num_blocks < 1:
         beside = (
-            f" beside {open_bytes} bytes for blocks that are not full yet" if open_bytes else ""
+            f" in addition to {open_bytes} bytes for partly written blocks" if open_bytes else ""
         )
         raise CapacityError(
             f"max_cache_bytes={config.max_cache_bytes} holds no block: one of {spec.block_size} "
-            f"tokens takes {block_bytes} bytes in this model{beside}; give at least that"
+            f"tokens takes {block_bytes} bytes in this model{beside}; raise it to at least that"
         )
     pool_bytes = num_blocks * block_bytes + open_bytes
     needed = 2 * pool_bytes if info.copies_kv else pool_bytes
     if needed > available:
-        copies = (
-            f" + as much for the {info.name} runner's copies of what runs" if info.copies_kv else ""
-        )
+        copies = f" + the same for the {info.name} runner's copies" if info.copies_kv else ""
         raise CapacityError(
             f"weights {gb(info.weight_bytes)} + pool {gb(pool_bytes)} ({num_blocks} blocks of "
-            f"{block_bytes} bytes){copies} exceed memory: {gb(available)} are available beside "
+            f"{block_bytes} bytes){copies} exceed memory: {gb(available)} are available after "
             "the weights; lower max_cache_bytes or num_blocks"
         )
     return num_blocks

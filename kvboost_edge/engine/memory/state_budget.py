@@ -135,20 +135,25 @@ class _Room:
         draft_bytes = num_draft_rows * self.spec.bytes_per_draft
         fewer = "max_draft_tokens" if num_draft_rows else ""
         if given is not None and num_slots < num_seqs + 1:
-            drafts = f", and {num_draft_rows} drafts {_mib(draft_bytes)}" if num_draft_rows else ""
+            drafts = (
+                f" and {_mib(draft_bytes)} for {num_draft_rows} draft tokens"
+                if num_draft_rows
+                else ""
+            )
             return (
-                f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}: {num_seqs} "
-                f"sequences need {num_seqs} x {_mib(size)} and one more to begin from{drafts}: "
-                f"{(num_seqs + 1) * size + draft_bytes} bytes; enlarge max_state_bytes or lower "
+                f"max_state_bytes={given} holds {num_slots} states of {_mib(size)}, and {num_seqs} "
+                f"sequences need {num_seqs + 1} states{drafts}: "
+                f"{(num_seqs + 1) * size + draft_bytes} bytes; raise max_state_bytes or lower "
                 f"max_num_seqs{fewer and f' or {fewer}'}"
             )
         if self.pool_bytes + num_slots * size + draft_bytes > self.available:
-            drafts = f", drafts of {_mib(draft_bytes)}" if num_draft_rows else ""
+            drafts = f", draft tokens of {_mib(draft_bytes)}" if num_draft_rows else ""
             return (
-                f"{num_slots} states of {_mib(size)} ({num_seqs} sequences need {num_seqs} x "
-                f"{_mib(size)}){drafts} and a pool of {_mib(self.pool_bytes)} exceed memory: "
-                f"{_mib(self.available)} are available beside the weights; lower max_num_seqs, "
-                f"max_state_bytes, {fewer and f'{fewer}, '}max_cache_bytes or num_blocks"
+                f"{num_slots} recurrent states of {_mib(size)} ({num_seqs} sequences need "
+                f"{num_seqs} x {_mib(size)}){drafts} and a pool of {_mib(self.pool_bytes)} exceed "
+                f"memory: {_mib(self.available)} are available after the weights; lower "
+                f"max_num_seqs, max_state_bytes, {fewer and f'{fewer}, '}max_cache_bytes or "
+                "num_blocks"
             )
         return ""
 
@@ -191,8 +196,8 @@ def drafts_shortage(config: EngineConfig, info: RunnerInfo, sizes: StateSizes | 
     if sizes is None or sizes.num_draft_rows == wanted:
         return ""
     return (
-        f"room for {sizes.num_draft_rows} drafts of {_mib(info.kv_spec.bytes_per_draft)} in a step "
-        f"instead of {wanted}: {_more_room(config)}"
+        f"room for {sizes.num_draft_rows} draft tokens of {_mib(info.kv_spec.bytes_per_draft)} "
+        f"each in a step instead of {wanted}: {_more_room(config)}"
     )
 
 
@@ -201,9 +206,9 @@ def states_refusal(info: RunnerInfo) -> str | None:
     if not info.kv_spec.states:
         return None
     return (
-        f"the model is recurrent: {len(info.kv_spec.states)} of its layers keep a state, which is "
-        "a function of all tokens before, so nothing that was computed can stand at another "
-        "position; use mode='prefix_cache'"
+        f"the model is recurrent: {len(info.kv_spec.states)} of its layers have a state that "
+        "depends on all tokens before it, so nothing can be reused at another position; use "
+        "mode='prefix_cache'"
     )
 
 
@@ -212,7 +217,7 @@ def _more_room(config: EngineConfig) -> str:
     return (
         lower
         if config.max_state_bytes is None
-        else f"enlarge max_state_bytes if memory allows, or {lower}"
+        else f"raise max_state_bytes if memory allows, or {lower}"
     )
 
 
@@ -224,11 +229,11 @@ def speculation_refusal(config: EngineConfig, states: TableStates | None) -> str
         why = "the engine was started with speculation='off'"
         remedy = "start it with 'auto'"
     else:
-        why = "its states fill the memory for them"
+        why = "recurrent state leaves no room for them"
         remedy = _more_room(config)
     return (
-        f"the model keeps states, and {why}, so without room for what drafts bring to them; "
-        f"{remedy}"
+        "draft tokens of this hybrid model need memory, which is reserved at the start, and "
+        f"{why}; {remedy}"
     )
 
 
@@ -236,8 +241,8 @@ def check_options(config: EngineConfig, info: RunnerInfo) -> None:
     """Raise ConfigError for options of recurrent state if the model has none."""
     if config.max_state_bytes is not None and not info.kv_spec.states:
         raise ConfigError(
-            f"max_state_bytes={config.max_state_bytes} has no effect: the model has no layer with "
-            "a state beside its keys and values; leave it out"
+            f"max_state_bytes={config.max_state_bytes} has no effect: the model has no recurrent "
+            "state; leave it out"
         )
 
 

@@ -136,7 +136,8 @@ class PrefetchQueue(Prefetcher):
         for load in list(self._by_ticket.values()):
             if not load.is_done and load.silent_seconds > PATIENCE:
                 _LOG.warning(
-                    "a tier gave nothing for %.0f s; the prompt is computed", load.silent_seconds
+                    "an offload tier did not answer for %.0f s; the prompt is computed",
+                    load.silent_seconds,
                 )
                 self._is_stuck = True
                 self.finish(load)

@@ -76,7 +76,9 @@ class SavedStates:
                 data = self._backend.states.read_slots([slot])
             except MemoryError:
                 _LOG.warning(
-                    "no memory to copy a state of %d bytes for the tiers; it is not kept", size
+                    "not enough memory to copy a recurrent state of %d bytes to the offload "
+                    "tiers; it is not saved",
+                    size,
                 )
                 self._io_thread.note_lost(1)
                 continue

@@ -74,7 +74,7 @@ def open_tiers(
             config.disk_cache_dir, space, max_bytes=config.max_disk_bytes, description=description
         )
     except ConfigError as error:
-        _LOG.warning("no blocks are kept on disk: %s", error)
+        _LOG.warning("no blocks are saved on disk: %s", error)
         disk = ClosedTier("disk", str(error))
     return (disk, *shared)
 
@@ -194,7 +194,8 @@ class Tiering(Untiered):
             raise
         except Exception:
             _LOG.exception(
-                "blocks from tier %s could not be put into the pool; they are computed", piece.tier
+                "blocks from tier %s could not be written into the pool; they are computed",
+                piece.tier,
             )
             if load is not None:
                 self._loads.finish(load)
@@ -311,7 +312,8 @@ class Tiering(Untiered):
             data = self._backend.read_blocks(list(blocks))
         except MemoryError:
             _LOG.warning(
-                "no memory to copy %d blocks for the tiers; they are not kept", len(blocks)
+                "not enough memory to copy %d blocks to the offload tiers; they are not saved",
+                len(blocks),
             )
             self._io_thread.note_lost(len(blocks))
             return

@@ -88,15 +88,15 @@ class Documents:
         """
         position = as_int("position_offset", position_offset)
         if (text is None) == (documents is None) or (documents is not None and position):
-            raise RequestError("give a text, with a position_offset if it needs one, or documents")
+            raise RequestError("give either a text, with a position_offset if needed, or documents")
         if documents is None and given:
-            raise RequestError(f"{sorted(given)[0]}= goes with documents, not with a text")
+            raise RequestError(f"{sorted(given)[0]}= applies to documents, not to a text")
         if documents is None and not position:
             return None
         if whose.pin:
             raise RequestError(
-                "pin=True keeps prompts that are found from their beginning; it does not go with "
-                "documents or position_offset"
+                "pin=True pins prompt prefixes and cannot be combined with documents or "
+                "position_offset"
             )
         if documents is not None:
             return self._read_documents(documents, given)
@@ -215,8 +215,8 @@ class Documents:
         longest = self._parts.runner.info.max_context
         if count + len(tokens) > longest:
             raise RequestError(
-                f"document {chunk.document}: {len(tokens)} tokens behind {count} of header and "
-                f"primer are more than the model's context of {longest}; lower "
+                f"document {chunk.document}: {len(tokens)} tokens after {count} tokens of header "
+                f"and primer exceed the model's context of {longest}; lower "
                 f"primer_tokens={primer_tokens}, or cut it: chunk_strategy='fixed' and chunk_size"
             )
         others = _end_of_others(documents, chunk.document, primer_tokens)

@@ -58,12 +58,12 @@ class Embedding:
         if not self.size:
             name = self._parts.runner.info.name
             raise RequestError(
-                f"embeddings are refused: runner {name!r} hands out no hidden states; use 'native'"
+                f"runner {name!r} does not return hidden states for embeddings; use 'native'"
             )
         width = self.size if dimensions is None else as_int("dimensions", dimensions)
         if not 1 <= width <= self.size:
             raise RequestError(
-                f"dimensions={dimensions!r} must be in 1..{self.size}, the numbers of a vector"
+                f"dimensions={dimensions!r} must be in 1..{self.size}, the length of a vector"
             )
         normalize = options.pop("normalize", True)
         if not isinstance(normalize, bool):
@@ -101,8 +101,8 @@ class Embedding:
         """Return the ids of "yes" and "no"; raise RequestError if the model cannot rerank."""
         if self.pooling.source:
             raise RequestError(
-                f"the model makes embeddings ({self.pooling.source} says so) and judges no "
-                "documents; serve a reranker such as Qwen3-Reranker, or compare embeddings"
+                f"the model makes embeddings ({self.pooling.source} says so) and cannot rerank; "
+                "serve a reranker such as Qwen3-Reranker, or compare embeddings"
             )
         tokenizer = self._parts.tokenizer
         found = {
@@ -112,8 +112,8 @@ class Embedding:
         for text, ids in found.items():
             if len(ids) != 1:
                 raise RequestError(
-                    f"reranking is refused: {text!r} is no single token of this model, which "
-                    "Qwen3-Reranker's prompt needs; other rerankers are not supported"
+                    f"reranking needs {text!r} as a single token, as in Qwen3-Reranker's prompt; "
+                    "other rerankers are not supported"
                 )
         return found["yes"][0], found["no"][0]
 
@@ -143,9 +143,8 @@ class Embedding:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "no file of the model says how it pools: embeddings are the state of the last "
-                "token (pooling 'last'), and vectors of a model that was not trained for that are "
-                "poor"
+                "the model's files name no pooling: embeddings are the hidden state of the last "
+                "token (pooling 'last'), which is poor for a model that was not trained for it"
             )
 
 
@@ -203,10 +202,10 @@ def _terms_of(options: dict[str, Any]) -> tuple[list[RequestHandle], Terms]:
     handles = options.pop("handles", None)
     terms = Terms.taken_from(options)
     for name in sorted(options):
-        raise RequestError(f"option {name!r} is not known here")
+        raise RequestError(f"unknown option {name!r}")
     if terms.mode is GenerationMode.CHUNK_KV_REUSE:
         raise RequestError(
-            "mode='chunk_kv_reuse' is approximate; embeddings and scores are exact, use "
+            "mode='chunk_kv_reuse' is approximate, and embeddings and scores are exact; use "
             "'prefix_cache'"
         )
     return [] if handles is None else handles, terms
@@ -220,7 +219,7 @@ def _as_list(name: str, items: Any) -> list[Any]:
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str) or not text:
-        raise RequestError(f"{name} must be a string of at least one character")
+        raise RequestError(f"{name} must be a non-empty string")
 
 
 def _pooled(states: Floats, dense: Sequence[Floats], width: int, normalize: bool) -> Floats:

@@ -159,7 +159,7 @@ class QualityGate:
 
     def _find_out(self, repair: Repair) -> Verdict:
         material = self._material(repair)
-        _LOG.info("testing reuse at other positions (%s) on built-in text", repair.strategy)
+        _LOG.info("testing non-prefix KV reuse (%s) on built-in text", repair.strategy)
         began = time.perf_counter()
         with self.apart(repair) as gate:
             verdict = gate._measure(repair, material)
@@ -215,10 +215,10 @@ class QualityGate:
         )
         if material is None:
             raise RequestError(
-                "mode='chunk_kv_reuse' cannot be tested: there is no room for three documents of "
+                "mode='chunk_kv_reuse' cannot be tested: three documents of "
                 f"{least} tokens (min_chunk_tokens={self._config.min_chunk_tokens}, "
-                f"recompute_overlap={repair.overlap}) in a prompt of {most} (the model's "
-                "context); change these, or give reuse_gate='off'"
+                f"recompute_overlap={repair.overlap}) do not fit into a prompt of {most} (the "
+                "model's context); lower these options, or set reuse_gate='off'"
             )
         return material
 
@@ -272,8 +272,8 @@ class QualityGate:
         if not result.reused_span_tokens or found < _LEAST_FOUND * wanted:
             raise RequestError(
                 f"the quality test of mode='chunk_kv_reuse' found only {found} of {wanted} "
-                "document tokens in its cache, so it proves nothing; change recompute_overlap or "
-                "min_chunk_tokens, or give reuse_gate='off'"
+                "document tokens in its cache, so it is inconclusive; change recompute_overlap or "
+                "min_chunk_tokens, or set reuse_gate='off'"
             )
         return result, rows
 
@@ -358,6 +358,6 @@ def _refuse(verdict: Verdict) -> None:
     if not verdict.passed:
         raise RequestError(
             "mode='chunk_kv_reuse' is refused for this model: reuse changes its answers more than "
-            f"another order of the documents does ({verdict}); repair more (recompute_strategy, "
-            "recompute_overlap, recompute_ratio), or give reuse_gate='off'"
+            f"another order of the documents does ({verdict}); recompute more "
+            "(recompute_strategy, recompute_overlap, recompute_ratio), or set reuse_gate='off'"
         )

@@ -79,8 +79,8 @@ def verify(
         return _verify_reuse(engine, gate, reuse.own_repair(options), prompts, max_new_tokens)
     if checked is not GenerationMode.PREFIX_CACHE:
         raise RequestError(
-            f"mode={checked.value!r} has nothing to be compared; prefix_cache and chunk_kv_reuse "
-            "have"
+            f"mode={checked.value!r} reuses nothing that could be compared; use 'prefix_cache' or "
+            "'chunk_kv_reuse'"
         )
     return _verify_exact(engine, prompts, max_new_tokens, options)
 
@@ -179,7 +179,7 @@ def _reuse_check(
     if not num_reused:
         problem = "nothing was reused: warm its documents first"
     elif not text_equal:
-        problem = "the answer with reuse is another text"
+        problem = "the answer with reuse is a different text"
     return PromptCheck(
         prompt=text,
         prompt_tokens=cold.prompt_tokens,
@@ -217,7 +217,7 @@ def _check(
     problem = None
     if warm.cached_tokens == 0:
         problem = (
-            f"nothing was reused: the prompt has {len(ids)} tokens, a block holds "
+            f"nothing was reused: the prompt has {len(ids)} tokens, and a block holds "
             f"{engine.config.block_size}"
         )
     elif not (relative <= tolerance if tolerance else np.array_equal(cold_logits, warm_logits)):
@@ -225,7 +225,7 @@ def _check(
     elif params.samples and not kl <= tolerance:
         problem = f"the distributions differ by KL {kl:.3g}, more than {tolerance:.3g}"
     elif not text_equal and (tolerance == 0 or not params.samples):
-        problem = "the cached run gave other tokens"
+        problem = "the cached run generated different tokens"
     similar = compare(cold_logits, warm_logits)
     return PromptCheck(
         prompt=cold.prompt,

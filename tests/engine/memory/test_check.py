@@ -144,9 +144,9 @@ def test_states_that_do_not_fit_are_refused_before_anything_is_packed(
         assert _fit(hybrid, available + 1, **options).refusal == ""
     refused = _fit(hybrid, available, **options).refusal
     size = r"\d\.\d\d MiB"
-    words = rf"max_state_bytes=1000 holds 0 states of {size}: 2 sequences need 2 x {size} and one more to begin from"
+    words = rf"max_state_bytes=1000 holds 0 states of {size}, and 2 sequences need 3 states"
     if max_state_bytes > 1000:
-        words = rf"\d+ states of {size} \(2 sequences need 2 x {size}\), drafts of {size} and a pool of {size} exceed m"
+        words = rf"\d+ recurrent states of {size} \(2 sequences need 2 x {size}\), draft tokens of {size} and a pool of {size} exceed m"
     assert re.match(words, refused)
     assert "max_num_seqs" in refused
     monkeypatch.setattr(build, "available_on", lambda device: available)
@@ -165,7 +165,7 @@ def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid
     options["max_state_bytes"] = 3 * spec.bytes_per_state + rows * spec.bytes_per_draft
     fit = _fit(hybrid, GB, **options)
     assert (fit.refusal, fit.states) == ("", options["max_state_bytes"])
-    assert (f"room for {rows} drafts" in fit.shortage) == (rows < 31)
+    assert (f"room for {rows} draft tokens" in fit.shortage) == (rows < 31)
     with CPUPagedEngine.from_pretrained(hybrid, **options) as engine:
         stats = engine.paged_stats()
     assert (stats["state_bytes"], stats["max_draft_tokens"]) == (fit.states, rows)
@@ -174,7 +174,7 @@ def test_drafts_that_find_no_room_are_fewer_in_the_plan_and_in_the_engine(hybrid
     ] * (rows < 31)
     if rows < 31:
         asked = _fit(hybrid, GB, **options, max_draft_tokens=31).refusal
-        assert "enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens" in asked
+        assert "raise max_state_bytes or lower max_num_seqs or max_draft_tokens" in asked
         with pytest.raises(CapacityError) as caught:
             CPUPagedEngine.from_pretrained(hybrid, **options, max_draft_tokens=31)
         assert str(caught.value) == asked
@@ -205,7 +205,7 @@ def test_copies_of_the_onnx_runner_are_weighed_before_it_loads(tmp_path, monkeyp
     assert planned_memory(path, EngineConfig(num_blocks=400)).nbytes == fit.needed
     assert _fit(path, fit.needed, num_blocks=400).refusal == ""
     refused = _fit(path, fit.needed - 1, num_blocks=400).refusal
-    assert "+ as much for the onnx runner's copies of what runs exceed memory" in refused
+    assert "+ the same for the onnx runner's copies exceed memory" in refused
     monkeypatch.setattr(build, "available_on", lambda device: fit.needed - 1)
     monkeypatch.setattr(build, "_load_runner", lambda *_: pytest.fail("it was loaded"))
     with pytest.raises(CapacityError) as caught:

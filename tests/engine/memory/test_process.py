@@ -129,7 +129,7 @@ def test_less_than_one_context_is_refused_before_anything_is_loaded(overhead, mo
     half = info.max_context // 2
     with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_model_len=half) as engine:
         assert 16 * engine.paged_stats()["num_blocks"] >= half
-    with pytest.raises(CapacityError, match="the pool asked for"):
+    with pytest.raises(CapacityError, match="the requested pool"):
         CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, max_cache_bytes="1GB")
     with CPUPagedEngine.from_pretrained(DEMO, max_memory=bound, num_blocks=9) as engine:
         assert engine.paged_stats()["num_blocks"] == 9

@@ -98,7 +98,7 @@ def test_where_memory_is_short_fewer_sequences_run_together():
     asked = dataclasses.replace(config, speculation="on")
     with pytest.raises(
         CapacityError,
-        match=r"6 states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), drafts of 0\.98 MiB and a pool",
+        match=r"6 recurrent states of 2\.09 MiB \(1 sequences need 1 x 2\.09 MiB\), draft tokens of 0\.98",
     ):
         plan_states(asked, info_of((LARGE,)), 256, pool + 5 * LARGE.nbytes + DRAFTS)
 
@@ -117,8 +117,8 @@ def test_a_given_size_holds_what_it_holds():
     for asked in ({"speculation": "on"}, {"max_draft_tokens": 31}):
         with pytest.raises(
             CapacityError,
-            match=r"holds 4 states of 2\.09 MiB: 4 sequences need 4 x 2\.09 MiB and one more to begin from, and 31 "
-            r"drafts 0\.98 MiB: 12001024 bytes; enlarge max_state_bytes or lower max_num_seqs or max_draft_tokens$",
+            match=r"holds 4 states of 2\.09 MiB, and 4 sequences need 5 states and 0\.98 MiB for 31 "
+            r"draft tokens: 12001024 bytes; raise max_state_bytes or lower max_num_seqs or max_draft_tokens$",
         ):
             plan_states(dataclasses.replace(small, **asked), info_of((LARGE,)), 256, 1 << 34)
     for given, held in ((LARGE.nbytes + DRAFTS, 1), (DRAFTS, 0), (DRAFTS - 1, 0)):
@@ -218,7 +218,7 @@ def test_an_engine_with_states_refuses_what_needs_none_and_counts_them():
         result = engine.generate([*range(20), 1, 1], max_new_tokens=1)
         assert (result.miss_reason, result.matched_tokens, result.cached_tokens) == ("state", 16, 0)
         assert engine.paged_stats()["replayed_tokens"] == 16
-        with pytest.raises(RequestError, match="recurrent: 1 of its layers keep a state"):
+        with pytest.raises(RequestError, match="recurrent: 1 of its layers have a state"):
             engine.generate([1, 2, 3], mode="chunk_kv_reuse")
         assert engine.reuse_refusal is not None
         with pytest.raises(RequestError, match="snapshot_hints"):
@@ -247,7 +247,7 @@ def test_an_engine_says_how_many_drafts_its_states_left_room_for():
         )
         with pytest.raises(
             RequestError,
-            match=r"fill the memory for them, .*; enlarge max_state_bytes if .*, or lower .*, max_cache_b",
+            match=r"leaves no room for them; raise max_state_bytes if .*, or lower .*, max_cache_b",
         ):
             engine.generate(text, speculation="on")
 

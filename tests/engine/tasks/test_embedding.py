@@ -194,7 +194,7 @@ BAD = [
     ({"texts": ["a"], "dimensions": HIDDEN + 1}, r"dimensions=65 must be in 1..64"),
     ({"texts": ["a"], "dimensions": True}, "dimensions=True must be an integer"),
     ({"texts": ["a"], "normalize": 1}, "normalize=1"),
-    ({"texts": ["a"], "colour": 1}, "'colour' is not known"),
+    ({"texts": ["a"], "colour": 1}, "unknown option 'colour'"),
     ({"texts": ["a"], "mode": "chunk_kv_reuse"}, "approximate"),
 ]
 
@@ -267,10 +267,15 @@ def test_special_tokens_in_a_document_stay_text(reranker):
 
 
 def test_a_model_without_the_tokens_of_the_prompt_is_no_reranker(plain, reranker):
-    with load(plain) as engine, pytest.raises(RequestError, match="'yes' is no single token"):
+    with (
+        load(plain) as engine,
+        pytest.raises(RequestError, match="reranking needs 'yes' as a single token"),
+    ):
         engine.rerank("q", ["d"])
-    assert_raises(RequestError, "document 1 must be a string", reranker.rerank, "q", ["d", ""])
-    assert_raises(RequestError, "query must be a string", reranker.rerank, "", ["d"])
+    assert_raises(
+        RequestError, "document 1 must be a non-empty string", reranker.rerank, "q", ["d", ""]
+    )
+    assert_raises(RequestError, "query must be a non-empty string", reranker.rerank, "", ["d"])
 
 
 TORCH = {"runner": "torch", "weights": "auto", "num_threads": None}

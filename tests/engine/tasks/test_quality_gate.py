@@ -220,7 +220,7 @@ def test_a_request_that_cannot_run_has_its_own_error(spoiled):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_context": 150}, "no room for three documents of 64 tokens .* in a prompt of 150"),
+        ({"max_context": 150}, "three documents of 64 tokens .* do not fit into a prompt of 150"),
         ({"recompute_overlap": 400}, "recompute_overlap=64"),
         ({"min_chunk_tokens": 300}, "min_chunk_tokens=300"),
     ],
@@ -374,7 +374,7 @@ def test_verify_is_false_where_an_answer_is_another_text(monkeypatch):
         ({"temperature": 0.5}, "option 'temperature' does not go with mode='chunk_kv_reuse'"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
         ({"mode": "nonsense"}, "mode='nonsense' is not one of"),
-        ({"mode": "baseline"}, "mode='baseline' has nothing to be compared"),
+        ({"mode": "baseline"}, "mode='baseline' reuses nothing that could be compared"),
     ],
     ids=str,
 )

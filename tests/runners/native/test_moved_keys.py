@@ -374,7 +374,7 @@ def test_where_no_pass_is_one_call_such_a_batch_is_refused(backend_type, tmp_pat
     )
     with pytest.raises(
         ConfigError,
-        match=f"the native runner on backend '{backend.name}' does not attend keys computed",
+        match=f"the native runner on backend '{backend.name}' does not support segments with",
     ):
         runner.forward(batch)
     assert backend.checksum_blocks(range(BLOCKS)) == before

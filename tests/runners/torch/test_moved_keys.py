@@ -245,7 +245,7 @@ def refused(hand, why):
     batch = hand.batch([pieces.own(2)], STORED)
     before = hand.backend.checksum_blocks(range(BLOCKS))
     with pytest.raises(
-        ConfigError, match="the torch runner does not attend keys computed at other positions"
+        ConfigError, match="the torch runner does not support segments with a position delta"
     ):
         hand.runner.forward(batch)
     nothing = np.arange(0)
