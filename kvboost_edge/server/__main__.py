@@ -105,7 +105,7 @@ def _serve(options: ServeOptions, ended: threading.Event) -> None:
             if leaves and not engine.paged_stats()["tiers"]:
                 log_facts(
                     logging.WARNING,
-                    "what is cached of a model is lost when it is unloaded: --disk-cache-dir",
+                    "unloading a model drops its cached blocks; set --disk-cache-dir to keep them",
                 )
             run_server(app, options.settings, listener)
             _close_from_now(ended)
@@ -165,7 +165,7 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
     if given is not None:
         log_facts(
             logging.INFO,
-            "--max-memory and --max-model-bytes: the smaller allowance counts",
+            "--max-memory and --max-model-bytes: the smaller allowance applies",
             max_memory=process.bound,
             measured_overhead=process.base,
             max_memory_allows=allowance,
@@ -175,7 +175,7 @@ def _bounded(options: ServeOptions) -> tuple[ServeOptions, ProcessMemory | None]
     if allowance <= 0:
         raise ConfigError(
             f"max_memory={process.bound} is less than the {process.base} bytes of a server without "
-            "a model; give more"
+            "a model; raise it"
         )
     if not options.others:
         engine = {**options.engine, "max_memory": process.base + allowance}
@@ -242,7 +242,11 @@ def _load(model: str, options: ServeOptions, stopped: threading.Event) -> CPUPag
     )
     chosen = _engine_options(model, options)
     if len(chosen) < len(options.engine):
-        log_facts(logging.INFO, "the model keeps no states: without --max-state-bytes", model=model)
+        log_facts(
+            logging.INFO,
+            "the model has no recurrent state; --max-state-bytes is ignored",
+            model=model,
+        )
     engine = CPUPagedEngine.from_pretrained(model, progress=_log_packing(stopped), **chosen)
     try:
         tenants = [tenant_of_key(key) for key in options.settings.all_keys]
@@ -274,7 +278,9 @@ def _log_packing(stopped: threading.Event | None = None) -> Callable[[int, int],
     def log(done: int, total: int) -> None:
         nonlocal due, first
         if stopped is not None and stopped.is_set():
-            raise KVBoostError("the server ends; the weights are packed at the next start")
+            raise KVBoostError(
+                "the server is shutting down; the weights will be packed at the next start"
+            )
         now = time.monotonic()
         if first is None:
             first = (now, done)
@@ -312,11 +318,11 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if ended.is_set():
-            log_facts(logging.WARNING, "exiting at once", signal=signal.Signals(number).name)
+            log_facts(logging.WARNING, "exiting immediately", signal=signal.Signals(number).name)
             sys.stderr.flush()
             os._exit(128 + number)
         ended.set()
-        log_facts(logging.INFO, "ended while loading", signal=signal.Signals(number).name)
+        log_facts(logging.INFO, "stopped while loading", signal=signal.Signals(number).name)
         raise SystemExit(0)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -102,9 +102,9 @@ def create_app(
     if loader.taken > loader.budget:
         raise ConfigError(
             f"{'max_model_bytes' if process is None else 'max_memory, for models,'}="
-            f"{loader.budget} is less than the {loader.taken} bytes that weights, "
-            "pool and states of the first model take; give more, or make its pool smaller "
-            "(--max-cache-bytes, --num-blocks)"
+            f"{loader.budget} is less than the {loader.taken} bytes of the first model's weights, "
+            "pool and recurrent state; raise it, or make the pool smaller (--max-cache-bytes, "
+            "--num-blocks)"
         )
     bodies = Bodies(settings)
     state = ServerState(shared, models, bodies, ServerMetrics(models, bodies))

@@ -28,11 +28,14 @@ def log_default_mode(options: ServeOptions) -> None:
     """Log that requests are approximate by default, or that few requests use the reuse options."""
     given = sorted(name for name in options.engine if name.startswith("recompute_"))
     if options.settings.mode is GenerationMode.CHUNK_KV_REUSE:
-        log_facts(logging.INFO, "approximate by default: requests that choose no mode reuse chunks")
+        log_facts(
+            logging.INFO, "answers are approximate by default: requests without a mode reuse chunks"
+        )
     elif given:
         log_facts(
             logging.INFO,
-            "only for requests with kvboost.mode chunk_kv_reuse; --mode makes that the default",
+            "options only for requests with kvboost.mode chunk_kv_reuse; --mode makes it the "
+            "default",
             options=" ".join(given),
         )
 
@@ -53,7 +56,7 @@ def check_default_mode(engine: Engine, model: str, options: ServeOptions) -> Gen
         raise ConfigError(f"--mode chunk_kv_reuse is refused: {refusal}; use --mode prefix_cache")
     log_facts(
         logging.WARNING,
-        "the model refuses --mode chunk_kv_reuse: prefix_cache",
+        "the model refuses --mode chunk_kv_reuse; its default is prefix_cache",
         model=model,
         reason=refusal,
     )

@@ -103,7 +103,7 @@ class NoReplica(ApiError):
     """503: no replica accepts requests."""
 
     def __init__(self) -> None:
-        message = "no replica takes requests at the moment; Ray starts those that ended again"
+        message = "no replica accepts requests at the moment; Ray restarts failed ones"
         super().__init__(503, message, code="no_replica", headers={"Retry-After": "5"})
 
 
@@ -151,7 +151,7 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
     if isinstance(error, KVBoostError):
         return ApiError(500, str(error)[:_MAX_MESSAGE], code="engine_error")
     return ApiError(
-        500, "an internal error ended this request; its id is in the log", code="internal_error"
+        500, "internal error; search the server's log for the request id", code="internal_error"
     )
 
 

@@ -91,11 +91,11 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._state.draining:
-            log_facts(logging.WARNING, "exiting at once", signal=signal.Signals(sig).name)
+            log_facts(logging.WARNING, "exiting immediately", signal=signal.Signals(sig).name)
             sys.stderr.flush()
             os._exit(128 + sig)
         running = self._state.sequences
-        hint = "another signal, or Ctrl-C, stops at once" if running else None
+        hint = "another signal, or Ctrl-C, exits immediately" if running else None
         log_facts(
             logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=running, hint=hint
         )
@@ -118,7 +118,7 @@ class DrainingServer(uvicorn.Server):
             self._told_of_accept = True
             log_facts(
                 logging.WARNING,
-                "connections wait: the system accepts no more",
+                "connections wait: no more can be accepted",
                 reason=error.strerror,
                 hint="raise the limit of open files (ulimit -n) or lower --max-connections",
             )

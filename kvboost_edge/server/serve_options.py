@@ -248,10 +248,7 @@ def _models(given: Sequence[str], model_names: Sequence[str]) -> list[NamedModel
         ConfigError: two models have the same name, or a name is invalid.
     """
     if len(given) > 1 and model_names:
-        raise ConfigError(
-            "--model-name names the only model; of several give each its names, as --model "
-            "NAME=MODEL"
-        )
+        raise ConfigError("--model-name needs a single model; name several as --model NAME=MODEL")
     found = []
     known: set[str] = set()
     for text in given:

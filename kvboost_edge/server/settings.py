@@ -83,7 +83,7 @@ class ServerSettings:
     )
     admin_api_keys: tuple[str, ...] = option(
         (),
-        "API key that may also see and reset what all tenants share",
+        "API key that may also read and reset data of all tenants",
         group="Security",
         flag="--admin-api-key",
         many=True,
@@ -101,7 +101,7 @@ class ServerSettings:
         flag="--allowed-host",
         many=True,
         metavar="NAME",
-        unset="loopback names, the address listened on and the address of the connection",
+        unset="loopback names, the listening address and the address of the connection",
     )
     cors_origins: tuple[str, ...] = option(
         (),
@@ -246,7 +246,7 @@ class ServerSettings:
     max_model_bytes: int | None = option(
         None,
         "Deprecated, use max_memory. Memory of the weights, pools and states alone of all loaded "
-        "models, such as 8GB; the smaller allowance counts where both are given",
+        "models, such as 8GB; the smaller allowance applies if both are given",
         int,
         group="Limits",
         unit="bytes",
@@ -298,7 +298,8 @@ class ServerSettings:
                 raise ConfigError("model_name must be printable text with at least one character")
         if len(self.tenant_weights) != len(self.all_keys):
             raise ConfigError(
-                "an API key is given twice; give each key once, an admin key as such only"
+                "an API key is given twice; give each key once, and an admin key only as an admin "
+                "key"
             )
         for host in self.allowed_hosts:
             if not _HOST_PATTERN.fullmatch(host):
@@ -317,7 +318,7 @@ class ServerSettings:
         if not (is_loopback(self.host) or self.all_keys or self.insecure):
             raise ConfigError(
                 f"host={self.host!r} is reachable from other machines and no API key is set; "
-                "set one (--api-key-file, KVBOOST_API_KEY), bind 127.0.0.1, or say --insecure"
+                "set one (--api-key-file, KVBOOST_API_KEY), bind 127.0.0.1, or use --insecure"
             )
 
     @property
@@ -370,8 +371,8 @@ def _parts_of_key(key: str) -> re.Match[str]:
     found = _KEY_PATTERN.fullmatch(key) if isinstance(key, str) else None
     if found is None:  # do not put the key in the message
         raise ConfigError(
-            "an API key must be printable ASCII without spaces, at least one character; behind it "
-            "may stand a space and weight=NUMBER, its share beside other keys"
+            "an API key must be at least one character of printable ASCII without spaces; a space "
+            "and weight=NUMBER may follow it"
         )
     return found
 
@@ -418,7 +419,7 @@ def collect_api_keys(
             line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
         ]
         if not found:
-            raise ConfigError(f"the API key file {str(file)!r} holds no key; write one a line")
+            raise ConfigError(f"the API key file {str(file)!r} holds no key; write one per line")
         keys += found
     for name, separator in ((variable, None), (f"{variable}S", ",")):
         value = environment.get(name, "")

@@ -47,8 +47,11 @@ def test_a_stored_verdict_counts_as_a_refusal(monkeypatch, tmp_path, caplog):
     ("argv", "said"),
     [
         ((), []),
-        (("--mode", "chunk_kv_reuse", "--recompute-ratio", "0.1"), ["approximate by default"]),
-        (("--recompute-strategy", "none"), ["only for requests with kvboost.mode chunk_kv_reuse"]),
+        (("--mode", "chunk_kv_reuse", "--recompute-ratio", "0.1"), ["answers are approximate by default"]),
+        (
+            ("--recompute-strategy", "none"),
+            ["options only for requests with kvboost.mode chunk_kv_reuse"],
+        ),
     ],
 )
 def test_the_start_says_who_reuses_chunks(caplog, argv, said):

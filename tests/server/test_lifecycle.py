@@ -135,7 +135,9 @@ def test_a_terminal_gets_plain_lines_the_address_and_what_ctrl_c_does():
             lines = stream.iter_lines()  # while it is held, the client stays
             next(lines)
             process.send_signal(signal.SIGINT)
-            wait_until(lambda: "Ctrl-C, stops at once" in "".join(pieces), "the drain to begin", 60)
+            wait_until(
+                lambda: "Ctrl-C, exits immediately" in "".join(pieces), "the drain to begin", 60
+            )
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 128 + signal.SIGINT
         assert "{" not in "".join(pieces)
@@ -158,7 +160,7 @@ def test_a_signal_while_it_closes_exits_at_once(number, monkeypatch, caplog):
         with pytest.raises(Exited, match=str(128 + number)):
             signal.raise_signal(number)
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
-    assert [record.message for record in caplog.records] == ["exiting at once"]
+    assert [record.message for record in caplog.records] == ["exiting immediately"]
 
 
 def test_a_port_in_use_is_one_line_and_1(live_server, kept_logging, capfd):
@@ -178,7 +180,7 @@ def test_sigterm_while_the_model_loads_exits_with_0():
         assert server.end() == 0
     shown = "".join(server.lines)
     assert "Traceback" not in shown
-    assert '"ended while loading"' in shown or '"draining"' in shown
+    assert '"stopped while loading"' in shown or '"draining"' in shown
     assert '"listening"' not in shown or '"stopped"' in shown
 
 
@@ -293,7 +295,7 @@ def test_a_download_that_does_not_end_does_not_keep_the_process(monkeypatch, tmp
         thread.join()
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "shutting_down")
     told = {one["event"]: one for one in map(json.loads, server.lines)}
-    assert told["a loading was left behind"]["model"] == "b"
+    assert told["a loading was abandoned"]["model"] == "b"
     assert "stopped" in told
     assert "Traceback" not in "".join(server.lines)
 

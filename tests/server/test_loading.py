@@ -69,7 +69,7 @@ def test_of_both_bounds_the_smaller_allowance_counts(machine, caplog, given, bou
         options, _ = command._bounded(options_of("--max-memory", "2GB", "--max-model-bytes", given))
     assert options.engine["max_memory"] == bound
     (record,) = caplog.records
-    assert "the smaller allowance counts" in record.getMessage()
+    assert "the smaller allowance applies" in record.getMessage()
     facts = vars(record)["facts"]
     assert (facts["max_memory_allows"], facts["measured_overhead"]) == (1_700_000_000, 300_000_000)
 

@@ -67,12 +67,12 @@ def test_lines_are_plain_in_a_terminal_unless_asked_otherwise(kept_logging):
     def written(stream, **settings):
         configure_logging(ServerSettings(**settings), stream)
         log_facts(logging.INFO, "two words", route="/v1/models", odd='a"b=c')
-        log_facts(logging.WARNING, "exiting at once")
+        log_facts(logging.WARNING, "exiting immediately")
         return stream.getvalue().splitlines()
 
     first, second = written(Terminal())
     assert re.fullmatch(r'\d\d:\d\d:\d\d two words route=/v1/models odd="a\\"b=c"', first)
-    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: exiting at once", second)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d warning: exiting immediately", second)
     assert json.loads(written(Terminal(), log_format="json")[0])["event"] == "two words"
     assert json.loads(written(io.StringIO())[0])["event"] == "two words"
     assert 'event="two words"' in written(Terminal(), log_format="text")[0]
@@ -103,7 +103,7 @@ def test_an_exception_shows_type_and_place_only(lines):
 def test_the_level_decides(lines):
     seen = lines(log_level="error")
     log_facts(logging.INFO, "request")
-    log_facts(logging.WARNING, "exiting at once")
+    log_facts(logging.WARNING, "exiting immediately")
     assert seen() == []
     log_facts(logging.ERROR, "failure")
     assert len(seen()) == 1

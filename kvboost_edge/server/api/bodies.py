@@ -119,7 +119,9 @@ def parse_json(body: bytes) -> tuple[Any, ApiError | None]:
     for name, (count, what) in counts.items():
         limit = int(COUNTS[name].high)
         if count > limit:
-            message = f"the body holds {count} {what}; at most {limit} are read; send less at once"
+            message = (
+                f"the body holds {count} {what}; at most {limit} are allowed; send a smaller body"
+            )
             raise ApiError(400, message, code="request_too_large")
     # UTF-16 and UTF-32 have zero bytes between the digits. Checking each integer doubles the time,
     # so it is done only if one may be long. Digits in a string count here too.
@@ -158,5 +160,5 @@ def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos}"
     if isinstance(error, UnicodeDecodeError):
-        return f"no UTF-8 at byte {error.start}"
-    return "it is nested too deep"
+        return f"invalid UTF-8 at byte {error.start}"
+    return "it is nested too deeply"

@@ -154,7 +154,7 @@ def check_logprobs(num_tokens: int, logprobs: int | None, param: str) -> None:
     if total > limit:
         message = (
             f"{param}={logprobs} for {num_tokens} tokens makes {num_tokens} x "
-            f"{(logprobs or 0) + 1} = {total} log probabilities; at most {limit} are answered; "
+            f"{(logprobs or 0) + 1} = {total} log probabilities; at most {limit} are returned; "
             f"lower {param}, n or max_tokens, or send shorter prompts"
         )
         raise ApiError(400, message, code="request_too_large", param=param)
@@ -186,7 +186,7 @@ def check_mode(state: ModelState, body: SamplingFields) -> GenerationMode:
         name = next(iter(body.kvboost.repair))
         raise bad_field(
             "kvboost",
-            f"kvboost.{name} is for kvboost.mode 'chunk_kv_reuse' and has no meaning here",
+            f"kvboost.{name} needs kvboost.mode 'chunk_kv_reuse'",
         )
     return mode
 
@@ -202,7 +202,7 @@ def check_priority(state: ModelState, priority: int | None) -> int:
     # A negative priority would run before the requests of other tenants.
     if priority < 0 and len(state.settings.all_keys) > 1:
         message = (
-            f"priority={priority} would go before other tenants; with several API keys it must be "
+            f"priority={priority} would run before other tenants; with several API keys it must be "
             "0 or more"
         )
         raise ApiError(400, message, code="invalid_value", param="priority")

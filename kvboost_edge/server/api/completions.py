@@ -111,7 +111,7 @@ def _encode(
     if max(prompt) >= vocab_size:
         raise bad_field(
             "prompt",
-            f"token id {max(prompt)} is outside of the model's vocabulary 0..{vocab_size - 1}",
+            f"token id {max(prompt)} is outside the model's vocabulary 0..{vocab_size - 1}",
         )
     text = tokenizer.decode(prompt, skip_special_tokens=False) if body.echo else ""
     return EncodedPrompt(prompt, text, from_text=False)

@@ -56,7 +56,7 @@ def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, field
     except RequestError as error:
         raise bad_field(field, str(error)) from error
     if not ids:
-        raise bad_field(field, "the tokenizer makes no token of this text")
+        raise bad_field(field, "the tokenizer returns no tokens for this text")
     return ids
 
 
@@ -110,5 +110,7 @@ def encode_plain(
     except RequestError as error:
         raise bad_field("messages", str(error)) from error
     if not ids:
-        raise bad_field("messages", "the model's chat template makes no token of these messages")
+        raise bad_field(
+            "messages", "the model's chat template returns no tokens for these messages"
+        )
     return ids

@@ -90,7 +90,8 @@ def turn_of(tokenizer: Tokenizer, body: ChatRequest, prompt_ids: Sequence[int]) 
     answer = _object_schema(body.answer_format)
     if body.answer_format and answer is None:
         raise bad_field(
-            "tools", "tools go with an answer in JSON whose schema is an object, not true or false"
+            "tools",
+            "tools can be combined with a JSON schema only if that is an object, not true or false",
         )
     grammar = calls_grammar(
         format,
@@ -171,7 +172,7 @@ def _calls_of(tokenizer: Tokenizer) -> CallFormat:
     if format.calls is None:
         raise bad_field(
             "tools",
-            "the model's chat template shows tools, and calls in a way that is not known here or "
-            "not at all",
+            "the model's chat template shows tools, but writes calls in an unknown format or not "
+            "at all",
         )
     return format.calls

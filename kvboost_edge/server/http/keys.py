@@ -63,8 +63,8 @@ class KeyRing:
         if len(self._digests) > 1 and tenant not in self._admins:
             raise ApiError(
                 403,
-                "this route shows or changes what several API keys share; it needs a key of "
-                "--admin-api-key",
+                "this route shows or changes data of all API keys; it needs an admin key "
+                "(--admin-api-key)",
                 code="admin_key_required",
             )
 

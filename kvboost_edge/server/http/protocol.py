@@ -67,11 +67,11 @@ _WAITING = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]
 _MESSAGES = {
     400: ("the HTTP request is malformed", "malformed_request"),
     408: ("the request did not arrive in time", "request_timeout"),
-    417: ("the server meets no other expectation than 100-continue", "unknown_expectation"),
+    417: ("the only supported expectation is 100-continue", "unknown_expectation"),
     431: ("the request's head is too large", "headers_too_large"),
-    505: ("the server speaks HTTP/1.0 and HTTP/1.1", "http_version"),
+    505: ("the server supports HTTP/1.0 and HTTP/1.1", "http_version"),
     503: (
-        "the server has as many connections as it takes; see --max-connections",
+        "the server has reached its limit of connections; see --max-connections",
         "too_many_connections",
     ),
 }
@@ -448,7 +448,7 @@ def _origin_form(request: h11.Request) -> h11.Request:
 def _check_head(request: h11.Request) -> None:
     """Check version, size, number and combination of headers."""
     if request.http_version not in _VERSIONS:
-        raise h11.RemoteProtocolError("an HTTP version from elsewhere", error_status_hint=505)
+        raise h11.RemoteProtocolError("an unsupported HTTP version", error_status_hint=505)
     names = [name for name, _ in request.headers]
     # h11 limits incomplete heads only, so a head that arrives in one piece is measured here.
     if (

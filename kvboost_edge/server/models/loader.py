@@ -167,7 +167,7 @@ class Loader:
             return served.loading
         served.phase = "loading" if served.phase == "not_loaded" else served.phase
         served.refusal = None
-        served.waits_for = "other models are loaded before it"
+        served.waits_for = "other models are loaded first"
         served.loading = task = self._spawn(self._load(served))
         return task
 
@@ -202,10 +202,10 @@ class Loader:
         while self._tasks:
             await asyncio.wait(self._tasks)
         if self.left is not None:
-            self._log("a loading was left behind", self.left, level=logging.WARNING)
+            self._log("a loading was abandoned", self.left, level=logging.WARNING)
         for served in self._all:
             if served.num_loads and served.state is not None:
-                await self._unload(served, "the server ends")
+                await self._unload(served, "shutdown")
 
     async def _load(self, served: ServedModel) -> None:
         try:
@@ -259,14 +259,14 @@ class Loader:
         source = served.source
         assert source is not None
         if served.planned is None:
-            served.waits_for = "its files are looked at"
+            served.waits_for = "its files are inspected"
             served.planned = await in_thread(source.plan, unwanted=lambda planned: None)
         while True:
             each = served.last_overhead or max(one.last_overhead for one in self._all)
             await self._make_room(served, served.planned, each)
             served.num_bytes = served.planned
             served.overhead = each
-            served.waits_for = "its weights are being read"
+            served.waits_for = "its weights are being loaded"
             self._log("model loading", served, bytes=served.planned)
             started = time.monotonic()
             try:
@@ -280,7 +280,7 @@ class Loader:
                 leaving = self._idle(besides=served)
                 if not leaving or self._ended.is_set():
                     raise
-                await self._unload(leaving[0], "room for another")
+                await self._unload(leaving[0], "memory for another model")
             finally:
                 served.load_seconds = time.monotonic() - started
 
@@ -297,7 +297,7 @@ class Loader:
         """
         if needed > self._allowed(overhead):
             raise CapacityError(
-                f"the model {served.name!r} does not fit: weights, pool and states take "
+                f"the model {served.name!r} does not fit: weights, pool and recurrent state take "
                 f"{gb(needed)}, and all models together may take "
                 f"{gb(self._allowed(overhead))} ({self._option}); make its pool smaller "
                 "(--max-cache-bytes, --num-blocks), or use smaller weights (--weights int4)"
@@ -312,16 +312,16 @@ class Loader:
             now = time.monotonic()
             self._changed.clear()
             if sum(_cost(one) for one in leaving) < missing:
-                served.waits_for = self._shortage(needed, "those are in use")
+                served.waits_for = self._shortage(needed, "they are in use")
                 await self._change(None)
             elif (rested := max(one.rested_at for one in leaving)) > now:
-                served.waits_for = self._shortage(needed, "they were loaded a moment ago")
+                served.waits_for = self._shortage(needed, "they were loaded recently")
                 await self._change(rested - now)
             else:
                 for one in leaving:
                     # A request may have arrived for it while another model was unloaded.
                     if one.may_leave:
-                        await self._unload(one, "room for another")
+                        await self._unload(one, "memory for another model")
 
     def _missing(self, needed: int, overhead: int) -> int:
         """Return the bytes to free before a model can be loaded."""
@@ -340,7 +340,7 @@ class Loader:
             if self.taken <= self.budget:
                 return
             if one.may_leave:  # a request may have arrived for it while another was unloaded
-                await self._unload(one, "room for another")
+                await self._unload(one, "memory for another model")
         if self.taken > self.budget:
             log_facts(logging.WARNING, "models over budget", bytes=self.taken, budget=self.budget)
 
@@ -358,8 +358,8 @@ class Loader:
         """Return the memory figures, and why no model is unloaded."""
         others = ", ".join(f"{one.name} {gb(one.num_bytes)}" for one in self._all if one.num_bytes)
         return (
-            f"it takes {gb(needed)}, of {gb(self.budget)} for all models ({self._option}) "
-            f"{gb(self.taken)} are taken: {others}; {why}"
+            f"it needs {gb(needed)}, but {gb(self.taken)} of {gb(self.budget)} for all models "
+            f"({self._option}) are in use: {others}; {why}"
         )
 
     def _refuse(self, served: ServedModel, error: Exception) -> None:
@@ -367,7 +367,7 @@ class Loader:
         ours = isinstance(error, KVBoostError)
         fits = not isinstance(error, CapacityError)
         # The log may name folders of this machine; an answer must name files only.
-        reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; the log knows more"
+        reason = _FOLDERS.sub("", str(error)) if ours else "an internal error; see the log"
         message = f"the model {served.name!r} could not be loaded: {reason}" if fits else reason
         code = "model_failed" if fits else "model_does_not_fit"
         served.refusal = Refusal(message[:2000], code, time.monotonic() + _FAILED_SECONDS)

@@ -148,7 +148,7 @@ class Models:
             self.num_refused += 1
             used = self._waiting.used_by(tenant) if self._waiting.are_kept else self._waiting.used
             raise QueueFull(
-                f"{used} requests wait for models to be loaded, as many as may wait "
+                f"{used} requests wait for models to be loaded, which is the limit "
                 "(--max-queue-size); try again later",
                 _retry_seconds(served.load_seconds),
             )
@@ -204,7 +204,7 @@ class Models:
         """Return what the loading waits for, without what other keys use."""
         several = len(self._shared.settings.all_keys) > 1
         return (
-            "other models take the memory" if several and not served.num_bytes else served.waits_for
+            "other models use the memory" if several and not served.num_bytes else served.waits_for
         )
 
 

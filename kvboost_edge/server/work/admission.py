@@ -97,15 +97,15 @@ class AdmissionQueue:
         if num_sequences > most_sequences:
             raise ApiError(
                 400,
-                f"the request asks for {num_sequences} sequences, the server takes "
-                f"{most_sequences} at once; ask for fewer, or raise --max-queue-size",
+                f"the request needs {num_sequences} sequences, but the limit is {most_sequences}; "
+                "request fewer, or raise --max-queue-size",
                 code="request_too_large",
             )
         if num_tokens > most_tokens:
             raise ApiError(
                 400,
-                f"the request holds about {num_tokens} tokens, the server takes {most_tokens} at "
-                "once; send less, or raise --max-queue-tokens",
+                f"the request holds about {num_tokens} tokens, but the limit is {most_tokens}; "
+                "send less, or raise --max-queue-tokens",
                 code="request_too_large",
             )
         refusal = self.refusal(tenant, num_sequences, num_tokens)
@@ -181,7 +181,7 @@ class Bodies:
         """Count received bytes of a body; raise QueueFull if all bodies together are too large."""
         if not self._held.fit(tenant, num_bytes):
             self.refused += 1
-            raise _full(tenant, self._held, "bodies{1} of {0} bytes are held", 1)
+            raise _full(tenant, self._held, "request bodies{1} take {0} bytes", 1)
         self._held.take(tenant, num_bytes)
 
     def free(self, tenant: str | None, num_bytes: int) -> None:
@@ -191,8 +191,8 @@ class Bodies:
 
 def _full(tenant: str | None, shares: Shares, what: str, retry_after: int) -> QueueFull:
     if shares.are_kept:
-        reason = what.format(shares.used_by(tenant), " of this key")
-        reason += f"; its share is {shares.kept_for(tenant)}, and there is no room beyond it"
+        reason = what.format(shares.used_by(tenant), " of this API key")
+        reason += f"; its share is {shares.kept_for(tenant)}, and no more is free"
     else:
         reason = f"{what.format(shares.used, '')}, the limit is {shares.limit}"
     return QueueFull(

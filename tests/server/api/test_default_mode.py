@@ -173,7 +173,7 @@ async def test_repair_is_refused_where_nothing_is_reused(engine, default):
         body = {"prompt": FIRST, "kvboost": {"recompute_overlap": 8}}
         refused = await app.post(COMPLETIONS, json=body)
     assert refused.status_code == 400
-    assert "kvboost.recompute_overlap is for kvboost.mode 'chunk_kv_reuse'" in refused.text
+    assert "kvboost.recompute_overlap needs kvboost.mode 'chunk_kv_reuse'" in refused.text
 
 
 async def test_a_model_that_refuses_the_default_is_exact(engine):

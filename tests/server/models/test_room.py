@@ -66,7 +66,7 @@ async def test_nobody_leaves_where_that_is_not_enough(room):
         1,
         "loading",
     )
-    assert "are taken: a" in told["data"][2]["waits_for"]
+    assert "are in use: a" in told["data"][2]["waits_for"]
     room.model("a").in_use -= 1
     room.kv.models.loader.released(room.model("a"))
     assert (await waiting).status_code == 200
@@ -80,7 +80,7 @@ async def test_a_model_stays_for_as_long_as_its_loading_took(room):
         room.model(name).loaded_at = asyncio.get_running_loop().time()
         room.model(name).load_seconds = 1000.0
     waiting = asyncio.ensure_future(room.ask("c"))
-    await until(lambda: "a moment ago" in room.model("c").waits_for)
+    await until(lambda: "loaded recently" in room.model("c").waits_for)
     assert room.loaded == "ab"
     room.model("a").load_seconds = 0.0
     room.model("b").load_seconds = 0.0

@@ -488,7 +488,7 @@ def test_one_key_does_not_fill_the_queue_for_the_others(tiny_engine, held):
         200
     ] * 4
     assert (refused.status_code, never.status_code, second.status_code) == (503, 503, 503)
-    said = "requests of this key are in flight; its share is 1, and there is no room beyond it; "
+    said = "requests of this API key are in flight; its share is 1, and no more is free; "
     assert refused.json()["error"]["message"].startswith(f"3 {said}")
     assert second.json()["error"]["message"].startswith(f"1 {said}")
     assert server.state.admission.sequences == 0
@@ -503,4 +503,4 @@ def test_what_a_key_could_never_have_beside_the_others_is_400(tiny_engine):
         fits = client.post("/v1/completions", json={**TEXT, "max_tokens": 100})
         never = client.post("/v1/completions", json={**TEXT, "max_tokens": 160})
     assert (fits.status_code, never.status_code) == (200, 400)
-    assert "takes 150 at once" in never.json()["error"]["message"]
+    assert "the limit is 150" in never.json()["error"]["message"]

@@ -187,7 +187,7 @@ async def _warm_alone(state: ModelState, request: Request, body: WarmRequest) ->
     if engine.reuse_refusal is not None:
         raise bad_field(
             param,
-            f"{param} is for kvboost.mode 'chunk_kv_reuse', which is refused: "
+            f"{param} needs kvboost.mode 'chunk_kv_reuse', which is refused: "
             f"{engine.reuse_refusal}",
         )
     priority = check_priority(state, body.priority)

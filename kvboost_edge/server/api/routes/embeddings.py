@@ -41,7 +41,8 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         if body.dimensions is not None and body.dimensions > size > 0:
             raise bad_field(
                 "dimensions",
-                f"dimensions={body.dimensions} must be in 1..{size}, the numbers of a vector",
+                f"dimensions={body.dimensions} must be in 1..{size}, the size of the model's "
+                "embeddings",
             )
 
         def compute(**options: Any) -> Any:

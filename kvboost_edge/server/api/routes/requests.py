@@ -50,7 +50,7 @@ async def request_cache(request: Request, request_id: str) -> Response:
     kept = server.settings.request_history
     if not kept:
         raise ApiError(
-            404, "no request is kept: the server runs with --request-history 0", code="not_found"
+            404, "requests are not kept: the server runs with --request-history 0", code="not_found"
         )
     latest = _latest(request)
     wanted = latest[0].request_id if latest and request_id == "last" else request_id
@@ -64,8 +64,8 @@ async def request_cache(request: Request, request_id: str) -> Response:
     if found is None:
         raise ApiError(
             404,
-            f"no finished request {request_id[:64]!r} of this API key is kept; they are for "
-            f"{kept:g} seconds (--request-history)",
+            f"no finished request {request_id[:64]!r} of this API key is kept; requests are kept "
+            f"for {kept:g} seconds (--request-history)",
             code="not_found",
         )
     return json_response(found.as_json(), headers=_NO_STORE)

@@ -90,9 +90,7 @@ async def retrieve(
     """Return a stored response."""
     turn = _found(request, response_id)
     if stream:
-        raise bad_field(
-            "stream", "stream=true: what is remembered is not told as a stream again; leave it out"
-        )
+        raise bad_field("stream", "stream=true is not supported for stored responses; leave it out")
     return Response(turn.answer, media_type="application/json")
 
 
@@ -190,8 +188,7 @@ def _found(request: Request, name: str) -> StoredResponse:
 
 def _unknown(name: str, which: str = "") -> ApiError:
     message = (
-        f"the response {name[:80]!r}{which} is not remembered here: it was made with store=false "
-        "or another key, was deleted, or left the memory for newer ones; send the whole "
-        "conversation"
+        f"the response {name[:80]!r}{which} is not stored here: it was created with store=false or "
+        "another key, deleted, or evicted; send the whole conversation"
     )
     return ApiError(404, message, code="response_not_found", param="previous_response_id")

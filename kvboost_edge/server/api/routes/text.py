@@ -84,7 +84,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         if body.tokens and max(body.tokens) >= vocab_size:
             raise bad_field(
                 "tokens",
-                f"token id {max(body.tokens)} is outside of the vocabulary 0..{vocab_size - 1}",
+                f"token id {max(body.tokens)} is outside the model's vocabulary "
+                f"0..{vocab_size - 1}",
             )
         async with state.admit(request, len(body.tokens)):
             answer = await off_loop(lambda: _detokenize(state, body.tokens), len(body.tokens))
@@ -120,7 +121,7 @@ def _tokenize(state: ModelState, body: TokenizeRequest) -> Tokenized:
     if len(ids) > most and (body.with_pieces or body.return_token_strs):
         field = "with_pieces" if body.with_pieces else "return_token_strs"
         raise bad_field(
-            field, f"the text has {len(ids)} tokens; at most {most} are shown one by one"
+            field, f"the text has {len(ids)} tokens; at most {most} are returned one by one"
         )
     texts = TokenTexts(tokenizer)
     pieces: list[Piece] = (

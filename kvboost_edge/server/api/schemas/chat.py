@@ -40,7 +40,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def _role(value: Any) -> str:
     if value == "function":
-        raise field_error("not_built", "role 'function' is not built in this server; use 'tool'")
+        raise field_error("not_built", "role 'function' is not supported; use 'tool'")
     if not isinstance(value, str) or value not in _ROLES:
         raise field_error("role", f"must be one of {', '.join(_ROLES)}")
     return value
@@ -65,9 +65,7 @@ def _part(part: Any) -> str:
     if kind in ("image_url", "image", "input_image"):
         raise field_error("not_built", NO_IMAGES)
     if isinstance(kind, str) and kind != "text":
-        raise field_error(
-            "not_built", "content parts other than type 'text' are not built in this server"
-        )
+        raise field_error("not_built", "content parts other than type 'text' are not supported")
     if kind != "text" or set(part) != {"type", "text"} or not is_text(part["text"]):
         raise field_error("content", "each content part must be {'type': 'text', 'text': string}")
     return str(part["text"])
@@ -81,7 +79,8 @@ def _template_variables(value: Any) -> dict[str, Any]:
     for name, item in value.items():
         if len(name) > length.high or is_reserved(name):
             raise field_error(
-                "chat_template_kwargs", "holds a name that a template variable may not have"
+                "chat_template_kwargs",
+                "contains a name that is not allowed for a template variable",
             )
         _check_template_value(item)
     return value
@@ -92,7 +91,9 @@ def _check_template_value(item: Any) -> None:
     length = COUNTS["template_text"]
     if isinstance(item, str):
         if not is_text(item):
-            raise field_error("chat_template_kwargs", "holds a lone surrogate; it is no valid text")
+            raise field_error(
+                "chat_template_kwargs", "contains a lone surrogate, which is not valid Unicode"
+            )
         if len(item) > length.high:
             raise field_error(
                 "chat_template_kwargs", f"each text must have {length.describe()} characters"
@@ -106,7 +107,7 @@ def _check_template_value(item: Any) -> None:
 
 def _modalities(value: Any) -> None:
     if value is not None and value != ["text"]:
-        raise field_error("not_built", "anything but ['text'] is not built in this server")
+        raise field_error("not_built", "anything but ['text'] is not supported")
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -194,14 +195,12 @@ class ChatMessage(Strict):
     @model_validator(mode="after")
     def _belongs_to_its_role(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
-            raise refused_field("tool_calls", "belongs to a message of role 'assistant'")
+            raise refused_field("tool_calls", "is only allowed in a message of role 'assistant'")
         if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise refused_field(
-                "tool_call_id", "belongs to a message of role 'tool', which needs it"
-            )
+            raise refused_field("tool_call_id", "must be given with role 'tool', and only there")
         if self.content is None and not self.tool_calls:
             raise refused_field(
-                "content", "is missing; only a message with tool_calls may have none"
+                "content", "is missing; only a message with tool_calls may leave it out"
             )
         return self
 
@@ -295,9 +294,7 @@ class ChatRequest(SamplingFields):
             wrong = "needs a last message of role assistant, and no add_generation_prompt"
             raise bad_field("continue_final_message", f"continue_final_message {wrong}")
         if self.continues and self.messages[-1].tool_calls:
-            raise bad_field(
-                "messages", "the last message has tool_calls: their results have to follow"
-            )
+            raise bad_field("messages", "the last message has tool_calls; add their results")
         self._check_tools()
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs is only allowed when logprobs is true")
@@ -314,7 +311,8 @@ class ChatRequest(SamplingFields):
             )
         if names and self.answer_format and "json_schema" not in self.answer_format:
             raise bad_field(
-                "tools", "tools go with an answer in JSON, not with a regex, a grammar or a choice"
+                "tools",
+                "tools can be combined with a JSON schema, not with a regex, a grammar or a choice",
             )
 
     @property

@@ -111,7 +111,8 @@ class CompletionRequest(SamplingFields):
         if self.stream and self.num_sequences > self.num_choices:
             raise bad_field(
                 "best_of",
-                f"best_of={self.best_of} above n cannot be streamed: the best is known last",
+                f"best_of={self.best_of} above n cannot be streamed: the best sequences are known "
+                "only at the end",
             )
         exact = (
             "logprobs"
@@ -121,14 +122,14 @@ class CompletionRequest(SamplingFields):
             else None
         )
         if self.echo and exact and self.mode is GenerationMode.CHUNK_KV_REUSE:
-            why = f"is approximate, and echo with {exact} needs exact keys and values"
+            why = f"is approximate, but echo with {exact} needs exact KV"
             raise bad_field("kvboost", f"kvboost.mode 'chunk_kv_reuse' {why}")
         total = self.num_sequences * len(self.prompt)
         limit = COUNTS["sequences"]
         if total > limit.high:
             raise bad_field(
                 "n",
-                f"prompts times n or best_of make {total} sequences; at most {limit.high} are "
+                f"prompts times n or best_of are {total} sequences; at most {limit.high} are "
                 "allowed",
             )
 

@@ -47,7 +47,7 @@ NO_IMAGES = "images are not supported; this server takes text only"
 """Message for an image in a request."""
 
 _IGNORED = Foreign("", ignored=True)
-_SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
+_SAMPLER = "this sampler is not supported; use temperature, top_p, top_k and min_p"
 _TEMPLATE = "the model's own chat template is used; its variables go in chat_template_kwargs"
 
 GENERATING: dict[str, Foreign] = {
@@ -75,22 +75,22 @@ GENERATING: dict[str, Foreign] = {
     "post_sampling_probs": Foreign("log probabilities are the model's own", (False,)),
     "n_keep": Foreign("the context is never shifted", (0, -1)),
     "n_discard": Foreign("the context is never shifted", (0,)),
-    "n_indent": Foreign("not built in this server", (0,)),
+    "n_indent": Foreign("infill has no such option", (0,)),
     "t_max_predict_ms": Foreign("use --request-timeout", (0,)),
     "id_slot": _IGNORED,
     "timings_per_token": _IGNORED,
-    "response_fields": Foreign("answers are always whole", ([],)),
-    "lora": Foreign("adapters are not built in this server", ([],)),
+    "response_fields": Foreign("answers always have all fields", ([],)),
+    "lora": Foreign("LoRA adapters are not supported", ([],)),
     "image_data": Foreign(NO_IMAGES, ([],)),
     # vLLM
     "min_tokens": Foreign("use ignore_eos with max_tokens for an answer of one length", (0,)),
     "use_beam_search": Foreign("use n or best_of with a temperature", (False,)),
-    "length_penalty": Foreign("there is no beam search", (1,)),
-    "early_stopping": Foreign("there is no beam search", (False,)),
+    "length_penalty": Foreign("beam search is not supported", (1,)),
+    "early_stopping": Foreign("beam search is not supported", (False,)),
     "skip_special_tokens": Foreign("use return_token_ids and /detokenize", (True,)),
     "spaces_between_special_tokens": _IGNORED,
     "include_stop_str_in_output": Foreign("the text ends before the stop string", (False,)),
-    "truncate_prompt_tokens": Foreign("cut the prompt before it is sent", (-1,)),
+    "truncate_prompt_tokens": Foreign("shorten the prompt before sending it", (-1,)),
     "prompt_logprobs": Foreign("use echo with logprobs in /v1/completions"),
     "allowed_token_ids": Foreign("use logit_bias", ([],)),
     "bad_words": Foreign("use logit_bias", ([],)),
@@ -102,14 +102,14 @@ GENERATING: dict[str, Foreign] = {
     "prompt_embeds": Foreign("send text or token ids"),
     "request_id": _IGNORED,
     # Ollama
-    "options": Foreign("put its fields beside the others"),
+    "options": Foreign("put its fields at the top level of the body"),
     "num_ctx": Foreign("the context is the model's, see max_model_len of /v1/models"),
     "keep_alive": _IGNORED,
     "format": Foreign("use response_format", ("",)),
     "raw": Foreign("use /v1/completions", (False,)),
     "system": Foreign("send a message with role 'system' to /v1/chat/completions", ("",)),
     "template": Foreign(_TEMPLATE, ("",)),
-    "context": Foreign("send the whole prompt; what is cached costs nothing", ([],)),
+    "context": Foreign("send the whole prompt; cached tokens are not recomputed", ([],)),
     "think": Foreign("use chat_template_kwargs, such as {'enable_thinking': false}"),
     "images": Foreign(NO_IMAGES, ([],)),
     # OpenAI's other API
@@ -148,7 +148,7 @@ def known_fields(value: Any, fields: Collection[str], foreign: Mapping[str, Fore
         if not about.ignored and not any(
             type(item) is type(ok) and item == ok for ok in _spellings(about.harmless)
         ):
-            raise refused_field(name, f"is not taken: {about.instead}")
+            raise refused_field(name, f"is not accepted: {about.instead}")
     return kept
 
 
@@ -161,11 +161,11 @@ def _unknown(names: list[str], fields: Iterable[str]) -> PydanticCustomError:
     shown = ", ".join(repr(name[:_SHOWN_LENGTH]) for name in itertools.islice(names, _SHOWN))
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     first = names[0][:_SHOWN_LENGTH]
-    what = "is no field of this request"
+    what = "is not a field of this request"
     if meant := nearest(first, fields) if first else "":
         what += f"; did you mean {meant!r}?"
     if len(names) > 1:
-        what += f"; unknown here: {shown}{rest}"
+        what += f"; unknown fields: {shown}{rest}"
     return refused_field(first, what)
 
 

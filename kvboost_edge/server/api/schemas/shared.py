@@ -61,32 +61,28 @@ _DAY_SECONDS = 24 * 3600.0
 
 def _refuse(value: Any) -> None:
     if value is not None:
-        raise field_error("not_built", "not built in this server; leave it out")
+        raise field_error("not_built", "not supported; leave it out")
 
 
 def _only_false(value: bool) -> bool:
     if value:
-        raise field_error("not_built", "true is not built in this server; leave it out")
+        raise field_error("not_built", "true is not supported; leave it out")
     return value
 
 
 def _only_empty(value: Any) -> None:
     if value is not None and value != []:
-        raise field_error(
-            "not_built", "anything but an empty list is not built in this server; leave it out"
-        )
+        raise field_error("not_built", "anything but an empty list is not supported; leave it out")
 
 
 def _only_none(value: Any) -> None:
     if value is not None and value != "none":
-        raise field_error(
-            "not_built", "anything but 'none' is not built in this server; leave it out"
-        )
+        raise field_error("not_built", "anything but 'none' is not supported; leave it out")
 
 
 def _only_one(value: Any) -> None:
     if value is not None and (type(value) is not int or value != 1):
-        raise field_error("not_built", "anything but 1 is not built in this server; leave it out")
+        raise field_error("not_built", "anything but 1 is not supported; leave it out")
 
 
 def or_null(schema: dict[str, Any]) -> WithJsonSchema:
@@ -120,7 +116,7 @@ def is_text(value: Any) -> bool:
 def check_text(value: str) -> str:
     """Return the string; raise an error if it is not valid Unicode."""
     if not is_text(value):
-        raise field_error("text", "holds a lone surrogate; it is no valid text")
+        raise field_error("text", "contains a lone surrogate, which is not valid Unicode")
     return value
 
 
@@ -355,9 +351,7 @@ class SamplingFields(Strict):
         if self.kvboost is not None:
             self.kvboost.check_together(self.cache_prompt)
         if isinstance(found := self._answer_formats(), tuple):
-            raise bad_field(
-                found[1], f"{found[0]} and {found[1]} are both given; an answer fits one of them"
-            )
+            raise bad_field(found[1], f"{found[0]} and {found[1]} are both given; give one of them")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ApiError for a token id outside of the vocabulary."""
@@ -365,7 +359,7 @@ class SamplingFields(Strict):
             if ids and max(ids) >= vocab_size:
                 raise bad_field(
                     name,
-                    f"token id {max(ids)} is outside of the model's vocabulary 0..{vocab_size - 1}",
+                    f"token id {max(ids)} is outside the model's vocabulary 0..{vocab_size - 1}",
                 )
 
     @property

@@ -77,7 +77,7 @@ class TokenizeRequest(Strict):
                 and getattr(self, name) is not None
                 and given[0] not in kinds
             ):
-                raise bad_field(name, f"{name} goes with {' or '.join(kinds)}, not with {given[0]}")
+                raise bad_field(name, f"{name} applies to {' or '.join(kinds)}, not to {given[0]}")
 
     @property
     def with_special_tokens(self) -> bool:
@@ -118,7 +118,7 @@ class UnpinRequest(Strict):
     def _check_of_messages(self, other: str, given: object) -> None:
         for name in ("chat_template_kwargs", "tools", "add_generation_prompt"):
             if given is not None and getattr(self, name) is not None:
-                raise bad_field(name, f"{name} goes with messages, not with {other}")
+                raise bad_field(name, f"{name} applies to messages, not to {other}")
 
 
 Document = Annotated[Text, Field(min_length=1)] | Annotated[TokenIds, AfterValidator(_few_tokens)]
@@ -206,14 +206,12 @@ class WarmRequest(UnpinRequest):
         elif (self.text, self.messages) != (None, None):
             raise bad_field("documents", "give exactly one of text, messages and documents")
         if self.position_offset and self.text is None:
-            raise bad_field("position_offset", "position_offset goes with text")
+            raise bad_field("position_offset", "position_offset needs text")
         if self.alone is not None and self.pin:
-            raise bad_field(
-                "pin", f"pin keeps prompts that are found from their beginning, not {self.alone}"
-            )
+            raise bad_field("pin", f"pin applies to prompts, not to {self.alone}")
         self._check_of_messages("documents", self.documents)
         if self.ttl is not None and not self.pin:
-            raise bad_field("ttl", "ttl is how long a pin lasts; it goes with pin: true")
+            raise bad_field("ttl", "ttl needs pin: true")
 
 
 class ResetRequest(Strict):

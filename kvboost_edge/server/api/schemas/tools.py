@@ -61,7 +61,8 @@ def _name(kind: str, value: Any) -> str:
     length = COUNTS["tool_name"]
     if not isinstance(value, str) or not _NAME.fullmatch(value) or len(value) > length.high:
         raise field_error(
-            kind, f"a function's name has {length.describe()} letters, digits, '_', '-' and '.'"
+            kind,
+            f"a function's name must have {length.describe()} letters, digits, '_', '-' and '.'",
         )
     return value
 
@@ -82,7 +83,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
         raise field_error("tools", f"names the function {twice!r} twice")
     size = size_of_tools(tools)
     if not _is_text(tools):
-        raise field_error("tools", "holds a lone surrogate; it is no valid text")
+        raise field_error("tools", "contains a lone surrogate, which is not valid Unicode")
     if size > COUNTS["tools_text"].high:
         raise field_error(
             "tools", f"has {size} characters; at most {COUNTS['tools_text'].high} are allowed"
@@ -93,9 +94,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 def _tool(value: Any) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise field_error(
-            "not_built", "tools other than type 'function' are not built in this server"
-        )
+        raise field_error("not_built", "tools other than type 'function' are not supported")
     if kind != "function" or not value.keys() <= {"type", "function"}:
         raise field_error(
             "tools", "each must be {'type': 'function', 'function': {'name': …, 'parameters': …}}"
@@ -108,7 +107,7 @@ def _tool(value: Any) -> dict[str, Any]:
         "strict",
     }:
         raise field_error(
-            "tools", "a function has a name, and may have description, parameters and strict"
+            "tools", "a function must have a name, and may have description, parameters and strict"
         )
     description = function.get("description")
     parameters = function.get("parameters")
@@ -187,10 +186,12 @@ def _called(value: Any) -> Called:
     arguments = function.get("arguments") or "{}"
     if not isinstance(call_id, str) or len(call_id) > COUNTS["tool_call_id"].high:
         raise field_error(
-            "tool_calls", f"an id has at most {COUNTS['tool_call_id'].high} characters"
+            "tool_calls", f"an id may have at most {COUNTS['tool_call_id'].high} characters"
         )
     if len(arguments) > COUNTS["text"].high:
-        raise field_error("tool_calls", f"arguments have at most {COUNTS['text'].high} characters")
+        raise field_error(
+            "tool_calls", f"arguments may have at most {COUNTS['text'].high} characters"
+        )
     try:
         given = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -31,7 +31,10 @@ async def test_results_find_their_calls_in_order_and_by_name(app, speaker):
         assert second["prompt_eval_count"] > first["prompt_eval_count"] + first["eval_count"]
     body["messages"][-1] = {"role": "tool", "content": "", "tool_name": "x"}
     answer = await app.post(CHAT.path, json=body)
-    assert (answer.status_code, "no call before it waits" in answer.json()["error"]) == (400, True)
+    assert (
+        answer.status_code,
+        "a tool result without a call before it" in answer.json()["error"],
+    ) == (400, True)
 
 
 async def test_generate_answers_a_prompt_or_goes_on_with_it(app, speaker):

@@ -103,7 +103,7 @@ def _refusing(*built: str) -> BeforeValidator:
             raise field_error("not_built", NO_IMAGES)
         if isinstance(kind, str) and kind not in built:
             message = (
-                f"blocks of type {kind[:64]!r} are not built here in this place; known: "
+                f"blocks of type {kind[:64]!r} are not supported here; supported: "
                 f"{', '.join(built)}"
             )
             raise field_error("not_built", message)
@@ -181,7 +181,7 @@ class UserMessage(Strict):
     def _results_come_first(self) -> UserMessage:
         kinds = [block.type for block in blocks_of(self)]
         if kinds != sorted(kinds, reverse=True):  # "tool_result" before "text"
-            raise refused_field("content", "has a tool_result behind text; results come first")
+            raise refused_field("content", "has a tool_result after text; put results first")
         return self
 
 

@@ -24,17 +24,17 @@ from kvboost_edge.server.api.schemas.strict import Strict, bad_field, field_erro
 __all__ = ["CountTokensRequest", "MessagesRequest", "Prompted"]
 
 _IGNORED = Foreign("", ignored=True)
-_SERVERS = "what Anthropic's servers run is not built here"
+_SERVERS = "features of Anthropic's servers are not supported"
 _FOREIGN: dict[str, Foreign] = {
     "container": Foreign(_SERVERS),
     "mcp_servers": Foreign(_SERVERS, ([],)),
-    "fallbacks": Foreign("one model is served", ([],)),
-    "speed": Foreign("there is one speed", ("standard",)),
+    "fallbacks": Foreign("fallback models are not supported", ([],)),
+    "speed": Foreign("only 'standard' is supported", ("standard",)),
     "output_format": Foreign("use output_config.format"),
     "prompt": Foreign("send messages"),
     "max_tokens_to_sample": Foreign("use max_tokens"),
     "stop": Foreign("use stop_sequences", ([],)),
-    "n": Foreign("one message is answered", (1,)),
+    "n": Foreign("an answer has one message", (1,)),
     "response_format": Foreign("use output_config.format"),
     **dict.fromkeys(
         (
@@ -66,7 +66,7 @@ def _own_tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "custom":
         message = (
-            f"tools of type {kind[:64]!r} are Anthropic's own; give one with a name and an "
+            f"tools of type {kind[:64]!r} are Anthropic's own; give a tool with a name and an "
             "input_schema"
         )
         raise field_error("not_built", message)
@@ -79,7 +79,7 @@ def _unmanaged(value: Any) -> None:
         value.get("edits", []) if isinstance(value, dict) and value.keys() <= {"edits"} else None
     )
     if value is not None and edits not in ([], [_KEEP_ALL]):
-        raise field_error("not_built", f"edits other than {_KEEP_ALL} are not built in this server")
+        raise field_error("not_built", f"edits other than {_KEEP_ALL} are not supported")
 
 
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -120,7 +120,7 @@ class Tool(Marked):
 
     foreign = {  # noqa: RUF012
         "allowed_callers": Foreign(_SERVERS, (["direct"],)),
-        "defer_loading": Foreign("all tools are shown", (False,)),
+        "defer_loading": Foreign("the model sees all tools", (False,)),
         "eager_input_streaming": _IGNORED,
         "input_examples": _IGNORED,
     }
@@ -198,7 +198,7 @@ class Prompted(Strict):
         if count > most:
             raise bad_field(
                 "cache_control",
-                f"cache_control stands in {count} places; at most {most} are allowed",
+                f"cache_control is given {count} times; at most {most} are allowed",
             )
 
     def _marks(self) -> Iterator[CacheControl]:

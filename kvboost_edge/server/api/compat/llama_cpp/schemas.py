@@ -77,7 +77,7 @@ _FOREIGN = {
 
 _FOREIGN_TO_INFILL = {
     **_FOREIGN,
-    "input_extra": Foreign("put what the model should know into input_prefix", ([],)),
+    "input_extra": Foreign("put the context into input_prefix", ([],)),
     "chunks": Foreign("use input_prefix", ([],)),
 }
 
@@ -100,7 +100,7 @@ def _pieces(value: Any) -> Pieces:
             found.append([part])
         else:
             raise field_error(
-                "prompt", "holds what is neither a text with a character in it nor a token id"
+                "prompt", "must hold only token ids and texts of at least one character"
             )
     size = sum(map(len, found))
     if size > COUNTS["text"].high:
@@ -113,7 +113,7 @@ def _pieces(value: Any) -> Pieces:
     if len(found) > COUNTS["parts"].high:
         raise field_error(
             "prompt",
-            f"has {len(found)} texts and runs of ids; at most {COUNTS['parts'].high} are read",
+            f"has {len(found)} texts and runs of ids; at most {COUNTS['parts'].high} are allowed",
         )
     return found
 

@@ -133,8 +133,7 @@ def _ids(
         if isinstance(piece, list):
             if max(piece) >= vocab_size:
                 wrong = (
-                    f"token id {max(piece)} is outside of the model's vocabulary "
-                    f"0..{vocab_size - 1}"
+                    f"token id {max(piece)} is outside the model's vocabulary 0..{vocab_size - 1}"
                 )
                 raise bad_field(field, f"{field}: {wrong}")
             ids += piece
@@ -144,5 +143,5 @@ def _ids(
         except RequestError as error:
             raise bad_field(field, str(error)) from error
     if not ids:
-        raise bad_field(field, "the tokenizer makes no token of this text")
+        raise bad_field(field, "the tokenizer returns no tokens for this text")
     return ids

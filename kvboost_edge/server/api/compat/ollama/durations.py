@@ -19,7 +19,7 @@ _PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)(h|ms|m|s|us|µs|ns)")
 _NUMBER = re.compile(r"-?[0-9]{1,12}(?:\.[0-9]{0,12})?")
 _WRONG = (
     'must be seconds, or a duration such as "5m" or "1h30m"; '
-    "0 unloads the model behind the answer, -1 never"
+    "0 unloads the model after the answer, -1 keeps it loaded"
 )
 
 
@@ -36,7 +36,8 @@ def _seconds(value: Any) -> float | None:
     # Compared without conversion, because an integer of hundreds of digits overflows a float.
     if not BOUNDS["keep_alive"].low <= seconds <= BOUNDS["keep_alive"].high:
         raise field_error(
-            "keep_alive", f"must be at most {BOUNDS['keep_alive'].high:g} seconds, or -1 for ever"
+            "keep_alive",
+            f"must be at most {BOUNDS['keep_alive'].high:g} seconds, or -1 for no limit",
         )
     return math.inf if seconds < 0 else float(seconds)
 

@@ -16,7 +16,7 @@ from kvboost_edge.server.api.schemas.tools import Tools
 __all__ = ["OllamaChat", "OllamaGenerate", "OllamaMessage", "OllamaShow", "Options"]
 
 _IGNORED = Foreign("", ignored=True)
-_SAMPLER = "this server has no such sampler; use temperature, top_p, top_k and min_p"
+_SAMPLER = "this sampler is not supported; use temperature, top_p, top_k and min_p"
 _LOADING = (
     *(
         "numa",
@@ -39,18 +39,18 @@ _OPTIONS = {
     "tfs_z": Foreign(_SAMPLER, (1,)),
     "typical_p": Foreign(_SAMPLER, (1,)),
     "repeat_last_n": Foreign("repeat_penalty looks at the whole prompt and output", (-1,)),
-    "penalize_newline": Foreign("it cannot be left out of repeat_penalty", (True,)),
+    "penalize_newline": Foreign("repeat_penalty always includes line ends", (True,)),
 }
-_TEMPLATE = "the model's own chat template is used; for a prompt as it is say raw: true"
+_TEMPLATE = "the model's own chat template is used; set raw: true to send a prompt without it"
 _FOREIGN = {
     "logprobs": Foreign("use /v1/chat/completions", (False,)),
     "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
     "images": Foreign(NO_IMAGES, ([],)),
     "template": Foreign(_TEMPLATE, ("",)),
     "context": Foreign(
-        "send the whole conversation to /api/chat; what is cached costs nothing", ([],)
+        "send the whole conversation to /api/chat; cached tokens are not recomputed", ([],)
     ),
-    "suffix": Foreign("use /infill with a model that has such tokens", ("",)),
+    "suffix": Foreign("use /infill with a model that has infill tokens", ("",)),
     "width": Foreign(NO_IMAGES, (0,)),
     "height": Foreign(NO_IMAGES, (0,)),
     "steps": Foreign(NO_IMAGES, (0,)),

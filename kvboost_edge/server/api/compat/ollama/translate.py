@@ -81,7 +81,9 @@ def prompt_of(body: OllamaGenerate) -> CompletionRequest:
     """
     for name in ("system", "think"):
         if getattr(body, name):
-            raise bad_field(name, f"{name} needs the model's chat template; leave it out, or raw")
+            raise bad_field(
+                name, f"{name} needs the model's chat template; leave out {name}, or raw"
+            )
     shared = _shared(body)
     shared.pop("chat_template_kwargs")
     return completion_request(prompt=body.prompt, **shared)
@@ -95,7 +97,7 @@ def log_reduced_context(options: Options, engine: Engine) -> None:
     _TOLD.add(engine)
     log_facts(
         logging.WARNING,
-        "num_ctx is more than the context, which is used; this is logged once",
+        "num_ctx exceeds the model's context and is reduced to it (logged once)",
         num_ctx=options.num_ctx,
         context=context,
     )
@@ -171,9 +173,7 @@ def _answered(waiting: deque[tuple[str, str]], name: str | None, at: int) -> str
     """
     chosen = next((call for call in waiting if name in (None, call[1])), None)
     if chosen is None:
-        raise bad_field(
-            "messages", f"messages.{at} is a tool's result, and no call before it waits for one"
-        )
+        raise bad_field("messages", f"messages.{at} is a tool result without a call before it")
     waiting.remove(chosen)
     return chosen[0]
 
@@ -183,5 +183,5 @@ def _written(arguments: Json, at: int) -> str:
         return json.dumps(arguments, ensure_ascii=False)
     except RecursionError:
         raise bad_field(
-            "messages", f"messages.{at}: the arguments of a call are nested too deep"
+            "messages", f"messages.{at}: the arguments of a call are nested too deeply"
         ) from None

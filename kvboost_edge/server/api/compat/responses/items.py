@@ -76,7 +76,7 @@ def _item(value: Any, number: int) -> Json:
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(_KINDS)
         raise field_error(
-            "not_built", f"{where} has a type that is not built in this server; there are {known}"
+            "not_built", f"{where} has a type that is not supported; supported: {known}"
         )
     allowed, read = _KINDS[kind]
     given = {name: item for name, item in value.items() if item is not None}
@@ -85,7 +85,7 @@ def _item(value: Any, number: int) -> Json:
     ):
         raise field_error(
             "items",
-            f"{where}, of type {kind!r}, has a member {unknown[:64]!r} that is not known here",
+            f"{where}, of type {kind!r}, has the unknown member {unknown[:64]!r}",
         )
     for name in ("id", "status"):
         _text(given.get(name, "-"), f"{where}: {name}", "tool_call_id")
@@ -165,8 +165,7 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> Json:
         raise field_error("not_built", f"{where}: {NO_IMAGES}")
     if isinstance(kind, str) and kind not in kinds:
         message = (
-            f"{where}: parts of type {kind[:64]!r} are not built in this server; there are "
-            f"{', '.join(kinds)}"
+            f"{where}: parts of type {kind[:64]!r} are not supported; supported: {', '.join(kinds)}"
         )
         raise field_error("not_built", message)
     if not isinstance(kind, str) or not part.keys() <= {"type", _PARTS[kind]} | _BESIDE:

@@ -25,7 +25,7 @@ from kvboost_edge.server.api.schemas.strict import Strict, field_error
 
 __all__ = ["Reasoning", "ResponseRequest", "StreamOptions"]
 
-_CONVERSATION = "conversations are not held as such; use previous_response_id"
+_CONVERSATION = "conversations are not supported; use previous_response_id"
 _FOREIGN = {
     "client_metadata": Foreign("", ignored=True),  # codex identifies itself there
     "messages": Foreign("send input, or messages to /v1/chat/completions"),
@@ -35,12 +35,14 @@ _FOREIGN = {
     "reasoning_effort": Foreign("use reasoning.effort"),
     "conversation": Foreign(_CONVERSATION),
     "prompt": Foreign("there are no stored prompts; send instructions and input"),
-    "max_tool_calls": Foreign("the model calls functions only, which you run"),
-    "n": Foreign("a response is one answer; ask again for another", (1,)),
+    "max_tool_calls": Foreign("the model calls only functions, which the client runs"),
+    "n": Foreign("a response has one answer; send another request", (1,)),
     "stop": Foreign("responses have no stop strings; use /v1/chat/completions"),
     "logprobs": Foreign("use /v1/chat/completions", (False,)),
     "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
-    "context_management": Foreign("the context is never cut; what does not fit is refused", ([],)),
+    "context_management": Foreign(
+        "the context is never truncated; longer conversations are refused", ([],)
+    ),
 }
 
 
@@ -48,7 +50,7 @@ def _truncation(value: Any) -> str:
     if value != "disabled":
         raise field_error(
             "not_built",
-            "anything but 'disabled' is not built in this server: nothing is cut silently",
+            "only 'disabled' is supported: nothing is truncated silently",
         )
     return "disabled"
 
@@ -56,10 +58,7 @@ def _truncation(value: Any) -> str:
 def _include(value: Any) -> list[str]:
     """Accept only values that need no extra output: reasoning is in the output items anyway."""
     if not isinstance(value, list) or any(one != "reasoning.encrypted_content" for one in value):
-        message = (
-            "holds what is not built in this server; 'reasoning.encrypted_content' is taken and "
-            "changes nothing"
-        )
+        message = "may only hold 'reasoning.encrypted_content', which has no effect"
         raise field_error("not_built", message)
     return value
 

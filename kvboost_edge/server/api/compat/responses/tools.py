@@ -100,7 +100,7 @@ def _tools_of(tool: Any) -> list[Json]:
     if isinstance(kind, str) and kind not in ("function", "namespace"):
         raise field_error(
             "not_built",
-            f"tools of type {kind[:64]!r} are not built in this server; use type 'function'",
+            f"tools of type {kind[:64]!r} are not supported; use type 'function'",
         )
     if kind == "function":
         return [_function(tool)]
@@ -111,14 +111,14 @@ def _tools_of(tool: Any) -> list[Json]:
     if not isinstance(name, str) or not name or not isinstance(inner, list) or not inner:
         raise field_error("tools", "a namespace must have a name and a list of tools")
     if any(not isinstance(one, dict) or one.get("type") != "function" for one in inner):
-        raise field_error("tools", "a namespace holds tools of type 'function'")
+        raise field_error("tools", "a namespace may only hold tools of type 'function'")
     return [{**_function(one), "namespace": name} for one in inner]
 
 
 def _function(tool: Json) -> Json:
     if not tool.keys() <= _FUNCTION or not isinstance(tool.get("name"), str):
         raise field_error(
-            "tools", "a function has a name, and may have description, parameters and strict"
+            "tools", "a function must have a name, and may have description, parameters and strict"
         )
     whole = {"description": None, "parameters": None, "strict": None}
     return {"type": "function", "name": tool["name"], **whole, **tool}
@@ -154,7 +154,7 @@ def _text(value: Any) -> Json:
     if value.get("verbosity") not in (None, "medium"):
         raise field_error(
             "not_built",
-            "text.verbosity other than 'medium' is not built in this server; say it in words",
+            "text.verbosity other than 'medium' is not supported; ask for it in the prompt",
         )
     form: Any = value.get("format")
     kind = form.get("type") if isinstance(form, dict) else None

@@ -93,7 +93,7 @@ def messages_of(instructions: str | None, items: Sequence[Mapping[str, Any]]) ->
             if item["call_id"] not in called:
                 raise bad_field(
                     "input",
-                    f"input has the output of {item['call_id']!r} and no such call before it",
+                    f"input has an output of {item['call_id']!r} without a call before it",
                 )
             messages.append(
                 {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
