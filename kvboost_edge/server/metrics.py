@@ -93,26 +93,26 @@ _REQUEST: tuple[float, ...] = (
 _REQUEST += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 # Fields of TierStats: metric names and help texts.
 _TIER_GAUGES = {
-    "blocks": ("blocks", "Blocks a tier holds."),
-    "bytes": ("bytes", "Bytes a tier takes."),
-    "max_bytes": ("max_bytes", "Bytes a tier may take."),
-    "writable": ("writable", "1 while a tier stores blocks."),
+    "blocks": ("blocks", "Blocks in the tier."),
+    "bytes": ("bytes", "Bytes in the tier."),
+    "max_bytes": ("max_bytes", "Limit of the bytes in the tier."),
+    "writable": ("writable", "1 if the tier stores blocks."),
 }
 _TIER_COUNTERS = {
-    "read_blocks": ("read_blocks", "Blocks a tier gave back, verified."),
-    "read_bytes": ("read_bytes", "Their bytes."),
-    "written_blocks": ("written_blocks", "Blocks stored in a tier."),
-    "written_bytes": ("written_bytes", "Their bytes."),
-    "missing": ("missing_blocks", "Blocks a tier was asked for and had not."),
+    "read_blocks": ("read_blocks", "Blocks read from the tier and verified."),
+    "read_bytes": ("read_bytes", "Bytes read from the tier and verified."),
+    "written_blocks": ("written_blocks", "Blocks stored in the tier."),
+    "written_bytes": ("written_bytes", "Bytes stored in the tier."),
+    "missing": ("missing_blocks", "Blocks requested from the tier and not found."),
     "refused": (
         "refused_blocks",
-        "Blocks that were damaged or not what was asked for, and were dropped.",
+        "Blocks that were damaged or did not match, and were dropped.",
     ),
-    "evicted": ("evicted_blocks", "Blocks a tier dropped for room."),
-    "not_written": ("unstored_blocks", "Blocks a tier could not store."),
-    "errors": ("errors", "Failed operations of a tier's device or connection."),
+    "evicted": ("evicted_blocks", "Blocks evicted from the tier."),
+    "not_written": ("unstored_blocks", "Blocks that could not be stored in the tier."),
+    "errors": ("errors", "Failed operations of the tier's device or connection."),
 }
-_IN_USE = "Share of the blocks that requests and pins use; cached ones count as free"
+_IN_USE = "Share of blocks used by requests or pins; cached blocks count as free"
 
 # vLLM's names of our finish reasons.
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "abort"}
@@ -130,19 +130,19 @@ class Metrics:
         self._speeds = Speeds()
         self._hits = Counter(
             "kvboost:hit_tokens",
-            "Prompt tokens found in a tier.",
+            "Prompt tokens found in the pool or a tier.",
             ["model_name", "tier"],
             registry=self.registry,
         )
         self._misses = Counter(
             "kvboost:misses",
-            "Requests by why the rest of the prompt was computed.",
+            "Requests by the reason why prompt tokens were computed.",
             ["model_name", "reason"],
             registry=self.registry,
         )
         self._causes = Counter(
             "kvboost:prompt_causes",
-            "Requests by where their prompt left what was asked before.",
+            "Requests by cause of the cache miss.",
             ["model_name", "cause"],
             registry=self.registry,
         )
@@ -225,13 +225,15 @@ class _RequestMetrics:
         )
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._first_token = histogram(
-            "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN
+            "time_to_first_token_seconds", "Time to first token (TTFT).", _FIRST_TOKEN
         )
         self._between = histogram(
-            "inter_token_latency_seconds", "Time between two tokens.", _PER_TOKEN
+            "inter_token_latency_seconds", "Time between consecutive tokens.", _PER_TOKEN
         )
-        self._total = histogram("e2e_request_latency_seconds", "Time from entry to end.", _REQUEST)
-        self._queue = histogram("request_queue_time_seconds", "Time spent waiting.", _REQUEST)
+        self._total = histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the last token.", _REQUEST
+        )
+        self._queue = histogram("request_queue_time_seconds", "Time in the queue.", _REQUEST)
         self._prefill = histogram(
             "request_prefill_time_seconds", "Time spent on the prompt.", _REQUEST
         )
@@ -275,17 +277,17 @@ class _ReuseMetrics:
             )
 
         requests = Counter(
-            "kvboost:requests", "Requests by what ran.", ["model_name", "mode"], registry=registry
+            "kvboost:requests", "Requests by mode.", ["model_name", "mode"], registry=registry
         )
         self._requests = {mode: requests.labels(model_name, mode.value) for mode in GenerationMode}
         self._span_tokens = counter(
-            "reused_span_tokens", "Prompt tokens shared at other positions: approximate."
+            "reused_span_tokens", "Prompt tokens reused at other positions (approximate)."
         )
         self._recomputed = counter(
-            "recomputed_tokens", "Prompt tokens found at other positions and computed anew."
+            "recomputed_tokens", "Prompt tokens found at other positions and recomputed."
         )
         self._probe_seconds = counter(
-            "probe_seconds", "Time spent on choosing those, one layer of the model."
+            "probe_seconds", "Time spent on choosing tokens to recompute (deviation scoring)."
         )
 
     def observe(self, result: GenerationResult) -> None:
@@ -338,10 +340,14 @@ class _EngineCollector(Collector):
 
     def _of_server(self, engine: Engine, admission: AdmissionQueue) -> Iterator[Metric]:
         alive = float(engine.is_alive())
-        yield self._gauge("kvboost:engine_alive", "1 while the engine computes requests.", alive)
-        yield self._gauge("kvboost:sequences_in_flight", "Admitted sequences.", admission.sequences)
+        yield self._gauge("kvboost:engine_alive", "1 while the engine runs.", alive)
         yield self._gauge(
-            "kvboost:tokens_in_flight", "Their tokens, estimated at admission.", admission.tokens
+            "kvboost:sequences_in_flight", "Sequences in flight.", admission.sequences
+        )
+        yield self._gauge(
+            "kvboost:tokens_in_flight",
+            "Tokens of the sequences in flight, estimated at admission.",
+            admission.tokens,
         )
         refused = admission.refused
         held = admission.groups.held
@@ -352,21 +358,21 @@ class _EngineCollector(Collector):
 
     def _by_vllm(self, stats: dict[str, Any], cache_dtype: str) -> Iterator[Metric]:
         gauges = {
-            "num_requests_running": ("Requests that are computed.", stats["num_running"]),
-            "num_requests_waiting": ("Requests that wait.", stats["num_waiting"]),
+            "num_requests_running": ("Running requests.", stats["num_running"]),
+            "num_requests_waiting": ("Waiting requests.", stats["num_waiting"]),
             "kv_cache_usage_perc": (
-                f"{_IN_USE}; 1 is all of them.",
+                f"{_IN_USE}. 1 means all.",
                 stats["block_utilization"],
             ),
         }
         queries = stats["hit_tokens"] + stats["span_tokens"] + stats["miss_tokens"]
         counters = {
-            "prefix_cache_queries": ("Prompt tokens looked up.", queries),
-            "prefix_cache_hits": ("Prompt tokens found.", stats["hit_tokens"]),
-            "spec_decode_num_draft_tokens": ("Tokens guessed ahead.", stats["drafted_tokens"]),
-            "spec_decode_num_accepted_tokens": ("Those that were right.", stats["accepted_tokens"]),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats["hit_tokens"]),
+            "spec_decode_num_draft_tokens": ("Proposed draft tokens.", stats["drafted_tokens"]),
+            "spec_decode_num_accepted_tokens": ("Accepted draft tokens.", stats["accepted_tokens"]),
             "num_preemptions": (
-                "Requests that lost their blocks and were computed anew.",
+                "Requests that lost their blocks and were recomputed.",
                 stats["preemptions"],
             ),
         }
@@ -395,9 +401,12 @@ class _EngineCollector(Collector):
             "tokens_predicted_seconds": ("Time spent on outputs.", speeds.output_seconds),
         }
         gauges = {
-            "prompt_tokens_seconds": ("Prompt tokens a second, last minute.", prompt_speed),
+            "prompt_tokens_seconds": (
+                "Prompt tokens per second, over the last minute.",
+                prompt_speed,
+            ),
             "predicted_tokens_seconds": (
-                "Generated tokens a second and request, last minute.",
+                "Generated tokens per second of one request, over the last minute.",
                 output_speed,
             ),
         }
@@ -408,8 +417,8 @@ class _EngineCollector(Collector):
 
     def _by_llamacpp(self, stats: dict[str, Any]) -> Iterator[Metric]:
         gauges = {
-            "requests_processing": ("Requests that are computed.", stats["num_running"]),
-            "requests_deferred": ("Requests that wait.", stats["num_waiting"]),
+            "requests_processing": ("Running requests.", stats["num_running"]),
+            "requests_deferred": ("Waiting requests.", stats["num_waiting"]),
             "kv_cache_usage_ratio": (f"{_IN_USE}.", stats["block_utilization"]),
             "kv_cache_tokens": ("Tokens whose KV is in the pool.", stats["tokens_held"]),
         }
@@ -419,7 +428,7 @@ class _EngineCollector(Collector):
     def _of_steps(self, stats: dict[str, Any]) -> Metric:
         family = HistogramMetricFamily(
             "kvboost:step_seconds",
-            "Time of a step of the engine, which computes tokens of all running requests.",
+            "Time of an engine step, which computes tokens of all running requests.",
             labels=["model_name"],
         )
         buckets = list(stats["step_counts"].items())
@@ -434,11 +443,11 @@ class _EngineCollector(Collector):
             memory.add_metric([self._model_name, owner], stats[f"{owner}_bytes"])
         yield memory
         yield self._gauge(
-            "kvboost:bytes_per_block", "Size of a block over all layers.", stats["bytes_per_block"]
+            "kvboost:bytes_per_block", "Bytes of a block in all layers.", stats["bytes_per_block"]
         )
         yield self._gauge(
             "kvboost:cache_utilization",
-            "Share of the blocks that hold KV: used by requests or pins, or cached.",
+            "Share of blocks that hold KV: used by requests or pins, or cached.",
             stats["cache_utilization"],
         )
         blocks = GaugeMetricFamily(
@@ -452,14 +461,14 @@ class _EngineCollector(Collector):
         ):
             blocks.add_metric([self._model_name, state], count)
         yield blocks
+        yield self._gauge("kvboost:pinned_blocks", "Pinned blocks.", stats["pinned_blocks"])
         yield self._gauge(
-            "kvboost:pinned_blocks", "Used blocks that are pinned.", stats["pinned_blocks"]
-        )
-        yield self._gauge(
-            "kvboost:retained_blocks", "Blocks that are given up last.", stats["retained_blocks"]
+            "kvboost:retained_blocks",
+            "Retained blocks, which are evicted last.",
+            stats["retained_blocks"],
         )
         slots = GaugeMetricFamily(
-            "kvboost:state_slots", "Slots of states.", labels=["model_name", "state"]
+            "kvboost:state_slots", "Slots for recurrent state.", labels=["model_name", "state"]
         )
         kept = sum(stats["state_snapshots"].values())
         for state, count in (
@@ -469,21 +478,19 @@ class _EngineCollector(Collector):
         ):
             slots.add_metric([self._model_name, state], count)
         yield slots
-        replayed = (
-            "Prompt tokens computed again for their state: their keys and values were cached."
-        )
+        replayed = "Prompt tokens recomputed because their recurrent state was not cached."
         yield self._counter("kvboost:replayed_tokens", replayed, stats["replayed_tokens"])
+        yield self._counter("kvboost:evictions", "Evicted blocks.", stats["evictions"])
         yield self._counter(
-            "kvboost:evictions", "Cached blocks given to other tokens.", stats["evictions"]
-        )
-        yield self._counter(
-            "kvboost:cow_copies", "Blocks copied before they were written.", stats["cow_copies"]
+            "kvboost:cow_copies",
+            "Blocks copied before a write (copy-on-write).",
+            stats["cow_copies"],
         )
 
     def _of_tiers(self, stats: dict[str, Any]) -> Iterator[Metric]:
         yield self._gauge(
             "kvboost:staging_bytes",
-            "Blocks on their way to and from tiers.",
+            "Bytes of blocks in transfer to and from tiers.",
             stats["staging_bytes"],
         )
         yield self._counter(

@@ -37,12 +37,12 @@ _HTTP = (
 
 _GAUGES = {
     "model_loaded": "1 while the model is loaded.",
-    "model_bytes": "Memory that its weights, pool and states take.",
-    "model_in_use": "Requests that hold the model or wait for it.",
+    "model_bytes": "Memory of the weights, pool and recurrent state.",
+    "model_in_use": "Requests that use the model or wait for it.",
 }
 _COUNTERS = {
     "model_loads": "Times the model was loaded on demand.",
-    "model_load_failures": "Times that failed.",
+    "model_load_failures": "Times loading the model failed.",
     "model_unloads": "Times the model was unloaded.",
 }
 
@@ -57,11 +57,11 @@ class ServerMetrics:
         self._models = models
         self.registry = CollectorRegistry()
         self._http = Counter(
-            "kvboost:http_requests", "HTTP answers.", ["route", "status"], registry=self.registry
+            "kvboost:http_requests", "HTTP responses.", ["route", "status"], registry=self.registry
         )
         self._http_seconds = Histogram(
             "kvboost:http_request_seconds",
-            "Time of an HTTP request.",
+            "Duration of HTTP requests.",
             ["route"],
             buckets=_HTTP,
             registry=self.registry,
@@ -121,17 +121,17 @@ class _ModelsCollector(Collector):
         models = self._models
         figures = {
             "kvboost:process_resident_bytes": ("Resident memory.", process_rss()),
-            "kvboost:process_peak_bytes": ("Most resident memory so far.", process_peak()),
+            "kvboost:process_peak_bytes": ("Peak resident memory.", process_peak()),
             "kvboost:body_bytes": (
-                "Bytes of request bodies that are held.",
+                "Bytes of request bodies in memory.",
                 self._bodies.num_bytes,
             ),
             "kvboost:models_max_bytes": (
-                "Memory that all loaded models may take.",
+                "Memory limit of all models.",
                 models.loader.budget,
             ),
             "kvboost:models_waiting": (
-                "Requests that wait for a model to be loaded.",
+                "Requests waiting for a model to load.",
                 models.num_waiting,
             ),
         }
@@ -139,7 +139,7 @@ class _ModelsCollector(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         refused = models.num_refused + self._bodies.refused
         yield CounterMetricFamily(
-            "kvboost:server_refused", "Requests refused before a model took them.", value=refused
+            "kvboost:server_refused", "Requests refused before they reached a model.", value=refused
         )
         for name, text in _GAUGES.items():
             yield _by_model(
