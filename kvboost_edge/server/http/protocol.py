@@ -189,7 +189,7 @@ class DeadlineProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn = _StrictConnection(self)
         self.access_log = False
-        # A timer takes floats.
+        # uvicorn declares integers, but only passes the value to a timer.
         self.timeout_keep_alive = self.settings.keep_alive_seconds  # type: ignore[assignment]
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None

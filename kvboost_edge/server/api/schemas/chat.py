@@ -47,7 +47,7 @@ def _role(value: Any) -> str:
 
 
 def _content(value: Any) -> str:
-    """Return a content as one text; text parts are joined by line ends."""
+    """Return a message's content as one text; text parts are joined by line ends."""
     count = COUNTS["parts"]
     if isinstance(value, list) and count.low <= len(value) <= count.high:
         value = "\n".join(_part(part) for part in value)

@@ -90,7 +90,7 @@ class ToolUseBlock(Marked):
 
 
 def _tag(value: Any) -> str:
-    """Return whether a content is a text or blocks."""
+    """Return "text" for a string, else "blocks"."""
     return "text" if isinstance(value, str) else "blocks"
 
 
@@ -203,11 +203,11 @@ Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discri
 
 
 def blocks_of(message: UserMessage | AssistantMessage | SystemMessage) -> list[Any]:
-    """Return the content of a message as blocks."""
+    """Return a message's content as blocks."""
     content: Any = message.content
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
 def texts_of(content: str | Sequence[TextBlock] | None) -> str:
-    """Return a content as one text."""
+    """Return the texts of a message's content, joined by line ends."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
