@@ -1,4 +1,4 @@
-/** An answer as it grows: plain text, and fenced code as blocks. Text nodes only. */
+/** A growing answer: plain text, and fenced code as blocks. Text nodes only. */
 
 import { button, copy, element } from "/static/dom.js";
 
@@ -29,7 +29,7 @@ export class AnswerView {
     }
   }
 
-  /** The last line is complete although no line break follows. */
+  /** Ends the last line, which has no line break. */
   end() {
     this.#tail.remove();
     if (this.#line !== "") this.#commit(this.#line);

@@ -2,7 +2,7 @@
 
 import { EventParser } from "/static/sse.js";
 
-/** What went wrong: `message` for people, `detail` as the server said it, `status` 0 when no answer came. */
+/** An error: `message` for people, `detail` from the server, `status` 0 without a response. */
 export class ApiError extends Error {
   constructor(message, { status = 0, detail = "", requestId = "" } = {}) {
     super(message);
@@ -13,17 +13,17 @@ export class ApiError extends Error {
   }
 }
 
-/** By the error's code, where it tells more than the status, and by status. */
+/** Messages by error code, if it is more specific than the status, and by status. */
 const WORDS = {
-  capacity_exceeded: "This does not fit into the server's memory.",
-  context_length_exceeded: "The conversation is longer than the model can read.",
-  deadline_exceeded: "The server's time limit for a request is over.",
-  engine_stopped: "The engine has stopped after an error. The server has to be restarted.",
+  capacity_exceeded: "The request does not fit into the server's memory.",
+  context_length_exceeded: "The conversation exceeds the model's context.",
+  deadline_exceeded: "The request exceeded the server's time limit.",
+  engine_stopped: "The engine has stopped after an error. Restart the server.",
   queue_full: "The server is busy.",
   shutting_down: "The server is shutting down.",
   400: "The server does not accept this request.",
   401: "The server does not accept the API key. Set it under Settings.",
-  403: "This API key may not do that.",
+  403: "This API key is not allowed to do that.",
   404: "The server does not know this model or address.",
   408: "The request took too long to arrive.",
   413: "The conversation is too large for the server.",
@@ -31,7 +31,7 @@ const WORDS = {
   429: "Too many requests for this API key.",
   500: "The server failed while answering.",
   503: "The server is busy or shutting down.",
-  504: "The server's time limit for a request is over.",
+  504: "The request exceeded the server's time limit.",
 };
 
 /** A request to `path`; resolves to the Response, rejects with ApiError, or with AbortError when `signal` fired. */
@@ -89,7 +89,7 @@ function parsed(data, requestId) {
   try {
     chunk = JSON.parse(data);
   } catch {
-    throw new ApiError("The server sent something that is not JSON.", { detail: data.slice(0, 200), requestId });
+    throw new ApiError("The server sent invalid JSON.", { detail: data.slice(0, 200), requestId });
   }
   if (chunk.error) throw new ApiError(WORDS[chunk.error.code] ?? "The server failed while answering.", { detail: chunk.error.message ?? "", requestId });
   return chunk;
@@ -103,7 +103,7 @@ async function refused(response) {
   return new ApiError(message, { status: response.status, detail, requestId: response.headers.get("x-request-id") ?? "" });
 }
 
-/** The error in OpenAI's shape; {} where it has another one, and the status has to do. */
+/** The error in OpenAI's format; {} for other formats, which are shown by status. */
 async function errorOf(response) {
   try {
     const { message, code } = (await response.json()).error;

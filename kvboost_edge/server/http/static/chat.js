@@ -1,4 +1,4 @@
-/** The chat: turns on the page, one running answer at a time, stop, edit, regenerate; and the choice among kept chats. */
+/** The chat: turns, one running answer at a time, stop, edit, regenerate, and stored chats. */
 
 import { streamChat } from "/static/api.js";
 import { keepChat, keptChats, removeChat } from "/static/chats.js";
@@ -9,17 +9,17 @@ import { plural } from "/static/format.js";
 import { load, save } from "/static/storage.js";
 import { TurnView } from "/static/turn.js";
 
-const NOTES = { length: "cut at max tokens", timeout: "cut at the time limit", content_filter: "filtered" };
+const NOTES = { length: "stopped at max tokens", timeout: "stopped at the time limit", content_filter: "filtered" };
 
 export class Chat {
   #settings;
   #connection;
-  #id = ""; // of the chat in this tab; "" until it has a message
+  #id = ""; // id of the chat in this tab; "" until it has a message
   #conversation = new Conversation();
-  #view = null; // of the last turn
-  #running = null; // the AbortController of the answer under way
+  #view = null; // view of the last turn
+  #running = null; // the AbortController of the running answer
   #log = byId("log");
-  #sticks = true; // whether the end of the log is in view
+  #sticks = true; // the end of the log is in view
   #prompt = byId("prompt");
 
   /** `settings`: a SettingsForm. `connection`: {model(): promise of its name, openSettings(name of a field),
@@ -44,7 +44,7 @@ export class Chat {
     byId("new-chat").addEventListener("click", () => this.#startNew());
     byId("delete-chat").addEventListener("click", () => this.#delete());
     byId("chats").addEventListener("change", (event) => this.#open(event.target.value));
-    // Another tab kept or deleted a chat.
+    // Another tab stored or deleted a chat.
     addEventListener("storage", () => this.#list());
     addEventListener("pagehide", () => { if (this.#running !== null) this.#keep(); });
     this.#open(load("chat"));
@@ -53,7 +53,7 @@ export class Chat {
     });
   }
 
-  /** Ends the answer under way; what arrived stays. */
+  /** Stops the running answer and keeps the received text. */
   stop() {
     this.#running?.abort();
   }
@@ -71,7 +71,7 @@ export class Chat {
     this.#ask(question);
   }
 
-  /** Whether all settings are good; else the first that is not is said and shown. */
+  /** Returns whether all settings are valid; announces and shows the first invalid one. */
   #ready() {
     const { errors } = this.#settings.check();
     const [wrong] = Object.keys(errors);
@@ -92,7 +92,7 @@ export class Chat {
     this.#answer(turn);
   }
 
-  /** One more answer to `turn`, the last one. */
+  /** Generates another answer of the last turn. */
   async #answer(turn) {
     this.#log.querySelectorAll(".turn > .actions").forEach((actions) => actions.remove());
     const step = beginStep(turn);
@@ -111,7 +111,7 @@ export class Chat {
     this.#followEnd();
   }
 
-  /** Streams into `step`. */
+  /** Streams an answer into `step`. */
   async #receive(step, part, signal) {
     const arrived = { usage: null, timings: null, kvboost: null, finish: "", requestId: "", pieces: 0, clock: startedClock() };
     let failure = null;
@@ -133,13 +133,13 @@ export class Chat {
     this.#say(spoken(step, failure, arrived));
   }
 
-  /** Ends the last turn with its actions. Asks for the results of its calls, or says what will not be sent again. */
+  /** Ends the last turn with its actions. Asks for results of calls, or notes what will not be sent again. */
   #conclude(turn, step, part) {
     if (step.calls.length === 0) {
       const forgotten = turn.steps.length === 1 ? "; this message is not sent again with later ones" : "";
-      if (step.answer === "") part.note(`Nothing was answered${forgotten}.`);
+      if (step.answer === "") part.note(`No answer${forgotten}.`);
     } else if (step.state !== "done" || step.finish in NOTES) {
-      part.note("A call that was cut is not sent again.");
+      part.note("An incomplete call is not sent again.");
     } else {
       part.ask({
         ready: () => this.#ready(),
@@ -179,7 +179,7 @@ export class Chat {
     return actions;
   }
 
-  /** Another last answer; results that were given to calls before it stay. */
+  /** Regenerates the last answer; results of earlier calls are kept. */
   #again(turn) {
     if (!this.#ready()) return;
     turn.steps.pop();
@@ -189,7 +189,7 @@ export class Chat {
 
   #edit() {
     this.#view.root.remove();
-    this.#view = null; // the turn before it waits for nothing
+    this.#view = null; // the turn before it is complete
     this.#prompt.value = this.#conversation.takeLast().question;
     this.#keep();
     byId("empty").hidden = this.#conversation.turns.length > 0;
@@ -197,7 +197,7 @@ export class Chat {
     this.#prompt.focus();
   }
 
-  /** Shows the kept chat `id`, or a new one. */
+  /** Shows the stored chat `id`, or a new one. */
   #open(id) {
     if (this.#running !== null) {
       this.stop();
@@ -230,7 +230,7 @@ export class Chat {
     }
   }
 
-  /** Keeps the chat in the browser. */
+  /** Stores the chat in the browser. */
   #keep() {
     const { turns } = this.#conversation;
     if (turns.length === 0) {
@@ -238,7 +238,7 @@ export class Chat {
       this.#id = "";
     } else {
       this.#id ||= `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`;
-      if (!keepChat(this.#id, turns)) this.#say("The browser does not keep this chat: it is lost on reload.");
+      if (!keepChat(this.#id, turns)) this.#say("The browser cannot store this chat. Reloading the page will lose it.");
     }
     save("chat", this.#id);
     this.#list();
@@ -246,7 +246,7 @@ export class Chat {
 
   #delete() {
     removeChat(this.#id);
-    this.#conversation = new Conversation(); // or an answer under way would be kept
+    this.#conversation = new Conversation(); // otherwise a running answer would be stored
     this.#startNew();
   }
 
@@ -255,7 +255,7 @@ export class Chat {
     this.#prompt.focus();
   }
 
-  /** Lists the kept chats. */
+  /** Lists the stored chats. */
   #list() {
     const options = keptChats().map(({ id, title }) => element("option", { value: id, text: title || "(no title)" }));
     byId("chats").replaceChildren(element("option", { value: "", text: "New chat" }), ...options);
@@ -288,7 +288,7 @@ export class Chat {
 
 const startedClock = () => ({ sent: performance.now(), first: null, last: null });
 
-/** Takes a chunk of the stream into `step` and `arrived`. */
+/** Adds a chunk of the stream to `step` and `arrived`. */
 function take(chunk, step, part, arrived) {
   arrived.usage = chunk.usage ?? arrived.usage;
   arrived.timings = chunk.timings ?? arrived.timings;
@@ -316,5 +316,5 @@ function spoken(step, failure, { usage, kvboost, finish }) {
   const size = usage === null ? "" : `, ${plural(usage.completion_tokens, "token")}`;
   const calls = step.calls.map(({ name }) => name).join(", ");
   if (calls === "") return `Answer complete${how}${size}.`;
-  return finish === "length" ? `The call of ${calls} was cut.` : `The model calls ${calls} and waits for the result.`;
+  return finish === "length" ? `The call of ${calls} is incomplete.` : `The model calls ${calls} and waits for the result.`;
 }

@@ -1,10 +1,10 @@
-/** Chats kept in this browser, each under a key of its own, so that two tabs do not overwrite each other. */
+/** Chats stored in this browser, each under its own key, so that two tabs do not overwrite each other. */
 
 const PREFIX = "chat:";
 const TITLE_LENGTH = 48;
 const MOST_CHATS = 100;
 
-/** The kept chats, the latest first: [{id, title, changed, turns}]. Without storage there are none. */
+/** The stored chats, latest first: [{id, title, changed, turns}]; empty without storage. */
 export function keptChats() {
   const found = [];
   try {
@@ -18,7 +18,7 @@ export function keptChats() {
   return found.sort((one, other) => other.changed - one.changed);
 }
 
-/** Keeps a chat; evicts the oldest others where there are too many or the browser has no room. Returns whether it is kept. */
+/** Stores a chat and returns whether that worked. Deletes the oldest others if there are too many or storage is full. */
 export function keepChat(id, turns) {
   const title = turns[0].question.trim().replace(/\s+/g, " ").slice(0, TITLE_LENGTH);
   const text = JSON.stringify({ title, changed: Date.now(), turns });
@@ -39,11 +39,11 @@ export function removeChat(id) {
   try {
     localStorage.removeItem(PREFIX + id);
   } catch {
-    // storage is blocked: nothing is kept
+    // storage is blocked
   }
 }
 
-/** A chat as it was kept, or null for anything else. An answer that was under way then was stopped. */
+/** A valid stored chat, or null. An answer that was running counts as stopped. */
 function parsed(text) {
   try {
     const { title, changed, turns } = JSON.parse(text);

@@ -1,11 +1,11 @@
 /**
- * What was said. A turn is a question with its steps; a step is an answer of the model: reasoning, text, calls of tools.
+ * A conversation. A turn is a question with its steps; a step is an answer of the model: reasoning, text, tool calls.
  * A step whose calls have results is followed by another one. A call is {index, id, name, arguments, result}, its
- * arguments a text, its result null until it is given.
+ * arguments a text, its result null until it is entered.
  */
 
 export class Conversation {
-  /** `turns`: those of a chat that was kept. */
+  /** `turns`: the turns of a stored chat. */
   constructor(turns = []) {
     this.turns = turns;
   }
@@ -17,12 +17,12 @@ export class Conversation {
     return turn;
   }
 
-  /** Takes the last turn away and returns it, or null. */
+  /** Removes and returns the last turn, or null. */
   takeLast() {
     return this.turns.pop() ?? null;
   }
 
-  /** The messages of a request that asks for the running step of the last turn. A turn without any answer is left out. */
+  /** The messages of a request for the running step of the last turn. Turns without an answer are left out. */
   messages(system) {
     const sent = system.trim() === "" ? [] : [{ role: "system", content: system }];
     const last = this.turns.at(-1);
@@ -44,7 +44,7 @@ export function beginStep(turn) {
   return step;
 }
 
-/** Takes a piece of a streamed call, in OpenAI's shape, into `step`; returns the call. */
+/** Adds a piece of a streamed call, in OpenAI's format, to `step`; returns the call. */
 export function takeCall(step, { index, id, function: made }) {
   let call = step.calls.find((known) => known.index === index);
   if (call === undefined) {
@@ -57,7 +57,7 @@ export function takeCall(step, { index, id, function: made }) {
   return call;
 }
 
-/** `value` if it is a text, else "". */
+/** `value` if it is a string, else "". */
 export const textOf = (value) => (typeof value === "string" ? value : "");
 
 /** An answer with the results of its calls, without unanswered calls and empty reasoning. */

@@ -3,18 +3,18 @@
 import { element } from "/static/dom.js";
 
 const PIECES = /\s+|[\p{L}\p{N}_]+|[^]/gu;
-const MOST_PAIRS = 250_000; // more pairs of pieces are not compared one by one
+const MOST_PAIRS = 250_000; // limit of pairs of pieces to compare
 const LONGEST_SAID = 60;
 
-/** Characters that cannot be seen, or that turn the reading direction, by their number. */
+/** Invisible characters, and those that change the reading direction. */
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const numbered = (text) => text.replace(UNSEEN, (char) => `⟨U+${char.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 const drawn = (text) => text.replaceAll(" ", "␣").replaceAll("\t", "⇥").replaceAll("\n", "⏎\n");
 
 /**
  * Parts of both texts in order: [[kind, before, now], …]; kind "same" (before equals now) or "other" (either may be "").
- * Both are cut at their ends: where one ends earlier, the rest of the other is "beyond", not another text. Only where
- * the whole of `before` is how `now` begins, what follows was added.
+ * Both texts are excerpts: if one ends earlier, the rest of the other is "beyond" and no difference. If `now` begins
+ * with the whole of `before`, the rest was added.
  */
 export function parts(before, now) {
   const [was, is] = [before, now].map((text) => text.match(PIECES) ?? []);
@@ -27,11 +27,11 @@ export function parts(before, now) {
   return found;
 }
 
-/** The longest pieces that both have in the same order are the same, the rest is other. */
+/** Parts by the longest common subsequence of pieces. */
 function compared(was, is) {
   if (was.length * is.length > MOST_PAIRS) return [["other", was.join(""), is.join("")]];
   const width = is.length + 1;
-  const common = new Uint16Array((was.length + 1) * width); // of the rests from [i] and [j] on
+  const common = new Uint16Array((was.length + 1) * width); // of the rests from [i] and [j]
   for (let i = was.length - 1; i >= 0; i -= 1) {
     for (let j = is.length - 1; j >= 0; j -= 1) {
       const at = i * width + j;
@@ -58,14 +58,14 @@ function merged(found) {
   return joined;
 }
 
-/** The first difference as a sentence, for those who hear the page; "" where there is none. */
+/** The first difference as a sentence, for screen readers; "" if there is none. */
 export function differenceInWords(found) {
   const first = found.find(([kind]) => kind === "other");
   if (first === undefined) return "";
   const [before, now] = first.slice(1).map((text) => (text.length > LONGEST_SAID ? `${text.slice(0, LONGEST_SAID)}…` : text)).map(quoted);
   if (before === "") return `${now} was added.`;
-  if (now === "") return `${before} is gone.`;
-  return `${before} became ${now}.`;
+  if (now === "") return `${before} was removed.`;
+  return `${before} changed to ${now}.`;
 }
 
 const quoted = (text) => (text === "" ? "" : `“${shown(text)}”`);

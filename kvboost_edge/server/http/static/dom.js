@@ -1,8 +1,8 @@
-/** The only way the page makes elements: text becomes text nodes, so no string is ever read as markup. */
+/** Construction of all elements of the page: strings become text nodes, never markup. */
 
 export const byId = (id) => document.getElementById(id);
 
-/** `element("p", {class: "note", text: "…"}, child, …)`; attributes with the value false or null are left out. */
+/** `element("p", {class: "note", text: "…"}, child, …)`; attributes that are false or null are left out. */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -21,7 +21,7 @@ export function button(label, action, attributes = {}) {
   return made;
 }
 
-/** Copies `text`; the button says so. Without the clipboard API (plain HTTP): a selection. */
+/** Copies `text` and confirms it on the button. Without the clipboard API (plain HTTP) it uses a selection. */
 export async function copy(text, source) {
   const before = source.textContent;
   source.textContent = (await copied(text)) ? "Copied" : "Not copied";

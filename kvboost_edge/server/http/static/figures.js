@@ -1,21 +1,21 @@
-/** The figures under an answer: what came from the cache, how long it took. */
+/** The figures below an answer: cached tokens, times and speed. */
 
 import { causeInWords } from "/static/causes.js";
 import { button, element } from "/static/dom.js";
 import { count, duration, percent, plural, rate } from "/static/format.js";
 
 const NOTICEABLE_MS = 100;
-const APPROXIMATE = "part of the prompt was reused from another position: a full computation may answer differently";
+const APPROXIMATE = "part of the prompt was reused from another position; a full computation may give a different answer";
 const REASONS = {
-  first_seen: "first seen",
-  evicted: "no longer in the pool",
+  first_seen: "new prefix",
+  evicted: "evicted",
   tail: "last block not full",
   bypassed: "cache not used",
 };
 
 /**
- * One record of what is known. `usage`, `timings` and `kvboost` are the server's or null; `clock` is this page's:
- * {sent, first, last} in ms, first and last null without a piece; `pieces` counts the pieces of text.
+ * All figures in one object. `usage`, `timings` and `kvboost` are the server's or null; `clock` is this page's:
+ * {sent, first, last} in ms, first and last are null without text; `pieces` counts the pieces of text.
  */
 export function summarize({ usage, timings, kvboost, clock, pieces }) {
   const prompt = usage?.prompt_tokens ?? null;
@@ -38,7 +38,7 @@ export function summarize({ usage, timings, kvboost, clock, pieces }) {
   };
 }
 
-/** Tokens per second after the first one: by the server's clock, else by this page's. */
+/** Tokens per second after the first one, by the server's clock if it is known. */
 function speedOf({ timings, kvboost, generated, clock }) {
   if (generated > 1 && kvboost?.decode_ms > 0) return (1000 * (generated - 1)) / kvboost.decode_ms;
   if (timings?.predicted_n > 0 && timings?.predicted_ms > 0) return (1000 * timings.predicted_n) / timings.predicted_ms;
@@ -46,7 +46,7 @@ function speedOf({ timings, kvboost, generated, clock }) {
   return null;
 }
 
-/** A line of figures with a meter of the cached share; `note` comes first; `why()` shows more, or null. */
+/** A line of figures with a meter of the cached share; it begins with `note`. `why()` opens the report, or null. */
 export function figuresLine(figures, note, why = null) {
   const line = element("div", { class: "figures" });
   if (note !== "") line.append(element("span", { class: "flag", text: note }));
@@ -54,10 +54,10 @@ export function figuresLine(figures, note, why = null) {
   if (figures.prompt !== null && figures.cached !== null) line.append(cachedFigure(figures));
   if (figures.moved > 0) line.append(movedFigure(figures));
   for (const [tier, tokens] of Object.entries(figures.tiers)) {
-    if (tier !== "pool" && tokens > 0) line.append(figure(`from ${tier}`, loaded(tokens, figures.loadMs), "cached tokens that were no longer in the pool"));
+    if (tier !== "pool" && tokens > 0) line.append(figure(`from ${tier}`, loaded(tokens, figures.loadMs), "cached tokens that were not in the pool"));
   }
-  if (figures.firstMs !== null) line.append(figure("first token", duration(figures.firstMs), "TTFT: from sending to the first text, seen from this page"));
-  if (figures.queueMs > NOTICEABLE_MS) line.append(figure("waited", duration(figures.queueMs), "in the server's queue"));
+  if (figures.firstMs !== null) line.append(figure("first token", duration(figures.firstMs), "TTFT: from sending to the first text, measured by this page"));
+  if (figures.queueMs > NOTICEABLE_MS) line.append(figure("queued", duration(figures.queueMs), "time in the server's queue"));
   if (figures.speed !== null) line.append(figure("speed", `${rate(figures.speed)} tok/s`, "generated tokens per second after the first one"));
   if (figures.generated !== null) line.append(figure("answer", plural(figures.generated, "token")));
   else if (figures.pieces > 0) line.append(figure("answer", `${plural(figures.pieces, "piece")} received`));
@@ -66,7 +66,7 @@ export function figuresLine(figures, note, why = null) {
 }
 
 function movedFigure({ moved, recomputed }) {
-  const made = figure("at other positions", `${plural(moved, "token")} reused, ${count(recomputed)} recomputed`, "prompt tokens that were computed at other positions before");
+  const made = figure("at other positions", `${plural(moved, "token")} reused, ${count(recomputed)} recomputed`, "prompt tokens whose KV was cached at other positions");
   made.prepend(element("span", { class: "swatch span", "aria-hidden": "true" }));
   return made;
 }
@@ -89,7 +89,7 @@ function cachedFigure({ prompt, cached, moved }) {
 }
 
 function restFigure(reason, why) {
-  const made = figure("rest", why === null ? reason : "", "why the other prompt tokens were computed");
+  const made = figure("cache miss", why === null ? reason : "", "why the other prompt tokens were computed");
   if (why !== null) made.lastChild.append(button(reason, why, { class: "link", "aria-label": `${reason}: show this request` }));
   return made;
 }

@@ -1,4 +1,4 @@
-/** Numbers for people. Anything that is not a finite number becomes a dash. */
+/** Formatting of numbers. Values other than finite numbers become a dash. */
 
 const DASH = "–";
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -15,7 +15,7 @@ export function duration(ms) {
   return ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 }
 
-/** Bytes in decimal units, as the rest of the project counts them. */
+/** Bytes in decimal units, as in the rest of the project. */
 export function bytes(value) {
   if (!isNumber(value)) return DASH;
   const [size, unit] = value >= 1e9 ? [value / 1e9, "GB"] : value >= 1e6 ? [value / 1e6, "MB"] : [value / 1e3, "kB"];

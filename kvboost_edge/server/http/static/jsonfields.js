@@ -1,15 +1,15 @@
-/** The settings that hold JSON: tools, and the schema that answers fit. */
+/** JSON settings: tools, and the schema of the answers. */
 
 import { readJson } from "/static/jsontext.js";
 
 export const JSON_FIELDS = [
   { name: "tools", label: "Tools", problem: problemOfTools },
-  { name: "schema", label: "Answer schema", problem: (value) => (isObject(value) ? "" : "a schema is an object in braces.") },
+  { name: "schema", label: "JSON schema", problem: (value) => (isObject(value) ? "" : "must be a JSON object.") },
 ];
 
 /**
- * `raw`: field name -> text, with that of `tool_choice`. Returns `values`, fields of a request (tools, tool_choice,
- * response_format; empty ones left out), and `errors` (field name -> words that say where).
+ * `raw`: field name -> text, including `tool_choice`. Returns `values`, fields of a request (tools, tool_choice,
+ * response_format; empty ones left out), and `errors` (field name -> message with the position).
  */
 export function validateJson(raw) {
   const read = {};
@@ -34,7 +34,7 @@ function fields({ tools = [], schema }, choice) {
 }
 
 function problemOfTools(value) {
-  if (!Array.isArray(value)) return "this is a list in square brackets.";
+  if (!Array.isArray(value)) return "must be a JSON array.";
   const named = ({ type, function: made }) => type === "function" && isObject(made) && typeof made.name === "string" && made.name !== "";
   const wrong = value.findIndex((tool) => !isObject(tool) || !named(tool));
   return wrong === -1 ? "" : `entry ${wrong + 1} is not {"type": "function", "function": {"name": …}}.`;

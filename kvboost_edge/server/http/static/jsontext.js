@@ -4,9 +4,9 @@ const SPACE = /[ \t\n\r]*/y;
 const TOKEN =
   /[{}[\]:,]|"[^"\\\u0000-\u001f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\u0000-\u001f]*)*"|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null/y;
 const CLOSES = { "{": "}", "[": "]" };
-const DEEPEST = 40; // levels that are indented: a hostile text of nothing but brackets stays small
+const DEEPEST = 40; // indented levels, limited so that a hostile text of brackets stays small
 
-/** The value of `text` and "", or undefined and where it stops being JSON. */
+/** The value of `text` and "", or undefined and the error. */
 export function readJson(text) {
   try {
     return { value: JSON.parse(text), error: "" };
@@ -15,7 +15,7 @@ export function readJson(text) {
   }
 }
 
-/** `text` with a line for each name and item, numbers as they were written; null if it is not JSON. */
+/** `text` with a line for each name and item, numbers unchanged; null if it is not JSON. */
 export function pretty(text) {
   const { tokens, error } = scan(text);
   if (error !== "") return null;
@@ -39,7 +39,7 @@ function shown(token) {
   return token.startsWith('"') ? JSON.stringify(JSON.parse(token)) : token;
 }
 
-/** The tokens of `text` up to its end or its first error, and that error, or "". */
+/** The tokens of `text` up to its first error, and the error, or "". */
 export function scan(text) {
   const tokens = [];
   const open = [];
@@ -58,7 +58,7 @@ export function scan(text) {
   }
 }
 
-/** What may come after `token` where `wanted` may come, or "" if it is not that. `open`: the brackets around, changed. */
+/** What is expected after `token`, or "" if `token` is not `wanted`. `open`: the open brackets, changed in place. */
 function following(wanted, token, open) {
   const around = open.at(-1);
   if (token === "}" || token === "]") {
@@ -86,6 +86,6 @@ function complaint(text, at, wanted, open) {
   const expected = wanted === "a comma" ? `a comma or ${CLOSES[open.at(-1)]}` : wanted;
   if (at === text.length) return `${where}: the text ends, expected ${expected}.`;
   const found = /^(?:[\w.+-]+|.)/su.exec(text.slice(at, at + 24))[0];
-  if (found === '"' && /^a (value|name)/.test(wanted)) return `${where}: a string that is not closed, or holds a line break or a wrong escape.`;
+  if (found === '"' && /^a (value|name)/.test(wanted)) return `${where}: a string that is unterminated, or contains a line break or an invalid escape.`;
   return `${where}: expected ${expected}, not ${found}.`;
 }

@@ -1,4 +1,4 @@
-/** The live view: what GET /v1/blocks tells, read twice a second while somebody can see it. */
+/** The live view: the figures of GET /v1/blocks, read twice a second while visible. */
 
 import { ApiError, request } from "/static/api.js";
 import { byId, element } from "/static/dom.js";
@@ -16,7 +16,7 @@ const HINT = "Point at a cell, or focus it and use the arrow keys.";
 const LEDGER = [
   ["weight_bytes", "Weights"],
   ["pool_bytes", "Block pool"],
-  ["state_bytes", "States"],
+  ["state_bytes", "Recurrent state"],
   ["process_rss_bytes", "Process, resident"],
   ["process_peak_bytes", "Process, peak"],
 ];
@@ -27,7 +27,7 @@ const COUNTERS = [
   ["generated_tokens_total", "Tokens generated"],
   ["evictions", "Blocks evicted"],
   ["preemptions", "Requests preempted"],
-  ["replayed_tokens", "Tokens replayed"],
+  ["replayed_tokens", "Tokens recomputed for recurrent state"],
 ];
 
 export class LiveView {
@@ -38,7 +38,7 @@ export class LiveView {
   #timer = 0;
   #busy = false;
   #pause = INTERVAL_MS;
-  #refused = false; // the key is not accepted: asking again would not help
+  #refused = false; // the key is not accepted, so polling stops
   #replicas = {};
   #samples = []; // [time in ms, generated tokens so far]
 
@@ -54,7 +54,7 @@ export class LiveView {
     this.wake();
   }
 
-  /** Reads now if the view is visible: it was shown, or key or model changed. */
+  /** Reads now if the view is visible; called when it is shown, or key or model change. */
   wake({ otherKey = false, otherModel = false } = {}) {
     if (otherKey) this.#refused = false;
     if (otherModel) this.#forget();
@@ -72,9 +72,9 @@ export class LiveView {
   }
 
   async #poll() {
-    if (this.#busy) return; // the answer under way schedules the next one
+    if (this.#busy) return; // the request in progress schedules the next one
     if (!this.#model.isLoaded) {
-      this.#showState("not loaded", "warn"); // wake() when it is
+      this.#showState("not loaded", "warn"); // wake() is called once it is loaded
       return;
     }
     this.#busy = true;
@@ -111,13 +111,13 @@ export class LiveView {
     for (const [name] of COUNTERS) byId(name).textContent = count(pool[name]);
   }
 
-  /** Which replica has the block. */
+  /** Name of the replica that has the block. */
   #whose(block) {
     for (const [name, pool] of Object.entries(this.#replicas)) if ((block -= pool.num_blocks) < 0) return `, replica ${name}`;
     return "";
   }
 
-  /** What is shown is another model's. */
+  /** Clears the figures of another model. */
   #forget() {
     this.#show({});
     this.#samples = [];
@@ -136,7 +136,7 @@ export class LiveView {
     const speed = this.#samples.length > 1 ? (1000 * (total - first[1])) / (now - first[0]) : null;
     byId("speed").textContent = rate(speed);
     const peak = this.#spark.add(now, speed ?? 0);
-    byId("spark-peak").textContent = peak > 0 ? `highest ${rate(peak)} tok/s` : "";
+    byId("spark-peak").textContent = peak > 0 ? `peak ${rate(peak)} tok/s` : "";
   }
 
   #showLedger(memory) {
@@ -164,7 +164,7 @@ export class LiveView {
 
 function sizeInWords(pool, perCell) {
   const size = `${plural(pool.num_blocks, "block")} of ${plural(pool.block_size, "token")}`;
-  return perCell > 1 ? `${size}, ${count(perCell)} to a cell, as bands` : size;
+  return perCell > 1 ? `${size}, ${count(perCell)} per cell, as bands` : size;
 }
 
 const pair = (label, value) => element("div", {}, element("dt", { text: label }), value);

@@ -1,4 +1,4 @@
-/** Puts the page together: views, the model's name, chat, live view. */
+/** Set-up of the page: views, model, chat, live view. */
 
 import { Chat } from "/static/chat.js";
 import { byId } from "/static/dom.js";
@@ -20,7 +20,7 @@ const live = new LiveView(() => settings.key, model);
 const prompts = new Prompts(() => settings.key);
 new Chat(settings, { model: () => model.name(), openSettings, showRequest });
 
-// Where there is room, the chat is always shown, with the live view or the settings beside it.
+// On wide screens, the chat is always shown, next to the live view or the settings.
 const wide = matchMedia("(min-width: 900px)");
 
 function show(view) {
@@ -33,28 +33,28 @@ function show(view) {
   prompts.wake();
 }
 
-/** Shows the settings with the keyboard in the field called `name`. */
+/** Shows the settings and focuses the field `name`. */
 function openSettings(name) {
   show("settings");
   byId(name).focus();
 }
 
-/** Shows what became of a request's prompt in the cache. */
+/** Shows the cache-miss report of a request. */
 function showRequest(id) {
   show("requests");
   prompts.open(id);
 }
 
-/** Asks for the models where nobody waits for a name: what went wrong stands in the header. */
+/** Reads the models; the header shows an error. */
 const showModel = () => model.find().catch(() => {});
 
 for (const button of document.querySelectorAll("nav button")) {
   button.addEventListener("click", () => show(button.dataset.view));
 }
-// Where one view is shown at a time, the message field is there only with the chat.
+// On narrow screens, the message field is shown only with the chat.
 document.querySelector(".skip").addEventListener("click", () => { if (!byId("prompt").checkVisibility()) show("chat"); });
 wide.addEventListener("change", () => show(document.body.dataset.view));
 show("chat");
-// Where there is no mouse, focus would open the keyboard over the page.
+// Without a mouse, focus would open the on-screen keyboard.
 if (matchMedia("(hover: hover)").matches) byId("prompt").focus();
 showModel();

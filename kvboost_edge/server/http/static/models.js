@@ -1,4 +1,4 @@
-/** Which model is asked: the only one, or the one chosen in the chat's head; what state each is in. */
+/** The model in use (the only one, or the one chosen in the chat's head), and the state of each model. */
 
 import { request } from "/static/api.js";
 import { byId, element } from "/static/dom.js";
@@ -23,7 +23,7 @@ export function different(listed) {
 
 const inWords = (state) => state.replaceAll("_", " ");
 
-/** What stands under the choice: nothing for a model that is loaded. */
+/** The remark below the choice; "" for a loaded model. */
 export function remark({ state, failure }) {
   if (state === "" || state === "loaded") return "";
   if (state === "loading") return "This model is being loaded.";
@@ -39,7 +39,7 @@ export class ModelChoice {
   #timer = 0;
   #pause = INTERVAL_MS;
 
-  /** `key()`: the API key. `changed()`: another model is asked, or its state is another one. */
+  /** `key()`: the API key. `changed()`: called if the model or its state changes. */
   constructor(key, changed) {
     this.#key = key;
     this.#changed = changed;
@@ -50,17 +50,17 @@ export class ModelChoice {
     document.addEventListener("visibilitychange", () => this.#schedule());
   }
 
-  /** Whether the pool of the model can be looked at. */
+  /** True if the model is loaded, so that its pool can be shown. */
   get isLoaded() {
     return this.#chosen === null || ["", "loaded"].includes(this.#chosen.state);
   }
 
-  /** What follows an address that is about one model: nothing where there is only one. */
+  /** The query that selects the model; "" if there is only one. */
   get query() {
     return this.#chosen !== null && this.#models.length > 1 ? `?model=${encodeURIComponent(this.#chosen.id)}` : "";
   }
 
-  /** Values of the sampling parameters that a request leaves out; {} until they are known. */
+  /** Default values of the sampling parameters; {} until they are known. */
   get sampling() {
     return this.#chosen?.sampling ?? {};
   }
@@ -70,14 +70,14 @@ export class ModelChoice {
     return this.#chosen?.id ?? this.find();
   }
 
-  /** The same, asked of the server. */
+  /** Promise of the model's name, read from the server. */
   async find() {
     this.#chosen = null;
     const place = byId("model");
     try {
       await this.#read();
     } catch (error) {
-      place.textContent = error.status === 401 ? "API key needed" : "no answer from the server";
+      place.textContent = error.status === 401 ? "API key needed" : "server not responding";
       throw error;
     } finally {
       place.classList.toggle("warn", this.#chosen === null);
@@ -100,7 +100,7 @@ export class ModelChoice {
     }
   }
 
-  /** Of several models the states are read again, while somebody can see them. */
+  /** Reads the states of several models again while they are visible. */
   #schedule() {
     clearTimeout(this.#timer);
     if (this.#models.length < 2 || document.visibilityState !== "visible") return;

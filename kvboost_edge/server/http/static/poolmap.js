@@ -2,7 +2,7 @@
 
 import { plural } from "/static/format.js";
 
-/** State number -> name and words. Each has its own pattern, so that the map reads without colour too. */
+/** State number -> name and words. Each has its own pattern, so that the map is readable without colour. */
 export const STATES = [
   { name: "free", words: "free" },
   { name: "cached", words: "cached" },
@@ -15,7 +15,7 @@ const CELL_SIZES = [20, 18, 16, 14, 12, 10];
 const GROUP_CELL = 12;
 const MAX_HEIGHT = 264;
 
-/** Base64 to bytes; null stays null. */
+/** Base64 to bytes; null for null. */
 export function decodeBytes(base64) {
   if (base64 === null || base64 === undefined) return null;
   return Uint8Array.from(atob(base64), (char) => char.charCodeAt(0));
@@ -33,14 +33,14 @@ export function layout(numBlocks, width) {
   return { cell: GROUP_CELL, columns, rows: Math.ceil(Math.ceil(numBlocks / perCell) / columns), perCell };
 }
 
-/** How many of the blocks [start, stop) are in each state. */
+/** Number of blocks in [start, stop) by state. */
 export function tally(states, start, stop) {
   const counts = STATES.map(() => 0);
   for (let block = start; block < Math.min(stop, states.length); block += 1) counts[Math.min(states[block], LAST)] += 1;
   return counts;
 }
 
-/** What the cell with the blocks [start, stop) says in words. */
+/** Description of the cell with the blocks [start, stop). */
 export function describe({ states, refs, tokens }, start, stop) {
   if (stop - start > 1) {
     const counts = tally(states, start, stop);
@@ -83,7 +83,7 @@ export class PoolMap {
     this.draw();
   }
 
-  /** What of the plan people want to know: blocks to a cell. */
+  /** Blocks per cell. */
   get perCell() {
     return this.#plan.perCell;
   }

@@ -3,9 +3,9 @@
 import { element } from "/static/dom.js";
 import { count, plural, rate } from "/static/format.js";
 
-const SAID_EVERY_MS = 10000; // to those who hear the page
+const SAID_EVERY_MS = 10000; // interval of announcements to screen readers
 
-/** "about 12 s", "about 3 min"; "" while nobody knows. */
+/** "about 12 s", "about 3 min"; "" if unknown. */
 export function about(ms) {
   if (typeof ms !== "number" || !Number.isFinite(ms)) return "";
   if (ms < 1000) return "less than a second";
@@ -29,7 +29,7 @@ export class ProgressView {
   #say;
   #saidAt = null;
 
-  /** `say(text)` tells those who hear the page; the figures themselves are not read out each time they change. */
+  /** `say(text)` announces to screen readers; changes of the figures themselves are not announced. */
   constructor(say) {
     this.#say = say;
     this.root = element("div", { class: "progress", "aria-live": "off" }, this.#bar, this.#words);

@@ -1,6 +1,6 @@
-/** A row of the timeline: the cached tokens of a request as a bar, cost and cause; opened, both texts. */
+/** A row of the timeline: cached tokens as a bar, cost and cause; if open, both texts. */
 
-import { causeInWords, kindOf, SHAPES, whatHelps } from "/static/causes.js";
+import { causeOf, hasPosition, kindOf, SHAPES, whatHelps } from "/static/causes.js";
 import { differenceInWords, marked, parts } from "/static/difference.js";
 import { button, element } from "/static/dom.js";
 import { count, duration, plural } from "/static/format.js";
@@ -8,7 +8,7 @@ import { count, duration, plural } from "/static/format.js";
 const TIERS = ["pool", "disk", "redis"];
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");
 
-/** Segments of the bar: [[class, tokens, words], …], none empty. Unknown tiers look like redis. */
+/** Segments of the bar that are not empty: [[class, tokens, words], …]. Unknown tiers look like redis. */
 export function segments({ hit_tokens: hits, reused_span_tokens: moved, computed_tokens: computed }) {
   const found = Object.entries(hits ?? {}).map(([tier, tokens]) => [TIERS.includes(tier) ? tier : "redis", tokens, `from ${tier}`]);
   return [...found, ["span", moved, "reused at other positions"], ["computed", computed, "computed"]].filter(([, tokens]) => tokens > 0);
@@ -25,7 +25,7 @@ export class PromptRow {
   #goTo;
   #details;
 
-  /** `load()`: promise of the request with its texts. `goTo(id)`: shows another row, if it is there; whether it was. */
+  /** `load()`: promise of the request with its texts. `goTo(id)`: shows another row; returns false if it is not listed. */
   constructor(one, { load, goTo }) {
     this.#load = load;
     this.#goTo = goTo;
@@ -38,7 +38,7 @@ export class PromptRow {
     });
     this.opener.append(
       element("span", { class: "prompt-at", text: clock(one.at) }),
-      element("span", { class: "prompt-cause" }, element("span", { class: "shape", "aria-hidden": "true", text: SHAPES[this.kind] }), causeInWords(one.cause)),
+      element("span", { class: "prompt-cause" }, element("span", { class: "shape", "aria-hidden": "true", text: SHAPES[this.kind] }), causeOf(one)),
       element("span", { class: "prompt-cost" }, element("span", { class: "sr", text: "cost " }), duration(1000 * one.seconds)),
       element("span", { class: "note prompt-model" }, element("span", { class: "sr", text: "model " }), String(one.model ?? "")),
       bar(one),
@@ -51,7 +51,7 @@ export class PromptRow {
     return this.opener.getAttribute("aria-expanded") === "true";
   }
 
-  /** Opens or closes; resolves once what is kept of the request is shown. */
+  /** Opens or closes; resolves once the details are shown. */
   async toggle(open = !this.isOpen) {
     if (open === this.isOpen) return;
     this.opener.setAttribute("aria-expanded", String(open));
@@ -61,7 +61,7 @@ export class PromptRow {
     try {
       this.#details.replaceChildren(...this.#told(await this.#load()));
     } catch (error) {
-      this.#details.replaceChildren(element("p", { class: "note", text: error.status === 404 ? "This request is no longer kept." : "The server does not answer." }));
+      this.#details.replaceChildren(element("p", { class: "note", text: error.status === 404 ? "This request is no longer kept." : "The server is not responding." }));
     }
     this.#details.removeAttribute("aria-busy");
   }
@@ -70,7 +70,7 @@ export class PromptRow {
     const helps = whatHelps(one.cause);
     const list = (names) => (Array.isArray(names) ? names.join(", ") : "");
     const facts = [
-      ["Position", `token ${count(one.position)} of ${count(one.prompt_tokens)}${one.field ? `, in ${one.field}` : ""}`],
+      ["Position", hasPosition(one) ? `token ${count(one.position)} of ${count(one.prompt_tokens)}${one.field ? `, in ${one.field}` : ""}` : ""],
       ["Remedy", helps],
       ["Step share", one.step_share > 0 ? `${Math.round(100 * one.step_share)} % of the tokens of its steps` : ""],
       ["Evicted from", list(one.evicted_from)],
@@ -84,7 +84,7 @@ export class PromptRow {
     ];
   }
 
-  /** The id of another request: a button where that one is in the list. */
+  /** The id of another request, as a button that opens it if it is listed. */
   #link(id) {
     const go = button(id, () => { if (!this.#goTo(id)) go.disabled = true; }, { class: "link", title: "Show that request" });
     return go;
@@ -103,13 +103,13 @@ function bar(one) {
   return made;
 }
 
-/** What stands at the place, and what stood there before. */
+/** The texts of both requests at the position. */
 function texts({ cause, field_before: fieldBefore, text, text_before: before }) {
   if (!text && !before) return [];
   const both = before && text && before !== text;
-  const captions = [`Before${fieldBefore ? `, in ${fieldBefore}` : ""}`, before === text ? "Both requests" : "This request"];
+  const captions = [`Earlier request${fieldBefore ? `, in ${fieldBefore}` : ""}`, before === text ? "Both requests" : "This request"];
   const found = both ? parts(before, text) : [["same", before, text]];
-  const said = cause === "retokenized" ? "The same text in other tokens." : differenceInWords(found);
+  const said = cause === "retokenized" ? "The same text as different tokens." : differenceInWords(found);
   const figures = marked(found).map((children, side) => element("figure", {}, element("figcaption", { text: captions[side] }), element("pre", {}, ...children)));
   return [
     said === "" ? null : element("p", { class: "prompt-said", text: said }),

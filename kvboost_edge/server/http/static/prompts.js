@@ -1,4 +1,4 @@
-/** The last requests of this key as a timeline. */
+/** The last requests of an API key as a timeline. */
 
 import { ApiError, request } from "/static/api.js";
 import { CAUSES, causeInWords, SHAPES } from "/static/causes.js";
@@ -19,10 +19,10 @@ export class Prompts {
   #pause = INTERVAL_MS;
   #busy = false;
   #refused = false;
-  #rows = new Map(); // by request; they stay, with what is open in them
+  #rows = new Map(); // by request; kept, so that open rows stay open
   #chips = new Map(); // by cause, in the order of CAUSES
-  #only = ""; // the one cause that is shown
-  #wanted = { id: "", lists: 0 }; // a request that is opened if one of the next lists has it
+  #only = ""; // the selected cause, "" for all
+  #wanted = { id: "", lists: 0 }; // a request to open if one of the next lists has it
 
   /** `key()`: the API key. */
   constructor(key) {
@@ -32,7 +32,7 @@ export class Prompts {
     document.addEventListener("visibilitychange", () => this.wake());
   }
 
-  /** Reads now, if the list can be seen; after the key changed nothing of the other one stays. */
+  /** Reads now if the list is visible; a new key clears the list. */
   wake({ otherKey = false } = {}) {
     if (otherKey) {
       this.#refused = false;
@@ -59,7 +59,7 @@ export class Prompts {
   }
 
   async #poll() {
-    if (this.#busy) return; // the answer under way schedules the next one
+    if (this.#busy) return; // the request in progress schedules the next one
     this.#busy = true;
     const key = this.#key();
     try {
@@ -88,7 +88,7 @@ export class Prompts {
     const rows = new Map(requests.map((one) => [one.request_id, this.#rows.get(one.request_id) ?? this.#row(one)]));
     const list = byId("prompts");
     for (const [id, { root }] of this.#rows) if (!rows.has(id)) root.remove();
-    // A row that is moved would lose the keyboard.
+    // Moving a row would lose the keyboard focus.
     [...rows.values()].forEach(({ root }, place) => { if (list.children[place] !== root) list.insertBefore(root, list.children[place] ?? null); });
     this.#rows = rows;
     const none = kept > 0 ? "None yet." : "The server keeps no requests (--request-history 0).";
@@ -107,7 +107,7 @@ export class Prompts {
     });
   }
 
-  /** Whether the request is in the list; then it is open and has the keyboard. */
+  /** Opens and focuses the row of a request; returns false if it is not listed. */
   #goTo(id) {
     const row = this.#rows.get(id);
     if (row === undefined) return false;
@@ -120,7 +120,7 @@ export class Prompts {
     return true;
   }
 
-  /** Up, down, Home and End go from row to row; Escape closes the row the keyboard is in. */
+  /** Up, Down, Home and End move between rows; Escape closes the focused row. */
   #move(event) {
     const rows = [...this.#rows.values()].filter(({ root }) => !root.hidden);
     const at = rows.findIndex(({ root }) => root.contains(event.target));
@@ -135,7 +135,7 @@ export class Prompts {
     }
   }
 
-  /** Columns of seconds, the oldest first: a picture of the rows, which say the same in words. */
+  /** Columns of seconds, oldest first; the rows have the same figures as text. */
   #draw() {
     const rows = [...this.#rows.values()].reverse();
     const most = Math.max(...rows.map(({ seconds }) => seconds), 1e-9);
@@ -159,7 +159,7 @@ export class Prompts {
     byId("prompts-causes").append(made);
   }
 
-  /** Shows the rows of the chosen cause, and how often each cause was found and what it cost. */
+  /** Shows the rows of the selected cause, and count and cost of each cause. */
   #filter() {
     const rows = [...this.#rows.values()];
     for (const { cause, root } of rows) {
@@ -168,7 +168,7 @@ export class Prompts {
     }
     for (const [cause, chip] of this.#chips) {
       const found = rows.filter((row) => row.cause === cause);
-      const kind = Object.keys(SHAPES).find((one) => found.some((row) => row.kind === one)) ?? "plain"; // the one most worth a look
+      const kind = Object.keys(SHAPES).find((one) => found.some((row) => row.kind === one)) ?? "plain"; // the most important one
       chip.classList.toggle("look", kind === "look");
       const text = `${SHAPES[kind]} ${count(found.length)} × ${causeInWords(cause)}, ${duration(1000 * sum(found.map(({ seconds }) => seconds)))}`;
       if (chip.textContent !== text) chip.textContent = text;

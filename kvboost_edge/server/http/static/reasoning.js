@@ -1,4 +1,4 @@
-/** The reasoning of an answer: folded, plain text, under its time in seconds. */
+/** The reasoning of an answer: plain text, folded, with its time in seconds as title. */
 
 import { element } from "/static/dom.js";
 import { count } from "/static/format.js";
@@ -12,7 +12,7 @@ export class ReasoningView {
 
   constructor() {
     const summary = element("summary", {}, this.#title, this.#clock);
-    // The page's log is read out as it grows: neither the count nor the thoughts are.
+    // Screen readers announce the log as it grows, but neither the time nor the reasoning.
     this.root = element("details", { class: "reasoning live", "aria-live": "off" }, summary, this.#text);
   }
 
@@ -20,7 +20,7 @@ export class ReasoningView {
     this.#text.append(text);
   }
 
-  /** Nothing follows; the count stands still. To call it again changes nothing. `title`: where no time was taken. */
+  /** Stops the clock; further calls have no effect. `title`: title if there is no time. */
   end(title = "") {
     if (!this.root.classList.contains("live")) return;
     clearInterval(this.#timer);

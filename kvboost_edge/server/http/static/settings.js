@@ -4,12 +4,12 @@ import { byId, element } from "/static/dom.js";
 import { JSON_FIELDS, validateJson } from "/static/jsonfields.js";
 import { load, save } from "/static/storage.js";
 
-/** Bounds of the server's table; the seed ends where a number is still exact. */
+/** Bounds of the server; the seed ends at the largest exact integer. */
 export const FIELDS = [
   { name: "temperature", label: "Temperature", low: 0, high: 2, integer: false, hint: "0 takes the most likely token" },
   { name: "top_p", label: "Top p", low: 0, high: 1, integer: false, openLow: true, hint: "above 0, up to 1" },
   { name: "top_k", label: "Top k", low: -1, high: 1000000, integer: true, hint: "0 or −1: off" },
-  { name: "min_p", label: "Min p", low: 0, high: 1, integer: false, hint: "least share of the likeliest token" },
+  { name: "min_p", label: "Min p", low: 0, high: 1, integer: false, hint: "least probability, relative to the most likely token" },
   { name: "max_tokens", label: "Max tokens", low: 1, high: 16777216, integer: true, hint: "length of an answer" },
   { name: "seed", label: "Seed", low: 0, high: Number.MAX_SAFE_INTEGER, integer: true, hint: "same seed, same answer" },
 ];
@@ -35,15 +35,15 @@ function numberFrom(text) {
 }
 
 function problem(field, value) {
-  if (!Number.isFinite(value)) return `${field.label} is not a number.`;
-  if (field.integer && !Number.isInteger(value)) return `${field.label} is a whole number.`;
+  if (!Number.isFinite(value)) return `${field.label} must be a number.`;
+  if (field.integer && !Number.isInteger(value)) return `${field.label} must be an integer.`;
   const tooLow = field.openLow ? value <= field.low : value < field.low;
   if (!tooLow && value <= field.high) return "";
-  const from = field.openLow ? `above ${field.low}` : `from ${field.low}`;
-  return `${field.label} goes ${from} to ${field.high}.`;
+  const from = field.openLow ? `above ${field.low}, up to` : `from ${field.low} to`;
+  return `${field.label} must be ${from} ${field.high}.`;
 }
 
-/** The form under Settings. Values stay in the tab's session storage; `onKey` hears of another API key. */
+/** The settings form. Values are kept in the tab's session storage; `onKey` is called for a new API key. */
 export class SettingsForm {
   #form = byId("settings-form");
 
@@ -53,7 +53,7 @@ export class SettingsForm {
       control.value = load(control.name);
       control.addEventListener("input", () => {
         save(control.name, control.value);
-        // JSON is wrong until its last bracket: it is judged when it is left, and again while it is marked.
+        // JSON is invalid until its last bracket, so it is checked on leaving the field, and then while it is marked.
         const early = JSON_FIELDS.some(({ name }) => name === control.name) && control.getAttribute("aria-invalid") !== "true";
         if (control.name !== "api-key" && !early) this.check();
       });
@@ -65,7 +65,7 @@ export class SettingsForm {
     this.check();
   }
 
-  /** Shows the model's own values, name -> number, in the fields that are empty. */
+  /** Shows the model's defaults, name -> number, in empty fields. */
   showDefaults(values) {
     for (const { name } of FIELDS) byId(name).placeholder = values?.[name] === undefined ? "default" : String(values[name]);
   }
@@ -78,13 +78,13 @@ export class SettingsForm {
     return byId("system").value;
   }
 
-  /** The request's field about the cache; nothing: the server's default. */
+  /** The cache mode for the request; undefined for the server's default. */
   get cacheUse() {
     const mode = byId("reuse").value;
     return mode ? { kvboost: { mode } } : {};
   }
 
-  /** Marks wrong fields; returns the `values` that go into a request, and `errors` as `validate` does. */
+  /** Marks invalid fields; returns the `values` for a request, and `errors` as `validate` does. */
   check() {
     const raw = Object.fromEntries(this.#controls().map(({ name, value }) => [name, value]));
     const numbers = validate(raw);

@@ -12,7 +12,7 @@ export class Sparkline {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
-  /** Takes a value, draws, and returns the highest value of the last minute. */
+  /** Adds a value, draws, and returns the highest value of the last minute. */
   add(now, value) {
     this.#points.push([now, value]);
     while (this.#points[0][0] < now - SPAN_MS) this.#points.shift();
@@ -20,7 +20,7 @@ export class Sparkline {
     return this.#highest();
   }
 
-  /** Forgets every value. */
+  /** Removes all values. */
   clear() {
     this.#points = [];
     this.#canvas.width = 0;
@@ -38,7 +38,7 @@ export class Sparkline {
     const context = this.#canvas.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
     const style = getComputedStyle(this.#canvas);
-    if (this.#highest() === 0) return; // nothing generated: an empty line says so
+    if (this.#highest() === 0) return; // nothing was generated
     const end = this.#points.at(-1)[0];
     const top = Math.max(1, this.#highest());
     const at = ([time, value]) => [width * (1 - (end - time) / SPAN_MS), height - 1.5 - (height - 4) * (value / top)];

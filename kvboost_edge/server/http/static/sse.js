@@ -24,7 +24,7 @@ export class EventParser {
     return events;
   }
 
-  /** Where the line from `start` ends, or -1. A CR at the very end may be half of a CR LF: the next piece tells. */
+  /** End of the line from `start`, or -1. A CR at the end may be half of a CR LF, which the next piece decides. */
   #lineEnd(start) {
     for (let i = start; i < this.#buffer.length; i += 1) {
       const char = this.#buffer[i];
@@ -42,7 +42,7 @@ export class EventParser {
     }
     const colon = line.indexOf(":");
     const name = colon === -1 ? line : line.slice(0, colon);
-    if (name !== "data") return; // comments, event names, ids and retry times say nothing to this page
+    if (name !== "data") return; // comments, event names, ids and retry times are not used
     const value = colon === -1 ? "" : line.slice(colon + 1);
     this.#data.push(value.startsWith(" ") ? value.slice(1) : value);
   }

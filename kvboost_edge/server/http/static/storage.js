@@ -1,4 +1,4 @@
-/** Storage of the tab that never throws: where the browser refuses it, values live as long as the page. */
+/** Storage of the tab that never throws; if the browser refuses it, values live as long as the page. */
 
 const fallback = new Map();
 

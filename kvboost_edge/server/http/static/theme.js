@@ -9,7 +9,7 @@
       const name = localStorage.getItem("theme");
       return NAMES.includes(name) ? name : "auto";
     } catch {
-      return "auto"; // storage is blocked: nothing is kept
+      return "auto"; // storage is blocked
     }
   }
 
@@ -34,7 +34,7 @@
       try {
         localStorage.setItem("theme", current);
       } catch {
-        // kept for this page only
+        // stored for this page only
       }
       apply(current);
     });

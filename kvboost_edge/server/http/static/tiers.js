@@ -1,27 +1,27 @@
-/** The tiers, the pool first: what each holds, what the last minute's prompts found in it, and what is wrong with it. */
+/** The pool and the tiers: contents, hits of the last minute, and failures. */
 
 import { byId, element } from "/static/dom.js";
 import { bytes, count, plural } from "/static/format.js";
 
-/** "1,234 blocks, 50.1 MB of 16.0 GB"; what only a shared server knows is left out. */
+/** "1,234 blocks, 50.1 MB of 16.0 GB"; figures that only a shared server knows are left out. */
 export function holdings({ blocks, bytes: held, max_bytes: cap }) {
   const number = typeof blocks === "number" ? plural(blocks, "block") : "shared";
   const size = typeof held === "number" ? `, ${bytes(held)}` : "";
   return number + size + (size !== "" && typeof cap === "number" ? ` of ${bytes(cap)}` : "");
 }
 
-/** What stands under a tier: what is wrong with it, else nothing. */
+/** Description of a tier's failure, or "". */
 export function trouble({ writable, state }) {
   if (typeof state === "string" && state !== "") return state;
-  return writable === false ? "stores nothing at the moment" : "";
+  return writable === false ? "not storing blocks at the moment" : "";
 }
 
-/** Shows the tiers, states behind the pool, replicas' pools, and where the last minute's prompt tokens came from. */
+/** Shows the tiers, recurrent state after the pool, replicas' pools, and the origin of the last minute's prompt tokens. */
 export function showTiers({ tiers, replicas, memory, state_slots: slots, state_slots_used: used, recent_span_tokens: moved, recent_computed_tokens: computed }) {
   const entries = Object.entries(tiers ?? {});
   const pools = Object.entries(replicas ?? {}).map(([name, one]) => row(`replica ${name}`, one, `${holdings(one)}, ${one.running} running, ${one.waiting} waiting`));
   const rows = entries.map(([name, tier]) => row(name, tier));
-  if (slots > 0) rows.splice(1, 0, row("states", { bytes: used, max_bytes: slots }, `${count(used)} of ${plural(slots, "slot")}, ${bytes(memory.state_bytes)}`));
+  if (slots > 0) rows.splice(1, 0, row("recurrent state", { bytes: used, max_bytes: slots }, `${count(used)} of ${plural(slots, "slot")}, ${bytes(memory.state_bytes)}`));
   byId("tiers").replaceChildren(...rows, ...pools);
   const found = entries.map(([name, tier]) => `${count(tier.recent_hit_tokens)} from ${name}`);
   if (moved > 0) found.push(`${count(moved)} reused at other positions`);

@@ -1,4 +1,4 @@
-/** Calls of tools as blocks: name, arguments, and a field for what the tool returned. */
+/** Tool calls as blocks: name, arguments, and a field for the result. */
 
 import { button, copy, element } from "/static/dom.js";
 import { pretty } from "/static/jsontext.js";
@@ -7,9 +7,9 @@ import { pretty } from "/static/jsontext.js";
 export class ToolCallsView {
   root = element("div", { class: "calls" });
   #views = new Map();
-  #button = null; // while results are wanted
+  #button = null; // set while results are missing
 
-  /** Shows what `call` has by now. */
+  /** Shows the current state of `call`. */
   grow(call) {
     if (!this.#views.has(call)) {
       this.#views.set(call, new CallView(call));
@@ -18,12 +18,12 @@ export class ToolCallsView {
     this.#views.get(call).grow();
   }
 
-  /** Nothing follows: the arguments are laid out, and a result that a kept chat has. */
+  /** Ends the calls: formats the arguments, and shows the results of a stored chat. */
   end() {
     for (const view of this.#views.values()) view.end();
   }
 
-  /** A field under each call, and a button. `chat`: {ready(): whether a request can be made, missing(call), send()}. */
+  /** Adds a field to each call, and a button. `chat`: {ready(): whether a request can be sent, missing(call), send()}. */
   ask(chat) {
     const views = [...this.#views.values()];
     const complete = () => {
@@ -41,7 +41,7 @@ export class ToolCallsView {
     this.root.append(this.#button);
   }
 
-  /** Fields that nobody filled go; the calls stay without a result. */
+  /** Removes empty fields; their calls stay without a result. */
   close() {
     if (this.#button !== null) this.#settle(() => null);
   }
@@ -56,8 +56,8 @@ export class ToolCallsView {
 class CallView {
   #name = element("code");
   #code = element("code");
-  #field = null; // the label with its text area, while a result is wanted
-  #shown = 0; // characters of the arguments
+  #field = null; // the label with its text area, while the result is missing
+  #shown = 0; // characters shown of the arguments
 
   constructor(call) {
     this.call = call;
@@ -90,7 +90,7 @@ class CallView {
     const text = pretty(this.call.arguments);
     const head = this.root.firstChild;
     if (text === null) {
-      head.append(element("span", { class: "flag", text: "not complete" }));
+      head.append(element("span", { class: "flag", text: "incomplete" }));
       return;
     }
     this.#code.textContent = text;
@@ -109,11 +109,11 @@ class CallView {
     this.root.append(this.#field);
   }
 
-  /** The result that is sent, or null: none is. */
+  /** The result to send, or null. */
   settle(result) {
     this.call.result = result;
     this.#field.remove();
-    this.root.append(result === null ? element("p", { class: "note", text: "No result was given; this call is not sent again." }) : given(result));
+    this.root.append(result === null ? element("p", { class: "note", text: "No result was entered; this call is not sent again." }) : given(result));
   }
 }
 

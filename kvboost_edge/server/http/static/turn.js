@@ -1,4 +1,4 @@
-/** A turn on the page: the question, and under it one answer after the other. */
+/** A turn on the page: the question and its answers. */
 
 import { AnswerView } from "/static/answer.js";
 import { ApiError } from "/static/api.js";
@@ -15,7 +15,7 @@ export class TurnView {
     this.root = element("div", { class: "turn running" }, asked);
   }
 
-  /** The view of one more answer, of what is in `step`; `shown()` is called when the page has grown. */
+  /** Adds the view of `step`; `shown()` is called when the page has grown. */
   begin(step, shown) {
     this.root.className = "turn running";
     this.#last = new StepView(step, shown);
@@ -32,13 +32,13 @@ export class TurnView {
     this.#last.root.remove();
   }
 
-  /** Results are not waited for any more. */
+  /** Stops waiting for results. */
   close() {
     this.#last.close();
   }
 }
 
-/** One answer: reasoning, text, calls of tools, figures. It is shown once per frame however fast it comes. */
+/** One answer: reasoning, text, tool calls, figures. Updated at most once per frame. */
 class StepView {
   #step;
   #shown;
@@ -47,7 +47,7 @@ class StepView {
   #reasoning = null;
   #calls = new ToolCallsView();
   #progress = null; // until the first token
-  #lengths = { reasoning: 0, answer: 0 }; // of what is on the page
+  #lengths = { reasoning: 0, answer: 0 }; // lengths of the shown texts
   #frame = 0;
 
   constructor(step, shown) {
@@ -56,10 +56,10 @@ class StepView {
     this.root = element("article", { class: "answer", "aria-label": "Answer", "aria-busy": "true" }, this.#body);
   }
 
-  /** The prompt is being read: see ProgressView. */
+  /** Shows the progress of the prompt, see ProgressView. */
   read(progress, say) {
     if (this.#progress === null) {
-      if (progress.processed >= progress.total) return; // read at once: a bar would only flash
+      if (progress.processed >= progress.total) return; // computed at once: a bar would only flash
       this.#progress = new ProgressView(say);
       this.root.prepend(this.#progress.root);
       this.#shown();
@@ -67,7 +67,7 @@ class StepView {
     this.#progress.update(progress);
   }
 
-  /** The step has grown. */
+  /** Shows new content of the step. */
   update() {
     this.#endProgress();
     const { reasoning, answer, calls } = this.#step;
@@ -80,7 +80,7 @@ class StepView {
     });
   }
 
-  /** Nothing follows. `failure`: an error that is shown, or null. */
+  /** Ends the answer. `failure`: an error to show, or null. */
   finish(figures, failure) {
     this.#endProgress();
     cancelAnimationFrame(this.#frame);
@@ -93,7 +93,7 @@ class StepView {
     if (failure !== null) this.root.append(errorBox(failure));
   }
 
-  /** Shows a step of a kept chat, whole. */
+  /** Shows a whole step of a stored chat. */
   restore() {
     if (this.#step.reasoning !== "") {
       this.#beginReasoning();

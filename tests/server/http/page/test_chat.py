@@ -58,7 +58,7 @@ def test_text_arrives_piece_by_piece_and_the_figures_at_the_end(visit, slow_mode
         done = visit.answer()
     assert done.locator(".answer").get_attribute("aria-busy") is None
     assert "60 tokens" in done.locator(".figures").inner_text()
-    assert "cut at max tokens" in done.locator(".figures").inner_text()
+    assert "stopped at max tokens" in done.locator(".figures").inner_text()
 
 
 def test_stop_keeps_what_arrived_and_frees_the_server(visit, slow_model, demo_engine):
@@ -161,7 +161,7 @@ def test_a_wrong_setting_is_not_sent(visit):
     assert visit.count(".turn") == 0
     assert visit.input_value("#prompt") == "Hello"
     assert visit.evaluate("document.activeElement.id") == "top_p"
-    visit.shows("#top_p-error", "Top p goes above 0 to 1.")
+    visit.shows("#top_p-error", "Top p must be above 0, up to 1.")
 
 
 def test_a_conversation_goes_on_is_edited_and_begun_anew(visit):
@@ -271,7 +271,7 @@ def test_an_error_inside_the_stream_is_shown_below_what_arrived(visit):
     visit.ask("Hello")
     turn = visit.answer("failed")
     expect(turn.locator(".answer-body")).to_have_text("half an")
-    expect(turn.locator(".error")).to_contain_text("The server's time limit for a request is over.")
+    expect(turn.locator(".error")).to_contain_text("The request exceeded the server's time limit.")
     expect(turn.locator(".error")).to_contain_text("too slow")
 
 

@@ -176,7 +176,7 @@ def test_a_full_storage_evicts_the_oldest_chats_and_says_when_that_is_not_enough
     assert kept(chat).keys() == {"Older", "Newest"}
     chat.click("#new-chat")
     say(chat, "Too much", "x" * 6_000_000, 4)
-    chat.shows("#status", "The browser does not keep this chat: it is lost on reload.")
+    chat.shows("#status", "The browser cannot store this chat. Reloading the page will lose it.")
 
 
 def test_without_storage_the_page_works(stand_in):
@@ -188,5 +188,5 @@ def test_without_storage_the_page_works(stand_in):
     )
     say(chat, "Hello", "Hi", 1)
     assert options(chat) == ["New chat"]
-    chat.shows("#status", "The browser does not keep this chat: it is lost on reload.")
+    chat.shows("#status", "The browser cannot store this chat. Reloading the page will lose it.")
     chat.evaluate("Object.defineProperty(window, 'localStorage', window.storage)")

@@ -57,7 +57,7 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
                 [["#text", "Today is "], ["del", "Monday"], ["#text", ". Go"]],
                 [["#text", "Today is "], ["ins", "Tuesday"], ["#text", ". Go"], ["#text", " on"]],
             ],
-            "“Monday” became “Tuesday”.",
+            "“Monday” changed to “Tuesday”.",
         ),
         (
             "The answer.",
@@ -72,7 +72,7 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
                 [["#text", "a"], ["del", "␣␣"], ["#text", "b"]],
                 [["#text", "a"], ["ins", "⏎\n"], ["#text", "b"]],
             ],
-            "“␣␣” became “⏎\n”.",
+            "“␣␣” changed to “⏎\n”.",
         ),
         (
             "a\u200b b",
@@ -81,7 +81,7 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
                 [["#text", "a"], ["del", "⟨U+200B⟩"], ["#text", " b"]],
                 [["#text", "a"], ["#text", " b"]],
             ],
-            "“⟨U+200B⟩” is gone.",
+            "“⟨U+200B⟩” was removed.",
         ),
         ("same", "same", [[["#text", "same"]], [["#text", "same"]]], ""),
         ("\u202ex", "\u202ex", [[["#text", "⟨U+202E⟩x"]], [["#text", "⟨U+202E⟩x"]]], ""),
@@ -92,9 +92,9 @@ def test_the_parts_are_both_texts_and_what_is_the_same_is_as_long_as_it_can_be(m
                 [["#text", "<"], ["del", "b"], ["#text", ">x"]],
                 [["#text", "<"], ["ins", "i"], ["#text", ">x"]],
             ],
-            "“b” became “i”.",
+            "“b” changed to “i”.",
         ),
-        ("x" * 70, "y", [[["del", "x" * 70]], [["ins", "y"]]], f"“{'x' * 60}…” became “y”."),
+        ("x" * 70, "y", [[["del", "x" * 70]], [["ins", "y"]]], f"“{'x' * 60}…” changed to “y”."),
     ],
 )
 def test_a_difference_is_marked_and_said(modules, before, now, shown, said):

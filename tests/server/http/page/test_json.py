@@ -51,8 +51,8 @@ def test_a_text_is_json_exactly_when_the_browser_reads_it(modules):
         ("[", "line 1, column 2: the text ends, expected a value or ]."),
         (
             '["abc',
-            "line 1, column 2: a string that is not closed, or holds a line break or a wrong "
-            "escape.",
+            "line 1, column 2: a string that is unterminated, or contains a line break or an "
+            "invalid escape.",
         ),
         ("{} {}", "line 1, column 4: expected the end, not {."),
         ("🌍", "line 1, column 1: expected a value, not 🌍."),
@@ -145,13 +145,13 @@ ENTRY = 'is not {"type": "function", "function": {"name": …}}.'
             "[\n{]",
             "Tools: line 2, column 2: expected a name in double quotes or }, not ].",
         ),
-        ("tools", json.dumps(TOOL), "Tools: this is a list in square brackets."),
+        ("tools", json.dumps(TOOL), "Tools: must be a JSON array."),
         ("tools", json.dumps([TOOL, TOOL["function"]]), f"Tools: entry 2 {ENTRY}"),
         ("tools", '[{"type": "function", "function": {"name": ""}}]', f"Tools: entry 1 {ENTRY}"),
         ("tools", "[null]", f"Tools: entry 1 {ENTRY}"),
-        ("schema", "[]", "Answer schema: a schema is an object in braces."),
-        ("schema", "null", "Answer schema: a schema is an object in braces."),
-        ("schema", '{"type"}', "Answer schema: line 1, column 8: expected a colon, not }."),
+        ("schema", "[]", "JSON schema: must be a JSON object."),
+        ("schema", "null", "JSON schema: must be a JSON object."),
+        ("schema", '{"type"}', "JSON schema: line 1, column 8: expected a colon, not }."),
     ],
 )
 def test_wrong_json_is_named_and_left_out(modules, name, text, error):

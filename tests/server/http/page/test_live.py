@@ -154,7 +154,7 @@ def test_every_tier_says_what_it_holds_and_what_is_wrong(visit):
     assert [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()] == [
         ["pool", "3 blocks, 48.0 MB of 64.0 MB"],
         ["disk", "1,234 blocks, 19.7 GB of 17.2 GB", "<b>no room on the device</b>"],
-        ["redis", "shared", "stores nothing at the moment"],
+        ["redis", "shared", "not storing blocks at the moment"],
     ]
     widths = [
         bar.evaluate("bar => bar.style.width")
@@ -176,7 +176,10 @@ def test_states_stand_beside_the_blocks(visit):
     )
     visit.expects("#tiers > div").to_have_count(4)
     rows = [row.inner_text().split("\n") for row in visit.locator("#tiers > div").all()[:2]]
-    assert rows == [["pool", "3 blocks, 48.0 MB of 64.0 MB"], ["states", "9 of 12 slots, 30.2 MB"]]
+    assert rows == [
+        ["pool", "3 blocks, 48.0 MB of 64.0 MB"],
+        ["recurrent state", "9 of 12 slots, 30.2 MB"],
+    ]
     assert (
         visit.locator("#tiers .bar-track span").all()[1].evaluate("bar => bar.style.width") == "75%"
     )
@@ -275,7 +278,7 @@ def test_a_hundred_thousand_blocks_are_drawn_in_groups_and_few_strokes(visit):
     }
     visit.serve("**/v1/blocks", pool)
     visit.expects("#pool-size").to_contain_text("100,000 blocks of 16 tokens, ")
-    per_cell = int(visit.inner_text("#pool-size").split()[-6])
+    per_cell = int(visit.inner_text("#pool-size").split()[-5])
     visit.focus("#map")
     head = states[:per_cell]
     words = [

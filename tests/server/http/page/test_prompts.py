@@ -44,6 +44,7 @@ LISTED = [
         "prompt_tokens": 1000,
         "hit_tokens": {"pool": 960},
         "computed_tokens": 40,
+        "position": 975,
         "seconds": 0.1,
     },
     {
@@ -51,6 +52,7 @@ LISTED = [
         "prompt_tokens": 10_000,
         "hit_tokens": {"pool": 48},
         "computed_tokens": 9952,
+        "position": 48,
         "step_share": 0.3371,
         "seconds": 31.25,
     },
@@ -71,7 +73,6 @@ LISTED = [
     for number, one in enumerate(LISTED)
 ]
 DETAILS = {
-    "position": 48,
     "field": "message 0 (system)",
     "field_before": "message 0 (system)",
     "compared_with": "req-3",
@@ -118,7 +119,7 @@ def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     changed = ask(live_server, "<b>Tuesday</b>")
     visit.click("nav button[data-view=requests]")
     row = visit.locator(f"[aria-controls=why-{changed}]")
-    expect(row).to_contain_text("another text")
+    expect(row).to_contain_text("text changed at token ")
     expect(row).to_contain_text("from pool")
     row.focus()
     visit.keyboard.press("Enter")
@@ -126,7 +127,7 @@ def test_a_request_shows_its_cause_and_both_texts(visit, live_server):
     expect(details.locator("del")).to_have_text("Monday")
     expect(details.locator("ins").first).to_contain_text("<b>Tuesday")
     expect(details.locator("pre").last).to_contain_text("Today is <b>Tuesday</b>.")
-    expect(details.locator(".prompt-said")).to_contain_text("“Monday” became “<b>Tuesday</b>”.")
+    expect(details.locator(".prompt-said")).to_contain_text("“Monday” changed to “<b>Tuesday</b>”.")
     expect(details).to_contain_text("Put changing text after stable text.")
     ask(live_server, "Friday")
     expect(visit.locator(".prompt-row").nth(1)).to_be_focused()
@@ -163,11 +164,11 @@ def test_bars_costs_and_causes_are_those_of_the_server(listed):
         for row in rows.all()
     ]
     assert heads == [
-        "○all from the cachecost 4.0 ms",
+        "○fully cachedcost 4.0 ms",
         "●reused at other positionscost 300 ms",
         "▲evictedcost 2.50 s",
-        "●another textcost 100 ms",
-        "▲another textcost 31.3 s",
+        "●text changed at token 975cost 100 ms",
+        "▲text changed at token 48cost 31.3 s",
     ]
     told = (
         "evicted cost 2.50 s 200 from pool, 400 from disk, 400 from redis, 1,000 of 2,000 tokens "
@@ -186,10 +187,10 @@ def test_one_cause_is_shown_alone(listed):
     page = listed()
     chips = page.locator(".chip:visible")
     assert chips.all_inner_texts() == [
-        "▲ 2 × another text, 31.4 s",
+        "▲ 2 × text changed, 31.4 s",
         "▲ 1 × evicted, 2.50 s",
         "● 1 × reused at other positions, 300 ms",
-        "○ 1 × all from the cache, 4.0 ms",
+        "○ 1 × fully cached, 4.0 ms",
     ]
     chips.first.click()
     expect(chips.first).to_have_attribute("aria-pressed", "true")
@@ -274,7 +275,7 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
     page.begin("Hello")
     page.deltas({"content": "Hi."})
     page.end("stop", kvboost={"hit_tokens": {"pool": 0}, "miss_reason": "first_seen"})
-    page.button("first seen: show this request").click()
+    page.button("new prefix: show this request").click()
     page.expects(f"[aria-controls=why-{request_id}]").to_be_focused()
     page.expects(f"#why-{request_id} .facts").to_be_visible()
 
@@ -285,13 +286,13 @@ def test_the_reason_under_an_answer_leads_to_its_request(stand_in, live_server):
         (
             {"cause": "retokenized", "text": "same", "text_before": "same"},
             ["Both requests"],
-            "The same text in other tokens.",
+            "The same text as different tokens.",
         ),
         ({"cause": "tail", "text": "same", "text_before": "same"}, ["Both requests"], None),
         ({"cause": "first_seen", "text": "new", "text_before": ""}, ["This request"], None),
         (
             {"cause": "new_text", "text": "", "text_before": "old"},
-            ["Before, in message 0 (system)"],
+            ["Earlier request, in message 0 (system)"],
             None,
         ),
         ({"cause": "tools", "text": "", "text_before": ""}, [], None),
@@ -306,6 +307,20 @@ def test_only_texts_that_differ_stand_side_by_side(listed, told, captions, said)
     assert page.locator("#why-req-4 figcaption").all_inner_texts() == captions
     page.expects("#why-req-4 .prompt-said").to_have_count(0 if said is None else 1)
     assert said is None or page.locator("#why-req-4 .prompt-said").inner_text() == said
+
+
+@pytest.mark.parametrize(
+    ("cause", "has_position"),
+    [("first_seen", False), ("none", False), ("bypassed", False), ("evicted", True)],
+)
+def test_only_a_request_with_a_difference_has_a_position(listed, cause, has_position):
+    page = listed()
+    page.unroute("**/v1/requests/req-4/cache")
+    page.serve("**/v1/requests/req-4/cache", LISTED[4] | {"cause": cause, "position": 0})
+    page.click("[aria-controls=why-req-4]")
+    page.expects("#why-req-4 .facts").to_be_visible()
+    facts = page.locator("#why-req-4 .facts dt").all_inner_texts()
+    assert ("Position" in facts, "Request" in facts) == (has_position, True)
 
 
 def test_a_request_that_is_gone_says_so(listed):

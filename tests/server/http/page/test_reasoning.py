@@ -82,8 +82,8 @@ def test_thoughts_that_led_to_nothing_are_shown_but_not_sent_again(stand_in):
     page.end("length")
     turn = page.answer()
     expect(turn.locator("summary")).to_contain_text("Thought for")
-    expect(turn.locator(".flag")).to_have_text("cut at max tokens")
-    expect(turn).to_contain_text("Nothing was answered")
+    expect(turn.locator(".flag")).to_have_text("stopped at max tokens")
+    expect(turn).to_contain_text("No answer")
     page.ask("Again")
     assert page.asked(2)["messages"] == [{"role": "user", "content": "Again"}]
     page.deltas({"reasoning_content": "Hm"})

@@ -51,7 +51,7 @@ def test_arguments_are_raw_while_they_come_and_laid_out_at_the_end(stand_in):
     shown = call.locator("pre").evaluate("(e) => e.textContent")
     assert shown == json.dumps(json.loads(ARGUMENTS), indent=2, ensure_ascii=False)
     page.shows("#status", "The model calls get_weather and waits for the result.")
-    assert "Nothing was answered" not in page.locator(".turn").inner_text()
+    assert "No answer" not in page.locator(".turn").inner_text()
 
 
 def test_arguments_are_copied_as_they_are_laid_out(weather):
@@ -151,7 +151,7 @@ def test_a_call_without_a_result_is_not_sent_again(weather):
     weather.ask("Never mind. Hello?")
     assert weather.asked(2)["messages"] == [{"role": "user", "content": "Never mind. Hello?"}]
     first = weather.locator(".turn").first
-    expect(first).to_contain_text("No result was given; this call is not sent again.")
+    expect(first).to_contain_text("No result was entered; this call is not sent again.")
     assert first.locator("textarea").count() == 0
     assert first.get_by_role("button", name="Send result").count() == 0
     weather.end("stop")
@@ -168,10 +168,10 @@ def test_a_call_that_was_cut_waits_for_nothing(stand_in, how):
     else:
         page.end("length")
     turn = page.answer("stopped" if how == "stopped" else "done")
-    expect(turn.locator(".call")).to_contain_text("not complete")
+    expect(turn.locator(".call")).to_contain_text("incomplete")
     expect(turn.locator(".call pre")).to_have_text(ARGUMENTS[:20])
-    expect(turn).to_contain_text("A call that was cut is not sent again.")
-    said = "Stopped." if how == "stopped" else "The call of get_weather was cut."
+    expect(turn).to_contain_text("An incomplete call is not sent again.")
+    said = "Stopped." if how == "stopped" else "The call of get_weather is incomplete."
     page.shows("#status", said)
     assert turn.locator("textarea").count() == 0
     page.ask("Go on")
@@ -220,7 +220,7 @@ def test_tools_choice_and_schema_are_sent_kept_and_reset(stand_in):
     page.click("nav [data-view=settings]")
     page.get_by_label("Tools (JSON)").fill(json.dumps(TOOLS))
     page.get_by_label("Tool choice").select_option("Required")
-    page.get_by_label("Answer schema (JSON)").fill('{"type": "object"}')
+    page.get_by_label("JSON schema").fill('{"type": "object"}')
     page.reload()
     page.ask("Weather?")
     sent = page.asked(1)
