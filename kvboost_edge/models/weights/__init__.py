@@ -1,1 +1,1 @@
-"""Tensors in the formats of checkpoints, checked before they are read."""
+"""Weight sources: the tensors of a checkpoint, checked before they are read."""

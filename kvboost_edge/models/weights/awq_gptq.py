@@ -1,14 +1,17 @@
-"""Checkpoints of 4-bit AWQ and GPTQ as a weight source that keeps their codes.
+"""Weight source for 4-bit AWQ and GPTQ checkpoints, which keeps their codes.
 
     weight[out, in] = scale[group, out] * (code - zero[group, out])
 
-AWQ (the "gemm" order): qweight int32 [in, out / 8], qzeros int32 [groups, out / 8]; the 8 nibbles
-of a word, lowest first, are columns 0 2 4 6 1 3 5 7. GPTQ: qweight int32 [in / 8, out], nibbles
-along the inputs in order; qzeros int32 [groups, out / 8] in order, minus one ("gptq" format) or
-unchanged ("gptq_v2"). scales float16 [groups, out].
+Layouts, with 8 nibbles in each int32 word, lowest first:
 
-A tensor whose zero points are all 8 is int4, exactly. Any other is int4-asym with minimum = scale *
-zero rounded to float16: an error of at most scale * zero / 2048, constant over a group.
+    AWQ ("gemm")  qweight int32 [in, out / 8], qzeros int32 [groups, out / 8]; the nibbles of a
+                  word are columns 0 2 4 6 1 3 5 7
+    GPTQ          qweight int32 [in / 8, out], nibbles along the inputs in order; qzeros int32
+                  [groups, out / 8] in order, stored minus 1 ("gptq") or unchanged ("gptq_v2")
+    both          scales float16 [groups, out]
+
+A tensor whose zero points are all 8 becomes int4, exactly. Others become int4-asym with minimum =
+scale * zero, rounded to float16. The error is at most scale * zero / 2048, equal within a group.
 """
 
 from __future__ import annotations
@@ -33,21 +36,19 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
-_KEPT = 8  # words and scales of four tensors, the most that are packed at one time
+# Cached words and scales: enough for four tensors, the most that are packed at the same time.
+_KEPT = 8
 _MIDDLE = 8  # zero point of a symmetric tensor
 
 
 class PackedQuantSource:
-    """A `WeightSource` that shows "m.qweight" and its companions as "m.weight" [out, in].
-
-    Other tensors are unchanged.
-    """
+    """`WeightSource` that shows "m.qweight" and its related tensors as "m.weight" [out, in]."""
 
     def __init__(self, model_dir: Path | str, config: Mapping[str, Any]) -> None:
         self._layout = packed_layout(config)
         self._files = SafetensorsSource(model_dir)
-        # Rows are columns in these files: a tensor is read whole, and kept while its rows are asked
-        # for.
+        # These files store rows as columns. A tensor is read whole and cached while its rows are
+        # read.
         self._whole = functools.lru_cache(maxsize=_KEPT)(self._files.stored)
         try:
             names = self._files.names()
@@ -72,8 +73,8 @@ class PackedQuantSource:
         self._files.__exit__(kind, error, trace)
 
     def names(self) -> set[str]:
-        """Return the tensors, without the zero biases that some writers add to layers without
-        bias.
+        """Return the tensor names, without the zero biases that some writers add to layers without
+        one.
         """
         found = {f"{module}.weight" for module in self._packed}
         for name in self._files.names():
@@ -90,9 +91,8 @@ class PackedQuantSource:
         return self._files.shape(name) if module is None else self._shapes[module]
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) as float32.
-
-        Packed rows are scale * (code - zero), without the rounding of minima.
+        """Return rows [start, stop) as float32. Packed rows are scale * (code - zero), without
+        rounding of the minima.
         """
         module = self._module(name)
         if module is None:
@@ -148,9 +148,7 @@ class PackedQuantSource:
         return module if module != name and module in self._packed else None
 
     def _check(self, module: str) -> tuple[int, int]:
-        """Return the shape [out, in] of a packed tensor after checking its parts against one
-        another.
-        """
+        """Check the parts of a packed tensor against one another and return its shape [out, in]."""
         first, last = self._files.stored_shape(f"{module}.qweight", "I32", 2)
         awq = self._layout.method == "awq"
         inputs, outputs = (first, 8 * last) if awq else (8 * first, last)
@@ -179,7 +177,7 @@ class PackedQuantSource:
     def _read(
         self, module: str, start: int, stop: int
     ) -> tuple[Bytes, npt.NDArray[np.float16], Bytes]:
-        """Return codes [rows, in], scales and zeros [rows, groups] of rows [start, stop)."""
+        """Return rows [start, stop): codes [rows, in], scales and zero points [rows, groups]."""
         outputs = self._shapes[module][0]
         if not 0 <= start < stop <= outputs:
             raise self._error(module, "qweight", f"has no rows {start} to {stop} of {outputs}")
@@ -198,8 +196,8 @@ class PackedQuantSource:
         )
 
     def _zeros_of(self, module: str) -> Bytes:
-        """Return zero points [out, groups]; they are cached, because they are small and decide the
-        kind.
+        """Return the zero points, uint8 [out, groups]. They are cached: they are small and decide
+        the tensor's format.
         """
         known = self._zeros.get(module)
         if known is None:
@@ -226,9 +224,8 @@ def _nibble(words: npt.NDArray[np.int32], index: int) -> Bytes:
 
 
 def _nibbles(words: npt.NDArray[np.int32], order: tuple[int, ...] | range) -> Bytes:
-    """Return words [n, words] as nibbles [n, 8 * words].
-
-    Nibble i of a word, lowest first, is column order[i] of its eight.
+    """Unpack words [n, words] to uint8 [n, 8 * words]. Nibble i, lowest first, is column order[i]
+    of its word's eight.
     """
     codes = np.empty((*words.shape, 8), dtype=np.uint8)
     for index, column in enumerate(order):

@@ -1,4 +1,6 @@
-"""Dense matrices after the pooling of an embedding model, in sentence-transformers' directories."""
+"""Dense projections after the pooling of an embedding model, one folder each, as
+sentence-transformers stores them.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,18 @@ __all__ = ["Matrices", "check_dense", "read_dense"]
 
 Floats = npt.NDArray[np.float32]
 Matrices = tuple[Floats, ...]
-"""float32 [outputs, inputs] each."""
+"""Matrices, each float32 [outputs, inputs]."""
 
 _NAME = "linear.weight"
 _IDENTITY = "Identity"
 
 
 def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
-    """Return the matrices; the first takes hidden states of the config's size.
+    """Return the matrices of these folders. The first has the config's hidden size as inputs.
 
-    Raises ModelFormatError that names the directory of a matrix with a bias, an activation, or a
-    shape that does not follow the one before.
+    Raises:
+        ModelFormatError: names the folder of a projection with a bias or an activation, or whose
+            inputs are not the outputs of the one before.
     """
     found = tuple(_read(folder) for folder in folders)
     check_dense(found, config, [str(folder) for folder in folders])
@@ -37,8 +40,15 @@ def read_dense(folders: Sequence[Path], config: Mapping[str, Any]) -> Matrices:
 
 
 def check_dense(matrices: Matrices, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise ModelFormatError, with the matrix's name, for inputs of the wrong size or numbers that
-    are not finite.
+    """Check that each matrix takes the outputs of the one before.
+
+    Args:
+        matrices: matrices in order.
+        config: object in config.json.
+        names: name of each matrix, for messages.
+
+    Raises:
+        ModelFormatError: names the matrix whose shape does not fit or that has NaN or infinity.
     """
     inputs = size_of(text_config(config), "hidden_size")
     for matrix, name in zip(matrices, names, strict=True):

@@ -1,7 +1,7 @@
-"""Reads of a large file into own buffers.
+"""Reads of large files into private buffers.
 
-Nothing is memory-mapped. A file that is truncated, or whose disk fails, during a read raises an
-error instead of ending the process (SIGBUS), and its pages do not count as this process's memory.
+Nothing is mapped. A file that is truncated, or whose disk fails, while it is read raises an error
+instead of killing the process with SIGBUS. Its pages do not count as memory of this process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ __all__ = ["FileBytes", "check_stamped", "open_stamped"]
 
 
 class FileBytes:
-    """An open file, read at any position from any number of threads.
-
-    Errors are ModelFormatError and name the file.
+    """Open file that any number of threads can read at any offset. Errors are ModelFormatError and
+    name the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +37,7 @@ class FileBytes:
         self._at = FileAt(self._file)
 
     def read_into(self, buffer: npt.NDArray[Any], start: int) -> None:
-        """Fill a contiguous array with the bytes from `start` on."""
+        """Fill a contiguous array with the bytes from offset `start`."""
         raw = buffer.reshape(-1).view(np.uint8).data
         try:
             done = self._at.read_into(raw, start)
@@ -51,8 +50,8 @@ class FileBytes:
             )
 
     def announce(self, starts: Iterable[int], count: int) -> None:
-        """Tell the system that `count` bytes from each position will be read, so that a disk can
-        batch them.
+        """Tell the system that `count` bytes at each offset will be read, so that a disk reads them
+        together.
         """
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # some file systems do not support it
@@ -60,9 +59,11 @@ class FileBytes:
                     os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     def check_unchanged(self) -> None:
-        """Raise ModelFormatError if the file was written or truncated since it was opened.
+        """Check that the file was not written to or truncated since it was opened. A moved or
+        renamed file can still be read.
 
-        A file that was moved or replaced is still read.
+        Raises:
+            ModelFormatError: the file changed.
         """
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self.stamp.size, self.stamp.modified_ns):
@@ -76,7 +77,7 @@ class FileBytes:
 
 
 def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
-    """Raise the errors of `open_stamped` without opening a file."""
+    """Make the checks of `open_stamped` without opening the files."""
     for path, stamp in files:
         try:
             found = FileStamp.of(path)
@@ -86,10 +87,14 @@ def check_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> None:
 
 
 def open_stamped(files: Iterable[tuple[Path, FileStamp]], what: str) -> list[FileBytes]:
-    """Return these files, open, in order.
+    """Open these files and return them in order.
 
-    Raises ModelFormatError, with all files closed, if one is missing or has changed since its
-    `what` was read.
+    Args:
+        files: paths, with the stamps of the files at an earlier read.
+        what: part that was read then, for messages.
+
+    Raises:
+        ModelFormatError: a file is missing or has another stamp. No file stays open.
     """
     with contextlib.ExitStack() as stack:
         opened: list[FileBytes] = []

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 __all__ = ["DTYPE_BITS", "first_non_finite"]
 
-# Bits of an element, by the format's dtype names.
+# Bits of an element, by dtype name of the format.
 DTYPE_BITS: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -18,28 +18,31 @@ DTYPE_BITS: dict[str, int] = {
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
     "F4": 4,
 }
-# All exponent bits set means NaN or infinity.
+# A number whose exponent bits are all set is NaN or infinite.
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
     "F64": (np.uint64, 0x7FF0_0000_0000_0000),
     "F32": (np.uint32, 0x7F80_0000),
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-# Small enough for the second-level cache, large enough that the calls do not count.
+# Fits the L2 cache, and is large enough to hide the overhead of calls.
 _CHUNK_BYTES = 1 << 18
 
 
 def first_non_finite(path: Path, dtype: str, start: int, stop: int) -> int | None:
-    """Return the index of the first NaN or infinite element in bytes [start, stop) of a file, or
+    """Return the index of the first element in bytes [start, stop) that is NaN or infinite, or
     None.
 
-    Integer and 8-bit types count as finite. Raises OSError if the file ends early.
+    Integer and 8-bit types count as finite.
+
+    Raises:
+        OSError: the file ends early.
     """
     if dtype not in _EXPONENTS or start == stop:
         return None
     kind, exponent = _EXPONENTS[dtype]
     mask = kind(exponent)
-    # Own buffers, not a mapping, whose pages would count as this process's memory.
+    # Private buffers, not a mapping: mapped pages would count as memory of this process.
     chunk: npt.NDArray[Any] = np.empty(_CHUNK_BYTES // np.dtype(kind).itemsize, dtype=kind)
     scratch = np.empty_like(chunk)
     raw = chunk.data.cast("B")

@@ -1,4 +1,4 @@
-"""Detection of an output head in a model directory whose config does not state it correctly."""
+"""Detection of tied or separate output heads if a config is silent or contradicts the files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _BYTES_AT_ONCE = 1 << 24
 def with_found_head(
     config: Mapping[str, Any], model_dir: Path, *, is_embedding: bool
 ) -> Mapping[str, Any]:
-    """Return the config with `tie_word_embeddings` corrected to match the files.
+    """Return the config with `tie_word_embeddings` corrected by the files.
 
     The files decide in these cases:
 
     - An embedding model may have been saved without its unused head.
-    - The parts of a nested config disagree.
-    - The config ties the head to the embedding, or is silent, and the files have another head, as a
-      model that was trained further may.
+    - The parts of a composite config disagree.
+    - The config ties the head to the embedding, or does not say, and the files have another head,
+      such as a fine-tuned one.
     """
     said = [part.get("tie_word_embeddings") for part in _parts(config)]
     if is_nested(config):
         unknown = (
             None in said or said[0] != said[1]
-        )  # versions of transformers differ in which one they use
+        )  # versions of transformers differ in which part counts
     else:
         unknown = is_embedding and not said[0] and not config.get("quantization_config")
     if unknown:
@@ -66,7 +66,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _other_head(model_dir: Path) -> Path | None:
     """Return the file with a head that differs from the embedding.
 
-    None: there is none, or no readable file; reading the weights reports the latter.
+    None without one, and if files cannot be read, which is reported when weights are read.
     """
     try:
         with SafetensorsSource(model_dir, split_experts=False) as source:

@@ -1,4 +1,4 @@
-"""Tensors of a multimodal model by name: those of the language model, and their names in it."""
+"""Tensor names of composite models: which belong to the language model, and their names in it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ __all__ = ["counted_parts", "is_other_part", "text_names"]
 _OTHER = re.compile(
     r"(?:^|\.)(vision_\w+|visual|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\.|^(mtp)\."
 )
-# Where the language model stands in the whole: now, and in files of earlier versions of
-# transformers.
+# Prefix of the language model in current files, and in those of earlier versions of transformers.
 _INSIDE = re.compile(r"^(?:model\.language_model\.|language_model\.model\.)")
-_AHEAD = "mtp."  # multi-token prediction layers, which are not used
+_AHEAD = "mtp."  # layers for multi-token prediction, which are not used
 _HEAD = re.compile(r"^language_model\.(?=lm_head\.)")
 
 
 def is_other_part(name: str) -> bool:
-    """Return whether a tensor belongs to a part for images or sound, or to multi-token
+    """Return whether a tensor belongs to a vision or audio part, or to layers for multi-token
     prediction.
     """
     return _OTHER.search(name) is not None
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
-    """Return the language model's tensors: the file's name -> the name in the language model alone.
+    """Map names in the file to names in the language model alone, for its tensors.
 
-    Without an enclosing model these are all names except those of multi-token prediction, unchanged
-    or converted to Llama's.
+    If no language model is nested, the result has all names except layers for multi-token
+    prediction, unchanged or mapped to Llama's.
     """
     names = list(names)
     if not any(_INSIDE.match(name) for name in names):
@@ -46,7 +45,7 @@ def _in_llamas_words(name: str) -> str:
 
 
 def counted_parts(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of tensors in each other part, by the name of the part."""
+    """Return the number of tensors of each other part, by the part's name."""
     counts: dict[str, int] = {}
     for name in names:
         found = _OTHER.search(name)

@@ -1,9 +1,9 @@
-"""MXFP4: blocks of 32 weights with one exponent, as in GGUF and gpt-oss's safetensors.
+"""MXFP4 blocks of 32 weights with a shared exponent, as in GGUF files and gpt-oss's safetensors.
 
-    2 ** (exponent - 128) * TABLE[code]
+    weight = 2 ** (exponent - 128) * TABLE[code]
 
-An exponent is a byte. A code has 4 bits, and two share a byte. The blocks are exact as int4t while
-the scale is a float16.
+The exponent is a byte. Codes have 4 bits, two in a byte. As int4t they are exact if the scale is a
+float16.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 TABLE = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=np.int8)
-"""Twice the value of E2M1, by code."""
+"""Doubled E2M1 value of each code."""
 LEAST_WEIGHT = 12 * 2.0**-25
-"""Weights up to this may become 0: their scales are below the least float16."""
-_LEAST_EXPONENT = 104  # 2 ** -24, the least float16
+"""Limit up to which weights may become 0: their scales are below the smallest float16."""
+_LEAST_EXPONENT = 104  # 2 ** -24, the smallest float16
 
 
 def float_scales(exponents: Bytes) -> Floats:
-    """Return the exact scale of every block, float32."""
+    """Return the exact scale of every block as float32."""
     wide = exponents.astype(np.uint32)
     tiny = np.uint32(0x00200000) << np.minimum(wide, np.uint32(1))
     bits = np.where(
@@ -34,9 +34,8 @@ def float_scales(exponents: Bytes) -> Floats:
 
 
 def half_scales(exponents: Bytes, codes: Bytes) -> npt.NDArray[np.float16]:
-    """Return the scales as float16.
-
-    A scale is infinite if it is too large. It is 0 if it is too small or all weights are zeros.
+    """Return the scale of every block as float16: infinity if it is too large, 0 if it is too small
+    or all weights are 0.
 
     Args:
         exponents: uint8 [...].
@@ -55,5 +54,5 @@ def count_lost(exponents: Bytes, codes: Bytes) -> int:
 
 
 def _has_weights(codes: Bytes) -> npt.NDArray[np.bool_]:
-    """Return which blocks are not all zeros; the codes 0 and 8 are zero, of either sign."""
+    """Return a mask of the blocks with a nonzero weight. Codes 0 and 8 are zeros of either sign."""
     return np.asarray((codes & np.uint8(0x77)).any(axis=-1), dtype=np.bool_)

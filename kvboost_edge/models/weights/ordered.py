@@ -1,12 +1,13 @@
-"""Weight sources that convert a checkpoint's tensors to the order and values that kernels use.
+"""Weight sources that reorder and convert a checkpoint's tensors for the kernels.
 
-conv.conv.weight, linear_attn.conv1d.weight   [channels, 1, taps + 1] or without the 1: a
-                                              vector, tap by tap
-linear_attn.A_log                             linear_attn.decay = -exp(A_log); files that have
-                                              the latter are read as well
+conv.conv.weight, linear_attn.conv1d.weight   [channels, taps + 1] or [channels, 1, taps + 1]
+                                              to a vector ordered by tap
+linear_attn.A_log                             linear_attn.decay = -exp(A_log); files may also
+                                              store the decay
 mamba.in_proj                                 its rows as separate matrices, see PieceSource
 shared_mlp.input_linear                       its rows as matrices of gate and up
 self_attn.q_proj, each head [query | gate]    self_attn.q_proj and self_attn.output_gate
+self_attn.q_proj, k_proj with paired RoPE     rows in halves, see HalvedSource
 """
 
 from __future__ import annotations
@@ -39,10 +40,15 @@ _TURNED = tuple(f".self_attn.{name}_proj.{what}" for name in "qk" for what in ("
 
 
 class HalvedSource(WrappedSource):
-    """`source` with the rows of queries and keys reordered within each head of `head_dim`.
+    """`source` with the rows of queries and keys reordered within each head.
 
-    Of a head's first 2 * half channels the even ones come first, then the odd ones. Scores are sums
-    over channels, so nothing else changes.
+    Of the first 2 * half channels, the even ones come first, then the odd ones; the others stay.
+    Scores are sums over channels, so this changes nothing else.
+
+    Args:
+        source: the checkpoint's tensors, with paired channels (2i, 2i + 1).
+        head_dim: size of a head.
+        half: number of rotated pairs.
     """
 
     def __init__(self, source: WeightSource, head_dim: int, half: int) -> None:
@@ -82,7 +88,7 @@ class HalvedSource(WrappedSource):
         return self._source.stored_rows(name)
 
     def _stored(self, name: str, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the source's rows of rows [start, stop)."""
+        """Return the rows of the source that rows [start, stop) are."""
         rows = self.shape(name)[0]
         dim = len(self._order)
         if rows % dim or not 0 <= start < stop <= rows:
@@ -97,9 +103,12 @@ class HalvedSource(WrappedSource):
 def in_kernel_order(
     open_files: Callable[[], WeightSource], config: Mapping[str, Any], describe: Describe
 ) -> WeightSource:
-    """Return the tensors of `open_files` in the layout of the native runner's kernels.
+    """Open the tensors of a checkpoint in the order of the native runner's kernels.
 
-    This covers rows of queries and keys (RoPE), tensors of mixers, and gated attention.
+    Args:
+        open_files: function that opens the tensors in the order of the files.
+        config: object in config.json.
+        describe: function that returns the spec of a config.
     """
     family = FAMILIES.get(str(text_config(config).get("model_type")))
     if family is None or not (family.paired_rope or family.hybrid or family.output_gate):
@@ -119,9 +128,8 @@ def in_kernel_order(
 
 
 class MixerSource(WrappedSource):
-    """`source` with the mixers' tensors converted.
-
-    Quantized queries and gates keep their codes, because whole rows are moved.
+    """`source` with the tensors of mixers and of gated attention in kernel order. Quantized queries
+    and gates keep their codes: whole rows are moved.
     """
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
@@ -163,7 +171,7 @@ class MixerSource(WrappedSource):
         values = self._source.rows(self._stored_as(name), start, stop)
         if self._stored_as(name) == name:
             return values
-        with np.errstate(over="ignore"):  # packing rejects infinity
+        with np.errstate(over="ignore"):  # infinity is detected when weights are packed
             decay: Floats = (-np.exp(values.astype(np.float64))).astype(np.float32)
         return decay
 
@@ -183,7 +191,7 @@ class MixerSource(WrappedSource):
         return self._source.stored_rows(name)
 
     def _stored_as(self, name: str) -> str:
-        """Return the source's name of the tensor."""
+        """Return the name of the source's tensor that holds this one."""
         if name.endswith(_DECAY):
             logs = name.removesuffix(_DECAY) + _LOG
             return logs if logs in self._source.names() else name
@@ -196,7 +204,7 @@ class MixerSource(WrappedSource):
         return bool(self._head_dim) and (_QUERY in name or _GATE in name)
 
     def _conv_shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, int]:
-        """Return channels and taps, including the tap of the token itself."""
+        """Return the number of channels and the length of the convolution, taps + 1."""
         if (
             len(stored) not in (2, 3)
             or stored[1:-1] not in ((), (1,))
@@ -211,8 +219,8 @@ class MixerSource(WrappedSource):
     def _stored(
         self, name: str, start: int, stop: int
     ) -> tuple[tuple[int, int], npt.NDArray[np.int64]]:
-        """Return the range of the source's rows that holds rows [start, stop), and their indices in
-        it.
+        """Return the range of the source's rows that contains rows [start, stop), and their indices
+        in that range.
         """
         if not 0 <= start < stop <= self.shape(name)[0]:
             raise ModelFormatError(
@@ -226,8 +234,8 @@ class MixerSource(WrappedSource):
 
 
 def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
-    """Return the pieces of `names.whole` in the order of its rows, [z | x | B | C | dt], with their
-    rows.
+    """Return the pieces of `names.whole`, whose rows are [z | x | B | C | dt], with the rows of
+    each, in order.
     """
     (xbc, z) = names.inputs
     (dt,) = names.gates
@@ -235,15 +243,17 @@ def mixer_pieces(mixer: Mixer, names: MixerNames) -> dict[str, int]:
 
 
 class PieceSource(WrappedSource):
-    """`source` with the matrices named `whole` in each layer split into pieces, in any storage
+    """`source` with the matrices named `whole` in each layer split into pieces, in any stored
     format.
     """
 
     def __init__(self, source: WeightSource, whole: str, pieces: Mapping[str, int]) -> None:
-        """Set up the split.
+        """Split the matrices.
 
         Args:
-            pieces: names and numbers of rows, in the order of the rows.
+            source: the checkpoint's tensors.
+            whole: name of the matrices inside a layer.
+            pieces: name and rows of each piece, in the order of the rows.
         """
         super().__init__(source)
         self._whole = f".{whole}."
@@ -298,8 +308,8 @@ class PieceSource(WrappedSource):
         return self._place(name)[0]
 
     def _place(self, name: str) -> tuple[str, int, int]:
-        """Return the source's name of the whole tensor, and the piece's first row and rows in
-        it.
+        """Return the source's name of the tensor that holds this one, and the first row and number
+        of rows of the piece.
         """
         for piece, (first, rows) in self._pieces.items():
             if piece in name:

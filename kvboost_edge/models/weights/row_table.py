@@ -1,11 +1,10 @@
-"""Table with a row for each token, such as Gemma 4's per-layer embeddings.
+"""Tables with a row per token, such as Gemma 4's per-layer embeddings, of which few rows are read.
 
-The table is far larger than the part that is read. So it is not packed, and the engine does not
-hold it: a row is read from the model's file when its token arrives. Reads go through the file, not
-a mapping. A file that is truncated meanwhile is then an error instead of the end of the process,
-and its pages never count as this process's memory. Measured on rows of 5 KB: 2.5 us for a cached
-row (1.5 us through a mapping, 12 us at the first touch); from a disk 75 us one by one, or 14 us if
-all are requested before the first is read.
+The table is not packed and stays in the model's file. Rows are read when their tokens occur. Reads
+go through the file, not through a mapping, so truncation raises an error instead of killing the
+process, and pages do not count as memory of this process. A cached row of 5 KB takes 2.5 us (a
+mapping: 1.5 us, or 12 us on first touch). From a disk it takes 75 us, or 14 us if all rows are
+announced first.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 ROW_TYPES = ("F32", "BF16", *DECODED)
-"""The forms a table may be stored in: those of safetensors and GGUF that are decoded row by row."""
+"""Types that can be decoded row by row, of safetensors and of GGUF."""
 
 
 class CheckpointFiles(Protocol):
-    """Interface of the model, implemented by `Checkpoint`."""
+    """Part of `Checkpoint` that a table uses."""
 
     def open_source(self) -> WeightSource: ...
 
@@ -42,7 +41,7 @@ class CheckpointFiles(Protocol):
 
 
 class RowTable:
-    """Rows of one tensor, read on demand from any number of threads at once."""
+    """Rows of one tensor, read on demand from any number of threads."""
 
     def __init__(self, file: FileBytes, stored: StoredRows, num_rows: int, width: int) -> None:
         self.num_rows = num_rows
@@ -52,13 +51,19 @@ class RowTable:
 
     @classmethod
     def open(cls, model: CheckpointFiles, tensor: str, rows: int, width: int) -> RowTable:
-        """Open the tensor, which must have this many rows and weights per row, and a type in
-        `ROW_TYPES`.
+        """Open a tensor [rows, width] of a type in `ROW_TYPES`.
 
-        Raises ModelFormatError for another shape or type, or a file that changed since the model's
-        fingerprint was taken.
+        Args:
+            model: the checkpoint.
+            tensor: name of the tensor.
+            rows: its rows, one per token.
+            width: weights of a row.
+
+        Raises:
+            ModelFormatError: shape or type differ, or a file changed since the fingerprint was
+                computed.
         """
-        model.fingerprint()  # usually known already
+        model.fingerprint()  # cached, unless this is its first use
         with model.open_source() as source:
             stored = source.stored_rows(tensor)
             shape = source.shape(tensor)
@@ -94,19 +99,30 @@ class RowTable:
         self.close()
 
     def rows(self, token_ids: Tokens) -> Floats:
-        """Return the rows of int64 [n] as float32 [n, width].
+        """Return the rows of tokens as float32 [n, width].
 
-        Raises RequestError for an id without a row, and the errors of `read_into`.
+        Args:
+            token_ids: int64 [n].
+
+        Raises:
+            RequestError: an id has no row.
+            ModelFormatError: see `read_into`.
         """
         out = np.empty((len(token_ids), self.width), dtype=np.float32)
         self.read_into(token_ids, out)
         return out
 
     def read_into(self, token_ids: Tokens, out: Floats) -> None:
-        """Fill `out`, float32 [n, width] and contiguous.
+        """Read the rows of tokens.
 
-        Raises ModelFormatError if the file was written or truncated since it was opened; the
-        content of `out` is then undefined.
+        Args:
+            token_ids: int64 [n].
+            out: float32 [n, width], contiguous.
+
+        Raises:
+            RequestError: an id has no row.
+            ModelFormatError: the file was written to or truncated since it was opened. The contents
+                of `out` are undefined.
         """
         if not len(token_ids):
             return

@@ -1,7 +1,8 @@
-"""Check of safetensors before loading: complete, within bounds, matching the config, and finite.
+"""Checks of safetensors before anything is loaded: complete, within bounds, consistent with the
+config, finite.
 
-Only headers are read into memory, up to a bound. Tensor data is read in small pieces. Pickle files
-are never opened.
+Memory is allocated for headers only, up to a limit; tensor data is read in small pieces. Pickle
+files are never opened.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ __all__ = ["TensorEntry", "check_weights", "read_header", "weight_files"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# The format's own limit on the header.
+# Header limit of the format itself.
 _MAX_HEADER_BYTES = 100_000_000
-# A larger header takes seconds to check, so the data must be this many times its size. An entry
-# takes some 100 bytes, and a model's tensor has thousands.
+# Larger headers take seconds to check, so they must describe at least this multiple of their size.
+# An entry takes about 100 bytes, a real tensor thousands.
 _SMALL_HEADER_BYTES = 1 << 20
 _DATA_PER_HEADER = 4
-# A mask constant that old GPT-NeoX and GPT-2 checkpoints carry along, -inf in half precision; no
-# model reads it.
+# Mask constant in old GPT-NeoX and GPT-2 checkpoints, -inf in half precision. No model reads it.
 _MASK_CONSTANT = ".masked_bias"
-# Weights in an element, by the last word of a tensor's name and its dtype: of AWQ and GPTQ, and of
-# MXFP4.
+# Weights per element, by the last word of a tensor's name and its dtype: AWQ and GPTQ, MXFP4.
 _PACKED = {("qweight", "I32"): 8, ("blocks", "U8"): 2}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a file.
+    """Tensor of a file.
 
     Attributes:
-        start, stop: byte offsets in the file.
+        name: its name in the file.
+        dtype: its dtype, such as "BF16".
+        shape: its shape.
+        start: byte offset of its data in the file.
+        stop: byte offset of the end of its data.
     """
 
     name: str
@@ -63,14 +66,17 @@ def check_weights(
     check_finite: bool = True,
     cache_dir: Path | None = None,
 ) -> WeightSummary:
-    """Check all weight files of a model directory against themselves and the config.
+    """Check all weight files of a model directory and their agreement with the config.
 
     Args:
-        check_finite: search every float tensor for NaN and infinity. The result is stored in the
-            cache directory, so a file is read through once.
+        model_dir: directory of the model.
+        config: object in config.json.
+        check_finite: search float tensors for NaN and infinity. A success is cached, so each file
+            is read once.
+        cache_dir: directory of that cache.
 
     Raises:
-        ModelFormatError: names file and tensor.
+        ModelFormatError: names the file and the tensor.
     """
     directory = Path(model_dir)
     entries: dict[str, tuple[Path, TensorEntry]] = {}
@@ -108,8 +114,8 @@ def check_weights(
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files of a model directory: the single file, or the index's shards by
-    name.
+    """Return the safetensors files of a model directory: the single file, or the shards of its
+    index, sorted by name.
     """
     single = model_dir / SINGLE_FILE
     index = model_dir / INDEX_FILE
@@ -139,9 +145,8 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> list[TensorEntry]:
-    """Return the tensors of a safetensors file in the order of their data.
-
-    Every offset is checked against the file's size.
+    """Return the tensors of a safetensors file in the order of their data, with offsets checked
+    against the file's size.
     """
     try:
         size = path.stat().st_size
@@ -194,9 +199,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_layout(
     path: Path, header: dict[str, Any], data_start: int, size: int
 ) -> list[TensorEntry]:
-    """Raise ModelFormatError unless data fills the file after the header, without overlap or
-    gap.
-    """
+    """Check that the data fills the file from the header to the end, without overlap or gap."""
     entries = sorted(
         (_entry(path, name, fields, data_start) for name, fields in header.items()),
         key=lambda e: (e.start, e.stop),

@@ -1,4 +1,4 @@
-"""Tensors of a directory of safetensors as a weight source."""
+"""Weight source for a directory of safetensors."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ _STORED: dict[str, npt.DTypeLike] = {"F16": np.float16, "I32": np.int32, "U8": n
 
 
 class SafetensorsSource:
-    """Float tensors of a model directory, as float32; headers are checked on opening.
+    """`WeightSource` of the float tensors in a model directory, as float32.
 
-    Of a multimodal model it has the tensors of the language model, under the names of that model
-    alone.
+    Headers are checked on opening. Of a composite model it has the tensors of the language model,
+    under their names there.
 
     Attributes:
-        parts: number of tensors in each other part.
+        parts: number of tensors of each other part.
     """
 
     def __init__(self, model_dir: Path | str, *, split_experts: bool = True) -> None:
-        """Open the directory's files.
+        """Open the files.
 
         Args:
-            split_experts: each expert's matrices are separate tensors, even if the files have them
-                in one.
+            model_dir: directory of the model.
+            split_experts: show the matrices of each expert as separate tensors, even if the files
+                join them.
         """
         self._stack = contextlib.ExitStack()
         self._entries: _Entries = {}
@@ -55,14 +56,14 @@ class SafetensorsSource:
                 self._entries = _with_experts(self._entries)
             if (
                 "embed_tokens.weight" in self._entries
-            ):  # names without the model's head, as embedding models are saved
+            ):  # saved without its head, as embedding models are
                 self._entries = {_with_prefix(name): found for name, found in self._entries.items()}
         except BaseException:
             self._stack.close()
             raise
 
     def _language_part(self, entries: _Entries) -> _Entries:
-        """Return the tensors of the language model under its own names."""
+        """Return the tensors of the language model under their names there."""
         found: _Entries = {}
         for name, to in text_names(entries).items():
             if to in found:
@@ -90,7 +91,7 @@ class SafetensorsSource:
         return self._entry(name)[0].shape
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) along the first axis, converted to float32 (a copy)."""
+        """Return rows [start, stop) of the first axis, converted to float32 (a copy)."""
         entry, file = self._entry(name)
         width = int(np.prod(entry.shape[1:], dtype=np.int64))
         stop = entry.shape[0] if stop is None else stop
@@ -116,8 +117,13 @@ class SafetensorsSource:
     def stored_shape(self, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
         """Return the shape of a tensor.
 
-        Raises ModelFormatError unless it has that dtype ("I32", "F16" or "U8") and number of
-        dimensions.
+        Args:
+            name: name of the tensor.
+            dtype: "I32", "F16" or "U8".
+            num_dims: number of dimensions.
+
+        Raises:
+            ModelFormatError: the tensor has another dtype or number of dimensions.
         """
         entry, file = self._find(name)
         if entry.dtype != dtype or len(entry.shape) != num_dims:
@@ -128,7 +134,7 @@ class SafetensorsSource:
         return entry.shape
 
     def stored(self, name: str, dtype: str, num_dims: int) -> npt.NDArray[Any]:
-        """Return a whole tensor as stored in the file, checked like `stored_shape`."""
+        """Return a whole tensor in its stored dtype, checked as by `stored_shape`."""
         shape = self.stored_shape(name, dtype, num_dims)
         return self.stored_span(
             name, dtype, num_dims, 0, int(np.prod(shape, dtype=np.int64))
@@ -137,9 +143,8 @@ class SafetensorsSource:
     def stored_span(
         self, name: str, dtype: str, num_dims: int, first: int, count: int
     ) -> npt.NDArray[Any]:
-        """Return `count` elements of a tensor in the file's order, from element `first` on.
-
-        The tensor is checked like `stored_shape`.
+        """Return `count` elements from element `first` in the file's order, checked as by
+        `stored_shape`.
         """
         self.stored_shape(name, dtype, num_dims)
         values = np.empty(count, dtype=_STORED[dtype])
@@ -176,7 +181,7 @@ class SafetensorsSource:
 
 
 def _with_experts(entries: _Entries) -> _Entries:
-    """Return the entries with each expert's matrices as separate tensors."""
+    """Split tensors of all experts into tensors of each expert."""
     found: _Entries = {}
     for name, (entry, file) in entries.items():
         pieces = expert_rows(name, entry.shape) or [ExpertRows(name, 0, entry.shape)]

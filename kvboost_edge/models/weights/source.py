@@ -1,7 +1,8 @@
-"""Protocol of a checkpoint's tensors, implemented for every form of weights.
+"""Protocol of weight sources, which read the tensors of a checkpoint in pieces.
 
-Names are those of the family in transformers ("model.layers.0.self_attn.q_proj.weight"). A source
-whose file has other names or another order of rows maps them. Reading is safe from several threads.
+Tensor names are those of the family in transformers, such as
+"model.layers.0.self_attn.q_proj.weight". Sources of files with other names or another order of rows
+map them. Reads are thread-safe.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ Floats = npt.NDArray[np.float32]
 
 
 class QuantRows(NamedTuple):
-    """Rows of a quantized tensor, in groups of 32 inputs of one row; the last group may be short.
+    """Rows of a quantized tensor, in groups of 32 inputs of a row; the last group may be shorter.
+
+    Formats, by `kind`:
+
+        "int8"                 weight = scale * (code - 128)
+        "int4"                 weight = scale * (code - 8)
+        "int4-asym"            weight = scale * code - minimum
+        "int4t"                weight = scale * table[code]
+        "q4k", "q5k", "q6k"    blocks of 256 inputs in the layout of GGUF's Q4_K, Q5_K and Q6_K
 
     Attributes:
-        kind: "int8": weight = scale * (code - 128). "int4": scale * (code - 8). "int4-asym": scale
-            * code - minimum. "q4k", "q5k", "q6k": blocks of 256 inputs in the layout of GGUF's
-            Q4_K, Q5_K and Q6_K. "int4t": scale * table[code].
-        codes: uint8 [rows, inputs]: 0..255 for int8, else 0..15. For blocks: their bytes, [rows,
-            bytes of a row].
-        scales: float16 [rows, groups]. For blocks: all float16 numbers in them.
+        kind: packed format.
+        codes: uint8 [rows, inputs], 0 to 255 for int8, else 0 to 15. For blocks their bytes, uint8
+            [rows, bytes of a row].
+        scales: float16 [rows, groups]. For blocks all their float16 numbers.
         minima: float16 [rows, groups] for "int4-asym", else None.
         table: int8 [16] for "int4t", else None.
     """
@@ -43,12 +50,15 @@ class QuantRows(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Location of a tensor's consecutive rows: row i begins at byte start + i * row_bytes of the
-    file.
+    """Location of the rows of a tensor, which are contiguous: row i begins at byte start + i *
+    row_bytes.
 
     Attributes:
-        stamp: identity of the file that the source has open.
-        type: storage type, as `WeightSource.type_of`.
+        path: the file.
+        stamp: stamp of the file that the source has open.
+        type: stored type, as `WeightSource.type_of`.
+        start: byte offset of the first row.
+        row_bytes: bytes of a row.
     """
 
     path: Path
@@ -61,9 +71,8 @@ class StoredRows(NamedTuple):
 class WeightSource(Protocol):
     """Tensors of a checkpoint.
 
-    Unknown names and tensors that cannot be read raise ModelFormatError. Sources are context
-    managers. Results stay valid after the source is closed. Files are read, not mapped, so a
-    truncated file raises that error too.
+    Sources are context managers; results stay valid after they are closed. Files are read, not
+    mapped. Unknown names, unreadable tensors and truncated files raise ModelFormatError.
     """
 
     def __enter__(self) -> WeightSource: ...
@@ -80,44 +89,47 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> Floats:
-        """Return rows [start, stop) along the first axis as float32, also of quantized tensors."""
+        """Return rows [start, stop) of the first axis as float32, dequantized if necessary."""
         ...
 
     def kind(self, name: str) -> str | None:
-        """Return the packed format that represents the tensor as stored, see `QuantRows.kind`;
-        None: float.
+        """Return the packed format that stores the tensor without conversion, see `QuantRows.kind`;
+        None for floats.
         """
         ...
 
     def type_of(self, name: str) -> str:
-        """Return the checkpoint's name of the storage type, such as "Q4_K" or "BF16", for
+        """Return the checkpoint's name of the stored type, such as "Q4_K" or "BF16", for
         messages.
         """
         ...
 
     def quant_rows(self, name: str, start: int, stop: int) -> QuantRows:
-        """Return rows of a tensor whose `kind` is not None."""
+        """Return rows [start, stop) of a tensor whose `kind` is not None."""
         ...
 
     def file_of(self, name: str) -> Path:
-        """Return the file of a tensor, for messages."""
+        """Return the file that contains a tensor, for messages."""
         ...
 
     def stored_rows(self, name: str) -> StoredRows:
-        """Return the location of a tensor's rows in the file.
+        """Return the location of the tensor's rows, so that single rows can be read.
 
-        Raises ModelFormatError unless they are stored as consecutive rows in this order.
+        Raises:
+            ModelFormatError: the rows are not stored contiguously and in order.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightSummary:
-    """Content of the weight files.
+    """Contents of the weight files.
 
     Attributes:
+        files: the files.
+        num_params: number of parameters.
         nbytes: bytes of tensor data.
-        dtypes: number of parameters in each dtype.
+        dtypes: number of parameters of each stored type.
     """
 
     files: tuple[Path, ...]
@@ -127,10 +139,10 @@ class WeightSummary:
 
 
 class WrappedSource:
-    """Base of sources that read another source's tensors under other names, or in another order.
+    """Base of sources that read another source's tensors under other names or in another order.
 
-    It opens and closes the other source. A tensor has the kind and the file of the tensor that it
-    is read from, see `_stored_as`. Subclasses implement the rest of `WeightSource`.
+    It opens and closes that source. Format and file of a tensor are those of the tensor that
+    `_stored_as` names. Subclasses implement the rest of `WeightSource`.
     """
 
     def __init__(self, source: WeightSource) -> None:

@@ -1,6 +1,5 @@
-"""Split of tensors that hold all experts of a layer into one tensor for each expert.
-
-It also covers tensors whose shape differs only in form.
+"""Split of tensors that hold all experts of a layer into a tensor per expert, and reshaping of
+related tensors that some files store in another shape.
 """
 
 from __future__ import annotations
@@ -15,22 +14,28 @@ __all__ = ["ExpertRows", "expert_number", "expert_rows"]
 
 
 class ExpertRows(NamedTuple):
-    """A matrix inside a tensor: its name, its first element, and its shape."""
+    """Matrix inside a tensor.
+
+    Attributes:
+        name: name of the matrix.
+        first: index of its first element in the tensor.
+        shape: its shape.
+    """
 
     name: str
     first: int
     shape: tuple[int, ...]
 
     def bytes_in(self, start: int, stop: int, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return its byte range in a tensor of that shape that is bytes [start, stop)."""
+        """Return the byte range of the matrix, given the byte range and shape of the tensor."""
         nbytes = stop - start
         elements = max(1, math.prod(shape))
         first = start + nbytes * self.first // elements
         return first, first + nbytes * math.prod(self.shape) // elements
 
 
-# What transformers calls the whole -> where an expert's number goes, and the matrices that lie in
-# one expert's piece.
+# Names of whole tensors in transformers, with the place of an expert's number, and the matrices in
+# one expert's part.
 _GATE_UP = ("gate_proj", "up_proj")
 _WHOLE = (
     (re.compile(r"(.*\.experts\.)gate_up_proj(?:\.weight)?"), _GATE_UP),
@@ -41,24 +46,24 @@ _WHOLE = (
 _BIASES = re.compile(r"(.*\.experts\.)(gate_proj|up_proj|down_proj)\.bias")
 _BIAS = ".e_score_correction_bias"
 _SHARED_GATE = ".shared_expert_gate.weight"
-# Vectors that GGUF files have as matrices: of one column, and of a row for each group.
+# Vectors that GGUF files store as matrices: with one column, or with a row per group.
 _COLUMN = re.compile(r".*\.mamba\.(?:decay|D)")
 _GROUPED = re.compile(r".*\.mamba\.norm\.weight")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 def expert_number(name: str) -> int | None:
-    """Return the expert that a tensor belongs to, or None."""
+    """Return the number of the expert that a tensor belongs to, or None."""
     found = _NUMBER.search(name)
     return None if found is None else int(found[1])
 
 
 def expert_rows(name: str, shape: tuple[int, ...]) -> list[ExpertRows]:
-    """Return the experts' matrices in a tensor [experts, rows, columns], or their biases in
-    [experts, rows].
+    """Return the matrices of the experts in a tensor [experts, rows, columns], or their biases in a
+    tensor [experts, rows]; [] for any other tensor.
 
-    The list is empty for other tensors. Raises ModelFormatError if two matrices have an odd number
-    of rows together.
+    Raises:
+        ModelFormatError: the rows of an expert cannot be divided among its matrices.
     """
     if len(shape) == 2 and shape[0] == 1 and name.endswith(_BIAS):
         return [ExpertRows(name, 0, shape[1:])]

@@ -1,15 +1,13 @@
-"""gpt-oss's directories as a weight source.
+"""Weight source for gpt-oss directories, which store all experts of a layer in one tensor.
 
-All experts of a layer are one tensor, with rows of gate and up interleaved:
+    gate_up_proj  [experts, inputs, 2 * width]        floats, one column per row of the matrix
+    down_proj     [experts, width, outputs]           floats, one column per row of the matrix
+    ..._blocks    uint8 [experts, rows, groups, 16]   MXFP4 codes, instead of floats
+    ..._scales    uint8 [experts, rows, groups]       MXFP4 exponents
+    ..._bias      [experts, rows]
 
-    gate_up_proj [experts, inputs, 2 * width], down_proj [experts, width, outputs]     floats, a
-    column for each row
-    ..._blocks   uint8 [experts, rows, groups, 16], ..._scales uint8 [experts, rows, groups]
-                 MXFP4 in their place
-    ..._bias     [experts, rows]
-
-The even rows of gate_up are the gate's, the odd ones belong to up. A byte of blocks holds two
-neighbours, the low nibble first. Each expert's matrices and biases appear as separate tensors.
+Even rows of gate_up belong to gate, odd rows to up. A byte of blocks holds two neighboring codes,
+the low nibble first. The matrices and biases of each expert appear as separate tensors.
 """
 
 from __future__ import annotations
@@ -40,14 +38,18 @@ _WHOLE = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_sca
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _GROUP = 32
 _BLOCK_BYTES = 16
-_KEPT = 2  # experts whose floats are cached while pieces of them are packed
+_KEPT = 2  # experts whose floats are cached while parts of them are packed
 
 
 class _Rows(NamedTuple):
-    """Rows of one expert: every `step`-th of a tensor's, from `first` on.
+    """Rows of one expert: every `step`-th row of a tensor.
 
     Attributes:
-        form: "" floats in columns, "_blocks", or "_bias".
+        whole: name of the tensor, without "_blocks" or "_bias".
+        form: "" for floats in columns, "_blocks", or "_bias".
+        expert: number of the expert.
+        first: first row.
+        step: distance between rows.
         rows: rows of the matrix, or entries of the bias.
         inputs: inputs of the matrix.
     """
@@ -62,14 +64,16 @@ class _Rows(NamedTuple):
 
 
 class ColumnExperts:
-    """A `WeightSource`. ModelFormatError if blocks, scales or biases do not fit each other."""
+    """`WeightSource` of a gpt-oss directory. Raises ModelFormatError if blocks, scales and biases
+    do not fit together.
+    """
 
     def __init__(self, model_dir: Path | str) -> None:
         self._files = SafetensorsSource(model_dir, split_experts=False)
-        # Rows are columns in these files: an expert is read whole, and kept while its rows are
-        # asked for.
+        # These files store rows as columns. An expert is read whole and cached while its rows are
+        # read.
         self._expert = functools.lru_cache(maxsize=_KEPT)(self._read_expert)
-        # One at a time: every thread that packs would read the same expert, and hold it.
+        # One read at a time. Otherwise every packing thread would read and hold the same expert.
         self._reading = threading.Lock()
         self._lock = threading.Lock()
         self._lost = set[str]()
@@ -86,7 +90,7 @@ class ColumnExperts:
             raise
 
     def _add(self, name: str) -> None:
-        """Add the pieces of a tensor of all experts."""
+        """Add the parts of a tensor of all experts."""
         found = _WHOLE.fullmatch(name)
         assert found is not None
         prefix, base, form = found.groups()
@@ -112,7 +116,9 @@ class ColumnExperts:
                 )
 
     def _sizes(self, whole: str, form: str) -> tuple[int, int, int]:
-        """Return the number of experts, rows of each, and inputs of a row (0 for biases)."""
+        """Return the number of experts, the rows of each, and the inputs of a row (0 for
+        biases).
+        """
         name = whole + form
         shape = (
             self._files.shape(name)
@@ -142,7 +148,7 @@ class ColumnExperts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A reference cycle with this object would keep the floats alive.
+        # The cache and this object refer to each other. Without this the floats would not be freed.
         self._expert.cache_clear()
         self._files.__exit__(kind, error, trace)
 
@@ -162,7 +168,7 @@ class ColumnExperts:
         stop = piece.rows if stop is None else stop
         if piece.form == "_blocks":
             codes, exponents, _ = self._blocks(piece, start, stop)
-            with np.errstate(over="ignore"):  # packing rejects infinity
+            with np.errstate(over="ignore"):  # infinity is refused when the tensor is packed
                 scales = mxfp4.float_scales(exponents)
                 return np.repeat(scales, _GROUP, axis=1) * mxfp4.TABLE[codes].astype(np.float32)
         picked = slice(
@@ -178,7 +184,7 @@ class ColumnExperts:
         return np.ascontiguousarray(floats[:, picked].T)
 
     def _read_expert(self, whole: str, expert: int) -> Floats:
-        """Return an expert as float32 [inputs, rows]."""
+        """Return the floats of an expert, float32 [inputs, rows]."""
         found: Floats = self._files.rows(whole, expert, expert + 1)[0]
         return found
 
@@ -210,7 +216,7 @@ class ColumnExperts:
         return QuantRows("int4t", codes, scales, None, mxfp4.TABLE)
 
     def _note_lost(self, whole: str, blocks: int) -> None:
-        """Log once for a tensor that some of its weights become zero."""
+        """Warn once per tensor that some of its weights become 0."""
         with self._lock:
             is_new = blocks > 0 and whole not in self._lost
             self._lost |= {whole} if is_new else set()
@@ -233,10 +239,8 @@ class ColumnExperts:
         return self._files.stored_rows(name)
 
     def _blocks(self, piece: _Rows, start: int, stop: int) -> tuple[Bytes, Bytes, Bytes]:
-        """Return codes, exponents and stored bytes of rows [start, stop).
-
-        Returns:
-            Codes [rows, inputs], exponents [rows, groups] and the file's bytes [rows, groups, 16].
+        """Return rows [start, stop): codes [rows, inputs], exponents [rows, groups] and the file's
+        bytes [rows, groups, 16].
         """
         if not 0 <= start < stop <= piece.rows:
             raise self._error(
@@ -255,7 +259,7 @@ class ColumnExperts:
         return codes, np.ascontiguousarray(exponents), packed
 
     def _span(self, name: str, num_dims: int, first: int, rows: int, width: int) -> Bytes:
-        """Return rows of a byte tensor, with its leading axes taken as one."""
+        """Return rows of a uint8 tensor whose leading axes are joined."""
         found: npt.NDArray[Any] = self._files.stored_span(
             name, "U8", num_dims, first * width, rows * width
         )
