@@ -1,9 +1,8 @@
-"""Token ids of generated answers by their text, so that a chat's next turn finds them in the cache.
+"""Token ids of generated answers by their text, so that the next turn of a chat is cached.
 
-A model need not write a text with the tokens that the tokenizer makes of it. Encoded anew, such an
-answer differs from what was computed, and all behind it misses the cache. So the ids are kept, in
-memory only, and take the place of the message's own where its text is the answer's, to the
-character.
+A model may write a text with other tokens than the tokenizer. Such an answer, encoded from its
+text, differs from the cached tokens, and everything after it misses the cache. The ids of answers
+are therefore kept in memory. They replace a message's own ids if its text equals an answer's.
 """
 
 from __future__ import annotations
@@ -16,20 +15,24 @@ from kvboost_edge.host.tenant_lru import TenantLRU
 
 __all__ = ["AnswerStore", "KeptAnswers"]
 
-_ENTRY_BYTES = 300  # about what Python's objects take around a text and its ids
+_ENTRY_BYTES = 300  # about the size of the Python objects around a text and its ids
 
 
 class AnswerStore:
-    """The ids of answers by root (tenant and salt) and text, bounded as `TenantLRU`: 1 MiB of a
-    root are some thousand answers. Safe to use from any thread.
+    """Token ids of answers by root (tenant and salt) and text, limited by `TenantLRU`.
+
+    1 MiB of a root holds a few thousand answers. Safe to use from any thread.
     """
 
     def __init__(self) -> None:
         self._kept: TenantLRU[array[int]] = TenantLRU()
 
     def keep(self, owner: bytes, root: bytes, text: str, token_ids: Sequence[int]) -> None:
-        """Remember what a text was written with; the latest counts. owner: the tenant's root,
-        without a salt.
+        """Store the token ids of a text; the latest ones win.
+
+        Args:
+            owner: root of the tenant without a salt.
+            root: root of the tenant and salt.
         """
         entry = array("I", token_ids)
         if text and entry:
@@ -37,28 +40,31 @@ class AnswerStore:
             self._kept.keep(owner, root, text, entry, size)
 
     def find(self, root: bytes, text: str) -> list[int] | None:
-        """The ids of an answer of exactly this text, or None."""
+        """Return the ids of an answer with exactly this text, or None."""
         found = self._kept.find(root, text)
         return None if found is None else found.tolist()
 
     def forget(self, *roots: bytes) -> None:
-        """Forget all answers of these roots."""
+        """Remove all answers of these roots."""
         self._kept.forget(*roots)
 
 
 class KeptAnswers(NamedTuple):
-    """The part of a store that belongs to one root; owner: that of its tenant without a salt."""
+    """The answers of one root.
+
+    Attributes:
+        owner: root of the tenant without a salt.
+        root: root of the tenant and salt.
+    """
 
     store: AnswerStore
     owner: bytes
     root: bytes
 
     def find(self, text: str) -> list[int] | None:
-        """The ids an answer of exactly this text was generated with, or None."""
+        """Return the ids of an answer with exactly this text, or None."""
         return self.store.find(self.root, text)
 
     def keep(self, text: str, token_ids: Sequence[int]) -> None:
-        """Remember what a text was written with, where it is not the whole of an output: those are
-        kept already.
-        """
+        """Store the ids of a text that is not a whole output; whole outputs are stored already."""
         self.store.keep(self.owner, self.root, text, token_ids)

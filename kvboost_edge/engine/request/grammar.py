@@ -1,7 +1,7 @@
-"""Grammars of requests for structured output, read and bounded before they are compiled.
+"""Grammars of requests for structured output, read and limited before they are compiled.
 
-The bounds are of what the compiler's own limits leave open: how deep it calls itself, states that a
-number asks for, and texts that are written out.
+The limits cover sizes that the compiler leaves open: its recursion depth, states that a number
+causes, and literal text.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ __all__ = ["KINDS", "MOST_BYTES", "Grammar", "MadeGrammar", "read_grammar", "sch
 KINDS = ("json_schema", "regex", "grammar", "choice")
 MOST_BYTES = {"json_schema": 1 << 20, "regex": 1 << 16, "grammar": 1 << 18, "choice": 1 << 17}
 _MOST_MADE = 1 << 22
-_MOST_DEPTH = 120  # the compiler's own bound is 128
+_MOST_DEPTH = 120  # the compiler's own limit is 128
 _MOST_CHOICES = 10_000
 _MOST_OBJECTS = 8_000  # a chain of $ref through all of them takes the compiler 64 MB of stack
-_MOST_TEXT = (
-    1 << 17
-)  # characters of names and values: forced text is cut into tokens in one go, 3 ms a 10,000
-_MOST_MULTIPLE = 10_000  # one state of the compiler for each: a million takes seven seconds
-_MOST_LINES = (
-    1_000  # a chain of rules through all of them takes 3 MB of the stack of whoever runs it
-)
+# Characters of names and values. Forced text is tokenized at once: 3 ms for each 10,000.
+_MOST_TEXT = 1 << 17
+_MOST_MULTIPLE = 10_000  # each is a state of the compiler; a million takes seven seconds
+_MOST_LINES = 1_000  # a chain of rules through all of them takes 3 MB of stack
 _SCHEMA_MARK = re.compile(r"%json\s*")
 _REMARKS = frozenset({"description", "title", "$comment", "default", "examples"})
 
 
 class MadeGrammar(str):
-    """A grammar whose rules were written here, around schemas of callers: few of them lie in one
-    another, however many there are, so that only the schemas are bounded.
+    """A grammar that this package made around callers' schemas.
+
+    Only the schemas in it are limited, because its rules are nested only a few levels deep.
     """
 
 
 class Grammar(NamedTuple):
-    """What an answer has to fit. kind: "json_schema", "regex", "grammar" (Lark or GBNF) or
-    "choice"; text: of the last, as of a schema, JSON.
+    """A grammar that an answer must match.
+
+    Attributes:
+        kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "choice".
+        text: the grammar; JSON for a schema or a choice.
     """
 
     kind: str
@@ -52,8 +53,13 @@ class Grammar(NamedTuple):
 
 
 def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
-    """The one of json_schema (a dict or its JSON), regex, grammar and choice that is given;
-    RequestError for two of them, and for what is none. Nothing is compiled yet.
+    """Return the grammar of a request without compiling it; None if it has no grammar.
+
+    Args:
+        given: values of json_schema (a dict or its JSON), regex, grammar and choice.
+
+    Raises:
+        RequestError: two of them are given, or one is invalid or too large.
     """
     named = {kind: value for kind, value in given.items() if value is not None}
     if not named:
@@ -87,13 +93,15 @@ def read_grammar(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def _check_grammar(text: str) -> None:
-    """RequestError for too many rules, of which each has a line of its own, and for schemas in them
-    (%json) as for others. What is no JSON behind %json the compiler refuses.
+    """Raise RequestError for too many rules, each on a line of its own, and for bad schemas in
+    %json.
+
+    The compiler refuses text after %json that is not JSON.
     """
     num_lines = len(text.splitlines())
     if num_lines > _MOST_LINES and not isinstance(text, MadeGrammar):
         raise RequestError(f"grammar has {num_lines} lines; at most {_MOST_LINES} are allowed")
-    # Each is read from where it stands, not up to the next mark: texts in it may hold one.
+    # A schema is decoded from its start, because its strings may contain the next mark.
     for mark in _SCHEMA_MARK.finditer(text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, mark.end())
@@ -103,7 +111,11 @@ def _check_grammar(text: str) -> None:
 
 
 def schema_of(value: object) -> dict[str, Any] | bool:
-    """A JSON schema, given as it is or as its JSON; RequestError for what is none."""
+    """Return a JSON schema that is given as a value or as JSON text.
+
+    Raises:
+        RequestError: it is not a schema, is too large, or matches no value.
+    """
     schema = value
     if isinstance(value, str):
         if len(value) > MOST_BYTES["json_schema"]:
@@ -144,7 +156,7 @@ def _check_schema(schema: object) -> None:
 
 
 def _check_size(schema: object) -> None:
-    """RequestError for a schema that is nested deeper, or holds more, than a bound."""
+    """Raise RequestError for a schema that is nested too deep or has too many members."""
     layer = [schema]
     depth = 0
     num_objects = 0
@@ -172,7 +184,7 @@ def _check_size(schema: object) -> None:
 
 
 def _inside(value: object) -> list[object]:
-    """What lies in an object or a list; texts for people are left out."""
+    """Return the members of an object or a list, without descriptions."""
     if isinstance(value, dict):
         return [
             inner
@@ -183,7 +195,7 @@ def _inside(value: object) -> list[object]:
 
 
 def _check_multiple(value: object) -> None:
-    """RequestError for a number whose digits are a larger number than the bound."""
+    """Raise RequestError for a number whose digits exceed the limit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return
     _, digits, exponent = decimal.Decimal(str(value)).normalize().as_tuple()

@@ -8,12 +8,15 @@ __all__ = ["Progress"]
 
 
 class Progress(NamedTuple):
-    """total         tokens of the prompt
-    cached        of them found in the cache; 0 while the request waits
-    computed      of them there, with those found; it never falls
-    elapsed       seconds since the request was admitted; 0 while it waits
-    seconds_left  until the first token, about; None while the engine has not measured its speed, 0
-                  once it is there. Other work may make it rise, and so does losing blocks to others
+    """The prefill progress of a request.
+
+    Attributes:
+        total: tokens of the prompt.
+        cached: tokens found in the cache; 0 while the request waits.
+        computed: tokens computed or found in the cache; it never decreases.
+        elapsed: seconds since admission; 0 while the request waits.
+        seconds_left: estimated seconds until the first token, 0 after it. None: not measured yet.
+            It may rise when other requests arrive or the request loses its blocks.
     """
 
     total: int
@@ -24,5 +27,5 @@ class Progress(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens computed per second since the request was let in; 0 while it waits."""
+        """Tokens computed per second since admission; 0 while the request waits."""
         return (self.computed - self.cached) / self.elapsed if self.elapsed else 0.0

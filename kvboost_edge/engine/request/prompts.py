@@ -1,4 +1,4 @@
-"""Prompts: from text, token ids or chat messages to checked token ids."""
+"""Prompts: text, token ids or chat messages, encoded as checked token ids."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ is applied).
 """
 
 Document = str | Sequence[int]
-"""Text that stands somewhere in a prompt (no special tokens are added), or its token ids."""
+"""Text that occurs somewhere in a prompt (no special tokens are added), or its token ids."""
 
 
 def encode_prompt(
     prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, find_answer: FindAnswer | None = None
 ) -> tuple[str, list[int]]:
-    """The prompt as text and as token ids, all in [0, vocab_size); RequestError says what is wrong
-    with it.
+    """Return a prompt as text and as token ids in [0, vocab_size).
 
     Args:
-        find_answer: the ids that an assistant's message was generated with, see
+        find_answer: returns the ids with which an assistant's message was generated, see
             `encode_with_answers`.
+
+    Raises:
+        RequestError: the prompt is invalid.
     """
     if isinstance(prompt, str):
         text = prompt
@@ -68,8 +70,10 @@ def encode_prompt(
 def encode_document(
     name: str, document: Document, tokenizer: Tokenizer, vocab_size: int
 ) -> list[int]:
-    """The token ids of a document, all in [0, vocab_size); RequestError says what is wrong with it,
-    by its name.
+    """Return the token ids of a document, all in [0, vocab_size).
+
+    Raises:
+        RequestError: the document is invalid; the message has its name.
     """
     if isinstance(document, str):
         ids = _encode_text(name, document, tokenizer, add_special_tokens=False)
@@ -80,7 +84,7 @@ def encode_document(
 
 
 def _as_ids(name: str, items: list[Any]) -> list[int]:
-    if set(map(type, items)) == {int}:  # else a millisecond for every 2,000 tokens
+    if set(map(type, items)) == {int}:  # fast path; otherwise 1 ms for each 2,000 tokens
         return items
     return [as_int(f"token {i} of {name}", token_id) for i, token_id in enumerate(items)]
 
@@ -97,8 +101,10 @@ def _check_ids(name: str, ids: list[int], vocab_size: int) -> None:
 
 
 def resolve_max_tokens(num_prompt_tokens: int, params: SamplingParams, max_context: int) -> int:
-    """Longest the sequence may become; RequestError if the prompt or what is asked for goes over
-    the context.
+    """Return the largest length of a sequence, prompt included.
+
+    Raises:
+        RequestError: the prompt or the requested length exceeds the context.
     """
     if num_prompt_tokens >= max_context:
         raise RequestError(
@@ -128,7 +134,7 @@ def _as_list(prompt: object, name: str = "a prompt", kinds: str = _KINDS) -> lis
 
 
 def check_text(name: str, text: str) -> None:
-    """RequestError for what is no text, or none at all."""
+    """Raise RequestError for empty or invalid text."""
     if not text:
         raise RequestError(f"{name} is empty; give at least one character")
     try:
@@ -169,7 +175,7 @@ def _encode_chat(
 
 
 class SnapshotFields(RequestFeature):
-    """Positions of snapshots of recurrent state in a request's prompt."""
+    """Positions of a prompt at which snapshots of recurrent state are kept."""
 
     def __init__(self, tokenizer: Tokenizer, *, is_recurrent: bool) -> None:
         self._tokenizer = tokenizer

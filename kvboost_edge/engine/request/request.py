@@ -26,7 +26,7 @@ __all__ = [
 _SAMPLING_KEYWORDS = ("temperature", "top_p", "top_k", "min_p", "seed")
 _MAX_LOGPROBS = 100
 _MAX_STOPS = 64
-# Bounds far outside any use that keep the arithmetic on logits finite.
+# Limits far beyond any use that keep the arithmetic on logits finite.
 _MAX_TEMPERATURE = 1e3
 _MAX_REPETITION_PENALTY = 1e3
 _MAX_LOGIT_BIAS = 1e4
@@ -34,7 +34,7 @@ _MAX_LOGIT_BIAS = 1e4
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Checked on construction (RequestError).
+    """Sampling and stop conditions, checked on construction (RequestError).
 
     docs/reference/options.md lists the fields.
     """
@@ -157,9 +157,7 @@ class SamplingParams:
 
     @classmethod
     def from_options(cls, **options: Any) -> SamplingParams:
-        """Build from keyword options; an unknown name raises RequestError that lists the known
-        ones.
-        """
+        """Build from keyword options; raise RequestError for an unknown name."""
         known = (f.name for f in dataclasses.fields(cls))
         refuse_unknown("sampling option", options, known, RequestError)
         return cls(**options)
@@ -183,13 +181,13 @@ class SamplingParams:
 
     @property
     def fits(self) -> bool:
-        """True if the answer has to fit something, which takes a while to compile."""
+        """True for structured output, whose grammar takes a while to compile."""
         return any(
             each is not None for each in (self.json_schema, self.regex, self.grammar, self.choice)
         )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids outside the model's vocabulary (RequestError)."""
+        """Raise RequestError for token ids outside the model's vocabulary."""
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", tuple(self.logit_bias or ())),
@@ -205,11 +203,10 @@ class RequestArrival(NamedTuple):
     """The arrival of a request.
 
     Attributes:
-        at: when the caller's call began, seconds of `time.perf_counter`.
-        prompt_text: what the result's `prompt` says; None: the text, or the token ids decoded.
-        prefix_hashes: of the prompt's full blocks, or of the first of them, 32 bytes each in one
-            piece, where the caller has hashed them; see `hashing.known_hash` for what becomes of
-            wrong ones.
+        at: start of the caller's call, in seconds of `time.perf_counter`.
+        prompt_text: `prompt` of the result; None: the text, or the decoded token ids.
+        prefix_hashes: hashes of the prompt's first full blocks that the caller computed, 32 bytes
+            each, joined. `hashing.known_hash` handles wrong ones.
     """
 
     at: float
@@ -223,13 +220,17 @@ class Request:
 
     Attributes:
         index: arrival number in this engine; earlier requests are served first.
+        prompt: text of the prompt, for the result.
         prompt_ids: token ids of the prompt.
-        terms: options of the request that are not of sampling, see `Terms`.
+        params: sampling parameters.
+        terms: other options of the request, see `Terms`.
         max_tokens: most tokens of the sequence, prompt included.
         seed: the caller's seed, or one drawn for the request, see `Seeds`.
-        stop_ids: tokens that end the output: the model's EOS ids unless ignored, plus
-            `stop_token_ids`.
+        stop_ids: tokens that end the output: `stop_token_ids`, and the model's EOS ids unless
+            ignored.
         root: root of its prefix hashes, made from tenant and salt.
+        entered_at: start of the caller's call.
+        tokenized_at: time at which the prompt was tokenized.
         logits_start: first token whose logits the request returns; None: it generates text.
         wants_states: return hidden states after the last norm in place of logits.
         stores_nothing: the request is one pass whose KV is not cached.
@@ -241,7 +242,7 @@ class Request:
         repair: recomputation of tokens reused from other positions; None without such reuse.
         gate: result of the quality gate, see `GenerationResult`.
         max_draft_tokens: most draft tokens in a step; 0: none.
-        always_drafts: verify draft tokens even where that is not expected to pay.
+        always_drafts: verify draft tokens even if that is not expected to pay off.
         grammar: grammar of the answer; None: any text.
         prefix_hashes: hashes of the prompt's first full blocks, given by the caller
             (`RequestArrival`).
@@ -275,12 +276,12 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: the smaller one."""
+        """Sort key of the order of service; the smallest comes first."""
         return self.terms.priority, self.index
 
     @property
     def mode(self) -> GenerationMode:
-        """How it may use the cache."""
+        """The use of the cache."""
         return GenerationMode(self.terms.mode)
 
     @property
@@ -289,42 +290,38 @@ class Request:
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether the cache may serve all of the prompt but its last token."""
+        """True if the cache may serve all of the prompt but its last token."""
         bypassed = self.logits_start is not None or self.params.prompt_logprobs is not None
         return self.uses_cache and not bypassed
 
     @property
     def uses_cache(self) -> bool:
-        """Whether the cache may serve any of it."""
+        """True if the cache may serve part of the request."""
         return self.mode is not GenerationMode.BASELINE and not self.stores_nothing
 
     @property
     def publishes(self) -> bool:
-        """True if other requests can find the KV that it computes.
-
-        A baseline request leaves no trace, so that a comparison of it with the cache may run in any
-        order. A look at logits after shared spans leaves the prompt as it was, since the next look
-        would find more of it computed.
-        """
+        """True if other requests can find the KV that it computes."""
+        # A baseline request leaves nothing in the cache, so that it can be compared in any order.
         if self.stores_nothing or self.mode is GenerationMode.BASELINE:
             return False
+        # A request for logits after reused spans leaves the prompt as it was. Otherwise the next
+        # one would find more of it computed.
         return self.repair is None or self.logits_start is None
 
     @property
     def max_slots(self) -> int:
-        """Most slots the request can ever need: the KV of the last sampled token is never
-        computed.
-        """
+        """Most KV slots of the request; the last sampled token needs none."""
         return max(self.max_tokens - 1, len(self.prompt_ids))
 
 
 class RequestInputs(NamedTuple):
-    """The inputs of a request from which features make their fields.
+    """The inputs from which features make their fields of a request.
 
     Attributes:
-        terms: Checked options that are not of sampling.
-        params: Checked sampling options.
-        token_ids: Token ids of the prompt.
+        terms: checked options that are not of sampling.
+        params: checked sampling options.
+        token_ids: token ids of the prompt.
         generates: False if only logits or the prompt's KV are wanted.
     """
 
@@ -343,7 +340,11 @@ class RequestFeature:
 
 
 def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    """`sampling=` or keyword options, never both (RequestError)."""
+    """Return `sampling`, or parameters made from keyword options.
+
+    Raises:
+        RequestError: both are given, or an option is invalid.
+    """
     if sampling is None:
         return SamplingParams.from_options(**options)
     if not isinstance(sampling, SamplingParams):
@@ -356,7 +357,7 @@ def resolve_sampling(sampling: SamplingParams | None, options: Mapping[str, Any]
 
 
 def check_mode(mode: GenerationMode | str) -> GenerationMode:
-    """The mode as an enum; RequestError for an unknown one."""
+    """Return the mode as an enum; raise RequestError for an unknown one."""
     try:
         return GenerationMode(mode)
     except ValueError:

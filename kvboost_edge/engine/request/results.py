@@ -18,13 +18,16 @@ __all__ = [
     "WarmResult",
 ]
 
-_MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text is not worth a warning
+_MIN_CHUNK_TOKENS = 32  # a shorter tail of a warmed text causes no warning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability of one output token and of the most likely ones, (token id, logprob)
-    best first.
+    """Log probabilities (natural logarithm) at one output token.
+
+    Attributes:
+        logprob: log probability of the token.
+        top: (token id, log probability) of the most likely tokens, best first.
     """
 
     token_id: int
@@ -33,7 +36,7 @@ class TokenLogprobs:
 
 
 class Missed(NamedTuple):
-    """Why a prompt was not served further, see `GenerationResult`."""
+    """The reason that no further prompt token was cached, see `GenerationResult`."""
 
     miss_reason: str
     evicted_from: tuple[str, ...] = ()
@@ -43,45 +46,51 @@ class Missed(NamedTuple):
 class GenerationResult:
     """The outcome of one request.
 
+    Values of `miss_reason`, the reason that the first prompt token after the cached ones was
+    computed:
+
+    - "": every token was cached.
+    - "first_seen": this tenant and salt never cached its block.
+    - "evicted": its block was cached and evicted.
+    - "tail": it is in the last block, which is not full.
+    - "state": its KV is cached, but no snapshot of the recurrent state.
+    - "bypassed": the mode or prompt_logprobs asked for a computation.
+    - "not_started": the request ended while it waited.
+
     Attributes:
         mode: the mode that ran; CHUNK_KV_REUSE only if KV of other positions was reused.
-        approximate: whether KV of other positions was reused, so that the output may differ from
-            that of a full computation.
+        approximate: True if KV of other positions was reused. The output may then differ from a
+            full computation.
         reused_span_tokens: prompt tokens whose KV was reused from other positions.
         recomputed_tokens: prompt tokens found at other positions and still recomputed.
         gate: quality gate of that reuse: "passed"; "unchecked" without a stored verdict; "off"
             (reuse_gate="off"); "" if nothing was reused.
         output_text: text without the EOS or stop token and without the stop string.
-        output_token_ids: with the EOS or stop token that ended it.
+        output_token_ids: token ids of the output, with the EOS or stop token that ended it.
         generated_tokens: number of output tokens.
         finish_reason: "stop", "length", "cancelled" or "timeout" (past its deadline).
         cached_tokens: prompt tokens whose KV came from the cache: `exact_cached_tokens`, which
             `hit_tokens` splits by tier, and `reused_span_tokens`.
-        matched_tokens: prompt tokens whose KV was in the cache; more than `exact_cached_tokens`
-            where a snapshot of the recurrent state was missing.
+        matched_tokens: prompt tokens whose KV was in the cache. They exceed `exact_cached_tokens`
+            if a snapshot of the recurrent state was missing.
         kv_reuse_ratio: cached_tokens / prompt_tokens.
-        miss_reason: why the first prompt token after the cached ones was computed: ""
-            every token was cached "first_seen"   this tenant and salt never cached its block
-            "evicted"      its block was cached and evicted "tail"         it is in the last block,
-            which is not full "state"        its KV is cached, a snapshot of the recurrent state is
-            not "bypassed"     the mode or prompt_logprobs asked for a computation "not_started"
-            the request ended while it waited.
+        miss_reason: see above.
         evicted_from: the pool and tiers that evicted the block, nearest first; () unless "evicted".
-        ttft_ms: entry of the call to the first token (the whole time if none came).
-        total_ms: entry of the call to the end.
+        ttft_ms: time from the call to the first token, or the whole time without one.
+        total_ms: time from the call to the end.
         tokens_per_sec: generated tokens over the whole time.
-        token_times_ms: arrival of each output token, since entry.
-        phases: milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and decode;
-            they add up to total_ms, and each is an attribute such as `queue_ms`. probe: deviation
-            scoring of reused spans; repair: prefill up to the end of the last span.
+        token_times_ms: time from the call to each output token.
+        phases: milliseconds of tokenize, queue, lookup, load, probe, repair, prefill and decode.
+            Their sum is total_ms, and each is an attribute such as `queue_ms`. probe is the
+            deviation scoring of reused spans, repair the prefill up to the end of the last span.
         seed: the seed that reproduces a sampled output.
-        preemptions: how often the request lost its blocks and was recomputed.
-        step_share: share of the tokens of its steps that were its own, 0 to 1; a mean weighted by
-            the steps' time.
+        preemptions: number of times that the request lost its blocks and was recomputed.
+        step_share: the request's share of the tokens of its steps, 0 to 1; a mean weighted by step
+            time.
         drafted_tokens: draft tokens verified, see `EngineConfig.speculation`.
         accepted_tokens: draft tokens accepted.
-        prompt_logprobs: one entry per prompt token, the first None (nothing predicts it); None if
-            not asked for.
+        prompt_logprobs: one entry per prompt token, the first one None, because nothing predicts
+            it; None if not requested.
     """
 
     mode: GenerationMode
@@ -119,17 +128,17 @@ class GenerationResult:
 
     @property
     def exact_cached_tokens(self) -> int:
-        """Prompt tokens of the cached prefix, whose KV equals that of a full computation."""
+        """Prompt tokens of the cached prefix, whose KV equals a full computation."""
         return self.cached_tokens - self.reused_span_tokens
 
     @property
     def computed_prompt_tokens(self) -> int:
-        """Prompt tokens that were computed: neither cached nor shared at another position."""
+        """Prompt tokens that were computed: neither cached nor reused from other positions."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def prompt_ms(self) -> float:
-        """Time spent on the prompt: probe, repair and prefill."""
+        """Time of the prompt: probe, repair and prefill."""
         return self.phases["probe"] + self.phases["repair"] + self.phases["prefill"]
 
     @property
@@ -168,19 +177,21 @@ class GenerationResult:
 @functools.total_ordering
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WarmResult:
-    """The outcome of `warm`. It is true, and compares, like the number `chunks_stored`.
+    """The outcome of `warm`. It compares, and tests as true, like the number `chunks_stored`.
 
-    A text that prompts begin with counts in chunks of chunk_size tokens; a last one of at least 32
-    tokens counts too. Of documents, and of a text for another position, a chunk is what they were
-    cut into: chunk_size tokens, or the longest document where they were not cut.
+    The start of prompts is counted in chunks of chunk_size tokens; a last chunk of at least 32
+    tokens counts too. Documents, and a text for another position, are counted in the chunks that
+    they were split into: chunk_size tokens, or the longest document if they were not split.
 
     Attributes:
-        chunks_stored: chunks that are in the cache now, the same number if it is warmed again.
-        partial_tail_tokens: tokens after the last full chunk; of documents those in chunks that
+        chunks_stored: chunks in the cache now, including those cached before.
+        token_count: tokens of the text or documents.
+        chunk_size: tokens in a chunk.
+        partial_tail_tokens: tokens after the last full chunk; for documents, tokens in chunks that
             cannot be found.
-        chunk_boundary_aligned: fewer than 32 tokens at its end are not cached: those after its last
-            full block, or of documents the partial tail.
-        alignment_warning: reports those tokens when it is not aligned, else None; `warm` logs it.
+        chunk_boundary_aligned: True if fewer than 32 tokens at the end are not cached: those after
+            the last full block, or the partial tail of documents.
+        alignment_warning: message about these tokens, or None if aligned; `warm` logs it.
     """
 
     chunks_stored: int
@@ -192,9 +203,9 @@ class WarmResult:
 
     @classmethod
     def of(cls, num_cached: int, num_tokens: int, chunk_size: int, block_size: int) -> WarmResult:
-        """Describe a text of `num_tokens`, the first `num_cached` of which are in the cache.
+        """Describe a text of `num_tokens` tokens, the first `num_cached` of which are cached.
 
-        A chunk is there if its full blocks are.
+        A chunk counts as stored if its full blocks are cached.
         """
         tail = num_tokens % chunk_size
         lost = num_tokens % block_size
@@ -221,8 +232,13 @@ class WarmResult:
         chunk_size: int,
         least_tokens: int,
     ) -> WarmResult:
-        """Of documents of `num_tokens`, of which `num_stored` chunks with `stored_tokens` can be
-        found; shorter ones than `least_tokens` never are.
+        """Describe documents that are split into chunks.
+
+        Args:
+            num_stored: chunks that can be found.
+            stored_tokens: tokens in these chunks.
+            num_tokens: tokens of all documents.
+            least_tokens: tokens of the shortest chunk that can be found.
         """
         lost = num_tokens - stored_tokens
         warning = (
@@ -267,16 +283,16 @@ class PromptCheck:
     """One prompt, run without and with the cache.
 
     Attributes:
-        reused_tokens: prompt tokens the second run took from the cache, with mode chunk_kv_reuse
-            those that it shared at other positions; 0 fails the check.
+        reused_tokens: prompt tokens that the second run took from the cache; with mode
+            chunk_kv_reuse, those reused from other positions. 0 fails the check.
         max_logit_difference: largest absolute difference over the checked positions.
-        relative_logit_l2: L2 norm of the difference over the norm of the cold logits.
+        relative_logit_l2: L2 norm of the difference over the norm of the logits without the cache.
         kl_divergence: largest KL(cold || warm) over the checked positions, of the distributions
-            sampled from.
-        mean_kl: the mean of it, of the model's own distributions.
-        agreement: share of the checked positions at which both find the same token the most likely.
-        text_equal: both runs gave the same tokens.
-        problem: why it failed, else None.
+            that tokens are drawn from.
+        mean_kl: mean KL(cold || warm), of the model's own distributions.
+        agreement: share of the checked positions with the same most likely token.
+        text_equal: True if both runs gave the same tokens.
+        problem: reason of a failure, or None.
     """
 
     prompt: str
@@ -299,16 +315,15 @@ class PromptCheck:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessReport:
-    """All checks of `verify_correctness`; truthy only if there is at least one and every one
-    passed.
+    """All checks of `verify_correctness`. It is true if there are checks and all passed.
 
     Attributes:
-        mode: what was compared with a full computation.
-        logit_tolerance: relative L2 distance of the logits that rounding alone explains; 0: equal
-            to the bit.
-        kl_limit: with mode chunk_kv_reuse: largest allowed `mean_kl`, as much as another order of
-            the documents changes; else None. There a check passes if it reused something and its
-            answer is the same text.
+        mode: the mode that was compared with a full computation.
+        logit_tolerance: relative L2 distance of the logits that rounding alone explains; 0:
+            bit-identical.
+        kl_limit: largest allowed `mean_kl` with mode chunk_kv_reuse, else None. It is the change
+            that another order of the documents causes. A check then passes if KV was reused and the
+            answers have the same text.
     """
 
     checks: tuple[PromptCheck, ...]
@@ -318,12 +333,12 @@ class CorrectnessReport:
 
     @property
     def mean_kl(self) -> float:
-        """Mean over the checks; 0 without any."""
+        """Mean of `mean_kl` over the checks; 0 without checks."""
         return sum(check.mean_kl for check in self.checks) / max(1, len(self.checks))
 
     @property
     def text_agreement(self) -> float:
-        """Share of the checks whose answers are the same text; 0 without any."""
+        """Share of the checks with equal answers; 0 without checks."""
         return sum(check.text_equal for check in self.checks) / max(1, len(self.checks))
 
     @property

@@ -1,6 +1,6 @@
-"""Sampling values of requests that do not name their own: one rule for every surface.
+"""Sampling values of requests that do not set their own, by one rule for all interfaces.
 
-A request's own value wins. Then come the engine's option, the model's generation config
+A request's own value comes first. Then come the engine's option, the model's generation config
 (generation_config.json, or `general.sampling.*` of a GGUF file), and the values below.
 """
 
@@ -31,8 +31,9 @@ class SamplingDefaults:
         return dataclasses.asdict(self)
 
     def values_for(self, request: object) -> dict[str, Any]:
-        """Return the values in force for a request: its attributes of these names, and the default
-        where one is None.
+        """Return the values in force for a request.
+
+        These are its attributes of the same names, and the default for each one that is None.
         """
         named = {name: getattr(request, name, None) for name in self.as_dict()}
         return {
@@ -41,9 +42,9 @@ class SamplingDefaults:
         }
 
     def fill(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with a value for each that was left out.
+        """Return the parameters with a value for each one that is unset.
 
-        With do_sample=True a model that is greedy by default is sampled at the temperature of
+        With do_sample=True, a model that is greedy by default is sampled at the temperature of
         `DEFAULT_SAMPLING`.
         """
         values = self.values_for(params)
@@ -52,8 +53,9 @@ class SamplingDefaults:
         return dataclasses.replace(params, **values)
 
     def fill_sampled(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters filled if they ask for sampling, and unchanged if they are greedy:
-        the rule of Python calls.
+        """Return the parameters, filled if they ask for sampling and unchanged if they are greedy.
+
+        Calls in Python follow this rule.
         """
         if not params.samples:
             return params

@@ -1,4 +1,4 @@
-"""Terms of a request: how it runs, apart from its prompt and its sampling."""
+"""Options of a request other than its prompt and its sampling."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Terms"]
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_NAME = 1024
-_MAX_SECONDS = 1e9  # some 30 years, which no clock's arithmetic minds
+_MAX_SECONDS = 1e9  # some 30 years, within the range of every clock
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """How a request runs, apart from prompt and sampling. Checked on construction (RequestError).
+    """Options of a request other than prompt and sampling, checked on construction (RequestError).
 
     docs/reference/options.md lists the fields.
     """
@@ -167,9 +167,12 @@ class Terms:
 
     @classmethod
     def taken_from(cls, options: dict[str, Any], terms: Terms | None = None) -> Terms:
-        """Take the fields out of keyword options, or return `terms`; sampling options are left.
+        """Remove the fields from keyword options and return them, or return `terms`.
 
-        Raises RequestError if terms and fields of them are given.
+        Sampling options are left.
+
+        Raises:
+            RequestError: terms and fields of them are given.
         """
         given = {
             field.name: options.pop(field.name)
@@ -212,5 +215,5 @@ class Terms:
 
     @property
     def is_kept_longer(self) -> bool:
-        """Whether its blocks are evicted like blocks that were used twice."""
+        """True if its blocks are evicted like blocks that were used twice."""
         return self.expect_reuse or self.retention is not None
