@@ -12,25 +12,31 @@ __all__ = ["BlockWatch", "Unwatched"]
 
 
 class Unwatched:
-    """Checks nothing."""
+    """The null implementation, which checks nothing."""
 
     def idle(self) -> None:
-        """Nothing runs now."""
+        """Check the bookkeeping of an idle engine."""
 
     def before(self, new_blocks: Iterable[int], sources: Set[int]) -> None:
-        """A pass is about to run; `new_blocks` hold nothing yet, of `sources` copies are about to
-        be made.
+        """Prepare the checks of a forward pass.
+
+        Args:
+            new_blocks: blocks that hold no KV yet.
+            sources: blocks that are about to be copied.
         """
 
     def after(self) -> None:
-        """The pass is over."""
+        """Check the blocks after a forward pass."""
 
 
 class BlockWatch(Unwatched):
-    """New blocks are filled with NaN, so that reading what was never written shows; those that
-    nobody may write (shared and idle cached ones) are compared before and after a pass; an idle
-    engine's bookkeeping is recomputed. The same of slots of states, where there are some: snapshots
-    may not be written. What drafts bring to states is forgotten before each pass.
+    """Detects wrong reads and writes of blocks and recurrent state slots.
+
+    - New blocks, and the draft slots of recurrent state, are filled with NaN before each pass. A
+      read of unwritten KV then shows.
+    - Blocks that must not be written (shared or cached), and snapshots, are compared before and
+      after a pass.
+    - The bookkeeping of an idle engine is recomputed.
     """
 
     def __init__(self, manager: KVCacheManager, backend: Backend) -> None:
@@ -40,11 +46,11 @@ class BlockWatch(Unwatched):
         self._snapshots: dict[tuple[int, int], int] = {}  # (block, slot) -> checksum of the state
 
     def idle(self) -> None:
-        """CacheCorruption where blocks are held although nothing runs."""
+        """Raise CacheCorruption if blocks are held although nothing runs."""
         self._manager.check_invariants([])
 
     def before(self, new_blocks: Iterable[int], sources: Set[int]) -> None:
-        """Poison and remember."""
+        """Fill new blocks with NaN and store checksums of the others."""
         self._backend.poison_blocks([block for block in new_blocks if block not in sources])
         states = self._manager.block_states()
         blocks = [
@@ -65,7 +71,7 @@ class BlockWatch(Unwatched):
         )
 
     def after(self) -> None:
-        """CacheCorruption where a block was written that was not to be."""
+        """Raise CacheCorruption if a shared or cached block was written."""
         found = self._backend.checksum_blocks(list(self._checksums))
         for (block, old), new in zip(self._checksums.items(), found, strict=True):
             if old != new:

@@ -1,4 +1,4 @@
-"""The caller's handle of a request: token events, the result, cancellation."""
+"""The caller's handle of a request: token events, the result, and cancellation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from kvboost_edge.engine.request.results import GenerationResult, TokenLogprobs
 
 __all__ = ["Handles", "RequestHandle", "TokenEvent", "wait_for_all"]
 
-# A signal that comes right before a wait, and where waits cannot be interrupted any, is noticed
-# behind it.
+# A signal right before a wait, or during one that cannot be interrupted, is handled after it.
 _LONGEST_WAIT_S = 1.0
 
 
 class TokenEvent(NamedTuple):
-    """One output token. `text` is what became certain with it: empty while a character or a
-    possible stop string is still open, and for the EOS token. Joined over all events the texts are
-    the result's `output_text`.
+    """One output token.
+
+    Attributes:
+        token_id: id of the token.
+        text: text that became certain with the token. It is empty while a character or a possible
+            stop string is incomplete, and for the EOS token. The texts of all events, joined, are
+            the result's `output_text`.
+        time_ms: milliseconds since the start of the caller's call.
+        logprobs: log probabilities, if requested.
     """
 
     token_id: int
@@ -34,18 +39,19 @@ class TokenEvent(NamedTuple):
 
 
 class _Alarm:
-    """Wakes coroutines of one event loop from other threads. Wakes that come before the loop runs
-    are one: with many streams each step would otherwise pay a system call for each of them.
-    """
+    """Wakes coroutines of one event loop from other threads."""
+
+    # Wakes that come before the loop runs are combined. Otherwise each step would pay a system call
+    # for each stream.
 
     def __init__(self) -> None:
         self._due: deque[asyncio.Event] = deque()
         self._ringing = False
 
     def wake(self, loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> None:
-        """Set the event in its loop; RuntimeError if the loop was closed."""
+        """Set an event in its loop; raise RuntimeError if the loop is closed."""
         self._due.append(changed)
-        # Whoever sees it ringing came before `_ring` clears it, and so before it empties the queue.
+        # If it is ringing, `_ring` has not cleared it and so will still empty the queue.
         if not self._ringing or loop.is_closed():
             self._ringing = True
             loop.call_soon_threadsafe(self._ring)
@@ -61,7 +67,14 @@ _alarms_lock = threading.Lock()
 
 
 class _Listener(NamedTuple):
-    """A waiting coroutine: its loop, what wakes it, and whether each token does or only the end."""
+    """A waiting coroutine.
+
+    Attributes:
+        loop: its event loop.
+        alarm: wakes coroutines of that loop.
+        changed: event that the coroutine waits for.
+        each_event: True if each token wakes it, False if only the end does.
+    """
 
     loop: asyncio.AbstractEventLoop
     alarm: _Alarm
@@ -70,14 +83,21 @@ class _Listener(NamedTuple):
 
 
 class RequestHandle:
-    """Returned by `submit`. Safe to use from any thread; each event is handed out once.
+    """The handle of a request, returned by `submit`. Safe to use from any thread.
 
-    Iterate (`for` or `async for`) over pieces of text, or over `events()` / `aevents()`; `result()`
-    waits for the end; `cancel()` ends the request within one step. An error that ended the request
-    is raised by the iteration and by `result()`. `prompt_logprobs`, if asked for, and
-    `cached_tokens` are there before the first event; `pinned_tokens`, of what the request wanted
-    pinned where there is room, with the result. Until then `progress()` says how far the prompt is,
-    and `started()` waits for the first event.
+    Iterate (`for` or `async for`) over pieces of text, or over `events()` or `aevents()`; each
+    event is returned once. `result()` waits for the end, and `cancel()` ends the request within one
+    step. The iteration and `result()` raise the error that ended the request.
+
+    Args:
+        look: returns the progress of a request by its index; None once it has ended.
+
+    Attributes:
+        index: index of the request.
+        prompt_logprobs: log probabilities of the prompt, if requested; set before the first event.
+        cached_tokens: prompt tokens found in the cache; set before the first event.
+        pinned_tokens: tokens of the request's `pins` that were pinned; set with the result.
+        cancel_requested: True once the engine has noted that the request is to end.
     """
 
     def __init__(
@@ -87,14 +107,13 @@ class RequestHandle:
         look: Callable[[int], Progress | None] = lambda index: None,
         num_prompt_tokens: int = 0,
     ) -> None:
-        """look: how far the request of an index is now, None once it has ended."""
         self.index = index
         self._look = look
         self._progress = Progress(num_prompt_tokens)
         self._has_started = False
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.cached_tokens = self.pinned_tokens = 0
-        self.cancel_requested = False  # set by the engine, after it has noted the request's end
+        self.cancel_requested = False
         self._request_cancel = cancel
         self._make_lock()
         self._events: deque[TokenEvent] = deque()
@@ -105,25 +124,23 @@ class RequestHandle:
 
     def _make_lock(self) -> None:
         self._lock = threading.RLock()
-        # Who waits for the result alone is not woken by each token, only to take a processor and
-        # fall asleep again.
+        # A caller that only waits for the result is not woken by each token.
         self._changed = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)
 
     def keep_alive(self, owner: object) -> None:
-        """Hold the engine for as long as somebody may wait here: one that nobody holds is
-        closed.
-        """
+        """Keep a reference to the engine. An engine without references is closed."""
         self._owner = owner
 
     @property
     def done(self) -> bool:
-        """True once the result or the error is there."""
+        """True once the result or the error is set."""
         return self._result is not None or self._error is not None
 
     def progress(self) -> Progress:
-        """How far the prompt is computed, and about how long it takes until the first token. Waits
-        for nothing, and costs the engine nothing.
+        """Return the progress of the prompt and an estimate of the time to the first token.
+
+        It does not wait.
         """
         found = None if self.done else self._look(self.index)
         with self._lock:
@@ -144,14 +161,19 @@ class RequestHandle:
             return self._progress
 
     def started(self, timeout: float | None = None) -> bool:
-        """Wait until the first token is there, or the end, at most `timeout` seconds; whether it
-        is.
+        """Wait for the first token or the end.
+
+        Args:
+            timeout: longest wait in seconds; None: no limit.
+
+        Returns:
+            False on timeout.
         """
         with self._lock:
             return self._changed.wait_for(lambda: self._has_started or self.done, timeout)
 
     async def astarted(self, timeout: float | None = None) -> bool:
-        """`started()` for asyncio."""
+        """Wait for the first token or the end; `started()` for asyncio."""
         changed = self._listen()
         try:
             async with asyncio.timeout(timeout):
@@ -165,13 +187,18 @@ class RequestHandle:
         return True
 
     def cancel(self) -> None:
-        """Ask for the end of the request; it takes effect within one step. Harmless once done."""
+        """Cancel the request within one step. Without effect once it is done."""
         if not self.done:
             self._request_cancel(self.index)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
-        """Wait for the end. Raises the request's error, or TimeoutError after `timeout` seconds (it
-        runs on).
+        """Wait for the end and return the result, or raise the request's error.
+
+        Args:
+            timeout: longest wait in seconds; None: no limit.
+
+        Raises:
+            TimeoutError: the request is not done; it continues.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -185,11 +212,11 @@ class RequestHandle:
         return self._outcome()
 
     def __iter__(self) -> Iterator[str]:
-        """The output text in pieces, none of them empty."""
+        """Return an iterator over the non-empty pieces of the output text."""
         return (event.text for event in self.events() if event.text)
 
     def events(self) -> Iterator[TokenEvent]:
-        """One event per output token, as they come."""
+        """Yield one event per output token, as they come."""
         while True:
             with self._lock:
                 self._changed.wait_for(lambda: self._events or self.done)
@@ -200,7 +227,10 @@ class RequestHandle:
             yield event
 
     async def aresult(self) -> GenerationResult:
-        """`result()` for asyncio; cancelling the task does not cancel the request by itself."""
+        """Wait for the result; `result()` for asyncio.
+
+        Cancelling the task does not cancel the request.
+        """
         changed = self._listen(each_event=False)
         try:
             while not self.done:
@@ -216,7 +246,7 @@ class RequestHandle:
                 yield event.text
 
     async def aevents(self) -> AsyncIterator[TokenEvent]:
-        """`events()` for asyncio."""
+        """Yield one event per output token; `events()` for asyncio."""
         changed = self._listen()
         try:
             while True:
@@ -231,14 +261,15 @@ class RequestHandle:
         self._outcome()
 
     async def abatches(self) -> AsyncIterator[list[TokenEvent | GenerationResult]]:
-        """`aevents()` in lists of all that is there, for readers that may be slower than the
-        engine; the last list ends with the result.
+        """Yield lists of all new events; the last list ends with the result.
+
+        Use it if the reader may be slower than the engine.
         """
         changed = self._listen()
         try:
             while True:
                 changed.clear()
-                done = self.done  # read first: every event of a request that is done can be taken
+                done = self.done  # read first: once it is done, all its events can be taken
                 batch: list[TokenEvent | GenerationResult] = [*self._pop_all()]
                 if done and self._result is not None:
                     batch.append(self._result)
@@ -302,38 +333,37 @@ class RequestHandle:
         self._wake(listeners)
 
     def after_fork(self, error: BaseException) -> None:
-        """In a forked child: nothing comes any more, and whoever held the lock is not there."""
-        self._make_lock()
-        self._listeners = ()  # they are the parent's: waking them would write into its event loop
+        """End the handle in a forked child, where no event comes any more."""
+        self._make_lock()  # a thread of the parent may have held the old one
+        self._listeners = ()  # waking the parent's listeners would write into its event loop
         self._finish(None, error)
 
     def _wake(self, listeners: tuple[_Listener, ...]) -> None:
-        """Without the lock: a system call in here gives the interpreter to the reader, who would
-        wait for the lock.
-        """
+        """Wake the listeners. The caller does not hold the lock."""
+        # Without the lock: a system call in here yields the interpreter to the reader, which would
+        # wait for the lock.
         for listener in listeners:
-            # Waking a loop for every token of a result that is wanted whole would cost the engine
-            # thread its time.
+            # Waking a listener that only wants the result for each token would take the engine
+            # thread's time.
             if not (listener.each_event or self.done or listener.loop.is_closed()):
                 continue
             try:
                 listener.alarm.wake(listener.loop, listener.changed)
-            except RuntimeError:  # the loop was closed under its reader: nobody listens any more
+            except RuntimeError:  # the reader's loop was closed
                 self._request_cancel(self.index)
 
 
 class Handles(list[RequestHandle]):
-    """Those of what is queued in a worker thread. Once they are stopped, one that comes later ends
-    at once: nobody has to be left who would stop it.
+    """The handles of requests that a worker thread submits.
+
+    After `stop`, a handle that is appended later is cancelled at once.
     """
 
     _stopped = False
 
     def append(self, handle: RequestHandle) -> None:
         super().append(handle)
-        if (
-            self._stopped
-        ):  # read behind the line above: `stop` may have looked at the list before it
+        if self._stopped:  # read after the append, because `stop` may have read the list before
             handle.cancel()
 
     def stop(self) -> None:
@@ -343,7 +373,10 @@ class Handles(list[RequestHandle]):
 
 
 def wait_for_all(handles: Sequence[RequestHandle]) -> list[GenerationResult]:
-    """All results in order. A request's error is raised when all are done."""
+    """Return all results in order.
+
+    A request's error is raised once all are done.
+    """
     results: list[GenerationResult] = []
     failure: Exception | None = None
     for handle in handles:

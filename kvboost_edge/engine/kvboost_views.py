@@ -46,9 +46,9 @@ class CacheManagerView:
     """Figures of an engine's cache, by the names of KVBoost's cache manager.
 
     Attributes:
-        max_cache_bytes: size of the pool.
-        kv_cache_bits: bits of keys and of values in the pool, as `EngineConfig` has them.
-        read_stats: returns the figures of now, see `engine.cache_stats`.
+        max_cache_bytes: size of the pool, in bytes.
+        kv_cache_bits: bits of keys and of values in the pool, as in `EngineConfig`.
+        read_stats: returns the current figures, see `engine.cache_stats`.
     """
 
     max_cache_bytes: int
@@ -56,7 +56,7 @@ class CacheManagerView:
     read_stats: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
 
     def stats(self) -> dict[str, float]:
-        """Return what `engine.cache_stats` returns."""
+        """Return the figures of `engine.cache_stats`."""
         return self.read_stats()
 
     @property
@@ -66,7 +66,7 @@ class CacheManagerView:
 
     @property
     def approximate_hits(self) -> int:
-        """Chunks reused at other positions."""
+        """Chunks reused from other positions."""
         return int(self.read_stats()["approximate_hits"])
 
     @property
@@ -86,7 +86,7 @@ class CacheManagerView:
 
 
 class KVBoostViews:
-    """The attributes of an engine by KVBoost's names. A part of `CPUPagedEngine`."""
+    """The attributes of an engine by KVBoost's names, a part of `CPUPagedEngine`."""
 
     _config: EngineConfig
     _parts: EngineParts
@@ -97,7 +97,7 @@ class KVBoostViews:
 
     @property
     def model(self) -> Any:
-        """The transformers model that the torch runner calls. Other runners have none."""
+        """The transformers model that the torch runner calls; missing on other runners."""
         runner = self._parts.runner
         if not hasattr(runner, "model"):
             _refuse(self, "model", _NOT_OF_THE_ENGINE)
@@ -117,7 +117,7 @@ class KVBoostViews:
 
     @property
     def chunk_registry(self) -> ChunkRegistry:
-        """Rules by which warmed documents are cut."""
+        """Rules by which warmed documents are split."""
         options = chunk_options(self._config)
         codec = self._parts.tokenizer.codec
         return ChunkRegistry(

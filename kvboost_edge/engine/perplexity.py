@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text, and the distance of another form of it (weights, cache)."""
+"""Perplexity of a model on a text, and the difference that other weights or caches make."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["Difference", "TextScore", "score_text"]
 
 Floats = npt.NDArray[np.float32]
-_ROWS = 64  # logits held at a time; of a large vocabulary they are tens of megabytes
+_ROWS = 64  # logits held at a time; tens of megabytes with a large vocabulary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """Another engine against the first one, over all scored tokens: KL(first || other) in nats, and
-    how often both find the same token the most likely.
+    """The difference of another engine from the first one, over all scored tokens.
+
+    Attributes:
+        perplexity: perplexity of the other engine.
+        mean_kl: mean KL(first || other), in nats.
+        max_kl: largest KL(first || other), in nats.
+        top1_agreement: share of tokens for which both have the same most likely token.
     """
 
     perplexity: float
@@ -36,8 +41,15 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextScore:
-    """`perplexity` = exp(mean negative log-likelihood) of the `scored_tokens`, each predicted from
-    at least half a window of tokens before it where the text has them.
+    """The score of a text.
+
+    Attributes:
+        tokens: tokens of the text.
+        scored_tokens: predicted tokens. Each is predicted from at least half a window of earlier
+            tokens, if the text has them.
+        window: tokens of a window.
+        perplexity: exp(mean negative log-likelihood) of the scored tokens.
+        difference: comparison with another engine, or None.
     """
 
     tokens: int
@@ -55,11 +67,16 @@ def score_text(
     against: CPUPagedEngine | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TextScore:
-    """Score a text by windows of `window` tokens that move on by half a window; each token is
-    scored once.
+    """Score a text by windows of `window` tokens, each half a window after the one before.
 
-    progress: called with (tokens scored, tokens to score). RequestError for fewer than two tokens
-    or a window that the model or the two of them cannot take.
+    Each token is scored once.
+
+    Args:
+        against: another engine to compare with.
+        progress: called with (tokens scored, tokens to score).
+
+    Raises:
+        RequestError: the text has fewer than two tokens, or an engine cannot take the window.
     """
     _check(engine, token_ids, window, against)
     total = len(token_ids) - 1
@@ -93,10 +110,10 @@ def score_text(
 
 
 def _pieces(token_ids: Sequence[int], window: int) -> Iterator[tuple[list[int], int]]:
-    """(tokens of a window up to the last one to score, first row wanted): rows start .. predict
-    tokens start + 1 ..
+    """Yield parts of windows as (tokens up to the last one to score, first row wanted).
 
-    Within a window the pieces share their beginning, which the cache holds.
+    Rows start .. predict tokens start + 1 .. The parts of a window share their beginning, which is
+    cached.
     """
     first = 0
     scored = 1

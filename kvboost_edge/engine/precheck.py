@@ -1,4 +1,4 @@
-"""Checks of a request that need no model: refused before anything is loaded, packed or compiled."""
+"""Checks of a request before a model is loaded, packed or compiled."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from kvboost_edge.models.checkpoint import Checkpoint
 
 __all__ = ["check_limit", "check_request"]
 
-_FEW = 512  # not worth another look at the file: 40 ms for a vocabulary of 49,000 in a GGUF file
+_FEW = 512  # tokens; not worth reading the file: 40 ms for a GGUF file with 49,000 tokens
 
 
 def check_request(options: Mapping[str, Any]) -> None:
-    """Options of `CPUPagedEngine.submit`; raises what it would: RequestError for an unknown one or
-    a value out of range, and for what no answer can fit; BackendUnavailable where the package for
-    that is missing.
+    """Check options of `CPUPagedEngine.submit`.
+
+    Raises:
+        RequestError: an option is unknown or out of range, or the grammar is invalid.
+        BackendUnavailable: the package for structured output is missing.
     """
     given = dict(options)
     Terms.taken_from(given)
@@ -36,8 +38,12 @@ def check_request(options: Mapping[str, Any]) -> None:
 
 
 def check_limit(path: Path, config: EngineConfig, max_new_tokens: int | None) -> None:
-    """RequestError for more tokens than the context of the model at a path has beside a prompt, by
-    its config. Few are left to the engine.
+    """Check `max_new_tokens` against the context of the model at a path.
+
+    Small values are left to the engine.
+
+    Raises:
+        RequestError: no room is left for a prompt.
     """
     if max_new_tokens is None or max_new_tokens <= _FEW:
         return

@@ -1,6 +1,4 @@
-"""The request builder: checks a caller's arguments and makes frozen requests. It holds no
-resources.
-"""
+"""The request builder: checks a caller's arguments and makes frozen requests."""
 
 from __future__ import annotations
 
@@ -35,11 +33,10 @@ __all__ = ["Intake", "Seeds"]
 class Seeds:
     """Hands out seeds in [0, 2^64). Safe to use from any thread.
 
-    Attributes:
-        seed: None: each seed is random. Given: it depends on this number, the tenant and how many
-            seeds that tenant drew before, and on nothing that other tenants do. Who knows the
-            number can work out a tenant's seeds from its name, so a server of several tenants
-            leaves it out.
+    Args:
+        seed: None: each seed is random. Otherwise a seed depends only on this number, the tenant
+            and the number of seeds that the tenant drew before. Anyone who knows the number and a
+            tenant's name can compute its seeds, so a server with several tenants gives None.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -51,7 +48,7 @@ class Seeds:
             ).digest()
 
     def draw(self, tenant: bytes) -> int:
-        """The next seed of a tenant."""
+        """Return the next seed of a tenant."""
         if self._key is None:
             return secrets.randbits(64)
         number = next(self._counts.setdefault(tenant, itertools.count()))
@@ -100,7 +97,11 @@ class Intake:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         options: Any,
     ) -> list[Request]:
-        """One request for each prompt; `sampling` may be a list as long as the prompts."""
+        """Return one request for each prompt.
+
+        Args:
+            sampling: for all prompts, or a list with one entry for each.
+        """
         entry = RequestArrival(time.perf_counter())
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             raise RequestError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
@@ -128,7 +129,14 @@ class Intake:
         logits_start: int | None = None,
         wants_states: bool = False,
     ) -> Request:
-        """Check everything and freeze it."""
+        """Check everything and return the frozen request.
+
+        Args:
+            entry: start of the caller's call; None: now.
+            prefill_only: compute the prompt and generate nothing.
+            logits_start: first token whose logits are returned; None: text is generated.
+            wants_states: return hidden states in place of logits.
+        """
         if entry is None:
             entry = RequestArrival(time.perf_counter())
         self._check_open()
@@ -147,7 +155,7 @@ class Intake:
         if not shown and entry.prompt_text is None:
             shown = tokenizer.decode(ids, skip_special_tokens=False)
         inputs = RequestInputs(terms, params, ids, generates=not needs_logits)
-        # First: a request that a feature refuses takes no number and no seed.
+        # Before index and seed: a request that a feature refuses takes neither.
         fields: dict[str, Any] = {}
         for feature in self._features:
             fields.update(feature.prepare(inputs))
@@ -180,7 +188,7 @@ class Intake:
         )
 
     def _max_tokens(self, num_tokens: int, params: SamplingParams, *, needs_logits: bool) -> int:
-        """Return the most tokens of prompt and output; RequestError beyond the model's context."""
+        """Return the most tokens of prompt and output; RequestError beyond the context."""
         limit = self._parts.runner.info.max_context
         if not needs_logits:
             return resolve_max_tokens(num_tokens, params, limit)
@@ -189,7 +197,7 @@ class Intake:
         return num_tokens
 
     def _check_kind(self, terms: Terms, *, generates: bool, wants_states: bool) -> None:
-        """RequestError for what a model of this kind does not do."""
+        """Raise RequestError for calls that a model of this kind does not support."""
         stores_kv = self._parts.runner.info.stores_kv
         if generates and self._parts.pooling.source:
             raise RequestError(
@@ -208,7 +216,7 @@ class Intake:
             )
 
     def _known_hashes(self, known: bytes, num_tokens: int) -> bytes:
-        """Hashes of blocks that the prompt has; whether they are right nobody needs to know."""
+        """Return the hashes given for the prompt's blocks; only their number is checked."""
         full = num_tokens // self._config.block_size
         if len(known) % HASH_BYTES or len(known) > full * HASH_BYTES:
             raise RequestError(
@@ -218,7 +226,7 @@ class Intake:
         return known
 
     def token_ids(self, prompt: Prompt, terms: Terms) -> list[int]:
-        """The ids a request with this prompt would have; draws no seed and no number."""
+        """Return the token ids of a request with this prompt, without an index or a seed."""
         self._check_open()
         root = self.root(terms)
         info = self._parts.runner.info
@@ -226,12 +234,12 @@ class Intake:
         return encode_prompt(prompt, self._parts.tokenizer, info.vocab_size, find)[1]
 
     def root(self, terms: Terms) -> bytes:
-        """Where the prefix hashes of a tenant and salt start."""
+        """Return the root of the prefix hashes of a tenant and salt."""
         return shared_root(self._parts.root, terms.tenant, terms.cache_salt)
 
     def _tenant_root(self, terms: Terms) -> bytes:
         return shared_root(self._parts.root, terms.tenant, None)
 
     def renumbered(self, request: Request) -> Request:
-        """The same request as the latest arrival: the arrival number decides who runs first."""
+        """Return the same request as the latest arrival, which changes the order of service."""
         return dataclasses.replace(request, index=next(self._next_index))

@@ -30,13 +30,13 @@ def make_scheduler(
     whole: bool = False,
     history_bytes: int | None = None,
 ) -> tuple[Scheduler, Speculation]:
-    """Return a scheduler with all features, and the one of them that makes drafters.
+    """Return a scheduler with all features, and its draft planner.
 
     Args:
         target_tpot: milliseconds of a step while sequences decode, see `StepPacing`.
         closes_blocks: a full block is quantized, so that only a certain token may fill it.
-        whole: a step computes all of a sequence or nothing.
-        history_bytes: bound of the draft history; None: the default.
+        whole: a step computes all tokens of a sequence or none.
+        history_bytes: limit of the draft history; None: the default.
     """
     speculation = Speculation(manager, closes_blocks=closes_blocks, history_bytes=history_bytes)
     scheduler = Scheduler(
@@ -67,7 +67,12 @@ class Sequences:
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def make(self, request: Request, handle: RequestHandle) -> Sequence:
-        """RequestError, or BackendUnavailable, where what its answer has to fit cannot be had."""
+        """Return the sequence of a request.
+
+        Raises:
+            RequestError: its grammar is invalid.
+            BackendUnavailable: the package for structured output is missing.
+        """
         grammar = request.grammar
         return Sequence(
             request,
@@ -81,9 +86,9 @@ class Sequences:
         )
 
     def read_ahead(self) -> None:
-        """Begin what the first answer that has to fit something would wait for."""
+        """Begin the preparations for structured output in the background."""
         self._grammars.read_ahead()
 
     def close(self) -> None:
-        """Wait for what was begun in the background."""
+        """Wait for work in the background."""
         self._grammars.close()

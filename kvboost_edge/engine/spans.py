@@ -42,7 +42,7 @@ _GATES = {"auto": "unchecked", "off": "off"}  # until a stored verdict says "pas
 
 
 class ReuseFields(RequestFeature):
-    """Non-prefix KV reuse of a request: how reused tokens are recomputed."""
+    """Non-prefix KV reuse of a request: its recomputation and its quality gate."""
 
     def __init__(self, config: EngineConfig, runner: Runner) -> None:
         self._config = config
@@ -56,8 +56,9 @@ class ReuseFields(RequestFeature):
     def prepare(self, inputs: RequestInputs) -> dict[str, Any]:
         """Return the recomputation and the state of the quality gate.
 
-        Raises RequestError for a request that cannot reuse KV at other positions, and for options
-        of reuse in another mode.
+        Raises:
+            RequestError: the request cannot reuse KV at other positions, or has options of reuse in
+                another mode.
         """
         repair = self._repair(inputs.terms, inputs.params, generates=inputs.generates)
         return {
@@ -68,7 +69,8 @@ class ReuseFields(RequestFeature):
     def own_repair(self, options: Mapping[str, Any] | None = None) -> Repair:
         """Return the engine's recomputation, changed by the given recompute_* options.
 
-        Raises RequestError for any other option, and where non-prefix reuse is refused.
+        Raises:
+            RequestError: another option is given, or non-prefix reuse is refused.
         """
         given = dict(options or {})
         for name in sorted(given.keys() - set(_REPAIRS)):
@@ -82,8 +84,9 @@ class ReuseFields(RequestFeature):
         return repair
 
     def _repair(self, terms: Terms, params: SamplingParams, *, generates: bool) -> Repair | None:
-        """Return the recomputation of a request, None in other modes; raise RequestError if the
-        request needs exact KV.
+        """Return the recomputation of a request, or None in other modes.
+
+        Raises RequestError if the request needs exact KV.
         """
         given = {name: value for name in _REPAIRS if (value := getattr(terms, name)) is not None}
         if terms.mode is not GenerationMode.CHUNK_KV_REUSE:
@@ -140,8 +143,8 @@ class SequenceSpans(SharedSpans):
         self._ahead = [(span.start, span.stop) for span in reversed(table.spans)]
         self.num_ahead = sum(stop - start for start, stop in self._ahead)
         shared = self._num_in_prompt(self._ahead)
-        # One token that leans on a span makes the answer approximate: what was shared before a
-        # preemption counts.
+        # A single token computed from a span makes the answer approximate, so that spans before a
+        # preemption count too.
         if self.probe is None and shared > self.num_shared:
             self.num_shared = shared
             self._num_found = self._num_in_prompt(self._found)
@@ -159,7 +162,7 @@ class SequenceSpans(SharedSpans):
         self.probe = None
 
     def end_probe(self, table: BlockTable, seconds: float) -> None:
-        """Take the spans of `table` as deviation scoring left them.
+        """Replace the spans by those that deviation scoring left in `table`.
 
         Args:
             seconds: time of the scoring.
@@ -183,8 +186,11 @@ class SequenceSpans(SharedSpans):
 
 
 class SpanSharing(SpanPlacement):
-    """Lets sequences share what their tokens have at other positions; runs of `min_chunk_tokens` at
-    least.
+    """Lets sequences reuse KV of runs of tokens that are cached at other positions.
+
+    Args:
+        min_chunk_tokens: tokens of the shortest run.
+        remembers: also search runs whose blocks left the pool, because a tier may hold them.
     """
 
     def __init__(
@@ -194,8 +200,9 @@ class SpanSharing(SpanPlacement):
         self.finder = SpanFinder(manager, min_chunk_tokens, remembers=remembers)
 
     def bring(self, sequence: Sequence, loads: PrefetchQueue, spare: int) -> Prefetch | None:
-        """The load of the next run that the sequence could share if it were in the pool; each is
-        tried once. What was loaded for it before is in the cache.
+        """Begin to load the next run that the sequence could reuse, or return None.
+
+        Each run is tried once. Runs loaded before are in the cache.
         """
 
         def find() -> list[Chain]:
@@ -211,8 +218,12 @@ class SpanSharing(SpanPlacement):
         return self.finder.context_of(token_ids, root)
 
     def place(self, sequence: Sequence, table: BlockTable, spare: int) -> bool | None:
-        """Whether a sequence shares spans now: all its blocks are taken then. False, and no change,
-        where `spare` free blocks do not suffice; None where there is nothing to share.
+        """Place spans in a fresh table and take its blocks.
+
+        Returns:
+            True: all blocks are taken.
+            False: `spare` free blocks do not suffice, and nothing changed.
+            None: there is nothing to reuse.
         """
         request = sequence.request
         size = self._manager.block_size
@@ -238,8 +249,10 @@ class SpanSharing(SpanPlacement):
 
 
 class Prober:
-    """Looks at about `limit` tokens of a sequence at a time: whole blocks, in some layers of the
-    model.
+    """Scores reused spans in some layers of the model, a few blocks at a time.
+
+    Args:
+        limit: tokens of a sequence that one call scores, rounded to blocks.
     """
 
     def __init__(self, runner: Runner, manager: KVCacheManager, limit: int) -> None:
@@ -248,7 +261,11 @@ class Prober:
         self._limit = limit
 
     def look(self, sequences: Several[Sequence]) -> list[tuple[Sequence, Exception]]:
-        """Compute the next piece of each, into blocks of its own; those that failed, and why."""
+        """Score the next part of each sequence's spans, in blocks of its own.
+
+        Returns:
+            The sequences that failed, with their errors.
+        """
         failed: list[tuple[Sequence, Exception]] = []
         for sequence in sequences:
             try:
@@ -258,7 +275,7 @@ class Prober:
         return failed
 
     def end(self, sequences: Several[Sequence]) -> None:
-        """Take out of the spans of each what is to be computed, once all was looked at."""
+        """Finish sequences whose spans are all scored: tokens to recompute leave the spans."""
         for sequence in sequences:
             probe = sequence.spans.probe
             if probe is not None and probe.is_done and sequence.status is SequenceStatus.RUNNING:

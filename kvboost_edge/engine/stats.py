@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_SPAN", "BlockDetail", "block_details", "block_map", "cache_stats", "paged_stats"]
 
 BLOCK_SPAN = 4
-"""The state of a block that a request uses at another position than it was computed at; the manager
-has 0 to 3.
-"""
+"""The state of a block that a request uses at another position; the manager's states are 0 to 3."""
 
 
 def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
@@ -84,7 +82,7 @@ def cache_stats(parts: EngineParts, tiering: Untiered) -> dict[str, float]:
 
 
 def _miss_tokens(manager: KVCacheManager) -> int:
-    """Prompt tokens that were neither found nor left in spans."""
+    """Return the prompt tokens that were neither cached nor reused in spans."""
     return manager.miss_tokens + manager.spans.num_cut_tokens
 
 
@@ -150,7 +148,7 @@ def paged_stats(
         max_num_seqs: largest number of sequences computed together.
         preemptions: sequences that lost their blocks to others and were recomputed.
         step_seconds: time of all steps, from schedule to sampled tokens, in seconds.
-        step_counts: number of steps that took at most so many seconds, by that bound; "+Inf": all.
+        step_counts: number of steps up to each duration, by its bound in seconds; "+Inf": all.
 
     Memory:
         weight_bytes: weights, in bytes.
@@ -277,7 +275,13 @@ def _state_stats(manager: KVCacheManager) -> dict[str, Any]:
 
 
 class BlockDetail(NamedTuple):
-    """One block: its state as in `block_map`; tokens whose KV it holds; references."""
+    """One block.
+
+    Attributes:
+        state: its state, as in `block_map`.
+        tokens: tokens whose KV it holds.
+        refs: its references.
+    """
 
     state: int
     tokens: int
@@ -285,7 +289,7 @@ class BlockDetail(NamedTuple):
 
 
 def block_map(parts: EngineParts, scheduler: Scheduler) -> list[int]:
-    """The state of every block, by id: the manager's, or BLOCK_SPAN."""
+    """Return the state of every block by id: the manager's, or BLOCK_SPAN."""
     states = parts.manager.block_states()
     for sequence in scheduler.running:
         for span in sequence.blocks.spans:
@@ -295,8 +299,9 @@ def block_map(parts: EngineParts, scheduler: Scheduler) -> list[int]:
 
 
 def block_details(parts: EngineParts, scheduler: Scheduler, limit: int) -> list[BlockDetail]:
-    """The first `limit` blocks, by id. A block in use that is not full yet counts the tokens
-    computed so far.
+    """Return the first `limit` blocks, by id.
+
+    For a block in use that is not full, only the computed tokens count.
     """
     manager = parts.manager
     size = manager.block_size
