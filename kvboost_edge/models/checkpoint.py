@@ -427,7 +427,7 @@ class _OnnxFile(Checkpoint):
 
     @functools.cached_property
     def _decoder(self) -> OnnxDecoder | ModelFormatError:
-        """Decoder for the native runner, or the error that explains why the graph has none."""
+        """Decoder for the native runner, or the error that explains why it cannot be used."""
         try:
             decoder = native_decoder(self._folder, self._model)
             with decoder.open_source() as source:

@@ -304,8 +304,8 @@ _KINDS: dict[
     "llama": _scored,
     "gemma4": _merged,
 }
-"""Kinds of vocabularies, by tokenizer.ggml.model: the tokenizer, and whether BOS is added where the
-file does not say.
+"""Vocabulary types by tokenizer.ggml.model: the function that builds the tokenizer, and the default
+of adding BOS.
 """
 
 
@@ -396,4 +396,4 @@ _EMPTY: dict[str, Any] = {
     "decoder": None,
     "model": {"type": "BPE", "vocab": {}, "merges": []},
 }
-"""A tokenizer's JSON without anything, to carry one part into the library."""
+"""Empty tokenizer JSON, a container for passing one part to the library."""

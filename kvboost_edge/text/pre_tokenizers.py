@@ -127,4 +127,4 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = MappingProxyType(
         **dict.fromkeys("gpt-4o llama4 kanana2".split(), PreTokenizer((_GPT4O,))),
     }
 )
-"""The values of tokenizer.ggml.pre that are known."""
+"""Pre-tokenizers by value of tokenizer.ggml.pre."""

@@ -8,7 +8,9 @@ from typing import Protocol
 __all__ = ["FindAnswer", "encode_with_answers"]
 
 FindAnswer = Callable[[str], list[int] | None]
-"""The ids an answer of exactly this text was generated with; None where they are not kept."""
+"""Function that returns the token ids that an answer of this exact text was generated with, or None
+if they are not kept.
+"""
 
 
 class Encoder(Protocol):

@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 MAX_CHARS = 1 << 24
-"""Characters of a prompt, and of each text on the way to it."""
+"""Limit of characters of a prompt and of each intermediate text."""
 MAX_SECONDS = 1.0
-"""CPU seconds of a rendering."""
+"""Limit of CPU seconds of a rendering."""
 MAX_STEPS = 1 << 20
-"""Passes through loops, operations and calls; 10,000 messages take some 300,000."""
+"""Limit of loop iterations, operations and calls; 10,000 messages take about 300,000."""
 MAX_ITEMS = 1 << 18
-"""Items of a list."""
+"""Limit of items of a list."""
 ESCAPED = 6
-"""Characters that one becomes in HTML, at most."""
+"""Most characters that one character becomes when escaped for HTML."""
 FEW_CHARS = 50
-"""Characters of a text whose memory is bounded by the number of steps."""
+"""Length up to which a text's memory is bounded by the number of steps."""
 _MAX_WRITTEN = 1 << 26  # characters, including those written to variables and by macros
 _MAX_PARTS = 1 << 19  # of a value and its content
 _MAX_HELD = 1 << 27  # bytes of values that the template made and still references

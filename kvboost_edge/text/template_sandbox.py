@@ -1,4 +1,4 @@
-"""Sandbox of chat templates: limits on what they can reach and compute.
+"""Sandbox for chat templates, which limits their access and their computation.
 
 A template has no loader and no object that outlives the rendering. Before compilation, each loop,
 macro and block gets a statement that takes a step from the rendering's budget. Expressions that
@@ -46,7 +46,7 @@ from kvboost_edge.text.template_budget import (
 __all__ = ["MAX_SOURCE", "environment"]
 
 MAX_SOURCE = 1 << 16
-"""Characters of a template. The longest known ones have 20,000."""
+"""Limit of characters of a template. The longest known ones have 20,000."""
 _FEW_ITEMS = 8  # of a list in the source; longer ones take a step of their own
 _MAX_DATE = 1000  # characters of a date's format
 

@@ -427,8 +427,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _compiled(self) -> ChatTemplate | str:
-        """The compiled chat template, or the reason why there is none; compiled once even if
-        invalid.
+        """The compiled chat template, or the reason why it cannot be used; compiled once even
+        if invalid.
         """
         try:
             return ChatTemplate(

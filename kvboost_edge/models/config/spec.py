@@ -66,7 +66,7 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     eps: float
-    activation: str  # "silu" | "gelu_tanh" | "relu2", which has no gate
+    activation: str  # "silu" | "gelu_tanh" | "relu2", without a gate
     softmax_scale: float
     softcap: float
     logit_cap: float

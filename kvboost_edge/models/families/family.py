@@ -28,7 +28,7 @@ class Family:
             which then covers the output projection, too.
         biased: default of `attention_bias`.
         output_bias: False if the output projection never has a bias.
-        fused: queries, keys and values are one tensor.
+        fused: QKV is one tensor.
         gated: False if MLPs and experts compute down(act(up(x))), without a gate.
         mlp: names of the MLP's matrices: gate and up as one tensor and down, or all three; () for
             Llama's.
@@ -174,7 +174,8 @@ class Architecture:
         note: description in docs/models.md.
         runners: "native" and "torch", those that run it; for a tested family, those it is tested
             with.
-        files: file formats that the native runner reads, or transformers without that runner.
+        files: formats that the native runner reads, or that transformers reads for the torch
+            runner.
         oracle: implementation that results are compared with.
     """
 

@@ -98,7 +98,8 @@ class GgufArchitecture:
         both_ways: attention is bidirectional.
         experts: the files may have a mixture of experts.
         no_keys: layers with 0 KV heads do not attend.
-        alone: layers with MLPs of width 0 have none; there is no RoPE, whatever the keys say.
+        alone: an MLP width of 0 means a layer without an MLP; RoPE is not used, whatever the keys
+            say.
         by_layer: sizes differ between layers.
         config: function (keys, common config) -> additional config. It may change `rope_parameters`
             of the common config.

@@ -1,6 +1,4 @@
-"""MiniCPM 1, 2 and 4: scaled embeddings, residual and logits; transformers has no class for
-them.
-"""
+"""MiniCPM 1, 2 and 4: scaled embeddings, residual and logits. transformers lacks them."""
 
 from __future__ import annotations
 

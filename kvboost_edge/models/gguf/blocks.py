@@ -13,7 +13,7 @@ Types whose 4-bit codes are indices into a table become int4t, with a float16 sc
 
     IQ4_NL   float16 d, codes                             d * table[code]
     IQ4_XS   float16 d, 6-bit scales of 8 groups, codes   d * (scale - 32) * table[code]
-    MXFP4    a byte e, codes                              2 ** (e - 128) * table[code]
+    MXFP4    exponent byte e, codes                       2 ** (e - 128) * table[code]
 
 The conversion is exact for IQ4_NL, and for MXFP4 while the scale is a float16. It is rounded for
 IQ4_XS.
@@ -117,7 +117,7 @@ TYPE_NAMES: dict[int, str] = {
     41: "Q1_0",
     42: "Q2_0",
 }
-"""Numbers of tensor types in the file, also of those that are not read."""
+"""Names of tensor types by their number in the file, including unsupported ones."""
 
 _INSTEAD = "take a Q4_K_M or IQ4_XS file of this model"
 # Prefix of a type's name -> reason why it is not read, and what to use instead.
@@ -250,7 +250,7 @@ def _k_nibbles(packed: Bytes) -> Bytes:
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """Return the scales and minima of the 8 groups of Q4_K and Q5_K blocks, float32 [blocks, 8].
 
-    They are 6-bit multiples of two float16 numbers.
+    They are products of 6-bit factors and two float16 numbers.
     """
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
@@ -378,7 +378,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
-    with np.errstate(over="ignore"):  # as in the package
+    with np.errstate(over="ignore"):  # as in the `gguf` package
         scales = mxfp4.float_scales(blocks[:, 0])
         weights: Floats = scales[:, None] * mxfp4.TABLE[_table_codes(1, blocks)]
     return weights
@@ -478,4 +478,4 @@ BLOCKS: dict[str, BlockFormat] = {
         lambda b: mxfp4.count_lost(b[:, 0], b[:, 1:]),
     ),
 }
-"""The types that are read, by name."""
+"""Supported types by name."""

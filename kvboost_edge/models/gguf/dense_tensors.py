@@ -1,4 +1,4 @@
-"""Dense matrices after the pooling of an embedding model, from a GGUF file."""
+"""Dense projections after the pooling of an embedding model, from a GGUF file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def gguf_dense(header: GgufHeader, config: Mapping[str, Any]) -> Matrices:
-    """Return the matrices; none for architectures without them.
+    """Return the matrices; empty for architectures without them.
 
-    Raises ModelFormatError if they are missing: many files omit them and would give other vectors.
+    Raises:
+        ModelFormatError: the file lacks them, as many do, so its embeddings would be wrong.
     """
     names = architecture_of(header).dense
     missing = [name for name in names if name not in header.tensors]

@@ -1,7 +1,7 @@
 """Reader of GGUF files (versions 2 and 3) that checks every length, offset, type and count first.
 
-    "GGUF" | u32 version | u64 tensors | u64 keys | keys and values | tensor infos | padding | data
-    of the tensors
+    "GGUF" | u32 version | u64 tensor count | u64 key count | metadata | tensor infos | padding |
+    tensor data
 
 The `gguf` package is not used for reading. Its reader trusts counts, offsets and string lengths, so
 a damaged file becomes an endless loop, a huge allocation or a wrong view instead of an error. The
@@ -30,17 +30,17 @@ __all__ = ["GgufHeader", "GgufPart", "GgufTensor", "read_gguf"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Keys and tensor infos together. The largest vocabularies take some 10 MB; more is a damaged count.
+# Metadata and tensor infos. The largest vocabularies take about 10 MB; more is a damaged count.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_KEY_BYTES = 65_535
 _MAX_NAME_BYTES = 1024
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
 _MAX_PADDING = 4096  # zeros after the last tensor, written by tools that pad to a page
-_MAX_KEYS = 10_000  # files have up to a hundred
-_MAX_STRINGS = 4_000_000  # in all arrays; the largest vocabularies and their merges have 800,000
+_MAX_KEYS = 10_000  # real files have about a hundred
+_MAX_STRINGS = 4_000_000  # in all arrays; the largest vocabularies with merges have 800,000
 _MANY_TENSORS = 10_000  # more tensors need data in proportion, because their checks take seconds
-_MIN_TENSOR_BYTES = 1024  # of a file with so many, on average with their infos
+_MIN_TENSOR_BYTES = 1024  # least average size of this many tensors, with their infos
 _MAX_NESTED = 100_000  # arrays inside an array, which no key used here has
 _DEFAULT_ALIGNMENT = 32
 _BOOL = 7
@@ -60,23 +60,23 @@ _SCALARS: dict[int, npt.DTypeLike] = {
     11: "<i8",
     12: "<f8",
 }
-# A key takes a length, a type and a value; a tensor info a length, a number of dimensions, one of
-# them, type, offset.
+# A key has a length, a type and a value. A tensor info has a length, a number of dimensions, at
+# least one dimension, a type and an offset.
 _MIN_KEY_BYTES = 8 + 4 + 1
 _MIN_INFO_BYTES = 8 + 4 + 8 + 4 + 8
 _LENGTH = struct.Struct("<Q")
 
 
 class _Nested(NamedTuple):
-    """An array of arrays, which is skipped. Asking for it raises an error."""
+    """Array of arrays, which is skipped. Asking for it raises an error."""
 
     length: int
 
 
 class _Strings(NamedTuple):
-    """An array of strings left in the file, at its bytes [start, stop).
+    """Array of strings left in the file, at its bytes [start, stop).
 
-    Vocabularies are large and needed once.
+    Vocabularies are large and are needed only once.
     """
 
     start: int
@@ -90,7 +90,8 @@ class GgufTensor:
 
     Attributes:
         shape: shape with the outermost axis first.
-        start, stop: bytes [start, stop) of the file that hold the data.
+        start: offset of the data in the file.
+        stop: offset of the end of the data.
         part: number of the file among the model's files.
     """
 
@@ -197,7 +198,7 @@ def read_gguf(path: Path | str) -> GgufHeader:
 
 
 class _Cursor:
-    """A position in the header that never passes its end."""
+    """Position in the header that never passes its end."""
 
     def __init__(self, path: Path, data: mmap.mmap | bytes, end: int) -> None:
         self.path = path

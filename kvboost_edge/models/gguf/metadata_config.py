@@ -27,7 +27,7 @@ from kvboost_edge.models.gguf.source import (
 __all__ = ["TOKENS", "gguf_config", "gguf_generation"]
 
 TOKENS = "tokenizer.ggml.tokens"
-"""The key of the vocabulary."""
+"""Metadata key of the vocabulary."""
 
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 _SAMPLING_KEYS = {
@@ -68,7 +68,7 @@ _COMMON_KEYS = _ROPE_KEYS | {
 }
 # Keys of parts for images and sound.
 _OTHER_KEYS = ("vision.", "audio.", "mm.")
-# Keys that only some architectures have, with the values that change nothing in the others.
+# Keys of some architectures, with the values that have no effect in the others.
 _NEUTRAL = {
     "attention.sliding_window": 0,
     "rope.scaling.attn_factor": 1.0,
@@ -76,7 +76,7 @@ _NEUTRAL = {
     "expert_gating_func": 1,  # softmax, as in all supported families
 }
 _FACTORS = (ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS)
-# Tokens that end an answer in some chat format, if the file names only one of them.
+# Tokens that end an answer in some chat format. A file may name only one of them.
 _ENDINGS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -90,11 +90,10 @@ _ENDINGS = (
     "<|return|>",
     "<|call|>",
 )
-# Where these are, "<|end|>" ends a message of the turn, and the answer goes on (gpt-oss).
+# In vocabularies with these tokens (gpt-oss), "<|end|>" ends a message, but not the answer.
 _TURN_ENDINGS = {"<|return|>", "<|call|>"}
 _MESSAGE_ENDING = "<|end|>"
-# Of these, what Gemma 4's files say is text that is seen: it stands where the caller has to answer
-# a call.
+# Endings that Gemma 4's files mark as visible text: this one asks the caller for a tool's result.
 _SEEN_ENDINGS = ("<|tool_response>",)
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -104,7 +103,7 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
     """Return a config for `describe_model`.
 
     Args:
-        vocabulary: tokens of the file; empty if it has none.
+        vocabulary: tokens of the file; may be empty.
 
     Raises:
         ModelFormatError: a key is missing, contradicts another key or the tensors, or has an
@@ -161,9 +160,9 @@ def gguf_config(header: GgufHeader, vocabulary: Sequence[str]) -> dict[str, Any]
 
 
 def _kv_heads(keys: Keys, architecture: GgufArchitecture) -> int | None:
-    """Return the number of key heads.
+    """Return the number of KV heads.
 
-    If layers differ, it is that of the first layer which has any.
+    If layers differ, it is that of the first layer that attends.
     """
     name = "attention.head_count_kv"
     if architecture.by_layer:
@@ -364,7 +363,7 @@ def _rope(header: GgufHeader, keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _longrope(keys: Keys) -> dict[str, Any]:
-    """Return the parameters of LongRoPE.
+    """Return the parameters of longrope.
 
     Some converters write the original length, which llama.cpp otherwise takes for the whole
     context, and the factor of cosines and sines. Otherwise the factor follows from the two lengths.
@@ -378,8 +377,7 @@ def _longrope(keys: Keys) -> dict[str, Any]:
 def _yarn(keys: Keys) -> dict[str, Any]:
     factor = keys.number("rope.scaling.factor")
     old = keys.optional_size("rope.scaling.original_context_length")
-    # Converters copy what a config spells out, which may be the factor that yarn has anyway (OLMo
-    # 3's does).
+    # Converters copy the config's factor, which may equal YaRN's default (as in OLMo 3).
     usual = 1 + 0.1 * math.log(factor) if factor is not None and factor > 1 else 1.0
     for key, allowed in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", usual)):
         value = keys.number(f"rope.scaling.{key}", -math.inf)
@@ -407,7 +405,7 @@ def _yarn(keys: Keys) -> dict[str, Any]:
 
 
 def _rope_factors(header: GgufHeader, name: str, count: int) -> list[float] | None:
-    """Return the divisors of the frequencies, as stored for Llama 3's RoPE."""
+    """Return the stored divisors of RoPE frequencies (as in Llama 3), or None."""
     tensor = header.tensors.get(name)
     if tensor is None:
         return None

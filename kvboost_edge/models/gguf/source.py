@@ -34,20 +34,17 @@ __all__ = [
 ]
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rope's frequencies, a setting stored as a tensor; it becomes part of the config.
-"""
+"""Tensor of RoPE frequency divisors, a setting that becomes part of the config."""
 
 SHORT_FACTORS = "rope_factors_short.weight"
 LONG_FACTORS = "rope_factors_long.weight"
-"""The same of longrope, for its two ranges."""
+"""Tensors of frequency divisors for the two ranges of longrope."""
 
 _LOG = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 _QUERY = (".self_attn.q_proj.weight", ".self_attn.q_proj.bias")
-_PLAIN_NORM = (
-    ".linear_attn.norm.weight"  # stands in files as it is, whatever the other norms have on top
-)
+_PLAIN_NORM = ".linear_attn.norm.weight"  # stored without the offset of the other norms
 _KEY = (".self_attn.k_proj.weight", ".self_attn.k_proj.bias")
 
 
@@ -77,7 +74,7 @@ def own_layers(header: GgufHeader) -> int:
 
 
 class GgufSource:
-    """A `WeightSource` over the files of one GGUF model, which must be unchanged since the header
+    """`WeightSource` of one GGUF model, whose files must be unchanged since the header
     was read.
 
     The header is interpreted once. As a context manager the source may be entered any number of

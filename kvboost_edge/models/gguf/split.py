@@ -1,4 +1,4 @@
-"""A GGUF model as one header, from one file or from parts (`-00001-of-00003.gguf`).
+"""Headers of GGUF models, from one file or from split files (`-00001-of-00003.gguf`).
 
 The first part holds all metadata. Each part holds its own tensors, at its own offsets.
 """

@@ -25,8 +25,8 @@ from kvboost_edge.models.weights.source import WeightSummary
 
 __all__ = ["check_gguf"]
 
-_CHUNK_BYTES = 1 << 18  # stays in the second-level cache
-_EXPONENT = np.uint16(0x7C00)  # all bits of it set means NaN or infinity
+_CHUNK_BYTES = 1 << 18  # fits the L2 cache
+_EXPONENT = np.uint16(0x7C00)  # all bits set: NaN or infinity
 
 
 def check_gguf(
@@ -87,12 +87,12 @@ def _check_part(path: Path, tensors: Sequence[GgufTensor]) -> None:
 
 
 def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
-    """Return the first block with a number that is NaN or infinite."""
+    """Return the index of the first block with a number that is NaN or infinite, or None."""
     block = BLOCKS[tensor.type]
     if block.kind is None:
         return first_non_finite(path, tensor.type, tensor.start, tensor.stop)
     step = _CHUNK_BYTES // block.nbytes * block.nbytes
-    # Own buffers, not a mapping, whose pages would count as this process's memory.
+    # Private buffers, not a mapping: mapped pages would count as memory of this process.
     chunk = np.empty(min(step, tensor.stop - tensor.start), dtype=np.uint8)
     with open(path, "rb", buffering=0) as file:
         source = FileAt(file)
@@ -108,8 +108,12 @@ def _first_damaged(path: Path, tensor: GgufTensor) -> int | None:
 
 
 def _first_non_finite_half(blocks: npt.NDArray[np.uint8], halves: Sequence[int]) -> int | None:
-    """Return the first of uint8 [blocks, bytes of a block] with a NaN or infinite float16 at
-    `halves`.
+    """Return the index of the first block with a float16 at offsets `halves` that is NaN or
+    infinite.
+
+    Args:
+        blocks: uint8 [blocks, bytes of a block].
+        halves: byte offsets in a block.
     """
     exponents = [blocks[:, at : at + 2].view("<u2")[:, 0] & _EXPONENT for at in halves]
     if all(bits.max() < _EXPONENT for bits in exponents):

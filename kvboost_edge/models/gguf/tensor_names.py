@@ -1,4 +1,4 @@
-"""transformers' names of a GGUF file's tensors."""
+"""Mapping of GGUF tensor names to transformers'."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvboost_edge.models.families.gguf_names import GgufArchitecture
 
 __all__ = ["OTHER_PARTS", "counted_parts", "hf_name", "is_ahead", "is_other_part"]
 
-# Without an ending in files either; decays are -exp(A_log) there.
+# Names without an ending in GGUF files, too. Decays are stored there as -exp(A_log).
 _ENDLESS = ("linear_attn.decay", "mamba.decay", "mamba.D", "pre_ff_layernorm.weight")
-# Without ".weight" in transformers.
+# Names without ".weight" in transformers.
 _BARE = (
     "layer_scalar",
     "mlp.moe_statics.e_score_correction_bias",
@@ -27,7 +27,7 @@ _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,5})\.([a-z_][a-z0-9_.]*?)(?:\.(weight|bi
 _WHOLE = re.compile(r"([a-z_]+)\.(weight|bias)")
 
 OTHER_PARTS = ("v.", "mm.", "a.")
-"""How names of tensors for images and sound begin, which Ollama's files hold beside the language
+"""Prefixes of vision and audio tensors, which Ollama's files contain along with the language
 model's.
 """
 
@@ -59,12 +59,12 @@ def counted_parts(names: Iterable[str], layers: int) -> dict[str, int]:
 
 
 def hf_name(architecture: GgufArchitecture, name: str) -> str | None:
-    """Return transformers' name of a tensor; None if the architecture has no such tensor."""
+    """Return transformers' name of a tensor; None if the architecture lacks it."""
     found = _LAYER.fullmatch(name)
     if found is not None:
         is_scale = found[3] == "scale"
         inner = architecture.layer.get(f"{found[2]}.scale" if is_scale else found[2])
-        # A name without an ending, and an ending that is none of its name's.
+        # The ending is missing, or the name must not have one.
         if inner is None or (found[3] is None) != (inner in _ENDLESS):
             return None
         if is_scale:

@@ -22,17 +22,17 @@ __all__ = ["HubName", "gguf_file", "gguf_models", "snapshot"]
 
 _LOG = logging.getLogger(__name__)
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
-# Subfolders hold other formats of the same weights, but for what sentence-transformers numbers
-# (1_Pooling, 2_Dense); `consolidated` is a second copy of them.
+# Subfolders hold other formats of the same weights, except those that sentence-transformers numbers
+# (1_Pooling, 2_Dense); `consolidated` files are a second copy.
 _UNWANTED = ["[!0-9]*/*", "[0-9][!_]*/*", "[0-9]_[!PD]*/*", "consolidated*"]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# GGUF files next to a model that are not models: for images, and for quantization.
+# GGUF files next to a model that are not models: image projectors and importance matrices.
 _NO_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _MAX_NAMED = 20
 
 
 class HubName(NamedTuple):
-    """A model on the hub, with revision, token and permission to use the network."""
+    """Model on the hub, with revision, token and permission to use the network."""
 
     name: str
     revision: str | None
@@ -123,7 +123,7 @@ def _is_meant(stem: str, names: Iterable[str], wanted: str) -> bool:
 def _listed(model: HubName) -> dict[str, str | None]:
     """Return the files of a hub model with their SHA-256, if known.
 
-    If the hub cannot be reached, they are those of the cache.
+    If the hub cannot be reached, these are the cached files.
     """
     import huggingface_hub
     from huggingface_hub import constants, errors
@@ -199,7 +199,7 @@ def _check_digest(path: Path, expected: str | None) -> None:
 
 @contextlib.contextmanager
 def _clear_errors(model: HubName) -> Iterator[None]:
-    """Raise the hub client's errors as ones that say what to do."""
+    """Convert errors of the hub client to ModelFormatErrors that say what to do."""
     from huggingface_hub import errors
 
     try:

@@ -1,6 +1,6 @@
 """Location of a model: bundled, local directory or file, Ollama's store, or the Hugging Face hub.
 
-The network is used only for a name that is none of the others, and never in offline mode.
+The network is used only for hub names, and never in offline mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
 
 BUNDLED_MODEL = "kvboost-edge/demo"
 READ_BYTES_PER_SECOND = 500e6
-"""Speed at which the files of a new model are read and digested, for estimates."""
+"""Estimated bytes per second for reading and hashing the files of a new model."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # A file of a repository: owner/name:Q4_K_M or owner/name:folder/file.gguf.
 _HUB_FILE = re.compile(
@@ -91,7 +91,7 @@ def locate_model(
 
 
 def _with_hint(error: ModelFormatError, path_or_id: str | Path) -> ModelFormatError:
-    """Return the error of an unknown name, with a hint at its meaning."""
+    """Return the error with a hint at what an unknown name may mean."""
     hint = "" if isinstance(path_or_id, Path) else name_hint(path_or_id, ollama_names())
     if not hint:
         return error
@@ -120,8 +120,8 @@ def _directory(path: Path) -> Path:
 
 
 def _file(path: Path) -> Path:
-    """Return a GGUF file, recognized by name or first bytes (Ollama's have no name), or an ONNX
-    file.
+    """Return a GGUF file, recognized by its name or its first bytes (for Ollama's blobs), or an
+    ONNX file.
 
     Links are not followed, because the hub's cache holds links whose names matter.
     """

@@ -1,4 +1,4 @@
-"""Names of models for people, derived from their location without other parts of its path."""
+"""Display names of models, which reveal no other part of their paths."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BLOB = "sha256-"
 
 
 def model_name(path: Path) -> str:
-    """Return a model's name.
+    """Return the display name of a model.
 
-    For the bundled model, the hub's (owner/name, owner/name:FILE) and Ollama's it is what
-    `locate_model` takes. For others it is the last part of the path.
+    For bundled, hub (owner/name, owner/name:FILE) and Ollama models, `locate_model` accepts it. For
+    others it is the last part of the path.
     """
     real = Path(os.path.abspath(path))
     if real == bundled_directory():

@@ -21,7 +21,7 @@ from kvboost_edge.errors import ModelFormatError
 __all__ = ["OLLAMA", "ollama_model", "ollama_names"]
 
 OLLAMA = "ollama:"
-"""How a name of Ollama's begins."""
+"""Prefix of names in Ollama's store."""
 
 _MODEL = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -38,7 +38,8 @@ _SERVICE = Path("/usr/share/ollama/.ollama/models")
 def ollama_model(name: str) -> Path:
     """Return the GGUF file of a model that Ollama has on this machine, such as 'qwen3:0.6b'.
 
-    Raises ModelFormatError that says what is missing.
+    Raises:
+        ModelFormatError: the name is invalid, or the model is missing.
     """
     found = _NAME.fullmatch(name)
     if found is None:

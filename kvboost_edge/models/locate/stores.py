@@ -1,4 +1,4 @@
-"""Models already on this machine: our own, the hub's cache, llama.cpp's, LM Studio's and Ollama's.
+"""Models on this machine, in the stores of kvboost-edge, the hub, llama.cpp, LM Studio and Ollama.
 
 Directories are listed, but no file is read, so thousands of models cost nothing.
 """
@@ -21,15 +21,15 @@ __all__ = ["StoredModel", "own_models", "real_model", "stored_models"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = "models--"
-_MAX_DEPTH = 6  # of folders below a store
+_MAX_DEPTH = 6  # folders below a store that are searched
 
 
 class StoredModel(NamedTuple):
-    """A model on this machine.
+    """Model on this machine.
 
     Attributes:
         name: name in the form of `locate_model`.
-        path: directory or file; None if `problem` says why there is none.
+        path: directory or file; None with a `problem`.
     """
 
     name: str
@@ -67,7 +67,9 @@ def stored_models() -> Iterator[StoredModel]:
 
 
 def _hub() -> Iterator[StoredModel]:
-    """Yield the snapshot of each cached repository: that of its main branch, else the newest."""
+    """Yield the models of each cached repository, from the snapshot of its main branch or the
+    newest.
+    """
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)

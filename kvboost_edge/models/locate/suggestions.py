@@ -14,7 +14,7 @@ _EVERYDAY_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(:[A-Za-z0-9][\w.-]*)?")
 
 
 class Suggestion(NamedTuple):
-    """A recommended model.
+    """Recommended model.
 
     Attributes:
         memory_gb: memory of a machine, in GB, that runs it with room for its KV cache.
@@ -40,11 +40,11 @@ SUGGESTIONS = (
     Suggestion(16, "Qwen/Qwen3-8B-GGUF:Q4_K_M", 5.03e9, "Apache 2.0", "qwen3:8b"),
     Suggestion(32, "Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", 18.6e9, "Apache 2.0", "qwen3:30b-a3b"),
 )
-"""The smallest first. docs/models.md has the same table."""
+"""Recommended models, smallest first. docs/models.md has the same table."""
 
 
 def name_hint(name: str, ollama_names: Iterable[str]) -> str:
-    """Return what a name such as `qwen3:0.6b` or `qwen3` may mean; "" for other forms of names.
+    """Return a hint at the meaning of a name such as `qwen3:0.6b` or `qwen3`; "" for other forms.
 
     Args:
         ollama_names: models that Ollama has on this machine, as `-m` takes them.

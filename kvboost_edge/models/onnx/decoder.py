@@ -3,9 +3,9 @@
 Every operator from the logits back to the token ids must fit, or the graph is refused. The form is
 that of onnxruntime-genai's builder and of graphs fused to the same operators:
 
-    embedding -> layers -> norm -> head;  a layer: norm -> q, k, v -> GroupQueryAttention -> o ->
-                                          add, then
-    norm -> gate, up -> act(gate) * up -> down -> add
+    graph   embedding -> layers -> norm -> head
+    layer   norm -> q, k, v -> GroupQueryAttention -> o -> add
+            norm -> gate, up -> act(gate) * up -> down -> add
 
 The computation is read from the graph; names are not used.
 """
@@ -72,7 +72,7 @@ class DecoderLayer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoder:
-    """Computation of a whole graph. `head` is None if the embedding is also the head."""
+    """Computation of a whole graph. A tied head is None in `head`."""
 
     layers: tuple[DecoderLayer, ...]
     embedding: OnnxMatrix

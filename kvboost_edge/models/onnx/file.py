@@ -79,7 +79,7 @@ DTYPE_BITS = {
     "U4": 4,
     "I4": 4,
 }
-"""Bits of an element of the types whose data are read."""
+"""Bits per element of the types whose data can be read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

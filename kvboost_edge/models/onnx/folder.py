@@ -15,7 +15,7 @@ from kvboost_edge.host.json_file import read_json_object
 __all__ = ["GENAI_CONFIG", "OnnxFolder", "find_onnx"]
 
 GENAI_CONFIG = "genai_config.json"
-# Of several files with the same weights, the smallest that loses little is used. A caller names
+# Of several files with the same weights, the smallest with little loss is used. Callers select
 # another one by its path.
 _PREFERRED = ("model_q4.onnx", "model_q4f16.onnx", "model.onnx", "model_fp16.onnx")
 _MAX_NAMED = 10

@@ -1,6 +1,6 @@
 """Config of an ONNX model in transformers' format, and its comparison with the graph.
 
-A directory of onnxruntime-genai has no config.json. Sizes, norms, scales and RoPE then come from
+A directory of onnxruntime-genai lacks config.json. Sizes, norms, scales and RoPE then come from
 the graph, ids and context length from genai_config.json. An existing config.json is used if the
 graph computes the same.
 """
@@ -24,7 +24,7 @@ from kvboost_edge.models.onnx.rope_tables import rope_difference, rope_settings
 
 __all__ = ["check_spec", "onnx_config", "outer_config"]
 
-# What genai_config.json calls a model -> model_type of transformers, where they differ.
+# genai_config.json's type of a model -> transformers' model_type, where they differ.
 _TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SIZES = {
@@ -37,7 +37,7 @@ _SIZES = {
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _CLOSE = 1e-5
 _CLOSE_FACTOR = 1e-3
-"""Of the factor of embeddings, which its makers round to two digits, or to bfloat16."""
+"""Tolerance for the embedding factor, which exporters round to two digits or to bfloat16."""
 
 
 def outer_config(folder: OnnxFolder) -> dict[str, Any]:

@@ -42,8 +42,9 @@ class OnnxDecoder:
 def native_decoder(folder: OnnxFolder, model: OnnxModel) -> OnnxDecoder:
     """Return the decoder of a file.
 
-    Raises ModelFormatError that names what the native runner does not support, or would compute
-    differently from the graph.
+    Raises:
+        ModelFormatError: names a part that the native runner does not support, or would compute
+            differently from the graph.
     """
     found = recognise(model)
     config = onnx_config(folder, found)

@@ -3,12 +3,11 @@
 A matrix of MatMulNBits becomes one of these packed formats (float32 scales are rounded to float16,
 an error of at most 2^-11 of a weight):
 
-    4 bit, blocks of 32 and more     -> int4: the same codes, a scale for each of the block's
-                                     groups of 32
-      with zero points               -> int4-asym: minimum = scale * zero point, rounded to float16
-    8 bit, blocks of 32 and more     -> int8: the same codes
-    8 bit with zero points, and everything in blocks of 16 -> int8, quantized again: scale = max|w|
-    / 127 of each 32
+    4 bits, blocks of at least 32    int4: the same codes, a scale for each group of 32
+      with zero points               int4-asym: minimum = scale * zero point, rounded to float16
+    8 bits, blocks of at least 32    int8: the same codes
+      with zero points               int8, quantized again: scale = max|w| / 127 of each group of 32
+    blocks of 16                     int8, quantized again
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ __all__ = ["OnnxSource", "tensors_of"]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 GROUP = 32
-_KEPT = 4  # transposed matrices that are read whole: as many have rows that are packed at one time
+# Cached transposed matrices, which are read whole: the most that are packed at the same time.
+_KEPT = 4
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -45,7 +45,7 @@ def tensors_of(decoder: Decoder, *, fused: bool) -> dict[str, tuple[Rows, ...]]:
     """Return the rows that make each tensor, by transformers' names.
 
     Args:
-        fused: queries, keys and values are one matrix, and so are gate and up.
+        fused: QKV is one matrix, as are gate and up.
     """
     found: dict[str, tuple[Rows, ...]] = {"model.embed_tokens.weight": (_whole(decoder.embedding),)}
     for index, layer in enumerate(decoder.layers):
@@ -79,7 +79,7 @@ class OnnxSource:
 
     Attributes:
         zeros: names and sizes of vectors of zeros that the file omits.
-        norm_offset: amount that the file's norms have in addition to transformers' (Gemma's norms
+        norm_offset: number that the file's norm weights exceed transformers' by (Gemma's norms
             multiply by 1 + weight).
     """
 

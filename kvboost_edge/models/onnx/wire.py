@@ -1,7 +1,7 @@
 """Protobuf's wire format as ONNX files use it: numbered fields, never past the end of a message.
 
-Nothing is copied, and there is no recursion. A field that is a message or a string is a byte range,
-which the caller reads or skips.
+Nothing is copied, and reading does not recurse. A field that is a message or a string is a byte
+range, which the caller reads or skips.
 """
 
 from __future__ import annotations

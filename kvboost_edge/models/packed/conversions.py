@@ -19,7 +19,7 @@ __all__ = ["ConversionError", "conversion_error", "log_conversions"]
 _LOG = logging.getLogger(__name__)
 _SAMPLE_BYTES = 4 << 20
 _MUCH = 1.2
-# of a matrix whose size is told
+# Size of the matrix whose packed bytes are compared with the file's.
 _ROWS = 1024
 _INPUTS = 4096
 

@@ -60,7 +60,7 @@ _MAGIC = b"KVBPACK\0"
 # Version of the layout and of the quantization; raise it when either changes.
 PACKED_VERSION = 4
 MODEL_FACT = "model"
-"""Under which the model's name is remembered of a file of its packed weights."""
+"""Key of the model's name among the stored facts about a packed file."""
 _ALIGN = 64
 _DIGEST_BYTES = 16
 _PART_BYTES = 8 << 20  # that one thread digests

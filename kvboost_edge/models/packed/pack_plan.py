@@ -40,21 +40,20 @@ WEIGHT_FORMATS = tuple(
         key=lambda name: -FORMATS[name].bits,
     )
 )
-"""The formats of the layers' matrices that can be asked for, the widest first."""
+"""Formats that can be requested for the matrices of layers, widest first."""
 STORED = "auto"
-"""The format of each tensor is the one it is stored in: for checkpoints that are quantized already.
-"""
+"""Weight format that keeps the stored format of each tensor, for quantized checkpoints."""
 VECTOR = "vector"
 ROUTER_KIND = "f32"
-"""Of a router's matrix, whatever the others are: a wrong choice costs more than its bytes."""
-# From narrow to wide. int8 takes what no other format represents. Float matrices of a quantized
-# checkpoint do, too.
+"""Format of router matrices. A wrongly selected expert costs more than these bytes."""
+# From narrow to wide. int8 is used for tensors that no other format represents, and for float
+# matrices of a quantized checkpoint.
 _WIDENING = tuple(name for name, form in FORMATS.items() if not form.is_float)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackEntry:
-    """A packed matrix made of stacked `parts`, or a float32 vector made of concatenated parts.
+    """Packed matrix of stacked `parts`, or float32 vector of concatenated parts.
 
     Attributes:
         parts: pairs of (tensor name, rows).
@@ -95,8 +94,8 @@ def pack_plan(spec: ModelSpec, weights: str, source: WeightSource | None = None)
     Args:
         weights: one of WEIGHT_FORMATS; with int4 and int4-asym the head and the embedding are int8.
             Or STORED, for a quantized `source`: each matrix keeps the format of its tensors. A
-            matrix of several tensors takes the widest of their formats. Queries, keys and values in
-            different formats that share a panel become several entries, see `run_name`.
+            matrix of several tensors takes the widest of their formats. QKV in different formats
+            that share a panel becomes several entries, see `run_name`.
     """
     if weights == STORED:
         if source is None or not is_quantized(source):
@@ -209,7 +208,7 @@ def _runs(entry: PackEntry, kinds: Sequence[str]) -> list[PackEntry]:
 
 
 def _widest(kinds: set[str], *, in_tiles: bool) -> str:
-    """Return the narrowest format that represents all of them, or int8 (inexact) if there is none.
+    """Return the narrowest format that represents all of them, or int8 (inexact) without one.
 
     Args:
         in_tiles: every tensor starts with a tile.
@@ -377,7 +376,7 @@ def _mixer_rest(spec: ModelSpec, source: str, to: str) -> list[PackEntry]:
 
 
 def _qkv(spec: ModelSpec, index: int) -> tuple[tuple[str, int], ...]:
-    """Return the tensors of the queries, keys and values that a layer computes, with their rows."""
+    """Return the QKV tensors of a layer, with their rows; only queries if it shares KV."""
     layer = spec.layers[index]
     q_rows = spec.num_heads * layer.head_dim
     kv_rows = layer.num_kv_heads * layer.head_dim

@@ -38,10 +38,9 @@ __all__ = ["EntryRows", "pack_stream", "packing_bytes", "packing_entries", "piec
 
 _PIECE_BYTES = 4 << 20  # float32 bytes of rows that a thread packs at once
 _ALL_PIECES = 64 << 20  # float32 bytes of all threads; many threads take smaller pieces
-_WORKING_PIECES = (
-    8  # so much is a thread's own: what it reads, as floats, their codes, and what it makes of them
-)
-_PIECES_PER_THREAD = 2  # so many are under way for each thread: none waits for the writer
+# Pieces of working memory per thread: stored bytes, floats, codes and the packed result.
+_WORKING_PIECES = 8
+_PIECES_PER_THREAD = 2  # pieces in flight per thread, so that no thread waits for the writer
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 
@@ -121,8 +120,8 @@ def pieces_of(plan: Sequence[PackEntry], num_threads: int = 1) -> Iterator[Entry
             start = stop
 
 
-# Kernels and what stays between two pieces: of one thread, whose pieces are 46 MB, 71 to 77 MB were
-# measured.
+# Kernels, and memory held between pieces. One thread, whose pieces take 46 MB, was measured at 71
+# to 77 MB.
 _BASE_BYTES = 32 << 20
 
 
@@ -206,7 +205,8 @@ def _pack(piece: EntryRows, source: WeightSource) -> PackedRows:
         blocks = [_stored(source, *part, entry.kind).codes for part in piece.parts]
         return pack_blocks(_joined(blocks), entry.kind)
     if form.table:
-        # Of one tensor: in these entries each starts with a tile, where pieces are cut.
+        # The rows belong to one tensor: in these entries each tensor starts with a tile, and pieces
+        # end there.
         (part,) = piece.parts
         rows = _stored(source, *part, entry.kind)
         return pack_codes(rows.codes, rows.scales, None, entry.kind, rows.table)

@@ -18,7 +18,7 @@ from kvboost_edge.text.turns.turn_parts import CallArguments, CallStart, Part
 __all__ = ["Accepts", "BareCall"]
 
 Accepts = Callable[[Tool, dict[str, Any]], bool]
-"""A function that returns whether these arguments fit the tool's schema."""
+"""Function that returns whether arguments fit a tool's schema."""
 
 _FENCE = "```"
 _LABELS = ("json", "JSON")

@@ -23,7 +23,7 @@ class TemplateCall(NamedTuple):
 
 Calls = list[TemplateCall]
 Show = Callable[[Calls], str | None]
-"""The text of calls, None where the template refuses them."""
+"""Function that returns the text of calls, or None if the template rejects them."""
 
 
 class _Probes:
@@ -110,7 +110,7 @@ class _Core(NamedTuple):
 
 
 ReadCore = Callable[[str, str], _Core | None]
-"""Finds the call of a tool of this name in a text."""
+"""Function (text, tool name) that finds the call of a tool in a text."""
 
 
 def _with_slots(text: str | None) -> str:

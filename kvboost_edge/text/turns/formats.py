@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 ID_SLOT = "\0"
-"""Stands in a piece where the model writes an id of its own for the call."""
+"""Placeholder in a piece for the id that the model writes for a call."""
 
 
 class ReasoningFormat(NamedTuple):

@@ -278,7 +278,7 @@ class BracedGrammar:
         return ways
 
     def _branches(self, schema: Mapping[str, Any]) -> list[Any] | None:
-        """Return the alternatives of a schema; None if it has none."""
+        """Return the alternatives of a schema, or None."""
         key = next((key for key in ("anyOf", "oneOf", "allOf") if key in schema), None)
         if key is None:
             return None

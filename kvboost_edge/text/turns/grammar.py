@@ -64,7 +64,7 @@ def calls_grammar(
         answer: JSON schema of the turn if it calls nothing; None: text.
 
     Raises:
-        RequestError: the model's call format is unknown, or there is no tool to call.
+        RequestError: the model's call format is unknown, or no tool is given.
     """
     if format.calls is None:
         raise RequestError("the model's chat template shows no tool calls in a way that is known")
@@ -113,7 +113,9 @@ def answer_grammar(
 
 
 Body = Callable[[str], list[list[Atom]]]
-"""The ways a turn may go on; given the marker that they must not begin with."""
+"""Function that returns the possible continuations of a turn, given a marker that they must not
+begin with.
+"""
 
 
 def _behind_reasoning(lark: Lark, markers: ReasoningFormat | None, state: str, body: Body) -> str:

@@ -40,9 +40,9 @@ JSON_OPTIONS: dict[str, Any] = {
     "json_allowed_escapes": 'nrbtf\\"',
     "lenient": False,  # a schema cannot loosen its own keywords
 }
-"""How llguidance reads schemas, here and wherever else an answer is JSON."""
+"""Options of llguidance for schemas, for tool calls and for all other JSON output."""
 SPACE = r"[ \t\r\n]{0,4}"
-"""What may stand between two pieces of a call."""
+"""Pattern of the space allowed between two pieces of a call."""
 FREE = r"(?s:.*)"
 _ID = "[A-Za-z0-9_-]{1,64}"
 _LONGEST_MARKER = 64

@@ -43,7 +43,7 @@ _DIGITS = {"x": 2, "u": 4}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _MOST_DEPTH = 32
 LONGEST = 256
-"""Characters of a name, or a number."""
+"""Limit of characters of a name or a number."""
 
 
 def string_inside(text: str) -> str:

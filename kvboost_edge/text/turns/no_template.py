@@ -26,7 +26,7 @@ GENERIC = CallFormat(
     arguments_as_text=True,
     members=("name", "arguments"),
 )
-"""How a model is told to write its calls."""
+"""Call format that the model is instructed to use."""
 
 _HEAD = """\
 You can call tools. To call one, write nothing but
