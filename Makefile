@@ -236,7 +236,7 @@ $(DOCS_STAMP): $(DEMO_STAMP)
 	@touch $@
 
 docs: $(DOCS_STAMP)  ## build the documentation site into site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 KVBOOST_EDGE_RUN_NOTEBOOKS=1 $(BIN)/python -m mkdocs build
 	@echo "Open site/index.html"
 
 docs-reference: setup  ## generate docs/commands.md and docs/reference/ from the code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator
@@ -11,13 +12,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 from pymdownx.slugs import slugify
 
+from docs_site.notebook import notebook_page
+
 __all__ = ["on_config", "on_files", "on_page_markdown", "on_post_build"]
 
 _DOCS = "docs/"
 # Folder of the site for the repository's files outside docs/.
 _OUTSIDE = "repository/"
 # Files that become a page with their text; others are copied.
-_LANGUAGES = {".py": "python", ".sh": "sh"}
+_LANGUAGES = {".ipynb": "", ".py": "python", ".sh": "sh"}
 
 _FENCE = re.compile(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<label>!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\((?P<target>[^()\s]+)\)")
@@ -109,8 +112,11 @@ def _sections(nav: list[Any], heading: str = "Home") -> list[tuple[str, list[tup
 
 
 def _outside_file(path: str, source: Path, config: Any) -> File:
+    if source.suffix == ".ipynb":
+        page = notebook_page(source, run=bool(os.environ.get("KVBOOST_EDGE_RUN_NOTEBOOKS")))
+        return File.generated(config, _site_path(path), content=page)
     language = _LANGUAGES.get(source.suffix)
-    if language is None:
+    if not language:
         return File.generated(config, _site_path(path), abs_src_path=str(source))
     text = source.read_text(encoding="utf-8")
     page = f"# `{path}`\n\n`````{language}\n{text.rstrip()}\n`````\n"

@@ -1,6 +1,7 @@
 """The documentation site: it builds without a warning, and its pages, links and lists are whole."""
 
 import html.parser
+import json
 import posixpath
 import re
 import urllib.parse
@@ -12,6 +13,7 @@ import yaml
 from mkdocs.structure.files import Files
 
 from docs_site import hooks
+from docs_site.notebook import notebook_page
 from test_readme import FEATURES
 
 ROOT = Path(__file__).parents[2]
@@ -165,7 +167,7 @@ def test_links_out_of_the_docs_lead_to_the_copies(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["docs/a.md", "CHANGES.md", "tools/run.py", "tools/run.sh", "data.json"]
+    "path", ["docs/a.md", "CHANGES.md", "run.py", "tools/run.sh", "data.json", "a.ipynb"]
 )
 def test_the_place_of_a_file_in_the_site_leads_back_to_it(path):
     assert hooks._repository_path(hooks._site_path(path)) == path
@@ -181,3 +183,31 @@ def test_the_place_of_a_file_in_the_site_leads_back_to_it(path):
 )
 def test_a_page_is_summed_up_by_its_first_sentence(text, summary):
     assert hooks._summary(SimpleNamespace(markdown=text, title="Title")) == summary
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    """Return a function that writes a notebook of one text and some cells."""
+
+    def written(*sources):
+        cells = [{"cell_type": "markdown", "source": ["# A tour\n", "\n", "Text."]}]
+        cells += [{"cell_type": "code", "source": [source]} for source in sources]
+        path = tmp_path / "tour.ipynb"
+        path.write_text(json.dumps({"cells": cells}))
+        return path
+
+    return written
+
+
+def test_a_notebook_becomes_a_page_with_what_its_cells_print(notebook):
+    path = notebook("a = 1", "print(a + 1)")
+    page = notebook_page(path, run=True)
+    assert page == "# A tour\n\nText.\n\n```python\na = 1\n```\n\n" + (
+        "```python\nprint(a + 1)\n```\n\n```text\n2\n```\n"
+    )
+    assert "```text" not in notebook_page(path, run=False)
+
+
+def test_a_cell_that_fails_is_an_error(notebook):
+    with pytest.raises(RuntimeError, match="No such figure"):
+        notebook_page(notebook("raise ValueError('No such figure')"), run=True)
