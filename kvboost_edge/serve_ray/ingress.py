@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from kvboost_edge.config import EngineConfig
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.serve_ray.deployment import NAME, replica_deployment
-from kvboost_edge.serve_ray.model import open_tokenizer
+from kvboost_edge.serve_ray.model_files import open_tokenizer
 from kvboost_edge.serve_ray.start import flags_of, pooled, replica_options
 from kvboost_edge.server.app import create_app
 from kvboost_edge.server.default_mode import check_default_mode, log_default_mode

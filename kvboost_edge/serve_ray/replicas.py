@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
-from kvboost_edge.serve_ray.flight import Stream, is_loss
+from kvboost_edge.serve_ray.in_flight import Stream, is_loss
 from kvboost_edge.serve_ray.messages import (
     Computed,
     Description,
@@ -28,7 +28,7 @@ from kvboost_edge.serve_ray.messages import (
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.chain import PromptChain
 from kvboost_edge.serve_ray.routing.router import PrefixRouter
-from kvboost_edge.serve_ray.watch.looks import HealthChecks
+from kvboost_edge.serve_ray.watch.health_checks import HealthChecks
 from kvboost_edge.server.errors import NoReplica
 from kvboost_edge.server.logs import log_facts
 

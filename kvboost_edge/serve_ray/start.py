@@ -17,10 +17,10 @@ from kvboost_edge import errors
 from kvboost_edge.config import EngineConfig, GenerationMode
 from kvboost_edge.errors import BackendUnavailable, ConfigError, KVBoostError
 from kvboost_edge.host.cpu import default_num_threads
-from kvboost_edge.serve_ray.directory import STORE_BYTES, ray_directory
-from kvboost_edge.serve_ray.model import open_tokenizer
-from kvboost_edge.serve_ray.places import check_address, cpus_of_each
+from kvboost_edge.serve_ray.cluster_cpus import check_address, cpus_of_each
+from kvboost_edge.serve_ray.model_files import open_tokenizer
 from kvboost_edge.serve_ray.replica import ReplicaOptions
+from kvboost_edge.serve_ray.run_directory import STORE_BYTES, ray_directory
 from kvboost_edge.serve_ray.watch.members import watch_members
 from kvboost_edge.server.logs import log_facts
 from kvboost_edge.server.settings import tenant_of_key

@@ -21,7 +21,7 @@ from kvboost_edge.text.codec import FastCodec, SimpleCodec, StreamKind, TextCode
 from kvboost_edge.text.plain_content import SpecialTexts, check_marks, free_marks
 from kvboost_edge.text.rendered_chat import FindAnswer, encode_with_answers
 from kvboost_edge.text.tokenizer_bounds import read_tokenizer_file
-from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import TurnFormat
 from kvboost_edge.text.turns.harmony.history import one_call_each
 from kvboost_edge.text.turns.keyword_calls import with_calls_written

@@ -6,7 +6,7 @@ from faults.fault import fault
 
 _RESIDENCY = "tests/serve_ray/routing/test_residency.py"
 _JOURNAL = "tests/serve_ray/routing/test_journal.py"
-_STILLNESS = "tests/serve_ray/watch/test_stillness.py"
+_STALL_DETECTION = "tests/serve_ray/watch/test_stall_detection.py"
 _ROUTER = "tests/serve_ray/routing/test_router.py"
 _METER = "tests/serve_ray/routing/test_meter.py"
 
@@ -110,25 +110,25 @@ FAULTS = (
         "serve_ray/aggregation.py",
         "            summed[field] = max(values)\n",
         "            summed[field] = sum(values)\n",
-        "tests/serve_ray/test_sums.py::test_blocks_of_a_shared_server_are_counted_once",
+        "tests/serve_ray/test_aggregation.py::test_blocks_of_a_shared_server_are_counted_once",
     ),
     fault(
         "a replica gets threads of several machines",
-        "serve_ray/places.py",
+        "serve_ray/cluster_cpus.py",
         "return sum(cpus // each for cpus in machines)",
         "return sum(machines) // each",
-        "tests/serve_ray/test_places.py::test_a_replica_is_on_one_machine",
+        "tests/serve_ray/test_cluster_cpus.py::test_a_replica_is_on_one_machine",
     ),
     fault(
         "what was cancelled before it began is sent",
-        "serve_ray/flight.py",
+        "serve_ray/in_flight.py",
         "            if self._is_cancelled:  # before this began\n",
         "            if self._is_cancelled and self._has_begun:\n",
-        "tests/serve_ray/test_flight.py::test_what_is_cancelled_before_it_begins_is_never_sent",
+        "tests/serve_ray/test_in_flight.py::test_what_is_cancelled_before_it_begins_is_never_sent",
     ),
     fault(
         "a slow engine is taken for one that stands still",
-        "serve_ray/watch/stillness.py",
+        "serve_ray/watch/stall_detection.py",
         (
             "        if (\n"
             "            was_frozen\n"
@@ -138,7 +138,7 @@ FAULTS = (
             "        ):\n"
         ),
         "        if was_frozen or not has_work or figures != self._figures:\n",
-        f"{_STILLNESS}::test_only_work_without_progress_and_without_processor_time_is_stillness",
+        f"{_STALL_DETECTION}::test_only_work_without_progress_and_without_processor_time_is_stillness",
     ),
     fault(
         "a key that left and came counts as gone",
@@ -152,6 +152,6 @@ FAULTS = (
         "serve_ray/replicas.py",
         "        while tasks := list(self._tasks):",
         "        if tasks := list(self._tasks):",
-        "tests/serve_ray/watch/test_looks.py",
+        "tests/serve_ray/watch/test_health_checks.py",
     ),
 )

@@ -201,7 +201,7 @@ def test_replicas_of_another_kind_are_refused_and_the_others_answer(
     """One with other settings, one with other files, one that cannot read them: the log or Ray says
     why. With the right ones there are two again.
     """
-    from kvboost_edge.serve_ray.model import model_digest
+    from kvboost_edge.serve_ray.model_files import model_digest
     from kvboost_edge.serve_ray.replicas import Replicas
     from kvboost_edge.serve_ray.watch.members import _members
 

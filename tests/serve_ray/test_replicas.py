@@ -14,7 +14,7 @@ from helpers.raising import assert_raises
 from helpers.server.live_servers import wait_until
 from kvboost_edge.engine.request.results import GenerationResult
 from kvboost_edge.errors import CapacityError, RequestError
-from kvboost_edge.serve_ray.flight import ReplicaLost
+from kvboost_edge.serve_ray.in_flight import ReplicaLost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.serve_ray.replica_cases import options_of, running_replicas
 from helpers.server.live_servers import wait_until
 from helpers.tiers.redis_servers import running_redis
-from kvboost_edge.serve_ray.flight import ReplicaLost
+from kvboost_edge.serve_ray.in_flight import ReplicaLost
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from kvboost_edge.text.codec import FastCodec
 from kvboost_edge.text.template_budget import MAX_CHARS
 from kvboost_edge.text.template_sandbox import MAX_SOURCE
 from kvboost_edge.text.tokenizer import Tokenizer
-from kvboost_edge.text.turns import derive
+from kvboost_edge.text.turns import format_detection
 
 MESSAGES = [{"role": "user", "content": "Hello <b>"}]
 
@@ -378,15 +378,15 @@ def test_a_long_error_of_a_template_is_cut():
 
 
 def test_the_format_of_a_slow_template_is_given_up(monkeypatch):
-    monkeypatch.setattr(derive, "_SECONDS", 0.3)
+    monkeypatch.setattr(format_detection, "_SECONDS", 0.3)
     slow = make("{% for i in range(99999) %}{{ range(999)|sort|length }}{% endfor %}")
     started = time.thread_time()
-    assert derive.turn_format(slow.render).calls is None
+    assert format_detection.turn_format(slow.render).calls is None
     assert time.thread_time() - started < 3
 
 
 def test_the_format_of_a_template_that_writes_much_is_not_looked_into():
     wide = make("{{ '<a> ' * 1000000 }}{{ messages[0].content }}")
     started = time.thread_time()
-    assert derive.turn_format(wide.render).reasoning is None
+    assert format_detection.turn_format(wide.render).reasoning is None
     assert time.thread_time() - started < 5

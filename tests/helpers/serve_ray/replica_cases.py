@@ -93,7 +93,7 @@ def options_of(*flags: str) -> Any:
 def running_replicas(options: Any, name: str) -> Iterator[Running]:
     """Replicas as the options want them, and a pool over them."""
     from kvboost_edge.config import EngineConfig
-    from kvboost_edge.serve_ray.model import open_tokenizer
+    from kvboost_edge.serve_ray.model_files import open_tokenizer
     from kvboost_edge.serve_ray.start import deployed, pooled
 
     config = EngineConfig.from_options(**options.engine)

@@ -9,7 +9,7 @@ from typing import Any
 from helpers.text.gemma_templates import ESCAPED, GEMMA4
 from helpers.text.hybrid_templates import LFM2, LFM2_UNSHOWN, QWEN35
 from kvboost_edge.text.chat_template import ChatTemplate
-from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import Tool, TurnFormat
 from kvboost_edge.text.turns.keyword_calls import KEYWORD_CALLS, with_calls_written
 

@@ -15,7 +15,7 @@ from helpers.text.hybrid_templates import LFM2_UNSHOWN
 from kvboost_edge.errors import RequestError
 from kvboost_edge.text.chat_template import ChatTemplate
 from kvboost_edge.text.tokenizer import Tokenizer
-from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import Tool
 from kvboost_edge.text.turns.keyword_calls import KEYWORD_CALLS, with_calls_written
 from kvboost_edge.text.turns.parser import (

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvboost_edge.errors import RequestError
-from kvboost_edge.text.turns.calls import PROBES, Calls, TemplateCall, call_format
+from kvboost_edge.text.turns.call_detection import PROBES, Calls, TemplateCall, call_format
 from kvboost_edge.text.turns.formats import CHANNELS, CallFormat, ReasoningFormat, TurnFormat
 from kvboost_edge.text.turns.keyword_calls import calls_by_tool_list
 

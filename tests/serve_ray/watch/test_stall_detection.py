@@ -1,6 +1,6 @@
 """When an engine counts as standing still, told by a clock and figures of the test."""
 
-from kvboost_edge.serve_ray.watch.stillness import Stillness, major_faults
+from kvboost_edge.serve_ray.watch.stall_detection import Stillness, major_faults
 
 
 def test_only_work_without_progress_and_without_processor_time_is_stillness():

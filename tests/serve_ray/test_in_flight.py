@@ -9,7 +9,7 @@ from kvboost_edge.engine.handle import RequestHandle
 from kvboost_edge.engine.request.request import SamplingParams
 from kvboost_edge.engine.request.terms import Terms
 from kvboost_edge.errors import CapacityError
-from kvboost_edge.serve_ray.flight import Cancelled, Flight
+from kvboost_edge.serve_ray.in_flight import Cancelled, Flight
 from kvboost_edge.serve_ray.messages import Came, Sent, failure_of
 from kvboost_edge.serve_ray.routing.cache_records import RoutingDecision
 from kvboost_edge.serve_ray.routing.chain import PromptChain

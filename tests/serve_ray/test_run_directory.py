@@ -14,8 +14,8 @@ import pytest
 
 from kvboost_edge.errors import ConfigError
 from kvboost_edge.host.atomic_files import open_unfinished
-from kvboost_edge.serve_ray import directory
-from kvboost_edge.serve_ray.directory import ray_directory
+from kvboost_edge.serve_ray import run_directory
+from kvboost_edge.serve_ray.run_directory import ray_directory
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
 
@@ -26,9 +26,9 @@ def memory(tmp_path, monkeypatch):
     Their paths are longer than sockets allow.
     """
     (tmp_path / "disk").mkdir()
-    monkeypatch.setattr(directory, "MEMORY_PLACE", str(tmp_path / "memory"))
-    monkeypatch.setattr(directory, "_MEMORY_BYTES", 0)
-    monkeypatch.setattr(directory, "_MOST_SOCKET_PATH", 500)
+    monkeypatch.setattr(run_directory, "MEMORY_PLACE", str(tmp_path / "memory"))
+    monkeypatch.setattr(run_directory, "_MEMORY_BYTES", 0)
+    monkeypatch.setattr(run_directory, "_MOST_SOCKET_PATH", 500)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "disk"))
     return tmp_path / "memory"
 
@@ -40,7 +40,7 @@ def test_it_is_in_memory_where_there_is_room(memory, monkeypatch):
     memory.mkdir()
     with ray_directory() as found:
         assert Path(found).parents[1] == memory
-    monkeypatch.setattr(directory, "_MEMORY_BYTES", shutil.disk_usage(memory).total + 1)
+    monkeypatch.setattr(run_directory, "_MEMORY_BYTES", shutil.disk_usage(memory).total + 1)
     with ray_directory() as found:
         assert Path(found).parents[1] == disk
     assert not [*memory.iterdir(), *disk.iterdir()]
@@ -56,15 +56,15 @@ def test_nobody_else_may_look_into_it_whatever_ray_allows_below(memory):
 def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
     """The message says how long it may be."""
     disk = memory.parent / "disk"
-    monkeypatch.setattr(directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
-    own = len(f"/{directory._prefix()}/r") + directory._RANDOM
-    longest = directory._MOST_SOCKET_PATH - directory._SESSION_PATH - own
+    monkeypatch.setattr(run_directory, "_MOST_SOCKET_PATH", len(str(disk)) + 200)
+    own = len(f"/{run_directory._prefix()}/r") + run_directory._RANDOM
+    longest = run_directory._MOST_SOCKET_PATH - run_directory._SESSION_PATH - own
     fits, too_long = (disk / ("x" * (longest - len(str(disk)) - 1 + more)) for more in (0, 1))
     for path in (fits, too_long):
         path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(fits))
     with ray_directory() as found:
-        assert len(found) + directory._SESSION_PATH == directory._MOST_SOCKET_PATH
+        assert len(found) + run_directory._SESSION_PATH == run_directory._MOST_SOCKET_PATH
     monkeypatch.setattr(tempfile, "tempdir", str(too_long))
     with (
         pytest.raises(ConfigError, match=f"at most {longest} characters; set TMPDIR"),
@@ -76,7 +76,9 @@ def test_a_path_that_is_too_long_for_sockets_is_refused(memory, monkeypatch):
 
 def test_in_memory_no_path_is_too_long():
     assert (
-        len(f"/dev/shm/{directory._prefix()}/r") + directory._RANDOM + directory._SESSION_PATH
+        len(f"/dev/shm/{run_directory._prefix()}/r")
+        + run_directory._RANDOM
+        + run_directory._SESSION_PATH
         <= 107
     )
 
@@ -84,14 +86,14 @@ def test_in_memory_no_path_is_too_long():
 def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory):
     """And nothing of one that lives, and nothing that is no server's."""
     memory.mkdir()
-    other = memory / f"{directory._prefix()}somebody"
+    other = memory / f"{run_directory._prefix()}somebody"
     other.mkdir()
     program = (
         "import sys, tempfile\n"
-        "from kvboost_edge.serve_ray import directory\n"
-        "directory.MEMORY_PLACE, directory._MEMORY_BYTES, directory._MOST_SOCKET_PATH = "
+        "from kvboost_edge.serve_ray import run_directory\n"
+        "run_directory.MEMORY_PLACE, run_directory._MEMORY_BYTES, run_directory._MOST_SOCKET_PATH = "
         "sys.argv[1], 0, 500\n"
-        "with directory.ray_directory() as found:\n"
+        "with run_directory.ray_directory() as found:\n"
         "    open(found + '/prompt', 'w').close()\n"
         "    print(found, flush=True)\n"
         "    sys.stdin.read()\n"
@@ -110,7 +112,7 @@ def test_what_a_server_that_was_killed_has_left_is_removed_by_the_next(memory):
 
 def left_behind(place):
     """A directory as a server that was killed leaves it."""
-    left = place / f"{directory._prefix()}left"
+    left = place / f"{run_directory._prefix()}left"
     (left / "r").mkdir(parents=True)
     open_unfinished(left).close()
     return left

@@ -8,8 +8,8 @@ import pytest
 
 from helpers.raising import assert_raises
 from kvboost_edge.errors import BackendUnavailable, ConfigError
-from kvboost_edge.serve_ray import places
-from kvboost_edge.serve_ray.places import check_address, cpus_of_each
+from kvboost_edge.serve_ray import cluster_cpus
+from kvboost_edge.serve_ray.cluster_cpus import check_address, cpus_of_each
 
 
 def test_each_replica_gets_its_threads_or_an_even_part():
@@ -95,7 +95,7 @@ def listening(answer):
     ],
 )
 def test_what_is_no_head_of_a_cluster_is_told_soon(answer, reason, monkeypatch):
-    monkeypatch.setattr(places, "_ANSWERING_SECONDS", 0.2 if answer is None else 60.0)
+    monkeypatch.setattr(cluster_cpus, "_ANSWERING_SECONDS", 0.2 if answer is None else 60.0)
     with (
         listening(answer) as address,
         pytest.raises(BackendUnavailable, match=f"no Ray cluster answers.*{reason}"),

@@ -4,7 +4,7 @@ import pytest
 
 from helpers.text.chat_templates import TEMPLATES, format_of, template
 from kvboost_edge.text.chat_template import ChatTemplate
-from kvboost_edge.text.turns.derive import turn_format
+from kvboost_edge.text.turns.format_detection import turn_format
 from kvboost_edge.text.turns.formats import ID_SLOT, ReasoningFormat
 
 THINK = ReasoningFormat("<think>", "</think>")
