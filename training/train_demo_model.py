@@ -374,37 +374,77 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--work-dir", type=Path, default=Path("demo_train"), help="tokenizer and checkpoints"
-    )
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument(
-        "--repeat-steps", type=int, default=60, help="first steps: random tokens, repeated"
-    )
-    parser.add_argument(
-        "--drill-steps", type=int, default=300, help="then: some texts only repeat their facts"
-    )
-    parser.add_argument("--tokens", type=int, default=6000, help="tokens a step")
-    parser.add_argument(
-        "--layers", type=int, default=6, help="of the model, 2 at least; the bundled one has 6"
-    )
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
-    parser.add_argument(
-        "--report", type=int, default=100, help="steps between progress lines and checkpoints"
+        "--work-dir",
+        type=Path,
+        default=Path("demo_train"),
+        help="directory of the tokenizer and the checkpoints (default: %(default)s)",
     )
     parser.add_argument(
-        "--compile", action="store_true", help="torch.compile (about a tenth faster)"
-    )
-    parser.add_argument("--fp32", action="store_true", help="no bf16 autocast")
-    parser.add_argument(
-        "--export", type=Path, metavar="DIR", help="write the checkpoint as a model directory"
+        "--steps", type=int, default=2000, help="steps of the whole run (default: %(default)s)"
     )
     parser.add_argument(
-        "--eval-only", type=Path, metavar="DIR", help="accuracy of a model directory"
+        "--repeat-steps",
+        type=int,
+        default=60,
+        help="first steps, on repeated random tokens (default: %(default)s)",
     )
     parser.add_argument(
-        "--questions", type=int, default=400, help="held-out questions for each size"
+        "--drill-steps",
+        type=int,
+        default=300,
+        help="next steps, where 60%% of the texts only repeat their facts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=6000,
+        help="tokens per step, halved while texts have under 48 facts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        help="layers of the model, at least 2 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr", type=float, default=2e-3, help="peak learning rate (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=7,
+        help="seed of weights, texts and tests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 2,
+        help="PyTorch's threads (default: the number of CPUs)",
+    )
+    parser.add_argument(
+        "--report",
+        type=int,
+        default=100,
+        help="steps between progress lines and checkpoints (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="use torch.compile, about 10%% faster"
+    )
+    parser.add_argument("--fp32", action="store_true", help="train without bf16 autocast")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write the last checkpoint to DIR as a model directory, without training",
+    )
+    parser.add_argument(
+        "--eval-only", type=Path, metavar="DIR", help="measure the accuracy of the model in DIR"
+    )
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=400,
+        help="held-out questions per number of facts (default: %(default)s)",
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

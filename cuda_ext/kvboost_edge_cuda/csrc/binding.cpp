@@ -47,14 +47,14 @@ DType dtype_of(const Tensor &tensor) {
 }
 
 void check_device(const Tensor &tensor, const Tensor &like, const char *name) {
-    TORCH_CHECK(tensor.device() == like.device(), name, " is on ", tensor.device(), ", other tensors on ", like.device());
+    TORCH_CHECK(tensor.device() == like.device(), name, " is on ", tensor.device(), ", the other tensors are on ", like.device());
 }
 
 // Check a tensor of 16-bit elements that kernels read in chunks of 16 bytes.
 void check_elements(const Tensor &tensor, const Tensor &like, const char *name) {
     check_device(tensor, like, name);
     TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), name, " is ", tensor.scalar_type(), ", q is ", like.scalar_type());
-    TORCH_CHECK(tensor.dim() == 3 || tensor.dim() == 4, name, " of ", tensor.dim(), " dimensions must have 3 or 4");
+    TORCH_CHECK(tensor.dim() == 3 || tensor.dim() == 4, name, " has ", tensor.dim(), " dimensions, not 3 or 4");
     const int64_t dim = tensor.size(-1);
     TORCH_CHECK(dim > 0 && dim % 8 == 0 && dim <= 256, name, " has head_dim ", dim, ", not a multiple of 8 up to 256");
     TORCH_CHECK(tensor.stride(-1) == 1, name, " must be contiguous in its last dimension, its stride is ", tensor.stride(-1));
@@ -69,8 +69,8 @@ const Number *index(const Optional &tensor, const Tensor &like, c10::IntArrayRef
     if (!tensor) return nullptr;
     check_device(*tensor, like, name);
     TORCH_CHECK(tensor->scalar_type() == c10::CppTypeToScalarType<Number>::value, name, " is ", tensor->scalar_type());
-    TORCH_CHECK(tensor->is_contiguous() && tensor->sizes() == sizes, name, " of shape ", tensor->sizes(),
-                " must be contiguous and of shape ", sizes);
+    TORCH_CHECK(tensor->is_contiguous() && tensor->sizes() == sizes, name, " has shape ", tensor->sizes(),
+                "; it must be contiguous and of shape ", sizes);
     return tensor->const_data_ptr<Number>();
 }
 
@@ -83,12 +83,13 @@ AttentionParams tensors_of(const Tensor &q, const Tensor &k, const Tensor &v, Te
     check_elements(v, q, "v");
     check_elements(out, q, "out");
     check_device(lse, q, "lse");
-    TORCH_CHECK(k.sizes() == v.sizes(), "k of shape ", k.sizes(), " and v of shape ", v.sizes(), " must be alike");
-    TORCH_CHECK(out.sizes() == q.sizes(), "out of shape ", out.sizes(), " must be like q, ", q.sizes());
+    TORCH_CHECK(k.sizes() == v.sizes(), "k has shape ", k.sizes(), ", v has shape ", v.sizes(), "; they must be equal");
+    TORCH_CHECK(out.sizes() == q.sizes(), "out has shape ", out.sizes(), ", q has shape ", q.sizes(), "; they must be equal");
     TORCH_CHECK(lse.scalar_type() == at::kFloat && lse.sizes() == q.sizes().slice(0, q.dim() - 1),
-                "lse of shape ", lse.sizes(), " must be float32 and q's ", q.sizes(), " without the last dimension");
+                "lse is ", lse.scalar_type(), " of shape ", lse.sizes(), "; it must be float32 of q's shape ", q.sizes(),
+                " less the last dimension");
     const int64_t heads = q.size(-2), kv_heads = k.size(-2);
-    TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, heads, " query heads must be a multiple of ", kv_heads, " kv heads");
+    TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, heads, " query heads must be a multiple of ", kv_heads, " KV heads");
     TORCH_CHECK(q.size(-1) == k.size(-1), "q has head_dim ", q.size(-1), ", k and v have ", k.size(-1));
     AttentionParams params{};
     params.q = q.const_data_ptr();
@@ -119,29 +120,29 @@ void attention(const Tensor &q, const Tensor &k, const Tensor &v, Tensor out, Te
     const DType dtype = dtype_of(q);
     AttentionParams params = tensors_of(q, k, v, out, lse);
     const bool flat_q = q.dim() == 3, flat_k = k.dim() == 3;
-    TORCH_CHECK(flat_q == cu_seqlens_q.has_value(), "q of 3 dimensions goes with cu_seqlens_q, and of 4 without");
+    TORCH_CHECK(flat_q == cu_seqlens_q.has_value(), "q must have 3 dimensions with cu_seqlens_q and 4 without it");
     TORCH_CHECK(flat_k ? cu_seqlens_k.has_value() && !block_table && !cache_batch_idx : true,
-                "k of 3 dimensions goes with cu_seqlens_k, without block_table and cache_batch_idx");
-    TORCH_CHECK(flat_k || block_table || !cu_seqlens_k, "k of 4 dimensions goes with cu_seqlens_k only by block_table");
-    TORCH_CHECK(num_splits >= 1 && num_splits <= 256, "num_splits=", num_splits, " must lie in 1..256");
+                "k of 3 dimensions needs cu_seqlens_k, and takes no block_table or cache_batch_idx");
+    TORCH_CHECK(flat_k || block_table || !cu_seqlens_k, "k of 4 dimensions takes cu_seqlens_k only with block_table");
+    TORCH_CHECK(num_splits >= 1 && num_splits <= 256, "num_splits=", num_splits, " must be 1 to 256");
     const int64_t batch = flat_q ? cu_seqlens_q->numel() - 1 : q.size(0);
     TORCH_CHECK(batch >= 0, "cu_seqlens_q is empty");
     TORCH_CHECK(flat_k || block_table || cache_batch_idx || k.size(0) == batch,
-                "k is of ", k.size(0), " sequences, q of ", batch);
+                "k has ", k.size(0), " sequences, q has ", batch);
     params.cu_seqlens_q = index<int>(cu_seqlens_q, q, {batch + 1}, "cu_seqlens_q");
     params.cu_seqlens_k = index<int>(cu_seqlens_k, q, {batch + 1}, "cu_seqlens_k");
     params.seqused_k = index<int>(seqused_k, q, {batch}, "seqused_k");
     params.cache_batch_idx = index<int>(cache_batch_idx, q, {batch}, "cache_batch_idx");
     params.sinks = index<float>(sinks, q, {q.size(-2)}, "sinks");
     if (block_table) {
-        TORCH_CHECK(block_table->dim() == 2, "block_table of ", block_table->dim(), " dimensions must have 2");
+        TORCH_CHECK(block_table->dim() == 2, "block_table has ", block_table->dim(), " dimensions, not 2");
         TORCH_CHECK(k.size(1) % 16 == 0, "blocks of ", k.size(1), " tokens are not a multiple of 16");
         params.block_table = index<int>(block_table, q, {batch, block_table->size(1)}, "block_table");
         params.block_table_stride = block_table->size(1);
         params.block_size = narrow(k.size(1), "block_size");
     }
-    TORCH_CHECK(batch <= kMostCtas, "a batch of ", batch, " sequences is more than the ", kMostCtas, " of a launch");
-    TORCH_CHECK(k.size(-2) * num_splits <= kMostCtas, k.size(-2), " kv heads in ", num_splits, " splits are more than the ",
+    TORCH_CHECK(batch <= kMostCtas, "a batch of ", batch, " sequences exceeds the ", kMostCtas, " CTAs of a launch");
+    TORCH_CHECK(k.size(-2) * num_splits <= kMostCtas, k.size(-2), " KV heads in ", num_splits, " splits exceed the ",
                 kMostCtas, " CTAs of a launch");
     params.total_q = flat_q ? q.size(0) : q.size(0) * q.size(1);
     params.batch = narrow(batch, "batch");
@@ -175,12 +176,12 @@ void write_kv(const Tensor &keys, const Tensor &values, Tensor k_cache, Tensor v
     check_elements(values, keys, "values");
     check_elements(k_cache, keys, "k_cache");
     check_elements(v_cache, keys, "v_cache");
-    TORCH_CHECK(keys.dim() == 3 && keys.sizes() == values.sizes(), "keys of shape ", keys.sizes(), " and values of shape ",
-                values.sizes(), " must be alike, [num_tokens, kv_heads, dim]");
+    TORCH_CHECK(keys.dim() == 3 && keys.sizes() == values.sizes(), "keys have shape ", keys.sizes(), ", values have shape ",
+                values.sizes(), "; both must be [num_tokens, kv_heads, dim]");
     TORCH_CHECK(k_cache.dim() == 4 && k_cache.sizes() == v_cache.sizes() &&
                     k_cache.sizes().slice(2) == keys.sizes().slice(1),
-                "k_cache of shape ", k_cache.sizes(), " and v_cache of shape ", v_cache.sizes(),
-                " must be alike and end like keys, ", keys.sizes());
+                "k_cache has shape ", k_cache.sizes(), ", v_cache has shape ", v_cache.sizes(),
+                "; both must be [num_blocks, block_size, kv_heads, dim], keys have shape ", keys.sizes());
     WriteKVParams params{};
     params.keys = keys.const_data_ptr();
     params.values = values.const_data_ptr();
@@ -212,7 +213,7 @@ void copy_blocks(const Tensor &pools, const Tensor &block_bytes, int64_t most_by
     params.block_bytes = reinterpret_cast<const long long *>(index<int64_t>(bytes, pools, {pools.numel()}, "block_bytes"));
     params.pairs = reinterpret_cast<const long long *>(index<int64_t>(both, pools, {pairs.size(0), 2}, "pairs"));
     params.num_pools = narrow(pools.numel(), "num_pools");
-    TORCH_CHECK(pools.numel() <= kMostCtas, pools.numel(), " pools are more than the ", kMostCtas, " of a launch");
+    TORCH_CHECK(pools.numel() <= kMostCtas, pools.numel(), " pools exceed the ", kMostCtas, " CTAs of a launch");
     params.num_pairs = narrow(pairs.size(0), "num_pairs");
     if (params.num_pools == 0 || params.num_pairs == 0) return;
     const c10::DeviceGuard guard(pools.device());
