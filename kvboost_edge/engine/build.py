@@ -1,6 +1,4 @@
-"""The assembly of an engine: checks the files, plans the memory, makes runner, backend and block
-pool.
-"""
+"""The assembly of an engine: checks files, plans memory, makes runner, backend and pool."""
 
 from __future__ import annotations
 
@@ -77,12 +75,20 @@ _DEFAULTS = EngineConfig()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine runs on. `root` starts every prefix hash; `identity` tells model, numerics and
-    KV format from others, whoever uses them; `backend_reason` says why this backend was taken;
-    `max_num_seqs` sequences run together. `pooling` says how an embedding model makes vectors of
-    texts, `dense` are the matrices behind that. `suppressed`: tokens that are never an answer's.
-    `sampling`: sampling values of requests that name none. `history_bytes`: bound of the draft
-    history, None: the default.
+    """The parts of an engine.
+
+    Attributes:
+        root: root of the engine's prefix hashes.
+        identity: digest of model, numerics and KV format, the same for all tenants.
+        ledger: memory by owner.
+        backend_reason: reason for the choice of the backend.
+        max_num_seqs: sequences that run together.
+        tiers: offload tiers, fastest first.
+        pooling: pooling of an embedding model.
+        dense: matrices that an embedding model applies after pooling.
+        suppressed: tokens that never occur in answers.
+        sampling: sampling values of requests that do not set their own.
+        history_bytes: limit of the draft history; None: the default.
     """
 
     runner: Runner
@@ -106,11 +112,13 @@ class EngineParts:
 def build_from_path(
     path_or_id: str | Path, config: EngineConfig, progress: Progress | None = None
 ) -> EngineParts:
-    """Load a model directory, a GGUF file, a hub id or the bundled model; everything is checked
-    before it is loaded.
+    """Load a model directory, a GGUF file, a hub id or the bundled model.
 
-    progress: called with (bytes done, bytes in all) while weights are packed, which happens once
-    per model and format.
+    Everything is checked before the weights are loaded.
+
+    Args:
+        progress: called with (bytes done, bytes in all) while weights are packed, once per model
+            and format.
     """
     check_tiers(config)
     chunk_options(config)
@@ -122,9 +130,8 @@ def build_from_path(
     )
     cache_dir = None if config.pack_cache else NO_CACHE
     checkpoint = Checkpoint.open(model_path, cache_dir=cache_dir, rope_range=config.rope_range)
-    if (
-        checkpoint.onnx_refusal is None
-    ):  # an ONNX file is its own description; the runners say what they do not know
+    # An ONNX file describes itself, and the runners report unsupported operations.
+    if checkpoint.onnx_refusal is None:
         check_model_compatibility(checkpoint.config, strict=config.strict)
     pooling = checkpoint.pooling
     summary = checkpoint.summary()
@@ -134,7 +141,7 @@ def build_from_path(
     selected = select_path(checkpoint, config)
     device = selected.backend.device
     pool_bytes = None
-    tokenizer = load_tokenizer(checkpoint)  # a part of the overhead that is measured
+    tokenizer = load_tokenizer(checkpoint)  # loaded first, as part of the measured overhead
     overhead = measured_overhead(checkpoint, config, selected)
     if not device.startswith("cuda"):
         available = available_on(device)
@@ -165,8 +172,11 @@ def build_from_path(
 
 
 def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """ModelFormatError where nothing says how a model that attends both ways pools, ConfigError for
-    options about stored keys and values, of which it has none.
+    """Check a bidirectional model.
+
+    Raises:
+        ModelFormatError: its files do not name the pooling.
+        ConfigError: an option is about stored KV, which it does not have.
     """
     if not checkpoint.pooling.source:
         raise ModelFormatError(
@@ -183,8 +193,9 @@ def _check_both_ways(checkpoint: Checkpoint, config: EngineConfig) -> None:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a model: from the tokenizer's files, else from the metadata of a GGUF file,
-    built once and kept in the checkpoint's cache directory.
+    """Return the tokenizer of a model, from its files or the metadata of a GGUF file.
+
+    A tokenizer made from metadata is kept in the checkpoint's cache directory.
     """
     if not checkpoint.is_gguf:
         return Tokenizer.from_dir(checkpoint.path)
@@ -202,7 +213,7 @@ def _load_runner(
     checkpoint: Checkpoint, config: EngineConfig, selected: Selection, progress: Progress | None
 ) -> Runner:
     choice = selected.runner
-    # What nobody asked for and is slower is said where everybody sees it.
+    # A slower choice that was not asked for is a warning.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
         "runner %s: %s",
@@ -223,9 +234,12 @@ def _load_runner(
 
 
 def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> EngineParts:
-    """Wrap a loaded transformers model and its tokenizer; the model's own device and dtype are
-    used. ConfigError for options about loading; a given `num_threads` becomes torch's, which is
-    left as it is without.
+    """Wrap a loaded transformers model and its tokenizer, on the model's own device and dtype.
+
+    `num_threads` sets torch's number of threads; without it that number stays.
+
+    Raises:
+        ConfigError: an option is about loading a model.
     """
     chunk_options(config)
     for name in _LOADING_OPTIONS:
@@ -261,7 +275,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
     choice = choose_backend(config.backend, config.device or own)
     text = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_transformers(tokenizer)
     generation = getattr(model, "generation_config", None)
-    # Only what differs from transformers' own defaults was chosen for this model.
+    # Values that differ from transformers' own defaults were chosen for this model.
     chosen = {} if generation is None else generation.to_diff_dict()
     defaults = generation_defaults(model.config.to_dict(), chosen, tokenizer_eos=text.eos_token_id)
     if config.num_threads is not None:
@@ -280,7 +294,7 @@ def build_from_model(model: Any, tokenizer: Any, config: EngineConfig) -> Engine
 
 
 def _warn_of_threads(num_threads: int | None) -> None:
-    """Log that more threads are asked for than can run at a time."""
+    """Log a warning if there are more threads than usable processors."""
     usable = default_num_threads()
     if num_threads is not None and num_threads > usable:
         _LOG.warning(
@@ -307,7 +321,7 @@ class _MemoryBudget(NamedTuple):
     """Memory figures from before the weights were loaded.
 
     Attributes:
-        pool_bytes: memory for the block pool as it was planned; None: not planned.
+        pool_bytes: memory planned for the block pool; None: not planned.
         overhead: measured overhead of the process; None: `max_memory` is not given.
         buffer_bytes: buffers of the largest pass; 0: unknown.
     """
@@ -324,7 +338,7 @@ class _PoolPlan(NamedTuple):
         num_blocks: blocks of the pool.
         state_sizes: slots of recurrent state; None: the model has no recurrent state.
         max_num_seqs: sequences that run together.
-        history_bytes: bound of the draft history; None: the default.
+        history_bytes: limit of the draft history; None: the default.
     """
 
     num_blocks: int
@@ -347,8 +361,8 @@ def _assemble(
     """Make the parts around a loaded runner.
 
     Args:
-        fingerprint: the model's, see `Checkpoint.fingerprint`.
-        name: the model's name, for people.
+        fingerprint: fingerprint of the model, see `Checkpoint.fingerprint`.
+        name: name of the model, for people.
     """
     runner.info = info = _bounded(runner.info, config)
     _warn_of_threads(config.num_threads)
@@ -371,8 +385,7 @@ def _assemble(
         manager=_make_manager(config, info, plan),
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        # The rope settings are part of the model's config and so of its fingerprint; the range is
-        # in the format.
+        # The fingerprint contains the RoPE settings of the model's config; the format, the range.
         root=root_hash(model_fingerprint=fingerprint, kv_format=kv_format, tenant=config.tenant),
         identity=root_hash(model_fingerprint=fingerprint, kv_format=kv_format),
         ledger=_make_ledger(config, runner, backend, plan, budget.buffer_bytes),
@@ -392,7 +405,7 @@ def _plan_pool(
         available = min(budget.pool_bytes, available)
     overhead = budget.overhead
     if overhead is not None:
-        give_back()  # packing leaves free memory that counts as the process's
+        give_back()  # free memory that packing left counts as the process's
         overhead = overhead.measured_again((info.weight_region,))
         check_process(config, info, overhead)
         available = room_in_process(config, info.weight_bytes, available, overhead)
@@ -460,7 +473,7 @@ def _log_choice(
 ) -> None:
     """Log which runner and backend serve the model, and the size of the pool."""
     info = runner.info
-    # A slower choice that nobody asked for is a warning, so that everybody sees it.
+    # A slower choice that was not asked for is a warning.
     _LOG.log(
         logging.INFO if choice.wanted else logging.WARNING,
         "runner %s (%s), backend %s on %s (%s), pool of %d blocks, %.1f MB, up to %d sequences "
@@ -477,7 +490,7 @@ def _log_choice(
 
 
 def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
-    """Log which size of the pool counts where several are given."""
+    """Log the size of the pool if several sizes are given."""
     sizes = {name: getattr(config, name) for name in _POOL_SIZES}
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     if len(given) > 1:
@@ -490,7 +503,7 @@ def _log_sizes(config: EngineConfig, num_blocks: int) -> None:
 
 
 def _log_cuts(config: EngineConfig) -> None:
-    """Warn if options are given that change how documents are computed, and no prompt."""
+    """Warn of options that change only how documents are computed."""
     values = {name: getattr(config, name) for name in _CUTS}
     given = [f"{name}={value}" for name, value in values.items() if value]
     if given:
@@ -503,11 +516,9 @@ def _log_cuts(config: EngineConfig) -> None:
 
 
 def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
-    """Return the name of the stored KV's format: equal names hold equal bits.
-
-    What outlives the process must not be taken for exact by another version, or by other variants
-    of the kernels, so both are part of the name.
-    """
+    """Return the name of the stored KV's format: equal names hold equal bits."""
+    # Stored KV must not count as exact in another version or with other kernel variants, so both
+    # are part of the name.
     info = runner.info
     kv = info.kv_spec
     found = f"{kv.dtype}/{kv.bits[0]},{kv.bits[1]}/{config.block_size}"
@@ -521,7 +532,7 @@ def _kv_format(config: EngineConfig, runner: Runner, backend: Backend) -> str:
 
 
 def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
-    """Where weights, pool and states lie; empty unless it is known of all."""
+    """Return the memory regions of weights, pool and recurrent state; empty if one is unknown."""
     weights = runner.info.weight_region
     pool = backend.describe().pool_regions
     states = () if backend.states is None else (backend.states.region,)
@@ -529,7 +540,7 @@ def _regions(runner: Runner, backend: Backend) -> Sequence[Region]:
 
 
 def _require_packages(name: str, reason: str, model_config: Mapping[str, Any]) -> None:
-    """BackendUnavailable where a package is missing that the runner needs to load this model."""
+    """Raise BackendUnavailable if the runner needs a missing package to load this model."""
     missing = plan_of(name).missing_package(model_config)
     if missing is not None:
         raise BackendUnavailable(f"runner {name!r} ({reason}) {missing}")

@@ -1,9 +1,8 @@
-"""The engine thread: takes requests from an inbox and runs steps. It alone touches scheduler,
-blocks and runner.
+"""The engine thread: takes requests from an inbox and runs steps.
 
-Callers put messages into the inbox and wait on handles. The lock guards the bookkeeping for readers
-in other threads (statistics, reset); it is free while the model computes, so nobody waits for a
-forward pass but who wants its tokens.
+It alone uses the scheduler, the blocks and the runner. Callers put messages into the inbox and wait
+on handles. A lock guards the bookkeeping for readers in other threads (statistics, reset). It is
+free during forward passes, so that readers do not wait for them.
 """
 
 from __future__ import annotations
@@ -63,24 +62,24 @@ _FORKED = (
     "this process was forked from the one that runs the engine, and the engine's thread did not "
     "come along; make an engine in this process, or start processes by 'spawn' instead of 'fork'"
 )
-_WHILE_LOADING = 1.0  # seconds between two looks at whether anything arrives
-_WHILE_SAVING = 0.02  # seconds between two looks at what can be copied to the tiers
-_WHILE_COMPUTED = 0.002  # seconds between two looks at what other threads compute for a sequence
-_LONG_SLEEP = 3600.0  # seconds; some systems' clocks allow no timeout of many days
+# Longest sleeps of an idle engine, in seconds.
+_WHILE_LOADING = 1.0  # while a prefetch is running
+_WHILE_SAVING = 0.02  # while blocks can be copied to the tiers
+_WHILE_COMPUTED = 0.002  # while other threads compute something for a sequence
+_LONG_SLEEP = 3600.0  # some systems do not allow timeouts of many days
 
-
-_SPARE = 64  # entries of ended requests that are not worth a look
+_SPARE = 64  # deadlines of ended requests that are kept before a cleanup
 
 
 class Started(Protocol):
-    """Something with a thread."""
+    """An object with a thread."""
 
     def close(self) -> None:
         """End the thread."""
         ...
 
     def after_fork(self) -> None:
-        """In a forked child: the thread did not come along."""
+        """Note in a forked child that the thread does not exist there."""
         ...
 
 
@@ -88,15 +87,14 @@ _started: weakref.WeakSet[Started] = weakref.WeakSet()
 
 
 def note_started(one: Started) -> None:
-    """Its thread was started. It may be forgotten without a word."""
+    """Register an object with a started thread, to be closed at exit. The reference is weak."""
     _started.add(one)
 
 
 @atexit.register
 def _close_all() -> None:
-    """End engines that nobody closed: a thread still inside torch while the interpreter is taken
-    down aborts it.
-    """
+    """Close the engines that are still open."""
+    # A thread that is still inside torch aborts the interpreter during shutdown.
     for one in list(_started):
         one.close()
 
@@ -111,33 +109,34 @@ if hasattr(os, "register_at_fork"):
 
 
 class Submit(NamedTuple):
-    """A new request."""
+    """A message: a new request."""
 
     sequence: Sequence
 
 
 class Cancel(NamedTuple):
-    """A request is to end; it may have."""
+    """A message: a request that may have ended is cancelled."""
 
     request_index: int
 
 
 class Arrived(NamedTuple):
-    """Blocks came from a tier."""
+    """A message: blocks came from a tier."""
 
     piece: IOChunk
 
 
 class Close(NamedTuple):
-    """The engine is to end."""
+    """A message: the engine is to end."""
 
 
 Message = Submit | Cancel | Arrived | Close
 
 
 class Deadlines:
-    """A heap of (seconds of `time.monotonic`, request index); entries of requests that ended are
-    left in it for a while.
+    """The deadlines of requests, as a heap of (seconds of `time.monotonic`, request index).
+
+    Entries of requests that ended stay in it for a while.
     """
 
     def __init__(self) -> None:
@@ -147,8 +146,10 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, deadline: float, index: int, live: Collection[int]) -> None:
-        """Remember a request's deadline; those of requests that are not in `live` may be
-        forgotten.
+        """Add a request's deadline.
+
+        Args:
+            live: indices of live requests; entries of others may be dropped.
         """
         if len(self._heap) > 2 * len(live) + _SPARE:
             self._heap = sorted(entry for entry in self._heap if entry[1] in live)
@@ -156,11 +157,11 @@ class Deadlines:
 
     @property
     def first(self) -> float | None:
-        """The next one."""
+        """The next deadline, or None."""
         return self._heap[0][0] if self._heap else None
 
     def passed(self, now: float) -> list[int]:
-        """Requests whose deadline has passed; they are forgotten."""
+        """Remove and return the requests whose deadline has passed."""
         found: list[int] = []
         while self._heap and self._heap[0][0] <= now:
             found.append(heapq.heappop(self._heap)[1])
@@ -168,13 +169,14 @@ class Deadlines:
 
 
 class EngineCore:
-    """Runs requests. `start` begins the thread; without it `step` may be driven by hand, as the
-    tests do.
+    """Runs requests.
 
-    A request that fails (NaN logits, an error while sampling or reading its text) ends alone and
-    its last tokens are not published. A forward pass that fails ends the requests that were in it.
-    A contradiction in the bookkeeping ends the engine: every request gets the error and so does
-    every later call.
+    `start` begins the thread. Tests call `step` themselves instead.
+
+    A request that fails (NaN logits, an error while sampling or decoding its text) ends alone, and
+    its last tokens are not published. A failed forward pass ends the requests in it. A
+    contradiction in the bookkeeping ends the engine: every request, and every later call, gets the
+    error.
     """
 
     def __init__(
@@ -201,8 +203,8 @@ class EngineCore:
         self._slack = Slack()
         self._stalls = StallWatchdog(scheduler)
         self.step_times = StepTimes()
-        self._kept: list[int] = []  # freed blocks the backend was not told of yet
-        # Held for moments only, so that submitting never waits for the bookkeeping.
+        self._kept: list[int] = []  # freed blocks that were not reported to the backend yet
+        # Held only briefly, so that submitting never waits for the bookkeeping.
         self._gate = threading.Lock()
         self._close_requested = False
         self._closing = False
@@ -215,12 +217,12 @@ class EngineCore:
         self._thread = threading.Thread(target=self._run, name="kvboost-edge-engine", daemon=True)
 
     def use_tiers(self, tiering: Untiered) -> None:
-        """Keep blocks outside the pool too; before `start`."""
+        """Use offload tiers; called before `start`."""
         self.tiering = tiering
         tiering.start(self.arrived)
 
     def arrived(self, piece: IOChunk) -> None:
-        """Accept blocks that a load has read. Called from the I/O thread."""
+        """Accept blocks that a prefetch has read. Called from the I/O thread."""
         self._inbox.put(Arrived(piece))
 
     # The callers' side.
@@ -231,9 +233,7 @@ class EngineCore:
         note_started(self)
 
     def check_open(self) -> None:
-        """Raise KVBoostError if the engine was closed or stopped by an error, or is a forked
-        process's copy.
-        """
+        """Raise KVBoostError if the engine is closed, failed, or a copy in a forked process."""
         if self._is_copy:
             raise KVBoostError(_FORKED)
         if self._failure is not None:
@@ -245,37 +245,41 @@ class EngineCore:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """The bookkeeping stands still inside; a forward pass may go on."""
+        """Lock the bookkeeping for reading; a forward pass may continue."""
         with self.lock:
             self.check_open()
             yield
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that stopped the engine."""
+        """The error that stopped the engine, or None."""
         return self._failure
 
     def is_alive(self) -> bool:
-        """Whether requests are being computed: started, not closed, the thread alive."""
+        """Return whether the engine is started, not closed, and its thread alive."""
         return self._failure is None and not self._stopped and self._thread.is_alive()
 
     def num_waiting(self) -> int:
-        """Requests that hold no block: on their way, queued, or preempted."""
+        """Return the number of requests that hold no block: submitted, queued, or preempted."""
         return sum(
             sequence.status is SequenceStatus.WAITING for sequence in list(self._live.values())
         )
 
     def waiting_tokens(self) -> int:
-        """Tokens those have to compute."""
+        """Return the number of tokens that waiting requests have to compute."""
         waiting = [s for s in list(self._live.values()) if s.status is SequenceStatus.WAITING]
         return sum(sequence.num_pending for sequence in waiting)
 
     def submit(self, request: Request) -> RequestHandle:
-        """Queue a request; CapacityError if it could not run even alone."""
+        """Queue a request; raise CapacityError if it could not run even alone."""
         return self._submit(request).handle
 
     def submit_logits(self, request: Request) -> tuple[RequestHandle, list[Floats]]:
-        """Queue a request for logits; the list holds them, in order, once the handle is done."""
+        """Queue a request for logits.
+
+        Returns:
+            The handle, and the list that holds the logits in order once the handle is done.
+        """
         sequence = self._submit(request)
         return sequence.handle, sequence.scores.logits
 
@@ -287,27 +291,27 @@ class EngineCore:
         sequence = self._sequences.make(request, handle)
         with self._gate:
             self.check_open()
-            message = Submit(sequence)  # first: Ctrl-C must find no place between the next two
+            message = Submit(sequence)  # first: Ctrl-C must not come between the next two lines
             self._live[sequence.index] = sequence
             self._inbox.put(message)
         return sequence
 
     def cancel(self, index: int) -> None:
-        """Ask for the end of a request; unknown or finished ones are ignored."""
+        """Cancel a request; unknown or finished ones are ignored."""
         self._inbox.put(Cancel(index))
-        # The message first: where a pass is abandoned for it, the next step finds it.
+        # The message comes first: a pass may be abandoned for it, and the next step must find it.
         sequence = self._live.get(index)
         if sequence is not None:
             sequence.handle.cancel_requested = True
 
     def request_close(self) -> None:
-        """Ask the thread to end; callable from a finalizer."""
+        """Ask the thread to end. A finalizer may call it."""
         self._inbox.put(Close())
         self._close_requested = True
 
     def close(self) -> None:
-        """End the thread and release runner and backend; running requests fail. Waits for the step
-        in progress.
+        """End the thread after the current step and release runner and backend; running requests
+        fail.
         """
         if self._stopped and not self._thread.is_alive():
             return
@@ -320,9 +324,8 @@ class EngineCore:
             self._thread.join()
 
     def after_fork(self) -> None:
-        """In a forked child: there is no thread, and nobody holds the locks that were held. Every
-        call says so.
-        """
+        """Make every call in a forked child raise an error."""
+        # The thread does not exist here, and locks that were held stay held.
         self.lock = threading.RLock()
         self._gate = threading.Lock()
         self._inbox = queue.SimpleQueue()
@@ -342,7 +345,7 @@ class EngineCore:
                 if not self.step():
                     self._idle()
         except BaseException as error:
-            # Nothing is known to hold after this; callers must learn it rather than wait for ever.
+            # No state can be trusted after this. Callers get the error and do not wait forever.
             self._failure = error
         reason = self._failure or KVBoostError("the engine was closed before the request was done")
         with self.lock:
@@ -361,9 +364,7 @@ class EngineCore:
         self._backend.close()
 
     def _idle(self) -> None:
-        """Sleep until a message comes, a deadline, or the end of a pin; copy blocks to the tiers
-        before.
-        """
+        """Save blocks to the tiers, then sleep until a message, a deadline or the end of a pin."""
         if self._closing:
             return
         if self.scheduler.awaits_features:
@@ -386,14 +387,14 @@ class EngineCore:
         self._sleep(min([longest, *(max(0.0, end - time.monotonic()) for end in ends)]))
 
     def _sleep(self, seconds: float) -> None:
-        """Wait for a message, so long at most, and act on it."""
+        """Wait for a message, at most this many seconds, and handle it."""
         with contextlib.suppress(queue.Empty):
             message = self._inbox.get(timeout=seconds)
             with self.lock:
                 self._handle(message)
 
     def step(self) -> bool:
-        """Run one step: plan, score, compute, take. Return False if there was nothing to do."""
+        """Run one step: plan, score, compute, sample. Return False if there was nothing to do."""
         planned = time.perf_counter()
         with self.lock:
             plan = self._plan()
@@ -410,7 +411,7 @@ class EngineCore:
         return True
 
     def _batch_of(self, plan: StepPlan) -> ForwardBatch | None:
-        """Return the batch of a step; None where it computes nothing."""
+        """Return the batch of a step; None if it computes nothing."""
         if not plan.work:
             return None
         members = plan.members
@@ -423,7 +424,7 @@ class EngineCore:
         )
 
     def _prepare(self, sequences: list[Sequence]) -> None:
-        """Score a piece of the spans of each sequence; one that fails ends alone."""
+        """Score a part of each sequence's spans; one that fails ends alone."""
         if not sequences:
             return
         failed = self._prober.look(sequences)
@@ -433,10 +434,12 @@ class EngineCore:
             self._prober.end(sequences)
 
     def _compute(self, plan: StepPlan, batch: ForwardBatch | None) -> list[Floats] | None:
-        """Copy blocks and run the forward pass; return what it found for each item of work.
+        """Copy blocks and run the forward pass.
 
-        Where it fails all sequences that depend on it end, and None is returned; likewise where
-        all of them are ending anyway.
+        If it fails, all sequences that depend on it end.
+
+        Returns:
+            The rows of each item of work; None if the pass failed or all its sequences are ending.
         """
         try:
             if plan.copies:
@@ -445,7 +448,7 @@ class EngineCore:
                 return []
             return split_rows(plan.work, self._runner.forward(batch), batch.states)
         except PassAbandoned:
-            return None  # the next step ends all that were in it
+            return None  # the next step ends all its sequences
         except Exception as error:
             with self.lock:
                 for sequence in plan.members:
@@ -455,7 +458,7 @@ class EngineCore:
     def _finish(
         self, plan: StepPlan, batch: ForwardBatch | None, found: list[Floats], began: float
     ) -> None:
-        """Give each sequence its rows, take in accepted draft tokens, and write back blocks."""
+        """Give each sequence its rows, commit accepted draft tokens, and write back blocks."""
         seconds = time.perf_counter() - began
         self._pace.observe(plan, seconds)
         _note_shares(plan.work, seconds)
@@ -473,8 +476,9 @@ class EngineCore:
             self.tiering.save_some(time.perf_counter() - began)
 
     def _plan(self) -> StepPlan | None:
-        """What the next step does, its blocks reserved and the backend told of those that changed
-        hands; None: nothing is to be done.
+        """Return the plan of the next step; None if nothing can be done.
+
+        Its blocks are reserved, and freed blocks are reported to the backend.
         """
         self._drain_inbox()
         self._expire()
@@ -489,8 +493,8 @@ class EngineCore:
                 self._end(sequence, error=error)
             plan.work = [one for one in plan.work if one.sequence.status is SequenceStatus.RUNNING]
         self.tiering.save_evicted()
-        # Content of a block that is about to be copied is still wanted, whoever owns the block by
-        # now.
+        # The content of a block that is about to be copied is still needed, even if the block has a
+        # new owner.
         sources = frozenset([copy.src for copy in plan.copies])
         self._release_blocks(sources)
         self._watch.before(self.scheduler.manager.drain_new_blocks(), sources)
@@ -503,8 +507,10 @@ class EngineCore:
         return None if is_empty and waits else plan
 
     def _release_blocks(self, wanted: frozenset[int]) -> None:
-        """Tell a quantized backend which blocks were freed, but for the wanted ones: those wait for
-        the next step.
+        """Tell a quantized backend which blocks were freed.
+
+        Args:
+            wanted: freed blocks that wait for the next step.
         """
         if self._backend.spec.is_quantized:
             self._kept += self.scheduler.manager.drain_released()
@@ -512,7 +518,7 @@ class EngineCore:
             self._kept = [block for block in self._kept if block in wanted]
 
     def _drain_inbox(self) -> None:
-        while not self._inbox.empty():  # nobody else takes any out
+        while not self._inbox.empty():  # no other thread reads from it
             self._handle(self._inbox.get_nowait())
 
     def _handle(self, message: Message) -> None:
@@ -530,9 +536,7 @@ class EngineCore:
             self._closing = True
 
     def _expire(self) -> None:
-        """End the requests whose deadline has passed, in whatever state they are, and the pins
-        whose time is over.
-        """
+        """End requests whose deadline has passed, and pins whose time is over."""
         now = time.monotonic()
         self.scheduler.manager.pins.expire(now)
         for index in self._deadlines.passed(now):
@@ -540,12 +544,10 @@ class EngineCore:
                 self._end(self._live[index], reason="timeout")
 
     def _take(self, work: list[ScheduledTokens[Sequence]], found: list[Floats]) -> None:
-        """Give each sequence the logits of its tokens, publish its new full blocks, end those that
-        are done.
-        """
+        """Give each sequence its logits, publish full blocks, end finished sequences."""
         for one, rows in zip(work, found, strict=True):
             if one.sequence.status is not SequenceStatus.RUNNING:
-                continue  # an earlier stretch of it failed
+                continue  # an earlier stretch of the sequence failed
             try:
                 reason = self._advance(one, rows)
             except CacheCorruption:
@@ -557,11 +559,12 @@ class EngineCore:
                 self._end(one.sequence, reason=reason)
 
     def _advance(self, work: ScheduledTokens[Sequence], rows: Floats) -> str | None:
-        """Take one sequence's outcome; the finish reason, or None. Nothing is published unless all
-        of it worked.
+        """Take one sequence's logits; return its finish reason, or None.
+
+        Nothing is published unless all of it worked.
         """
-        # Where the largest of each certain row is, or the first NaN. NaN anywhere in the tokens' KV
-        # shows here: the runner makes these rows NaN where attention did not.
+        # Index of the largest logit of each certain row, or of the first NaN. NaN anywhere in the
+        # tokens' KV shows here: the runner makes these rows NaN if attention did not.
         largest = rows[: len(rows) - work.num_drafted].argmax(axis=1).tolist()
         if not all(map(math.isfinite, map(rows.item, range(len(largest)), largest))):
             raise KVBoostError(
@@ -583,7 +586,7 @@ class EngineCore:
     def _end(
         self, sequence: Sequence, *, reason: str = "", error: BaseException | None = None
     ) -> None:
-        """Give the blocks back, then tell the caller."""
+        """Free a sequence's blocks, then finish its handle."""
         if self._live.pop(sequence.index, None) is None:
             return
         if error is None and reason in ("stop", "length"):
