@@ -205,7 +205,7 @@ class EngineCore:
         self.step_times = StepTimes()
         self._kept: list[int] = []  # freed blocks that were not reported to the backend yet
         # Held only briefly, so that submitting never waits for the bookkeeping.
-        self._gate = threading.Lock()
+        self._submit_lock = threading.Lock()
         self._close_requested = False
         self._closing = False
         self._stopped = False
@@ -289,7 +289,7 @@ class EngineCore:
             request.index, self.cancel, self._pace.progress, request.num_prompt_tokens
         )
         sequence = self._sequences.make(request, handle)
-        with self._gate:
+        with self._submit_lock:
             self.check_open()
             message = Submit(sequence)  # first: Ctrl-C must not come between the next two lines
             self._live[sequence.index] = sequence
@@ -327,7 +327,7 @@ class EngineCore:
         """Make every call in a forked child raise an error."""
         # The thread does not exist here, and locks that were held stay held.
         self.lock = threading.RLock()
-        self._gate = threading.Lock()
+        self._submit_lock = threading.Lock()
         self._inbox = queue.SimpleQueue()
         if self._stopped:
             return
@@ -349,7 +349,7 @@ class EngineCore:
             self._failure = error
         reason = self._failure or KVBoostError("the engine was closed before the request was done")
         with self.lock:
-            with self._gate:
+            with self._submit_lock:
                 self._stopped = True
             self._drain_inbox()
             for sequence in list(self._live.values()):
