@@ -164,9 +164,11 @@ def extend(
     targets: Ints,
     next_edges: Ints,
 ) -> None:
-    """Append tokens, ids in [0, 2^31), to the text of `Automaton(counts, ...)`.
+    """Append tokens to the text of an automaton that has room for them.
 
-    The automaton must have room for them.
+    Args:
+        tokens: int32 [n], ids in [0, 2^31).
+        counts: int64 [5]; it and the rest are the arrays of an `Automaton`, updated.
     """
     for token in tokens:
         position = counts[NUM_TOKENS]

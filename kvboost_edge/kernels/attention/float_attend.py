@@ -142,6 +142,7 @@ def _locate(job: Job, unit: Unit, position: int) -> tuple[Any, Any]:
 def _set_column(
     at: int, keys: int, key_step: int, values: int, value_step: int, ahead: int, ahead_values: int
 ) -> None:
+    """Write one column of the tile table at address `at`; float_tiles.py states its rows."""
     store_i64(at, keys)
     store_i64(at + 8 * STRIPS, key_step)
     store_i64(at + 16 * STRIPS, values)
@@ -163,7 +164,15 @@ def _reads_halves(shape: AttentionShape, unit: Unit, start: int) -> Any:
 
 @kernel
 def _attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_place: bool) -> None:
-    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows."""
+    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows.
+
+    Args:
+        shape: sizes and options of the call.
+        unit: the rows that attend.
+        start: position of the tile's first token.
+        state: address of the unit's softmax state; see `Unit`.
+        in_place: True if the table locates float16 that was not staged.
+    """
     dim = shape.padded_dim
     maxima = state + 4 * shape.padded_rows * dim
     totals = maxima + 4 * shape.padded_rows
@@ -212,6 +221,15 @@ def _attend_tile(shape: AttentionShape, unit: Unit, start: int, state: int, in_p
 
 @kernel
 def _add_halves(unit: Unit, weights: int, factors: int, out: int, dim: int) -> None:
+    """Add a tile of float16 values to the sums of four rows, up to 64 channels at a time.
+
+    Args:
+        unit: holds the tile table.
+        weights: address of float32 [4, 64].
+        factors: address of float32 [4], factors of the sums so far.
+        out: address of float32 [4, dim], the sums.
+        dim: padded channels, a multiple of 16.
+    """
     channel = 0
     while dim - channel >= 64:
         _HALVES_4(weights, unit.table, channel, factors, out, dim * 4)

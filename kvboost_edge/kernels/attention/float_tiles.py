@@ -114,6 +114,7 @@ def _emit_scores(b: Builder, arguments: Sequence[Value], strips: int, kind: int)
 
 
 def _emit_strips(b: Builder, arguments: Sequence[Value], strips: int, kind: int) -> None:
+    """Emit `scores_tile` for `strips` strips, with 4 * strips accumulators."""
     query, table, head_dim, scores = arguments
     keys, steps, ahead = (_table(b, table, row, strips) for row in (0, 1, 4))
     row_bytes = b.mul(head_dim, _int(4))
@@ -176,6 +177,7 @@ def _emit_values_panel(
 def _emit_channels(
     b: Builder, arguments: Sequence[Value], num_vectors: int, strips: int, kind: int
 ) -> None:
+    """Emit `values_tile` for num_vectors * 16 channels, with 4 * num_vectors accumulators."""
     weights, table, channel, scales, out, out_row_bytes = arguments
     size = 4 if kind == KIND_F32 else 2
     offset = b.mul(channel, _int(4))
@@ -308,6 +310,7 @@ def softmax_rows(typing: Any, scores: Any, maxima: Any, totals: Any, rescale: An
 
 
 def _emit_softmax(b: Builder, scores: Value, maxima: Value, totals: Value, rescale: Value) -> None:
+    """Emit `softmax_rows`: rows are folded to 16 lanes each, then all four are reduced at once."""
     quad = ir.VectorType(F32, ROWS)
     spread = [lane // ROWS for lane in range(LANES)]
 

@@ -75,7 +75,7 @@ class RopeTable:
 
 @intrinsic
 def _rotate_vectors(typing: Any, x: Any, cos: Any, sin: Any, half: Any, out: Any) -> Any:
-    """Rotate the first half // 16 * 16 pairs of a head, 16 at a time."""
+    """Rotate the first half // 16 * 16 pairs of a head; arguments as in `rotate_head`."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         x, cos, sin, half, out = arguments

@@ -147,6 +147,7 @@ def copy_blocks(pool: KVPool, ops: Iterable[tuple[int, int]]) -> None:
 
 @kernel
 def _merge(v_a: Floats, s_a: Floats, v_b: Floats, s_b: Floats, out: Floats, lse: Floats) -> None:
+    """Merge n attention results; arguments as in `merge_state`, flattened to [n, dim] and [n]."""
     nothing = np.float32(-np.inf)
     for row in range(s_a.size):
         top = max(s_a[row], s_b[row])

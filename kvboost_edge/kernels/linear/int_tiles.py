@@ -380,6 +380,15 @@ class IntTiles:
         dots: Sequence[Sequence[Value]],
         scales: Sequence[tuple[Value, Value | None]],
     ) -> None:
+        """Add a group (or half of it) to the float32 sums, [tile][token].
+
+        Args:
+            b: the builder.
+            here: address of the group's cell of the panel.
+            sums: stack slots of <16 x float>.
+            dots: <16 x i32>, integer sums of the group.
+            scales: (scales, minima or None) of each tile's rows, <16 x float>.
+        """
         for token in range(self.tokens):
             term = self._term(b, here, token)
             for tile, slots in enumerate(sums):

@@ -75,6 +75,16 @@ def pack_blocks(blocks: Bytes, name: str) -> PackedRows:
 
 @kernel
 def _pack(blocks: Bytes, kind: int, nbytes: int, out: Words, scales: Bytes, minima: Halves) -> None:
+    """Pack blocks of 256 weights, 16 rows at a time; rows that pad the last tile are 0.
+
+    Args:
+        blocks: uint8 [rows, blocks * nbytes].
+        kind: number of the weight format.
+        nbytes: bytes of a block.
+        out: uint32 view of the codes, written.
+        scales: uint8, scales (and minima) of the groups, written.
+        minima: uint16 view, the blocks' float16 factors as bits, written.
+    """
     rows = blocks.shape[0]
     count = blocks.shape[1] // nbytes
     # Word w of lane l is at w * LANES + l: each operation on a word handles 16 rows at once.

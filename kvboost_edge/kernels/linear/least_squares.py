@@ -77,6 +77,7 @@ def _weights(b: Builder, at: Value, index: Value) -> Value:
 def _code(
     b: Builder, form: WeightFormat, weight: Value, inverse: Value, minimum: Value | None
 ) -> Value:
+    """Return 16 codes as whole floats: rint((weight + minimum) * inverse), clipped."""
     shifted = weight if minimum is None else b.fadd(weight, minimum)
     rounded = _unary(b, "rint", b.fmul(shifted, inverse))
     return emit_max(b, _min(b, rounded, _splat(float(form.highest))), _splat(float(form.lowest)))
@@ -85,6 +86,16 @@ def _code(
 def _evaluate(
     b: Builder, form: WeightFormat, at: Value, count: Value, scale: Value, minimum: Value | None
 ) -> _Sums:
+    """Sum error and moments of a group's codes for a scale, 16 rows at once.
+
+    Args:
+        b: the builder.
+        form: the weight format.
+        at: address of float32 [count, 16]: a lane is a row.
+        count: weights of the group, up to 32.
+        scale: <16 x float>.
+        minimum: <16 x float>, or None without minima.
+    """
     slots = [_slot(b, 0.0) for _ in range(4)]
     inverse = _divide(b, _splat(1.0), scale, _splat(0.0))
     minus = b.fneg(scale)
@@ -110,6 +121,7 @@ class _Extent(NamedTuple):
 
 
 def _extent(b: Builder, at: Value, count: Value) -> _Extent:
+    """Return range, sum and sum of squares of a group's weights, 16 rows at once."""
     first = _weights(b, at, int_constant(0))
     largest, low, high, total, energy = slots = [
         _slot(b, 0.0),
@@ -173,6 +185,11 @@ class _Best(NamedTuple):
 
 
 def _search(b: Builder, form: WeightFormat, at: Value, count: Value, extent: _Extent) -> _Best:
+    """Search the scale and the minimum of least squared error.
+
+    From each start of the format's fit: quantize, then fit scale and minimum to the codes, a few
+    times.
+    """
     fit = form.fit
     assert fit is not None
     minima = form.minima

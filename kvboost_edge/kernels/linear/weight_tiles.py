@@ -62,6 +62,17 @@ Builder = Any
 def _emit_float_tile(
     b: Builder, kind: int, tokens: int, tile: Tile, inputs: Value, step: Value, target: Target
 ) -> None:
+    """Emit a product of 16 rows with `tokens` tokens: one fma chain per output, in input order.
+
+    Args:
+        b: the builder.
+        kind: dtype of the weights.
+        tokens: 1 to 8.
+        tile: weights [groups, 16] of `kind`; a group is one input.
+        inputs: address of float32 rows.
+        step: bytes from one row of inputs to the next.
+        target: where the outputs go.
+    """
     size = 4 if kind == KIND_F32 else 2
     sums = emit_zeros(b, tokens)
     with cgutils.for_range(b, tile.groups, intp=I64) as loop:

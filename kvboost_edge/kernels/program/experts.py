@@ -80,7 +80,7 @@ _DOWN_TILES = 16
 
 @intrinsic
 def _add_scaled(typing: Any, x: Any, share: Any, vectors: Any, out: Any) -> Any:
-    """Set out = fma(x, share, out) for `vectors` vectors of float32."""
+    """Set out = fma(x, share, out) for 16 * vectors float32 at addresses x and out."""
 
     def codegen(context: Any, b: Any, signature: Any, arguments: Sequence[Any]) -> Any:
         x, share, vectors, out = arguments

@@ -116,9 +116,17 @@ def int_tiles(
     panels: int,
     target: Target,
 ) -> None:
-    """Multiply tiles [tile, tile + count) with panels of n tokens that start at `token`.
+    """Multiply tiles of 16 rows with panels of n tokens.
 
-    With more than one panel, `count` is at most TILES_AT_ONCE.
+    Args:
+        job: holds the microkernels.
+        of: the matrix and its panel.
+        tile: first tile.
+        count: number of tiles; with more than one panel, at most TILES_AT_ONCE.
+        token: first token of the first panel.
+        n: tokens per panel.
+        panels: number of panels.
+        target: where the outputs of the first tile and token go.
     """
     kind = of.kind
     fine = of.fine
@@ -195,7 +203,18 @@ def gated_groups(
     """Compute groups [group, end) of 32 inner channels into the panel at `out`.
 
     For each group: gate and up rows (or up alone), activation, quantization. The wide result is
-    never stored in memory. `scratch` is a `tile_scratch`.
+    never stored in memory.
+
+    Args:
+        job: the call.
+        inner: number of inner channels and their activation.
+        of: the matrix (gate rows, then up rows; or up rows only) and its panel.
+        bias: address of float32, one per row, or 0.
+        tokens: tokens of the panel.
+        group: first group.
+        end: end of the groups.
+        out: address of the panel of the inner channels, written.
+        scratch: address of a `tile_scratch`.
     """
     groups = inner.size // GROUP
     tiles = GROUP // LANES

@@ -267,7 +267,16 @@ def _activate(job: ProgramJob, op: lt.ActivateOp, token: int, first: int) -> Non
 
 @kernel
 def _heads(source: int, num: int, dim: int, norm: int, mode: int, eps: float) -> None:
-    """Norm heads in place: none (mode 0), each head (1), all heads as one row (2)."""
+    """Norm `num` heads of float32 [dim] in place.
+
+    Args:
+        source: address of the heads.
+        num: number of heads.
+        dim: channels of a head.
+        norm: address of the norm's weights.
+        mode: 0: no norm, 1: each head, 2: all heads as one row.
+        eps: epsilon of the norm.
+    """
     if mode == 1:
         for head in range(num):
             norm_row(source + 4 * head * dim, norm, dim, eps, source + 4 * head * dim)

@@ -183,7 +183,16 @@ def _lay_out(job: CodedJob, unit: Unit) -> _Coded:
 def _place_coded(
     job: CodedJob, unit: Unit, coded: _Coded, strip: int, position: int, high: int
 ) -> None:
-    """Fill a column of the tile table for 16 tokens at `position`; decode their scales."""
+    """Fill a column of the tile table for 16 tokens at `position`; decode their scales.
+
+    Args:
+        job: the call.
+        unit: the rows that attend.
+        coded: scratch; zeros, steps, tops, scales and middles of the strip are written.
+        strip: 0 to 3.
+        position: first token of the strip.
+        high: end of the tokens that are read as codes.
+    """
     layout = job.layout
     at = unit.table + 8 * strip
     zeros = coded.zeros + 4 * strip * layout.dim
@@ -248,7 +257,15 @@ def _own_start(unit: Unit, position: int, size: int) -> Any:
 
 @kernel
 def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int) -> None:
-    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows."""
+    """Add the 64 tokens at `start`, located by the tile table, to the softmax state of all rows.
+
+    Args:
+        job: the call.
+        unit: the rows that attend.
+        coded: scratch, with the strips' scales.
+        start: position of the tile's first token.
+        state: address of the unit's softmax state; see `Unit`.
+    """
     shape = job.plain.shape
     layout = job.layout
     dim = layout.dim

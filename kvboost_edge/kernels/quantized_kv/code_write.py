@@ -78,9 +78,15 @@ def _smallest(b: Builder, x: Value, y: Value) -> Value:
 def _fold(
     b: Builder, rows: Value, row_bytes: Value, vectors: Value, start: Any, combine: Any
 ) -> Value:
-    """Fold each of four rows of 16 * vectors floats; lanes 4r to 4r + 3 hold row r's result.
+    """Fold each of four rows to one float32; lanes 4r to 4r + 3 of the result hold row r's.
 
-    `start(x)` maps a loaded vector to the operand of `combine`.
+    Args:
+        b: the builder.
+        rows: address of float32 [4, 16 * vectors].
+        row_bytes: bytes from one row to the next.
+        vectors: vectors of 16 per row, at least 1.
+        start: maps a loaded vector to the operand of `combine`.
+        combine: emits the fold of two vectors.
     """
     slots = [cgutils.alloca_once(b, V16) for _ in range(_QUAD)]
     at = [b.add(rows, b.mul(row_bytes, _int(row))) for row in range(_QUAD)]

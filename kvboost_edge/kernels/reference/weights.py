@@ -141,6 +141,15 @@ def _codes(w: Floats, fit: WeightFormat, scale: Floats, minimum: Floats) -> Floa
 def _fitted(
     w: Floats, code: Floats, counts: Floats, scale: Floats, total: Floats | None
 ) -> tuple[Floats, Floats]:
+    """Return (scales, minima) of least squared error for given codes.
+
+    Args:
+        w: float32 [rows, groups, 32].
+        code: float32 like `w`.
+        counts: inputs of each group.
+        scale: float32 [rows, groups], returned where the codes do not determine it.
+        total: sums of the weights, or None: minima are 0.
+    """
     square = _chain(code, counts, lambda x, out: _fma(x, x, out))
     product = np.zeros_like(scale)
     for i in range(GROUP):

@@ -186,7 +186,7 @@ def _conv_gated(typing: Any, window: Any, vectors: Any, out: Any) -> Any:
 
 @intrinsic
 def _multiply(typing: Any, x: Any, y: Any, vectors: Any, out: Any) -> Any:
-    """Set out = x * y for `vectors` vectors of float32."""
+    """Set out = x * y for 16 * vectors float32 at addresses x, y and out."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         x, y, vectors, out = arguments
@@ -209,9 +209,10 @@ def conv_gated(job: ProgramJob, op: ConvOp, token: int) -> None:
 
 @kernel
 def keep_draft(job: ProgramJob, conv: ConvInputs, token: int, gates: int, num_gates: int) -> None:
-    """Keep a draft token's input, and `num_gates` floats at address `gates`.
+    """Keep a draft token's conv input, and `num_gates` float32 at address `gates`.
 
-    Nothing is kept of other tokens.
+    `Runner.accept_drafts` computes them again if they are accepted. Nothing is kept of other
+    tokens.
     """
     sequence = ls.sequence_of(job, token)
     ahead = (
@@ -244,7 +245,13 @@ def _store_tail(
 ) -> None:
     """Store the conv state after `rows` rows of a sequence in a slot, oldest input first.
 
-    The slot may be the one that holds the inputs.
+    Args:
+        job: the call.
+        conv: the inputs and their place in the state.
+        sequence: index of the sequence.
+        rows: rows of the sequence that count.
+        first: first channel of the run.
+        slot: address of the state slot, written; may be the one that holds the earlier inputs.
     """
     channels = conv.channels
     step = 4 * conv.rows.step

@@ -188,7 +188,7 @@ def steps(job: ProgramJob, op: ScanInputsOp, token: int) -> None:
 
 @intrinsic
 def _dots(typing: Any, tile: Any, dim: Any, key: Any, out: Any) -> Any:
-    """Set out = sum over keys of key * row of the tile, 16 columns."""
+    """Set out = key . tile: float32 [16] from float32 [dim] and [dim, 16]."""
 
     def codegen(context: Any, b: Builder, signature: Any, arguments: Sequence[Value]) -> Value:
         tile, dim, key, out = arguments
