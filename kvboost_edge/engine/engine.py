@@ -1,6 +1,4 @@
-"""`CPUPagedEngine`, the public class. Every call is a `submit`; one engine thread runs all
-requests.
-"""
+"""`CPUPagedEngine`, the public class. One engine thread runs all requests."""
 
 from __future__ import annotations
 
@@ -58,33 +56,44 @@ _MAX_NEW_TOKENS = option_of(SamplingParams, "max_new_tokens").default
 
 
 class TellsResidency:
-    """What of the cache others may know: figures and hashes, no tokens."""
+    """The part of the cache that others may see: figures and hashes, no tokens."""
 
     _core: EngineCore
     _parts: EngineParts
 
     @property
     def cache_root(self) -> bytes:
-        """Where the prefix hashes of prompts without tenant and salt start; `hashing.shared_root`
-        makes the others'. Engines of one root have equal models and settings of keys and values.
+        """Root of the prefix hashes of prompts without tenant and salt.
+
+        `hashing.shared_root` makes the roots of other tenants and salts from it. Engines with equal
+        roots have the same model and KV format.
         """
         return self._parts.root
 
     def take_cache_events(self, whole: bool = False) -> CacheEvents:
-        """Return the prefix hashes that came to the pool and left it since the last call.
+        """Return the prefix hashes that entered and left the pool since the last call.
 
-        States of a recurrent model are reported by their `state_hash`. The answer lists everything
-        held at the first call, with `whole`, and when more changed than is remembered (one change
-        per block). One caller may ask; before the first call nothing is recorded.
+        Snapshots of recurrent state are reported by their `state_hash`. One caller may call it;
+        nothing is recorded before the first call.
+
+        Args:
+            whole: list all current hashes. The first call does so too, and a call after more
+                changes than are recorded (one for each block).
         """
         with self._core.reading():
             return self._parts.manager.events.take(whole)
 
     def take_tier_events(self, whole: bool = False) -> dict[str, CacheEvents]:
-        """Return the prefix hashes that came to each tier outside the pool and left it, by name.
+        """Return the prefix hashes that entered and left each offload tier since the last call.
 
-        The engine asks no device or server: a hash that leaves a tier is reported some time later.
-        One caller may ask; before the first call nothing is recorded.
+        The engine does not query devices or servers, so that a hash that leaves a tier is reported
+        later. One caller may call it; nothing is recorded before the first call.
+
+        Args:
+            whole: list all current hashes.
+
+        Returns:
+            The events by tier name.
         """
         self._core.check_open()
         return {
@@ -92,7 +101,7 @@ class TellsResidency:
         }
 
     def cache_stats(self) -> dict[str, float]:
-        """Hits, misses and sizes of the cache; keys in `stats.cache_stats`."""
+        """Return hits, misses and sizes of the cache; `stats.cache_stats` lists the keys."""
         with self._core.reading():
             return stats.cache_stats(self._parts, self._core.tiering)
 
@@ -113,13 +122,15 @@ _OWN_MEMORY: dict[str, Any] = {
 
 
 class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
-    """A language model on a paged, prefix-shared pool of keys and values.
+    """A language model with a paged KV cache that requests share.
 
-    Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer; options
-    are the fields of `EngineConfig`. All methods may be called from several threads at once; their
-    requests are computed in one batch. Close it (`close()` or `with`) to give the memory back; a
-    later call raises KVBoostError, and so does any call in a process that was forked from this one,
-    where the engine's thread is not.
+    Make one with `from_pretrained`, or from a loaded transformers model and its tokenizer. Options
+    are the fields of `EngineConfig`.
+
+    All methods may be called from several threads at once, and their requests are computed in one
+    batch. Close the engine (`close()` or `with`) to free its memory. A later call raises
+    KVBoostError, and so does any call in a process forked from this one, because the engine's
+    thread does not exist there.
     """
 
     def __init__(
@@ -144,19 +155,23 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Self:
-        """Load a model directory, a GGUF file, a hub id, or "kvboost-edge/demo" (bundled, no
-        network), which is also the model if none is given.
+        """Load a model directory, a GGUF file or a model of the hub.
 
         Args:
-            model_name_or_path: model directory, GGUF file or hub id.
-            strict: the option of that name, by position too.
+            model_name_or_path: model directory, GGUF file, hub id, or "kvboost-edge/demo", which is
+                part of the package; None: that one.
+            strict: option of this name, also by position.
             model_name: another name of model_name_or_path.
             path_or_id: another name of model_name_or_path.
             progress: called with (bytes done, bytes in all) while the native runner packs the
                 weights, once per model.
+            options: fields of `EngineConfig`.
 
-        Raises ConfigError for options, ModelFormatError for wrong files, CapacityError for weights
-        and pool that do not fit, BackendUnavailable for a backend that is not on this machine.
+        Raises:
+            ConfigError: an option is invalid.
+            ModelFormatError: the files are damaged or not supported.
+            CapacityError: weights and pool do not fit in memory.
+            BackendUnavailable: the backend is not available on this machine.
         """
         model = _one_model(
             model_name_or_path=model_name_or_path, model_name=model_name, path_or_id=path_or_id
@@ -213,8 +228,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             self._documents,
             functools.partial(_gate_apart, build, config),
         )
-        # The thread knows the core only, so a forgotten engine is collected and its thread told to
-        # end.
+        # The thread references only the core. An engine without references is therefore collected,
+        # and its finalizer ends the thread.
         self._finalizer = weakref.finalize(self, self._core.request_close)
         self._core.start()
 
@@ -238,13 +253,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
     @property
     def reuse_refusal(self) -> str | None:
-        """Why requests with mode="chunk_kv_reuse" are refused here; None: they are not."""
+        """Reason that mode="chunk_kv_reuse" is refused for this model, or None."""
         return self._reuse.refusal
 
     @property
     def default_reuse_refusal(self) -> str | None:
-        """The reason that requests with mode="chunk_kv_reuse" and the engine's options of reuse are
-        refused: `reuse_refusal`, or a stored verdict. None: they are not.
+        """Reason that mode="chunk_kv_reuse" with the engine's options is refused, or None.
+
+        It is `reuse_refusal`, or a stored verdict of the quality gate.
         """
         return self.reuse_refusal or self._gate.refusal(self._reuse.own_repair())
 
@@ -267,6 +283,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             terms: mode, tenant, cache_salt, priority, deadline, retention and others; or give its
                 fields as options.
             entry: start of the call, if that was earlier.
+            options: fields of `SamplingParams` and `Terms`.
 
         Raises:
             RequestError: the prompt or an option is wrong.
@@ -277,8 +294,16 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         )
 
     def check(self, prompt: Prompt, **options: Any) -> int:
-        """Raise what `submit` would raise for these arguments, and hold nothing; the number of
-        prompt tokens. No model is tested here for reuse at other positions.
+        """Check the arguments of `submit` without queueing a request.
+
+        The quality gate does not run here.
+
+        Returns:
+            The number of prompt tokens.
+
+        Raises:
+            RequestError: as `submit`.
+            CapacityError: as `submit`.
         """
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
@@ -296,8 +321,18 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         sampling: SamplingParams | None = None,
         **options: Any,
     ) -> GenerationResult:
-        """Generate and wait for the whole result. With `sampling=` its own max_new_tokens counts.
-        An exception while waiting, Ctrl-C too, cancels the request within one step.
+        """Generate and wait for the whole result.
+
+        An exception while waiting, such as Ctrl-C, cancels the request within one step.
+
+        Args:
+            prompt: text, token ids or chat messages.
+            max_new_tokens: most tokens to generate; None: up to the end of the context.
+            mode: use of the cache.
+            temperature: sampling temperature.
+            do_sample: draw tokens at random.
+            sampling: sampling parameters, with their own max_new_tokens.
+            options: fields of `SamplingParams` and `Terms`.
         """
         options |= _given(temperature=temperature, do_sample=do_sample)
         options |= _length(sampling, max_new_tokens)
@@ -318,11 +353,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """Generate for all prompts together, results in their order; `sampling` may be a list, one
-        for each prompt, in place of the other sampling options.
+        """Generate for all prompts together; return the results in their order.
 
-        All prompts are checked before the first is queued. If a request fails its error is raised
-        when all are done.
+        All prompts are checked before the first is queued. A request's error is raised once all are
+        done.
+
+        Args:
+            sampling: sampling parameters for all prompts, or a list with one entry for each.
         """
         options |= _given(temperature=temperature, do_sample=do_sample)
         options |= _length(sampling, max_new_tokens)
@@ -339,8 +376,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[GenerationResult]:
-        """`generate_batch` for many prompts: those that share a prefix run together, while it is in
-        the pool.
+        """Generate for many prompts like `generate_batch`, grouped by prefix.
+
+        Prompts that share a prefix run together, while it is in the pool.
         """
         options |= _given(temperature=temperature, do_sample=do_sample)
         options |= _length(sampling, max_new_tokens)
@@ -354,15 +392,23 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return [by_index[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """Pieces of the output text as they become certain; takes what `submit` takes. The request
-        is checked at once and queued by the first `next`; closing the iterator cancels it.
+        """Return an iterator over pieces of the output text, as they become certain.
+
+        The request is checked at once and queued by the first `next`. Closing the iterator cancels
+        it.
+
+        Args:
+            options: options of `submit`.
         """
         request = self._intake.read(prompt, options)
         self._scheduler.check_fits(request)
         return self._stream(request)
 
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
-        """`generate` for asyncio; cancelling the task cancels the request."""
+        """Generate and wait for the whole result; `generate` for asyncio.
+
+        Cancelling the task cancels the request.
+        """
         handle = await self._asubmit(prompt, options)
         try:
             return await handle.aresult()
@@ -370,7 +416,10 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             handle.cancel()
 
     async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[str]:
-        """`stream` for asyncio; closing the iterator cancels the request."""
+        """Yield pieces of the output text; `stream` for asyncio.
+
+        Closing the iterator cancels the request.
+        """
         handle = await self._asubmit(prompt, options)
         try:
             async for text in handle:
@@ -379,8 +428,8 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             handle.cancel()
 
     def read_ahead(self) -> None:
-        """Read in the background what the first answer that has to fit a schema or a grammar would
-        wait for.
+        """Prepare structured output in the background, so that the first such request need not
+        wait.
         """
         self._sequences.read_ahead()
 
@@ -395,12 +444,21 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         handles: list[RequestHandle] | None = None,
         **options: Any,
     ) -> WarmResult:
-        """Compute a text (or token ids, or messages) once, so that prompts that begin with it find
-        it in the cache. Options are those of `Terms`: tenant, cache_salt, priority, ...; pin, ttl:
-        as `pin` below. For mode="chunk_kv_reuse", which finds them anywhere: `documents`, each a
-        text or token ids, cut by the options of `EngineConfig` or those given here; or a text that
-        will stand behind `position_offset` others, without the special tokens. RequestError where
-        that mode is refused. `handles` gets those of what is computed, to cancel.
+        """Compute a text once, so that prompts that begin with it find it in the cache.
+
+        Documents, and text at another position, are found anywhere by mode="chunk_kv_reuse".
+
+        Args:
+            text: text, token ids or chat messages.
+            position_offset: number of tokens before the text in later prompts. The text is then
+                computed without special tokens.
+            documents: texts or token ids, split by the options of `EngineConfig` or those given
+                here.
+            handles: list that receives the handles of the computed parts, for cancelling.
+            options: fields of `Terms`: tenant, cache_salt, priority, ...; pin and ttl as in `pin`.
+
+        Raises:
+            RequestError: the text is invalid, or mode="chunk_kv_reuse" is refused.
         """
         terms = Terms.taken_from(options)
         alone = self._documents.read(text, position_offset, documents, terms, options)
@@ -414,10 +472,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         )
 
     def check_reuse(self, **options: Any) -> Verdict:
-        """Return the verdict of the quality gate on mode="chunk_kv_reuse", stored or of a test now.
+        """Return the quality gate's verdict on mode="chunk_kv_reuse", stored or tested now.
 
-        The test runs on an engine of its own over the same model: it evicts nothing of this one's
-        cache and counts in none of its figures. Options: recompute_*.
+        The test runs on another engine over the same model. It evicts nothing from this cache and
+        does not count in its figures.
+
+        Args:
+            options: recompute_* options.
         """
         return self._gate.verdict(self._reuse.own_repair(options))
 
@@ -429,20 +490,26 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         tenant: str | None = None,
         cache_salt: str | None = None,
     ) -> WarmResult:
-        """Compute a prompt unless it is cached, and keep its full blocks there, for `ttl` seconds
-        or until `unpin`.
+        """Compute a prompt if it is not cached, and pin its full blocks.
 
-        CapacityError names the bound (`max_pinned_blocks`) if it leaves no room. Pinning it again
-        gives it a new end.
+        Pinning it again sets a new end.
+
+        Args:
+            ttl: seconds until the pin ends; None: until `unpin`.
+
+        Raises:
+            CapacityError: `max_pinned_blocks` leaves no room.
         """
         return self.warm(prompt, tenant=tenant, cache_salt=cache_salt, pin=True, ttl=ttl)
 
     def unpin(
         self, prompt: Prompt, *, tenant: str | None = None, cache_salt: str | None = None
     ) -> int:
-        """End the pin of a prompt; its blocks stay cached as any others. Returns how many are
-        pinned no more: 0 if this tenant and salt pinned no such prompt, fewer than it has where
-        other pins share them.
+        """End the pin of a prompt; its blocks stay cached like others.
+
+        Returns:
+            The number of blocks that are no longer pinned: 0 if this tenant and salt did not pin
+                the prompt, fewer than its blocks if other pins share them.
         """
         terms = Terms(tenant=tenant, cache_salt=cache_salt)
         token_ids = self._intake.token_ids(prompt, terms)
@@ -452,10 +519,10 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     def warm_result(
         self, token_ids: Sequence[int], *, tenant: str | None = None, cache_salt: str | None = None
     ) -> WarmResult:
-        """What of a prompt is in the cache now, as `warm` reports it; computes nothing."""
+        """Return the cached part of a prompt as `warm` reports it, without computing anything."""
         root = self._intake.root(Terms(tenant=tenant, cache_salt=cache_salt))
         with self._core.reading():
-            # One more token, because the last one of a prompt is never served.
+            # One more token, because the last token of a prompt is never taken from the cache.
             servable = self._parts.manager.peek((*token_ids, 0), root)
         config = self._config
         return WarmResult.of(servable, len(token_ids), config.chunk_tokens, config.block_size)
@@ -465,8 +532,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
     def kept_answers(
         self, *, tenant: str | None = None, cache_salt: str | None = None
     ) -> KeptAnswers:
-        """The token ids of this tenant's answers; chat messages given as a prompt use them by
-        themselves.
+        """Return the stored token ids of this tenant's answers.
+
+        Chat messages given as a prompt use them automatically.
         """
         owner, root = (
             self._intake.root(Terms(tenant=tenant, cache_salt=salt)) for salt in (None, cache_salt)
@@ -474,11 +542,13 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return KeptAnswers(self._core.answers, owner, root)
 
     def logits(self, token_ids: Prompt, start: int = 0) -> npt.NDArray[np.float32]:
-        """Logits float32 [num_tokens - start, vocab_size] of token_ids[start:], through the normal
-        paged path.
+        """Return the logits of token_ids[start:], computed by the normal paged path.
 
-        Row i belongs to token start + i and predicts the one after it. Tokens before `start` may
-        come from the cache.
+        Tokens before `start` may come from the cache.
+
+        Returns:
+            float32 [num_tokens - start, vocab_size]. Row i belongs to token start + i and predicts
+                the next token.
         """
         return self._logits(token_ids, start, GenerationMode.PREFIX_CACHE)
 
@@ -490,10 +560,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         mode: GenerationMode | str = GenerationMode.PREFIX_CACHE,
         **options: Any,
     ) -> CorrectnessReport:
-        """Run each prompt without and with the cache and compare tokens, logits and distributions;
-        see `CorrectnessReport`. Default prompts are made from the tokenizer; an integer in their
-        place is max_new_tokens. Sampling options may be given; with mode="chunk_kv_reuse", which is
-        approximate, recompute_* alone: it asks how far greedy answers change.
+        """Run each prompt without and with the cache; compare tokens, logits and distributions.
+
+        Args:
+            prompts: prompts; None: prompts made from the tokenizer. An integer here is
+                max_new_tokens.
+            mode: the mode to compare. chunk_kv_reuse is approximate, so the report measures how far
+                greedy answers change.
+            options: sampling options; with mode="chunk_kv_reuse", only recompute_*.
         """
         if isinstance(prompts, str):
             raise RequestError("prompts is a string; verify_correctness takes a list of prompts")
@@ -505,7 +579,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return verify(self, self._gate, self._reuse, mode, prompts, max_new_tokens, options)
 
     def paged_stats(self) -> dict[str, Any]:
-        """State of pool, memory and engine; keys in `stats.paged_stats`."""
+        """Return figures of pool, memory and engine; `stats.paged_stats` lists the keys."""
         with self._core.reading():
             return stats.paged_stats(
                 self._parts,
@@ -516,50 +590,55 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             )
 
     def block_map(self) -> list[int]:
-        """One number per block: 0 free, 1 cached and idle, 2 in use, 3 shared, 4 in use at another
-        position.
+        """Return one number per block.
+
+        0: free, 1: cached, 2: in use, 3: shared, 4: in use at another position.
         """
         with self._core.reading():
             return stats.block_map(self._parts, self._scheduler)
 
     def block_details(self, limit: int = 4096) -> list[BlockDetail]:
-        """State, tokens and references of the first `limit` blocks, by block id; no prompt text."""
+        """Return state, tokens and references of the first `limit` blocks, without prompt text."""
         with self._core.reading():
             return stats.block_details(self._parts, self._scheduler, limit)
 
     def num_running(self) -> int:
-        """Requests that hold blocks. Does not wait for the engine, nor do the next four."""
+        """Return the number of requests that hold blocks, without waiting for the engine."""
         return len(self._scheduler.running)
 
     def num_waiting(self) -> int:
-        """Requests that are queued or were preempted."""
+        """Return the number of queued or preempted requests, without waiting."""
         return self._core.num_waiting()
 
     def waiting_tokens(self) -> int:
-        """Tokens of the waiting requests, prompts and what they had generated when they were
-        preempted.
+        """Return the number of tokens of waiting requests, without waiting.
+
+        The output that a preempted request had generated is included.
         """
         return self._core.waiting_tokens()
 
     def is_alive(self) -> bool:
-        """Whether the engine can take requests: not closed, and its thread has not died."""
+        """Return whether the engine can take requests: not closed, and its thread is alive."""
         return self._core.is_alive()
 
     def failure(self) -> BaseException | None:
-        """The error that stopped the engine, None while there is none."""
+        """Return the error that stopped the engine, or None."""
         return self._core.failure
 
     def reset_cache(self) -> int:
-        """Forget every cached block of the pool that is not in use; returns how many. Tiers keep
-        theirs.
+        """Remove all cached blocks of the pool that are not in use. Tiers keep theirs.
+
+        Returns:
+            The number of removed blocks.
         """
         with self._core.reading():
             self._scheduler.speculation.forget_all()
             return self._parts.manager.reset()
 
     def close(self) -> None:
-        """End the engine thread and release pool and model; running requests fail. May be called
-        again.
+        """End the engine thread and free pool and model; running requests fail.
+
+        It may be called again.
         """
         self._finalizer.detach()
         self._core.close()
@@ -582,7 +661,7 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
         return requests
 
     def _say_raw(self) -> None:
-        """Log once that the text is used as it is although the model has a chat template."""
+        """Log once that text is used as it is although the model has a chat template."""
         if self._said_raw or not self._parts.tokenizer.chat_template:
             return
         self._said_raw = True
@@ -601,15 +680,14 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
             yield from self._submit(request)
 
     def _run(self, requests: Sequence[Request]) -> list[GenerationResult]:
-        """Queue all, or none, and wait for the results."""
+        """Queue all requests, or none, and wait for the results."""
         for request in requests:
             self._gate.checked(request)
         return self._calls.run(requests, self._submit)
 
     async def _asubmit(self, prompt: Prompt, options: dict[str, Any]) -> RequestHandle:
-        """Tokenizing may take long, so it runs beside the event loop; a cancel meanwhile cancels
-        the request.
-        """
+        """Queue a request in another thread; cancelling the task cancels it."""
+        # Tokenizing may take long, so it does not run in the event loop.
         entry = RequestArrival(time.perf_counter())
         task = asyncio.ensure_future(
             asyncio.to_thread(lambda: self._submit(self._intake.read(prompt, options, entry)))
@@ -640,9 +718,9 @@ class CPUPagedEngine(Embeds, KVBoostViews, TellsResidency):
 
 
 def _one_model(**names: str | Path | None) -> str | Path:
-    """Return the model that is given under one of these names; the bundled one without any.
+    """Return the model that is given under one of these names, or the bundled one.
 
-    Raises ConfigError if it is given under two.
+    Raises ConfigError if it is given under two names.
     """
     given = _given(**names)
     if len(given) > 1:
@@ -658,14 +736,14 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _length(sampling: object, max_new_tokens: int | None) -> dict[str, Any]:
-    """Return the option max_new_tokens; nothing if it is not given and `sampling` has its own."""
+    """Return the option max_new_tokens; nothing if `sampling` has its own and it is not given."""
     unset = sampling is not None and max_new_tokens == _MAX_NEW_TOKENS
     return {} if unset else {"max_new_tokens": max_new_tokens}
 
 
 @contextlib.contextmanager
 def _gate_apart(build: _Build, config: EngineConfig, num_blocks: int) -> Iterator[QualityGate]:
-    """Open another engine over the same model, without tiers; the context is its quality gate."""
+    """Open another engine over the same model, without tiers; yield its quality gate."""
     small = dataclasses.replace(config, num_blocks=num_blocks, **_OWN_MEMORY)
     with CPUPagedEngine._built_by(build, small) as engine:
         yield engine._gate

@@ -1,8 +1,8 @@
-"""Sampling: from logits to the next token, a closure with only the enabled steps. NumPy only.
+"""Sampling: from logits to the next token, with only the enabled steps. NumPy only.
 
-The steps run in this order: penalties, logit bias, tokens that are never drawn, temperature, top_k,
-top_p, min_p, draw. Ties are broken by token id. The random number of a token is Philox keyed by
-(seed, position), so that it depends neither on the batch nor on preemption.
+The steps run in this order: penalties, logit bias, suppressed tokens, temperature, top_k, top_p,
+min_p, draw. Ties are broken by token id. The random number of a token is Philox keyed by (seed,
+position), so that it depends neither on the batch nor on preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Floats = npt.NDArray[np.float32]
 
 
 class Sampler(Protocol):
-    """Chooses the next token from logits float32 [vocab_size], which it only reads."""
+    """A function that chooses the next token from logits, float32 [vocab_size], without changing
+    them.
+    """
 
     def __call__(
         self,
@@ -32,19 +34,24 @@ class Sampler(Protocol):
         largest: int | None = None,
         /,
     ) -> int:
-        """token_ids: all so far, num_prompt of them the prompt's; largest: where the largest logit
-        is, if known.
+        """Return the id of the next token.
+
+        Args:
+            logits: float32 [vocab_size].
+            token_ids: prompt and output so far.
+            num_prompt: number of prompt tokens.
+            largest: index of the largest logit, if known.
         """
         ...
 
 
-# Sorting 150,000 logits costs about 10 ms; the nucleus nearly always lies within this many of the
-# largest.
+# Sorting 150,000 logits takes about 10 ms. The nucleus is nearly always within this many of the
+# largest ones.
 _TOP_P_CANDIDATES = 1024
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) that belongs to the token at `position` under `seed`."""
+    """Return the random number in [0, 1) of the token at `position` under `seed`."""
     return float(
         np.random.Generator(
             np.random.Philox(key=np.array([seed, position], dtype=np.uint64))
@@ -53,11 +60,11 @@ def uniform(seed: int, position: int) -> float:
 
 
 def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = ()) -> Sampler:
-    """A sampler for one request. It keeps no state between calls: everything follows from its
-    arguments.
+    """Return the sampler of one request, which keeps no state between calls.
 
-    suppressed: tokens that are not drawn, whatever bias they have; what log probabilities tell is
-    the model's own.
+    Args:
+        suppressed: tokens that are never drawn, whatever their bias. Log probabilities still count
+            them.
     """
     adjust = _make_adjust(params, suppressed)
 
@@ -74,8 +81,8 @@ def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = 
         cumulative = np.cumsum(probs)
         draw = uniform(seed, len(token_ids)) * cumulative[-1]
         index = int(np.searchsorted(cumulative, draw, side="right"))
-        # Rounding can put the draw on the very end; the last token that has any probability takes
-        # it.
+        # Rounding can put the draw at the very end. It then belongs to the last token with any
+        # probability.
         index = min(index, int(np.flatnonzero(probs)[-1]))
         return index if ids is None else int(ids[index])
 
@@ -85,8 +92,9 @@ def make_sampler(params: SamplingParams, seed: int, suppressed: Sequence[int] = 
 def sampling_distribution(
     logits: Floats, token_ids: Sequence[int], num_prompt: int, params: SamplingParams
 ) -> npt.NDArray[np.float64]:
-    """The distribution float64 [vocab_size] that the next token is drawn from (greedy: the model's
-    own softmax).
+    """Return the distribution from which the next token is drawn, float64 [vocab_size].
+
+    For greedy sampling it is the model's own softmax.
     """
     adjusted = _make_adjust(params)(logits, token_ids, num_prompt)
     if not params.samples:
@@ -99,8 +107,11 @@ def sampling_distribution(
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """Log probabilities under the model's own logits: of `token_id` and of the `num_top` most
-    likely tokens.
+    """Return log probabilities under the model's own logits.
+
+    Args:
+        token_id: the chosen token.
+        num_top: number of most likely tokens to report.
     """
     wide = logits.astype(np.float64)
     peak = wide.max()
@@ -116,8 +127,9 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
 def _make_adjust(
     params: SamplingParams, suppressed: Sequence[int] = ()
 ) -> Callable[[Floats, Sequence[int], int], Floats]:
-    """Penalties, bias, and what is never drawn. The result is the given array itself when nothing
-    is enabled, else a copy.
+    """Return a function that applies penalties, bias and suppression to logits.
+
+    It returns the given array itself if none is enabled, else a copy.
     """
     steps: list[Callable[[Floats, Sequence[int], int], None]] = []
     if params.repetition_penalty not in (None, 1.0):
@@ -171,12 +183,14 @@ def _make_adjust(
 def _filtered(
     logits: Floats, params: SamplingParams
 ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
-    """Token ids (None: all, in order) and their probabilities (they need not sum to one), after all
-    filters.
+    """Return the tokens that remain after all filters.
+
+    Returns:
+        Their ids (None: all, in order), and their probabilities, which need not sum to 1.
     """
     temperature = 1.0 if params.temperature is None else params.temperature
     scaled = logits.astype(np.float64)
-    # Below the peak a tiny temperature may overflow to -inf, whose probability is the right one: 0.
+    # A tiny temperature may overflow to -inf below the peak, with the correct probability 0.
     with np.errstate(over="ignore"):
         probs = np.exp((scaled - scaled.max()) / temperature)
     ids: npt.NDArray[np.int64] | None = None
@@ -193,8 +207,10 @@ def _filtered(
 def _nucleus(
     logits: Floats, ids: npt.NDArray[np.int64] | None, probs: npt.NDArray[np.float64], top_p: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The smallest set of most likely tokens whose share reaches `top_p`; `ids`, if given, is
-    sorted best first.
+    """Return the smallest set of most likely tokens whose share reaches `top_p`.
+
+    Args:
+        ids: token ids, best first; None: all tokens.
     """
     total = probs.sum()
     if ids is None:
@@ -209,7 +225,7 @@ def _nucleus(
 
 
 def _largest(logits: Floats, count: int) -> npt.NDArray[np.int64]:
-    """Ids of the `count` largest logits, best first, equal ones by token id."""
+    """Return the ids of the `count` largest logits, best first; ties by token id."""
     if count < len(logits):
         threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
         candidates = np.flatnonzero(logits >= threshold)
