@@ -80,6 +80,6 @@ def _checked(model: Any) -> Any:
 
     if not is_model(model):
         raise RequestError(
-            f"{type(model).__name__} is not a transformers model with a config; give one"
+            f"{type(model).__name__} is not a transformers model; pass a model with a config"
         )
     return model

@@ -133,7 +133,7 @@ def batched_decode(
         raise RequestError(
             f"start_pos={start_pos} and an attention mask {tuple(mask.shape)} over "
             f"{slots} slots of {batch} rows do not agree: each row must see exactly start_pos "
-            "slots, or all of a sliding window's"
+            "slots, or all slots of a sliding window"
         )
     cache = DynamicCache(_left_padded(past_kv, mask))
     mask = mask.sort(dim=1).values
@@ -172,9 +172,9 @@ def _check_shared_prefix(kv: LegacyKV, start_pos: int | Sequence[int], *, is_ful
         return
     if not is_full:
         raise RequestError(
-            "the rows begin with the same keys, as after broadcast_kv: give attention_mask=, ones "
-            "for the shared prefix followed by the masks of pad_and_mask, and start_pos= its sum "
-            "per row"
+            "the rows begin with the same keys, as after broadcast_kv: pass attention_mask (ones "
+            "for the shared prefix, followed by the masks of pad_and_mask) and its sum per row as "
+            "start_pos"
         )
     if isinstance(start_pos, int):
         _log_unpadded()
@@ -183,8 +183,8 @@ def _check_shared_prefix(kv: LegacyKV, start_pos: int | Sequence[int], *, is_ful
 @functools.cache
 def _log_unpadded() -> None:
     _LOG.warning(
-        "batched_decode: the rows share a prefix and start_pos counts every slot, so none is taken "
-        "for padding; give attention_mask= if rows were padded, or start_pos= as a list if none was"
+        "batched_decode: the rows share a prefix and start_pos counts every slot, so no slot "
+        "counts as padding; pass attention_mask if rows are padded, otherwise start_pos as a list"
     )
 
 

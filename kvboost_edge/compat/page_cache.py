@@ -28,12 +28,11 @@ __all__ = ["Draft", "KVCache", "PageAllocator", "PageStats"]
 _FILLER = 2**32 - 1
 _ROOT = b"llmds"
 _NOT_OFFERED = {
-    "alloc": "the cache takes pages itself, when a sequence is attached; use KVCache.attach",
-    "free": "the cache frees pages itself, with the last sequence that holds them; use "
-    "KVCache.detach",
-    "defragment": "any free page serves any sequence, so there is nothing to compact",
-    "allocation_count": "pages taken are not counted; use allocated_pages",
-    "free_count": "pages given back are not counted; use free_pages",
+    "alloc": "the cache allocates pages when a sequence is attached; use KVCache.attach",
+    "free": "the cache frees pages with the last sequence that holds them; use KVCache.detach",
+    "defragment": "any free page can be used for any sequence, so there is nothing to compact",
+    "allocation_count": "allocations are not counted; use allocated_pages",
+    "free_count": "freed pages are not counted; use free_pages",
 }
 
 
@@ -367,7 +366,7 @@ class PageAllocator:
 
 def _refuse(view: object, name: str) -> NoReturn:
     """Raise AttributeError for a name that a view lacks, with the reason if llmds has it."""
-    reason = f" is not offered: {_NOT_OFFERED[name]}" if name in _NOT_OFFERED else ""
+    reason = f" is not supported: {_NOT_OFFERED[name]}" if name in _NOT_OFFERED else ""
     raise AttributeError(f"{type(view).__name__}.{name}{reason or ' does not exist'}")
 
 
@@ -425,8 +424,8 @@ class Draft:
     def _check_open(self) -> None:
         if not self._open:
             raise RequestError(
-                f"the draft of seq_id={self._seq_id!r} is closed: decided, or its sequence has "
-                "changed"
+                f"the draft of seq_id={self._seq_id!r} is closed: it was accepted or rejected, or "
+                "its sequence has changed"
             )
 
 

@@ -145,7 +145,7 @@ def as_api_error(error: BaseException, *, engine_alive: bool = True) -> ApiError
     if not engine_alive:
         return ApiError(
             500,
-            "the engine stopped after an error while it ran this request",
+            "the engine stopped after an error while running this request",
             code="engine_stopped",
         )
     if isinstance(error, KVBoostError):

@@ -61,7 +61,7 @@ class ServerSettings:
         metavar="ADDRESS",
     )
     port: int = option(
-        8000, "Port to listen on; 0 takes a free one", int, group="Server", low=0, high=65535
+        8000, "Port to listen on; 0: any free port", int, group="Server", low=0, high=65535
     )
     model_name: str = option(
         "kvboost-edge", "Name of the model in answers", group="Model", flag=None
@@ -88,7 +88,7 @@ class ServerSettings:
         flag="--admin-api-key",
         many=True,
         metavar="KEY",
-        unset="none; a single API key may do so too",
+        unset="none; a single API key may do so, too",
         secret=True,
     )
     insecure: bool = option(
@@ -208,7 +208,7 @@ class ServerSettings:
     )
     write_seconds: float = option(
         30.0,
-        "Longest time that a client may read nothing of its answer",
+        "Longest time that a client may go without reading its answer",
         float,
         group="Limits",
         unit="seconds",
@@ -245,7 +245,7 @@ class ServerSettings:
     )
     max_model_bytes: int | None = option(
         None,
-        "Deprecated, use max_memory. Memory of the weights, pools and states alone of all loaded "
+        "Deprecated, use max_memory. Memory of weights, pools and recurrent state of all loaded "
         "models, such as 8GB; the smaller allowance applies if both are given",
         int,
         group="Limits",
@@ -428,8 +428,7 @@ def collect_api_keys(
         ]
         if value and not found:
             raise ConfigError(
-                f"the environment variable {name} is set and holds no key; unset it for an open "
-                "server"
+                f"the environment variable {name} is set but holds no key; set a key, or unset it"
             )
         keys += found
     return tuple(dict.fromkeys(keys))

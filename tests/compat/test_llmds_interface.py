@@ -156,13 +156,13 @@ def test_page_size_and_allocator_are_read_only_views(cache):
     [("alloc", "KVCache.attach"), ("free", "KVCache.detach"), ("defragment", "nothing to compact")],
 )
 def test_pages_cannot_be_taken_from_the_allocator(cache, name, way_out):
-    with pytest.raises(AttributeError, match=f"PageAllocator.{name} is not offered: .*{way_out}"):
+    with pytest.raises(AttributeError, match=f"PageAllocator.{name} is not supported: .*{way_out}"):
         getattr(cache.allocator, name)
 
 
 def test_counts_that_are_not_kept_are_refused_by_name(cache):
     for name in ("allocation_count", "free_count"):
-        with pytest.raises(AttributeError, match=f"PageStats.{name} is not offered: .*_pages"):
+        with pytest.raises(AttributeError, match=f"PageStats.{name} is not supported: .*_pages"):
             getattr(cache.allocator.stats(), name)
     with pytest.raises(AttributeError, match=r"PageStats\.other does not"):
         _ = cache.allocator.stats().other

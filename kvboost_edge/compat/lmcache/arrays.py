@@ -94,7 +94,7 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
     if isinstance(kv, np.ndarray) or is_tensor(kv):
         if kv.ndim != 5 or kv.shape[1] != 2:
             raise RequestError(
-                f"a blob of keys and values is [num_layers, 2, …] with 5 axes, not {list(kv.shape)}"
+                f"a KV blob must have 5 axes, [num_layers, 2, …], not {list(kv.shape)}"
             )
         kv = [(kv[layer, 0], kv[layer, 1]) for layer in range(kv.shape[0])]
     if (
@@ -103,24 +103,22 @@ def read_kv(kv: Any, fmt: str) -> KeysAndValues:
         or not all(isinstance(p, Sequence) and len(p) == 2 for p in kv)
     ):
         raise RequestError(
-            "keys and values must be (k, v) of each layer, at least one, or a blob [num_layers, "
-            "2, …]"
+            "KV must be (k, v) of each layer, at least one, or a blob [num_layers, 2, …]"
         )
     words = [[_as_words(array) for array in pair] for pair in kv]
     kinds = {(*kind, array.shape) for pair in words for kind, array in pair}
     if len(kinds) > 1:
         raise RequestError(
-            f"k and v of all layers must be of one type and shape, not of {len(kinds)}: "
-            f"{sorted(kinds)}"
+            f"k and v of all layers must have one type and shape, not {len(kinds)}: {sorted(kinds)}"
         )
     library, dtype, itemsize, axes = kinds.pop()
     if len(axes) != 3:
-        raise RequestError(f"k and v have 3 axes in the format {fmt!r}, not {list(axes)}")
+        raise RequestError(f"k and v must have 3 axes in the format {fmt!r}, not {list(axes)}")
     tokens = axes[_TOKEN_AXIS[fmt]]
     heads = axes[1 - _TOKEN_AXIS[fmt]]
     head_size = axes[2]
     if not heads * head_size:
-        raise RequestError(f"k and v of {heads} heads of {head_size} hold nothing")
+        raise RequestError(f"k and v are empty: {heads} heads of size {head_size}")
     shape = ChunkShape(library, dtype, itemsize, len(words), heads, head_size, tokens)
     return KeysAndValues(shape, [(k, v) for (_, k), (_, v) in words])
 
@@ -151,7 +149,7 @@ def assemble(chunks: Sequence[tuple[ChunkShape, NDArray[np.uint8]]], skip: int, 
         torch = importlib.import_module("torch")
     except ImportError as error:
         raise BackendUnavailable(
-            "these keys and values were stored as torch tensors, and torch is not installed; "
+            "this KV was stored as torch tensors, and torch is not installed; "
             f"install the extra: {install_extra('torch')}"
         ) from error
     words = torch.from_numpy(blob.view(np.dtype(_TORCH_WORDS[first.itemsize])))
@@ -195,23 +193,18 @@ def _as_words(array: Any) -> tuple[tuple[str, str, int], NDArray[Any]]:
             or array.is_complex()
             or array.itemsize not in _WORDS
         ):
-            raise RequestError(
-                f"keys and values of {array.dtype}, {array.layout}, cannot be stored"
-            )
+            raise RequestError(f"KV of type {array.dtype}, layout {array.layout}, cannot be stored")
         plain = array.detach().cpu().view(getattr(torch, _TORCH_WORDS[array.itemsize])).numpy()
         kind = ("torch", str(array.dtype).removeprefix("torch."), int(array.itemsize))
     elif isinstance(array, np.ndarray):
         if not _is_numpy_type(array.dtype.str, array.itemsize):
             raise RequestError(
-                f"keys and values of {array.dtype} cannot be stored; real numbers of 1 to 8 bytes "
-                "can"
+                f"KV of type {array.dtype} cannot be stored; use real numbers of 1 to 8 bytes"
             )
         plain = array
         kind = ("numpy", array.dtype.str, array.itemsize)
     else:
-        raise RequestError(
-            f"keys and values must be NumPy arrays or torch tensors, not {type(array).__name__}"
-        )
+        raise RequestError(f"KV must be NumPy arrays or torch tensors, not {type(array).__name__}")
     return kind, plain.view(_WORDS[kind[2]])
 
 

@@ -34,7 +34,7 @@ class LMCacheEngineBuilder:
             elif (engine.config, engine.metadata) != (config, metadata):
                 raise ConfigError(
                     f"instance_id={instance_id!r} exists with another configuration, "
-                    f"{engine.config} and {engine.metadata}; destroy it first, or take another name"
+                    f"{engine.config} and {engine.metadata}; destroy it first, or use another name"
                 )
             return engine
 

@@ -32,7 +32,7 @@ def token_bytes(tokens: Any) -> bytes:
         raise RequestError(f"tokens must be one row of integers, not {_described(array)}")
     if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MAX_TOKEN_ID:
         raise RequestError(
-            f"tokens must lie in [0, {_MAX_TOKEN_ID}], not in [{array.min()}, {array.max()}]"
+            f"tokens must be in [0, {_MAX_TOKEN_ID}], not in [{array.min()}, {array.max()}]"
         )
     return array.astype("<u4").tobytes()
 

@@ -90,7 +90,7 @@ class LMCacheEngineConfig:
         kinds = [_kind(backend) for backend in given]
         if not kinds or len(set(kinds)) < len(kinds):
             raise ConfigError(
-                f"backend names {kinds}: at least one place, and one of each kind at most"
+                f"backend={kinds} must name at least one backend, and each kind at most once"
             )
 
     @classmethod
@@ -106,14 +106,14 @@ class LMCacheEngineConfig:
         unknown = sorted(options.keys() - _LATER.keys() - _OWN)
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: not offered; there are "
+                f"{', '.join(unknown)}: not supported; supported: "
                 f"{', '.join(sorted(_LATER.keys() | _OWN))}"
             )
         own = {name: value for name, value in options.items() if name in _OWN}
         given = {**_LATER, **options}
         for name, only in (("cache_policy", "LRU"), ("remote_serde", "naive")):
             if given[name] != only:
-                raise ConfigError(f"{name}={given[name]!r} is not offered, only {only!r}")
+                raise ConfigError(f"{name}={given[name]!r} is not supported; use {only!r}")
         backends = ["memory"] if given["local_cpu"] else []
         if given["local_disk"]:
             backends.append("file://" + str(given["local_disk"]).removeprefix("file://"))
@@ -142,7 +142,7 @@ class LMCacheEngineConfig:
             if not variable.startswith("LMCACHE_") or name in _NOT_OF_THE_CACHE:
                 continue
             if name not in _LATER:
-                raise ConfigError(f"the environment variable {variable} is not offered; unset it")
+                raise ConfigError(f"the environment variable {variable} is not supported; unset it")
             options[name] = _parsed(variable, environment[variable], _LATER[name])
         return cls.from_defaults(**options)
 
@@ -172,7 +172,7 @@ class LMCacheEngineMetadata:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str) or not self.model_name:
-            raise ConfigError(f"model_name={self.model_name!r} must be a text that is not empty")
+            raise ConfigError(f"model_name={self.model_name!r} must be a non-empty string")
         for name in ("world_size", "worker_id"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -209,7 +209,7 @@ def space_of(*fields: object) -> bytes:
 
 def _gib(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**33:
-        raise ConfigError(f"{name}={value!r} must be a size in GiB, above 0")
+        raise ConfigError(f"{name}={value!r} must be a size in GiB above 0")
     return max(1, int(value * 2**30))
 
 

@@ -82,14 +82,14 @@ class LMCacheEngine:
         start = num_skipped("kv_tensors_mask", kv_tensors_mask, num_tokens)
         if start % self.chunk_size:
             raise RequestError(
-                f"kv_tensors_mask leaves out {start} tokens, which is no multiple of "
+                f"kv_tensors_mask skips {start} tokens, which is not a multiple of "
                 f"chunk_size={self.chunk_size}"
             )
         kv = read_kv(kv_tensors_raw, self._fmt)
         if kv.shape.num_tokens != num_tokens - start:
             raise RequestError(
-                f"keys and values of {kv.shape.num_tokens} tokens were given for "
-                f"{num_tokens - start}: {num_tokens} tokens, of which the mask leaves out {start}"
+                f"KV of {kv.shape.num_tokens} tokens was given for {num_tokens - start}: "
+                f"{num_tokens} tokens, of which the mask skips {start}"
             )
         addresses = chunk_addresses(self._space, ids, self.chunk_size)
         if num_tokens % self.chunk_size and not self.config.save_unfull_chunk:
@@ -201,7 +201,7 @@ class LMCacheEngine:
             other = [store.name for store in stores if not isinstance(store, MemoryStore)]
             if other:
                 raise RequestError(
-                    f"all of {', '.join(other)} cannot be cleared from here; name the tokens"
+                    f"all of {', '.join(other)} cannot be cleared; pass the tokens to drop"
                 )
             return sum(store.clear() for store in stores if isinstance(store, MemoryStore))
         ids, _ = self._tokens(tokens)
@@ -239,7 +239,7 @@ class LMCacheEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RequestError("this engine is closed; make another one")
+            raise RequestError("this engine is closed; create another one")
 
     def _cut(
         self, kv: KeysAndValues, addresses: Sequence[BlockAddress], first: int, *, replace: bool

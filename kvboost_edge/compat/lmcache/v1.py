@@ -25,12 +25,12 @@ _LOCATIONS = {"LocalCPUBackend": "memory", "LocalDiskBackend": "disk", "RemoteBa
 _REFUSED = {
     "store_layer": "a chunk is one record of all layers; use store",
     "retrieve_layer": "a chunk is one record of all layers; use retrieve",
-    "async_lookup_and_prefetch": "what is found is read at once; use retrieve",
-    "move": "chunks lie in every backend of the configuration",
-    "compress": "chunks are kept as they were given",
-    "decompress": "chunks are kept as they were given",
-    "freeze": "an engine always stores what it is given",
-    "get_kv_events": "no events are kept; use stats()",
+    "async_lookup_and_prefetch": "chunks are read immediately; use retrieve",
+    "move": "chunks are stored in every backend of the configuration",
+    "compress": "chunks are stored unchanged",
+    "decompress": "chunks are stored unchanged",
+    "freeze": "an engine always stores its input",
+    "get_kv_events": "events are not recorded; use stats()",
 }
 
 
@@ -66,10 +66,10 @@ class LMCacheMetadata:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_name, str) or not self.model_name:
-            raise ConfigError(f"model_name={self.model_name!r} must be a text that is not empty")
+            raise ConfigError(f"model_name={self.model_name!r} must be a non-empty string")
         if self.use_mla:
             raise ConfigError(
-                "use_mla=True is not offered: keys and values are stored as two tensors of one "
+                "use_mla=True is not supported: keys and values are stored as two tensors of one "
                 "shape"
             )
         if self.kv_shape is not None and (len(self.kv_shape) != 5 or self.kv_shape[1] != 2):
@@ -106,7 +106,7 @@ class LMCacheEngine:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _REFUSED:
-            raise RequestError(f"{name}() is not offered: {_REFUSED[name]}")
+            raise RequestError(f"{name}() is not supported: {_REFUSED[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def post_init(self, **_: Any) -> None:
@@ -158,8 +158,8 @@ class LMCacheEngine:
             )
             if mine != stored:
                 raise RequestError(
-                    f"kvcaches are {len(layers)} layers of {mine[0]}, stored are {len(found)} of "
-                    f"{stored[0]}; pass arrays like those that were stored"
+                    f"kvcaches have {len(layers)} layers of {mine[0]}, but {len(found)} of "
+                    f"{stored[0]} were stored; pass arrays like the stored ones"
                 )
             for targets, sources in zip(layers, found, strict=True):
                 for target, source in zip(targets, sources, strict=True):
@@ -187,9 +187,7 @@ class LMCacheEngine:
         """
         self._tokens("lookup", tokens, hashes=hashes, request_configs=request_configs)
         if pin and lookup_id is None:
-            raise RequestError(
-                "lookup(pin=True) needs a lookup_id, by which lookup_unpin gives it up"
-            )
+            raise RequestError("lookup(pin=True) needs a lookup_id, which lookup_unpin takes")
         keys: list[bytes] | None = [] if pin else None
         length = self._engine.find_prefix(tokens, _kinds("search_range", search_range), keys)
         if keys and lookup_id is not None:
@@ -216,7 +214,7 @@ class LMCacheEngine:
         way.
         """
         if request_configs is not None:
-            raise RequestError("clear(request_configs=) is not offered")
+            raise RequestError("clear(request_configs=) is not supported")
         return self._engine.forget(tokens, _kinds("locations", locations))
 
     def health(self) -> bool:
@@ -231,8 +229,7 @@ class LMCacheEngine:
         for name, value in refused.items():
             if value is not None:
                 raise RequestError(
-                    f"{method}({name}=) is not offered: chunks are found by their tokens; pass "
-                    "tokens="
+                    f"{method}({name}=) is not supported: chunks are found by tokens; pass tokens="
                 )
         if not hasattr(tokens, "__len__"):
             raise RequestError(f"{method}() needs tokens, one row of integers, not {tokens!r}")
@@ -253,8 +250,8 @@ def _layers(kvcaches: Any, num_tokens: int) -> list[tuple[Any, Any]]:
     """Return (k, v) of each layer; each must have `num_tokens` rows."""
     if not isinstance(kvcaches, Sequence) or not kvcaches:
         raise RequestError(
-            "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; no "
-            "connector is used"
+            "kvcaches must be (k, v) of each layer, [num_tokens, num_heads, head_size]; connectors "
+            "are not supported"
         )
     for pair in kvcaches:
         if (
@@ -288,5 +285,5 @@ def _kinds(name: str, locations: Sequence[str] | None) -> list[str] | None:
     given = [locations] if isinstance(locations, str) else list(locations)
     unknown = [location for location in given if location not in _LOCATIONS]
     if unknown:
-        raise RequestError(f"{name}={unknown} must be of {', '.join(_LOCATIONS)}")
+        raise RequestError(f"{name}={unknown} must be any of {', '.join(_LOCATIONS)}")
     return [_LOCATIONS[location] for location in given]

@@ -169,7 +169,7 @@ class _StrictConnection(h11.Connection):
         self._chunks += data.chunk_start
         self._chunk_bytes += len(data.data)
         if self._chunks > _FEW_CHUNKS and self._chunk_bytes < self._chunks * _MEAN_CHUNK:
-            raise h11.RemoteProtocolError("thousands of tiny chunks")
+            raise h11.RemoteProtocolError("too many tiny chunks")
 
 
 class DeadlineProtocol(H11Protocol):

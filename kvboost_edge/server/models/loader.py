@@ -259,7 +259,7 @@ class Loader:
         source = served.source
         assert source is not None
         if served.planned is None:
-            served.waits_for = "its files are inspected"
+            served.waits_for = "its files are being inspected"
             served.planned = await in_thread(source.plan, unwanted=lambda planned: None)
         while True:
             each = served.last_overhead or max(one.last_overhead for one in self._all)

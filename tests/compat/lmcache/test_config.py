@@ -46,8 +46,8 @@ def test_the_names_of_the_first_engine():
         ({"backend": "file://"}, "backend=file://…"),
         ({"backend": 5}, "backend=5"),
         ({"backend": "lm://user:hunter2@h"}, "backend=lm://…"),
-        ({"backend": []}, "at least one place"),
-        ({"backend": ["memory", "cpu"]}, "one of each kind"),
+        ({"backend": []}, "at least one backend"),
+        ({"backend": ["memory", "cpu"]}, "each kind at most once"),
     ],
 )
 def test_bad_values_are_refused_by_name(options, message):
@@ -121,11 +121,11 @@ def test_the_later_names_and_defaults():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_blending": True}, "enable_blending: not offered"),
+        ({"enable_blending": True}, "enable_blending: not supported"),
         ({"cache_policy": "LFU"}, "cache_policy='LFU'"),
         ({"remote_serde": "cachegen"}, "remote_serde='cachegen'"),
         ({"local_disk": "/d"}, "max_local_disk_size=0.0"),
-        ({"local_cpu": False}, "at least one place"),
+        ({"local_cpu": False}, "at least one backend"),
         ({"max_local_cpu_size": -1}, "max_local_cpu_size=-1"),
         ({"remote_url": "lm://h"}, "backend=lm://…"),
     ],
@@ -160,7 +160,7 @@ def test_the_environment_sets_what_from_defaults_takes():
     [
         ("LMCACHE_CHUNK_SIZE", "many", "LMCACHE_CHUNK_SIZE='many' must be a number"),
         ("LMCACHE_LOCAL_CPU", "maybe", "LMCACHE_LOCAL_CPU='maybe' must be true or false"),
-        ("LMCACHE_ENABLE_P2P", "1", "LMCACHE_ENABLE_P2P is not offered"),
+        ("LMCACHE_ENABLE_P2P", "1", "LMCACHE_ENABLE_P2P is not supported"),
         ("LMCACHE_CONFIG_FILE", "f", "CONFIG_FILE is not"),
     ],
 )

@@ -168,8 +168,12 @@ def test_counters(engine):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("store", (TOKENS, kv_of(TOKENS[:9])), "9 tokens were given for 10"),
-        ("store", (TOKENS, kv_of(TOKENS[:7]), np.arange(10) >= 3), "no multiple of chunk_size=4"),
+        ("store", (TOKENS, kv_of(TOKENS[:9])), "9 tokens was given for 10"),
+        (
+            "store",
+            (TOKENS, kv_of(TOKENS[:7]), np.arange(10) >= 3),
+            "not a multiple of chunk_size=4",
+        ),
         ("store", (TOKENS, kv_of(TOKENS), np.arange(10) < 4), "False for the first tokens"),
         ("retrieve", (TOKENS, np.arange(10) < 4), "False for the first tokens"),
         ("retrieve", (TOKENS, np.ones(9, bool)), "10 booleans"),
@@ -235,7 +239,7 @@ def test_the_later_engine():
     assert engine.clear(tokens=TOKENS, locations=["LocalCPUBackend"]) == 3
     assert engine.lookup(TOKENS) == 0
     for name in ("store_layer", "retrieve_layer", "move", "compress", "freeze"):
-        with pytest.raises(RequestError, match=rf"{name}\(\) is not offered"):
+        with pytest.raises(RequestError, match=rf"{name}\(\) is not supported"):
             getattr(engine, name)
     engine.close()
     assert v1.LMCacheEngineConfig.from_env({"LMCACHE_CHUNK_SIZE": "4"}).chunk_size == 4

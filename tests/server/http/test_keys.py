@@ -305,7 +305,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(name, value):
     if single and value.strip():
         assert collect_api_keys((), None, {name: value}) == (value.strip(),)
         return
-    with pytest.raises(ConfigError, match=f"{name} is set and holds no key"):
+    with pytest.raises(ConfigError, match=f"{name} is set but holds no key"):
         collect_api_keys((), None, {name: value}, name.removesuffix("S"))
     assert collect_api_keys((), None, {name: ""}, name.removesuffix("S")) == ()
 

@@ -28,4 +28,4 @@ def _finite(text: str) -> float:
 
 
 def _refuse(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")

@@ -68,7 +68,7 @@ GENERATING: dict[str, Foreign] = {
     "dry_penalty_last_n": _IGNORED,
     "dry_sequence_breakers": _IGNORED,
     "samplers": Foreign("the order of the samplers is fixed"),
-    "repeat_last_n": Foreign("repetition_penalty looks at the whole prompt and output", (-1,)),
+    "repeat_last_n": Foreign("repetition_penalty covers the whole prompt and output", (-1,)),
     "penalize_nl": Foreign("use logit_bias", (True,)),
     "min_keep": Foreign(_SAMPLER, (0, 1)),
     "n_probs": Foreign("use logprobs (in chat logprobs and top_logprobs)", (0,)),

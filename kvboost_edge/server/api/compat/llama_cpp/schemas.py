@@ -87,7 +87,7 @@ def _pieces(value: Any) -> Pieces:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
         raise field_error(
-            "prompt", "must be a text, a list of token ids, or a list of texts and token ids"
+            "prompt", "must be a string, a list of token ids, or a list of strings and token ids"
         )
     found: Pieces = []
     for part in parts:
@@ -99,9 +99,7 @@ def _pieces(value: Any) -> Pieces:
         elif type(part) is int:
             found.append([part])
         else:
-            raise field_error(
-                "prompt", "must hold only token ids and texts of at least one character"
-            )
+            raise field_error("prompt", "must hold only token ids and non-empty strings")
     size = sum(map(len, found))
     if size > COUNTS["text"].high:
         raise field_error(

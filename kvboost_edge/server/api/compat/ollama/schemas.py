@@ -38,7 +38,7 @@ _OPTIONS = {
     "mirostat_eta": _IGNORED,
     "tfs_z": Foreign(_SAMPLER, (1,)),
     "typical_p": Foreign(_SAMPLER, (1,)),
-    "repeat_last_n": Foreign("repeat_penalty looks at the whole prompt and output", (-1,)),
+    "repeat_last_n": Foreign("repeat_penalty covers the whole prompt and output", (-1,)),
     "penalize_newline": Foreign("repeat_penalty always includes line ends", (True,)),
 }
 _TEMPLATE = "the model's own chat template is used; set raw: true to send a prompt without it"

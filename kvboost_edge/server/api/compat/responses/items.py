@@ -183,7 +183,7 @@ def _text(value: Any, what: str, count: str, *, empty: bool = False) -> str:
     most = int(COUNTS[count].high)
     if not is_text(value) or len(value) > most or not (value or empty):
         raise field_error(
-            "items", f"{what} must be a text of {0 if empty else 1}..{most} characters"
+            "items", f"{what} must be a string of {0 if empty else 1}..{most} characters"
         )
     return str(value)
 
