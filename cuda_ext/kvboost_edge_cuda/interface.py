@@ -460,6 +460,7 @@ def _num_ctas(longest_q: int, num_q_heads: int, num_kv_heads: int, num_seqs: int
 
 
 def _check_dims(**tensors: tuple[torch.Tensor, int]) -> None:
+    """Check the number of dimensions, head_dim and dtype of named tensors."""
     for name, (tensor, dims) in tensors.items():
         if tensor.dim() != dims:
             raise ValueError(f"{name} of shape {tuple(tensor.shape)} must have {dims} dimensions")
@@ -476,6 +477,7 @@ def _check_dims(**tensors: tuple[torch.Tensor, int]) -> None:
 
 
 def _check_device(q: torch.Tensor) -> None:
+    """Raise NotImplementedError if the GPU is too old for the dtype."""
     if q.device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(q.device)
@@ -494,6 +496,7 @@ def _mask(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Mask:
+    """Return the scale and the mask as FlashAttention defines them; -1 is an unlimited side."""
     left, right = (max(-1, int(side)) for side in window_size)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return Mask(float(scale), left, 0 if causal else right, float(softcap))

@@ -65,11 +65,20 @@ def decode_rows(name: str, data: Bytes, out: Floats) -> None:
 
 @kernel
 def _half(data: Bytes, at: int, halves: Floats) -> Any:
+    """Return the float16 at a byte index as float32."""
     return halves[np.int64(data[at]) | np.int64(data[at + 1]) << 8]
 
 
 @kernel
 def _decode(kind: int, data: Bytes, halves: Floats, out: Floats) -> None:
+    """Dequantize the blocks of any type in DECODED, flattened.
+
+    Args:
+        kind: number of the GGUF type.
+        data: uint8 [bytes], whole blocks.
+        halves: float32 [65536], all float16 numbers.
+        out: float32 [weights], written.
+    """
     if kind == _F16:
         for i in range(len(out)):
             out[i] = _half(data, 2 * i, halves)

@@ -63,21 +63,27 @@ team_entries = [
 
 
 class _Work(NamedTuple):
+    """A call that helpers may join.
+
+    Attributes:
+        serial: number of the call, ascending.
+        function: what a helper calls with `job`.
+        job: the kernel's arguments.
+        counters: int64, held because a helper that starts late still counts itself in.
+    """
+
     serial: int
     function: Callable[[Any], None]
     job: Any
-    counters: npt.NDArray[
-        np.int64
-    ]  # kept alive here: a helper that starts late still counts itself in
+    counters: npt.NDArray[np.int64]
 
 
 class _Mailbox:
     """The newest work of a team, as its helpers see it; without a reference to the team."""
 
     def __init__(self) -> None:
-        self.board = np.zeros(
-            1, dtype=np.int64
-        )  # changes with every work, for helpers that are awake
+        # Changes with every work, for helpers that are awake.
+        self.board = np.zeros(1, dtype=np.int64)
         self.work: _Work | None = None
         self.failure: BaseException | None = None
         self.closed = False
@@ -163,6 +169,7 @@ class KernelTeam:
         _dismiss(self._mailbox, self._signals, self._threads)
 
     def _wake(self, work: _Work, num_helpers: int) -> None:
+        """Offer work and wake `num_helpers` helpers; starts the threads at the first call."""
         if not self._threads:
             self._start()
         self._mailbox.work = work
@@ -171,6 +178,7 @@ class KernelTeam:
             _raise_signal(signal)
 
     def _start(self) -> None:
+        """Start the helper threads, each with a locked signal."""
         for index in range(1, self.num_threads):
             signal = threading.Lock()
             signal.acquire()
@@ -193,6 +201,7 @@ def _raise_signal(signal: threading.Lock) -> None:
 
 
 def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
+    """Run a helper thread: join the newest work, look out for more, then sleep until its signal."""
     last = seen = 0
     signal.acquire()
     while not mailbox.closed:
@@ -217,6 +226,7 @@ def _help(mailbox: _Mailbox, signal: threading.Lock) -> None:
 def _dismiss(
     mailbox: _Mailbox, signals: list[threading.Lock], threads: list[threading.Thread]
 ) -> None:
+    """Close the mailbox, wake all helpers and join their threads."""
     mailbox.closed = True
     mailbox.work = None
     mailbox.board[0] += 1

@@ -111,6 +111,7 @@ def numbers_type(kind: Any) -> Any:
 
 
 def _load(context: Any, b: Builder, kind: Any, address: Value) -> Value:
+    """Emit the load of a tuple of class `kind`, or of one field, from a byte address."""
     if kind in _NUMBERS:
         return emit_load(b, _NUMBERS[kind][1], address)
     items = []

@@ -123,6 +123,7 @@ class AmxTiles(IntTiles):
         self._scratch: Value = None  # of the function that `emit` writes
 
     def emit(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        """Emit `ldtilecfg`, the product and `tilerelease`."""
         self._scratch = emit_scratch(b, _SCRATCH)
         config = b.inttoptr(self._at(b, _CONFIG_AT), _POINTER)
         b.store(_configuration(self.quads), config, align=_LINE)
@@ -135,6 +136,7 @@ class AmxTiles(IntTiles):
         return b.add(self._scratch, int_constant(offset))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        """Emit the product of a pair of weight tiles with one panel, pipelined as stated above."""
         pairs = (
             (tile.weights, tile.weights_step),
             (tile.scales, tile.scales_step),
@@ -198,6 +200,7 @@ class AmxTiles(IntTiles):
         return b.add(source.panel, b.mul(group, int_constant(self.cell)))
 
     def _load(self, b: Builder, source: _Source, part: Value) -> None:
+        """Load a part's activation codes and unpacked weights into tile registers."""
         here = self._here(b, source, part)
         weights = self._turn(b, part)
         if self.parts > 1:
@@ -214,11 +217,13 @@ class AmxTiles(IntTiles):
             )
 
     def _multiply(self, b: Builder, t: int) -> None:
+        """Emit `tdpbssd` for tile `t`: int32 sums in two tile registers."""
         for number, rows in zip(_SUMS[t], _ROWS, strict=True):
             _call(b, "tilezero", number)
             _call(b, "tdpbssd", number, rows, _WEIGHTS[t])
 
     def _store_sums(self, b: Builder, t: int) -> None:
+        """Store the int32 sums of tile `t` in the scratch."""
         for half, number in enumerate(_SUMS[t]):
             offset = _SUMS_AT + (t * _CELL_ROWS + half * LANES) * _LINE
             _on_tile(b, "tilestored64", number, self._at(b, offset), _LINE)

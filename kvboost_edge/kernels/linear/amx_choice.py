@@ -184,6 +184,7 @@ def _panel(
 
 
 def _try() -> AmxChoice:
+    """Compare AMX with AVX512-VNNI: results bit for bit, then the time of int4 tiles."""
     for name in ("int8", "int4"):
         amx = _Trial(name, _amx_trial, MATRIX_TOKENS)
         vnni = _Trial(name, _vnni_trial, WIDE_TOKENS)

@@ -234,6 +234,7 @@ class IntTiles:
             self._emit_one(b, here, at, target._replace(out=out, bias=bias))
 
     def _emit_one(self, b: Builder, tile: Tile, panel: Value, target: Target) -> None:
+        """Emit the product of one panel with `tiles` tiles; sums stay in registers."""
         weights = [
             b.add(tile.weights, b.mul(tile.weights_step, int_constant(t)))
             for t in range(self.tiles)

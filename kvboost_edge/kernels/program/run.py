@@ -77,6 +77,7 @@ def _take_units(job: ProgramJob, spins: int) -> bool:
 
 @kernel
 def _run_experts(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of an operation on experts."""
     if lt.is_op(lt.DispatchOp, at):
         dispatch(job, load_row(lt.DispatchOp, at).experts)
     elif lt.is_op(lt.SpreadOp, at):
@@ -96,6 +97,7 @@ def _run_experts(job: ProgramJob, at: int, unit: int) -> None:
 
 @kernel
 def _run_conv(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of tokens of a `ConvOp`."""
     first, end = tokens_of(job, unit)
     for token in range(first, end):
         conv_gated(job, load_row(lt.ConvOp, at), token)
@@ -103,11 +105,13 @@ def _run_conv(job: ProgramJob, at: int, unit: int) -> None:
 
 @kernel
 def _run_tails(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of a `KeepConvOp`."""
     store_tails(job, load_row(lt.KeepConvOp, at).conv, unit)
 
 
 @kernel
 def _run_scan(job: ProgramJob, at: int, unit: int) -> None:
+    """Run a unit of a scan, or of the operation before or after it."""
     if lt.is_op(lt.ScanOp, at):
         scan(job, load_row(lt.ScanOp, at), unit)
         return

@@ -211,6 +211,7 @@ def _quantize(
 
 @kernel
 def _norm(job: ProgramJob, op: lt.NormOp, token: int) -> None:
+    """Norm a token's row, set the padding of the result to 0, and quantize it if a panel is set."""
     count = op.size
     out = row_at(job, op.out, token)
     norm_row(row_at(job, op.source, token), op.weight, count, op.eps, out)
@@ -222,6 +223,7 @@ def _norm(job: ProgramJob, op: lt.NormOp, token: int) -> None:
 
 @kernel
 def _add_norm(job: ProgramJob, op: lt.AddNormOp, token: int) -> None:
+    """Run `AddNormOp` for a token; the source row is overwritten with its norm."""
     source = row_at(job, op.source, token)
     out = row_at(job, op.out, token)
     norm_row(source, op.weight, op.size, op.eps, source)
@@ -232,6 +234,7 @@ def _add_norm(job: ProgramJob, op: lt.AddNormOp, token: int) -> None:
 
 @kernel
 def _per_layer(job: ProgramJob, op: lt.PerLayerOp, token: int) -> None:
+    """Run `PerLayerOp` for a token."""
     count = op.size
     row = row_at(job, op.out, token)
     other = row_at(job, op.by, token)
@@ -295,6 +298,7 @@ def _scale_queries(source: int, count: int, factor: float) -> None:
 
 @kernel
 def _rope(job: ProgramJob, op: lt.RopeOp, token: int) -> None:
+    """Run `RopeOp` for a token: norms, RoPE, and the store of its KV."""
     heads = op.heads
     kv_heads = op.kv_heads
     dim = op.dim
@@ -348,6 +352,7 @@ def _cap(job: ProgramJob, op: lt.CapOp, token: int) -> None:
 
 @kernel
 def _on_token(job: ProgramJob, at: int, token: int, piece: int) -> None:
+    """Run a token operation for one token; with pieces, for one piece of its row."""
     if lt.is_op(lt.NormOp, at):
         _norm(job, load_row(lt.NormOp, at), token)
     elif lt.is_op(lt.RopeOp, at):

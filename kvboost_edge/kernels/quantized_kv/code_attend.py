@@ -327,6 +327,7 @@ def _coded_tile(job: CodedJob, unit: Unit, coded: _Coded, start: int, state: int
 
 @kernel
 def _add_values(layout: CodeLayout, unit: Unit, coded: _Coded, out: int) -> None:
+    """Add a tile's weighted values to the sums of four rows at `out`, float32 [4, dim]."""
     dim = layout.dim
     channel = 0
     while channel < dim:

@@ -54,6 +54,7 @@ def emit_dot(b: Builder, form: str, sums: Value, unsigned: Value, signed: Value)
 
 
 def _dot_halves(b: Builder, sums: Value, unsigned: Value, signed: Value) -> Value:
+    """Emit `vpdpbusd` on vectors of 256 bits, twice."""
     kind = ir.FunctionType(_V8I, [_V8I, _V32B, _V32B])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.256")
     undefined = ir.Constant(V16I, ir.Undefined)

@@ -250,6 +250,7 @@ def weigh_rows(
 
 
 def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
+    """Emit `coded_values` in panels whose sums fit the registers."""
     codes, table, channel, numbers, out, row_bytes = arguments
     at_once = min(num_vectors, _VECTORS_AT_ONCE)
     with emit_loop(b, emit_int(num_vectors // at_once)) as part:
@@ -260,6 +261,7 @@ def _emit_values(b: Builder, arguments: Sequence[Value], bits: int, num_vectors:
 
 
 def _emit_channels(b: Builder, arguments: Sequence[Value], bits: int, num_vectors: int) -> None:
+    """Emit `coded_values` for num_vectors * 16 channels: int32 sums over the tile, then float32."""
     codes, table, offset, numbers, out, row_bytes = arguments
     form = coded_dot_form()
     sums = emit_slots(b, int_lanes(0), ROWS * num_vectors)

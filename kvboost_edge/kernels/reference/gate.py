@@ -41,6 +41,7 @@ def _gated(rows: Floats, gates: Floats) -> Floats:
 
 
 def _normed(rows: Floats, weight: Floats, groups: int, eps: float) -> Floats:
+    """Return rows normed in `groups` parts each."""
     cut = rows.reshape(len(rows), groups, rows.shape[1] // groups)
     each = weight.reshape(-1, cut.shape[2])
     if rows.dtype == np.float64:

@@ -154,6 +154,7 @@ class _Coded(NamedTuple):
 
 
 def _take_apart(stored: Bytes, layout: CodeLayout) -> _Coded:
+    """Unpack a head's block, uint8 [bytes]."""
     dim = layout.dim
     size = layout.block_size
 
@@ -469,6 +470,7 @@ def paged_attention_coded(
 
 
 def _finish(state: _State, sinks: Floats | None, dim: int) -> tuple[Floats, Floats]:
+    """Return (out, lse) of a softmax state; a sink is a logit without a value."""
     maxima = state.maxima
     totals = state.totals
     factor = np.ones_like(state.totals)

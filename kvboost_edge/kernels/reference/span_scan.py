@@ -51,9 +51,8 @@ def scan(
             _run(newest_first, wanted, floor, place, block)
             for block in _at(newest_first, wanted, place)
         ]
-        best = max(
-            candidates, key=lambda run: (len(run.slots), run.context), default=None
-        )  # the first of equals
+        # `max` returns the first of equals.
+        best = max(candidates, key=lambda run: (len(run.slots), run.context), default=None)
         if best is None or len(best.slots) < min_tokens:
             place += 1
             continue
@@ -79,6 +78,7 @@ def _run(
     place: int,
     block: StoredBlock,
 ) -> StoredRun:
+    """Return the run through a block at `place`, extended in both directions."""
     before = list(_before(newest_first, wanted, floor, place, block))[::-1]
     after = list(_after(newest_first, wanted, place, block))
     return StoredRun(place - len(before), block.first_position - len(before), (*before, *after))

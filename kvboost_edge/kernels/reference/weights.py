@@ -113,6 +113,7 @@ def fit_rows(weights: Floats, kind: str) -> tuple[npt.NDArray[np.int16], Halves,
 
 
 def _groups(weights: Floats) -> Floats:
+    """Return weights [rows, inputs] as padded groups, [rows, groups, 32]."""
     rows, inputs = weights.shape
     groups = -(-inputs // GROUP)
     # Repeating the first weight of the last group changes neither its smallest nor its largest

@@ -177,6 +177,7 @@ class ProgramBuffers:
         self._capacity = num_tokens
 
     def _of_size(self, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
+        """Return buffers for passes of up to `num_tokens` tokens, by number."""
         sizes = self.sizes
         floats = {
             lt.B_HIDDEN: sizes.hidden,
@@ -209,6 +210,7 @@ def largest_bytes(spec: ModelSpec, num_tokens: int, num_positions: int) -> int:
 
 
 def _of_mixture(sizes: MixtureSizes, num_tokens: int) -> dict[int, npt.NDArray[Any]]:
+    """Return the buffers of experts, by number."""
     places = num_tokens * sizes.used
     return {
         lt.B_ROUTED: aligned_empty((num_tokens * sizes.routed,), np.float32),

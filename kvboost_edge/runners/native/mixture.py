@@ -47,9 +47,8 @@ def emit_mixture_beside(
     routed = BufferRows(lt.B_ROUTED, _sizes(out).routed)
     out.linear(f"{layer}router", out.normed, routed, factor=size**-0.5)
     _route(out, layer, experts)
-    out.norm(
-        f"{layer}experts_in", f"{layer}router"
-    )  # floats: they are quantized when they are spread
+    # The router's format is a float format: the rows are quantized when they are spread.
+    out.norm(f"{layer}experts_in", f"{layer}router")
     _all_experts(out, layer, experts, out.wide, add=False)
     norm = out.packed.address(f"{layer}experts_out")
     out.ops.append(lt.AddNormOp(out.wide, beside, size, norm, spec.eps))

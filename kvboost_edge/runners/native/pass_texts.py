@@ -80,6 +80,7 @@ class PassTexts:
         return paged_attention(queries, self._pool, batch.paged, options, self._access.workspace)
 
     def _grow(self, num_blocks: int) -> None:
+        """Allocate a pool of `num_blocks` blocks and, on the kernels' backend, its `WholePass`."""
         spec = self._spec
         shape = LayerKVSpec(spec.num_kv_heads, spec.head_dim)
         sizes = (num_blocks, shape.num_kv_heads)

@@ -64,6 +64,8 @@ class LayerProgram:
 
 
 class _Builder(Emitter):
+    """Emitter of a decoder's operations."""
+
     def __init__(
         self, spec: ModelSpec, plan: list[PackEntry], packed: PackedWeights, num_threads: int
     ) -> None:
@@ -72,6 +74,7 @@ class _Builder(Emitter):
         self.states = None if spec.mixer is None else StateOperations(self, spec.mixer)
 
     def embed(self) -> None:
+        """Emit the embedding, and per-layer inputs if the model has them."""
         spec = self.spec
         matrix = self.matrix("embed", 1, 1, 0)
         self.ops.append(lt.EmbedOp(self.hidden, matrix, spec.embedding_factor))
@@ -93,6 +96,7 @@ class _Builder(Emitter):
         )
 
     def before_attention(self, index: int) -> None:
+        """Emit a layer's input norm, QKV projection and RoPE."""
         spec = self.spec
         layer = f"layer{index}."
         source = self.normed

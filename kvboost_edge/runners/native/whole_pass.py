@@ -311,6 +311,7 @@ class WholePass:
         storages: Sequence[tuple[_Members, _Storage]],
         layers: range,
     ) -> _AlikeRows:
+        """Return the rows of a range of layers from one attention call per kind of layer."""
         each = -(-max(call.counters.size for call in calls) // 8) * 8
         rows = self._fixed[layers.start : layers.stop].copy()
         rows[:, la.R_COUNTERS] = 8 * each * np.arange(len(layers))
@@ -336,6 +337,7 @@ class WholePass:
     def _one_shape(
         self, shape: LayerKVSpec, kinds: dict[AttentionOptions, list[int]], layers: range
     ) -> _Members:
+        """Return the layers of a range that share a shape of KV."""
         own = sorted(layer for members in kinds.values() for layer in members)
         places = [self._spec.layers[: self._kv[layers.start + layer]].count(shape) for layer in own]
         of_kinds = {params: _which(members, len(layers)) for params, members in kinds.items()}
@@ -344,6 +346,7 @@ class WholePass:
         )
 
     def _storage(self, members: _Members, layers: range, prepared: PreparedBatch) -> _Storage:
+        """Return the pool that a shape's layers read, and its columns of their rows."""
         if self._coded is not None:
             return self._open(self._coded, members, prepared)
         slots = np.ascontiguousarray(prepared.slot_mapping, dtype=np.int64)

@@ -83,9 +83,8 @@ class PastBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            buffer.nbytes for buffer in tuple(self._kept)
-        )  # a copy: other threads read this while the engine runs
+        # A copy: other threads read this while the engine runs.
+        return sum(buffer.nbytes for buffer in tuple(self._kept))
 
     def take(self, table: npt.NDArray[np.int32], start: int, stop: int, marks: Ints) -> Buffer:
         """Return a buffer with the first `start` tokens of a block table and room for `stop`.

@@ -230,6 +230,7 @@ def _is_served(query: torch.Tensor, dropout: float) -> bool:
 
 
 def _attend_by_kvboost(tensors: _Tensors, mask: _Causal, call: _Call) -> torch.Tensor:
+    """Call the extension's causal attention; tensors are [batch, heads, seqlen, head_dim]."""
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
     out: torch.Tensor = cuda.extension().flash_attn_func(
         query,

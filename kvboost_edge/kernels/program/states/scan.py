@@ -206,6 +206,7 @@ def _dots(typing: Any, tile: Any, dim: Any, key: Any, out: Any) -> Any:
 
 
 def _emit_turn(b: Builder, arguments: Sequence[Value], count: int) -> None:
+    """Emit `_turn` for `count` consecutive tiles, in one pass over their rows."""
     tile, dim, query, key, after, values, apart, gates, dots = arguments
     share, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
     tiles = neighbours(b, tile, b.mul(dim, int_constant(LINE)), count)

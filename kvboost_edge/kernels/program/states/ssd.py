@@ -34,6 +34,7 @@ Builder = Any
 
 
 def _emit_advance(b: Builder, arguments: Sequence[Value], count: int) -> None:
+    """Emit `advance` for `count` consecutive tiles."""
     tile, dim, query, key, values, apart, gates, skip = arguments
     time, decay = (emit_number(b, gates, int_constant(index)) for index in range(2))
     tiles = neighbours(b, tile, b.mul(dim, int_constant(LINE)), count)
