@@ -175,8 +175,8 @@ class EngineConfig:
     max_memory: int | None = option(
         None,
         "Memory of the process, native runner: weights, the measured overhead, and the pool, which "
-        "takes what is left, up to its default number of contexts. Refused where not one context "
-        "of max_model_len is left",
+        "takes the rest, up to its default number of contexts. Refused unless one context of "
+        "max_model_len fits",
         int,
         group="Cache",
         unit="bytes",
@@ -243,8 +243,8 @@ class EngineConfig:
     )
     kv_cache_bits: int | tuple[int, int] | None = option(
         16,
-        "Bits of cached keys and values: 16 (not quantized), 8, 4, or one for each, such as 8,4; 8 "
-        "and 4 need the native runner",
+        "Bits per number of the KV cache: 16 (not quantized), 8, 4, or separate values for K and V, "
+        "such as 8,4; 8 and 4 need the native runner",
         group="Cache",
         read=_kv_bits,
         metavar="BITS",

@@ -154,7 +154,7 @@ MaxMemoryOption = Annotated[
         metavar="BYTES",
         parser=read_size,
         help="Memory of the process, such as 1GB: weights, overhead, and the pool, which takes "
-        "what is left. Default: no bound.",
+        "the rest. Default: no bound.",
     ),
 ]
 SchemaOption = Annotated[
@@ -180,8 +180,8 @@ KVBitsOption = Annotated[
     typer.Option(
         "--kv-cache-bits",
         metavar="BITS",
-        help="Bits of cached keys and values: 16 (not quantized), 8, 4, or one for each, such as "
-        "8,4. Default: 16.",
+        help="Bits per number of the KV cache: 16 (not quantized), 8, 4, or separate values for "
+        "K and V, such as 8,4. Default: 16.",
     ),
 ]
 PackCacheOption = Annotated[
