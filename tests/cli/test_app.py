@@ -324,7 +324,7 @@ def test_doctor_counts_states_and_refuses_too_few(tmp_path, monkeypatch, answere
     found = answered(*argv, "-o", "max_state_bytes=50", code=1)[f"Model {path}"]
     assert found["fits"] is False
     assert found["fit_reason"].startswith("max_state_bytes=50 holds 0 states of ")
-    assert "3 sequences need 3 x " in found["fit_reason"]
+    assert "3 sequences need 4 states" in found["fit_reason"]
     assert not (tmp_path / "cache" / "packed").exists()
 
 
